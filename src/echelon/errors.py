@@ -1,0 +1,41 @@
+"""The errors a user can meet. Each carries the exit code its command ends with.
+
+A message states the value given, the rule, and the change that fixes it, with the recipe key:
+`parallel.tp=3 does not divide num_key_value_heads=8; use tp=1, 2, 4 or 8.`
+"""
+
+
+class EchelonError(Exception):
+    """Anything echelon reports in one message without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(EchelonError, ValueError):
+    """The recipe or the command line asks for something that is wrong or not built."""
+
+    exit_code = 2
+
+
+class PlanError(EchelonError, ValueError):
+    """The recipe is well-formed but cannot run on this cluster."""
+
+    exit_code = 2
+
+
+class DataError(EchelonError):
+    """The text, the tokenizer or the prepared shards cannot be used as they are."""
+
+    exit_code = 2
+
+
+class CheckpointError(EchelonError):
+    """A checkpoint is damaged, hostile, or could not be written."""
+
+
+class LaunchError(EchelonError):
+    """Processes could not be started, could not meet, or died."""
+
+
+class TrainingError(EchelonError):
+    """Training itself failed: a loss or a gradient norm that is not finite."""
