@@ -1,0 +1,74 @@
+import pytest
+
+from echelon.errors import PlanError
+from echelon.hardware import ACCELERATORS, Cluster, find_accelerator, parse_devices
+
+
+def test_published_constants():
+    # research table of dense peaks: H100 989 TFLOP/s and 3350 GB/s, A100 312, T4 has no bf16
+    assert ACCELERATORS["H100"].bf16_flops == 989e12
+    assert ACCELERATORS["H100"].memory_bandwidth == 3350e9
+    assert ACCELERATORS["A100-40"].memory_bytes == 40 * 10**9
+    assert ACCELERATORS["A100-80"].peak_flops("bfloat16") == 312e12
+    assert ACCELERATORS["A100-80"].peak_flops("float32") == 19.5e12
+    assert ACCELERATORS["T4"].bf16_flops is None and ACCELERATORS["V100"].peak_flops("bfloat16") is None
+    assert all(accelerator.source for accelerator in ACCELERATORS.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "devices", "nodes"),
+    [
+        ("64xH100", "H100", 64, 8),
+        ("1xa100-40", "A100-40", 1, 1),
+        (" 4 x RTX 4090 ", "RTX4090", 4, 1),
+        ("8xGB200", "GB200", 8, 1),
+        ("16xcpu", "cpu", 16, 1),
+    ],
+)
+def test_parse_devices(text, name, devices, nodes):
+    cluster = parse_devices(text)
+    assert (cluster.accelerator.name, cluster.num_devices, cluster.num_nodes) == (name, devices, nodes)
+    assert cluster.kind == ("cpu" if name == "cpu" else "cuda")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("8xH1000", ["H1000", "did you mean H100", "RTX4090"]),
+        ("8xA100", ["did you mean A100-", "A100-80"]),
+        ("H100", ["COUNTxNAME", "8xH100"]),
+        ("0xH100", ["at least one"]),
+        ("12xH100", ["12 devices", "8 or 16"]),
+    ],
+)
+def test_parse_devices_refuses(text, words):
+    with pytest.raises(PlanError) as caught:
+        parse_devices(text)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_bf16_is_the_tables_word_unless_the_hardware_speaks():
+    assert parse_devices("1xL4").has_bf16
+    assert not parse_devices("1xV100").has_bf16
+    assert not parse_devices("2xcpu").has_bf16
+    assert Cluster(ACCELERATORS["cpu"], 2, 2, "cpu", bf16_supported=True).has_bf16
+
+
+@pytest.mark.parametrize(
+    ("device_name", "memory_gib", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "H100"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "RTX4090"),
+        ("Tesla V100-SXM2-32GB", 31.7, "V100-32"),
+        ("Tesla T4", 14.6, "T4"),
+        ("NVIDIA L40S", 44.4, "L40S"),
+        ("NVIDIA H100 PCIe", 79.2, None),
+        ("NVIDIA Quadro P400", 2, None),
+    ],
+)
+def test_find_accelerator_by_the_drivers_name(device_name, memory_gib, name):
+    found = find_accelerator(device_name, int(memory_gib * 2**30))
+    assert (found and found.name) == name
