@@ -1,0 +1,191 @@
+"""Which plan a recipe gets: precision, micro batch and strategy, every automatic choice with the numbers behind it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from echelon.errors import ConfigError, PlanError
+from echelon.hardware import Cluster
+from echelon.plan import ParallelPlan, Precision
+from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
+from echelon.planner.memory import MemoryEstimate, estimate_memory
+from echelon.shape import ModelShape
+
+if TYPE_CHECKING:
+    from echelon.recipe import Recipe
+
+MEMORY_HEADROOM = 0.10  # share of a device left to workspace, fragmentation and what the estimate leaves out
+# Beyond these a longer microbatch was not seen to be faster, and it only costs memory.
+MICRO_BATCH_TOKENS = {"cuda": 16384, "cpu": 8192}
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What every candidate of one recipe on one cluster shares."""
+
+    recipe: "Recipe"
+    shape: ModelShape
+    cluster: Cluster
+    num_samples: int | None
+    precision: Precision
+    compile: bool
+
+    @property
+    def usable_bytes(self) -> float | None:
+        memory = self.cluster.accelerator.memory_bytes
+        return None if memory is None else memory * (1 - MEMORY_HEADROOM)
+
+    def fits(self, estimate: MemoryEstimate) -> bool:
+        """Whether a device takes it with the headroom left free; one of unknown memory takes everything."""
+        return self.usable_bytes is None or estimate.total <= self.usable_bytes
+
+    def estimate(self, plan: ParallelPlan) -> MemoryEstimate:
+        return estimate_memory(self.shape, plan, self.recipe.data.sequence_len, self.cluster.kind)
+
+
+def choose_plan(recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None) -> ParallelPlan:
+    """See `echelon.plan.resolve_plan`, whose body this is."""
+    _check_positions(recipe, shape)
+    precision, precision_why = _choose_precision(recipe.train.precision, cluster)
+    compile_model, compile_why = _choose_compile(recipe.train.compile, cluster)
+    request = _Request(recipe, shape, cluster, num_samples, precision, compile_model)
+    if recipe.parallel == "auto":
+        plan, plan_why = _choose_strategy(request)
+    else:
+        plan, plan_why = _build_requested(request, build_layout(recipe.parallel, cluster))
+    return replace(plan, why=(*plan_why, *precision_why, *compile_why))
+
+
+def _check_positions(recipe: "Recipe", shape: ModelShape) -> None:
+    """A table of learned positions has an end; rotary positions do not, so they are let be."""
+    length, positions = recipe.data.sequence_len, shape.max_positions
+    if shape.num_position_parameters and positions is not None and length > positions:
+        raise ConfigError(
+            f"data.sequence_len={length} is longer than the {positions} positions the model has learned; "
+            f"use {positions} or less, or a model with more."
+        )
+
+
+def _choose_precision(wanted: str, cluster: Cluster) -> tuple[Precision, list[str]]:
+    name = cluster.accelerator.name
+    if wanted not in ("auto", "fp32", "bf16"):
+        raise ConfigError(f"train.precision={wanted} is not built yet; use auto, fp32 or bf16.")
+    if wanted == "bf16" and cluster.kind == "cuda" and not cluster.has_bf16:
+        raise PlanError(f"train.precision=bf16: {name} has no bf16 arithmetic; use fp32.")
+    compute_bf16 = wanted == "bf16" or (wanted == "auto" and cluster.has_bf16)
+    precision = Precision(compute="bfloat16") if compute_bf16 else Precision()
+    if wanted != "auto":
+        return precision, []
+    reason = "has fast bf16" if compute_bf16 else "has no fast bf16"
+    return precision, [f"precision auto: compute in {precision.compute}, {name} {reason}"]
+
+
+def _choose_compile(wanted: bool | str, cluster: Cluster) -> tuple[bool, list[str]]:
+    if isinstance(wanted, bool):
+        return wanted, []
+    if cluster.kind == "cuda":
+        return True, ["compile auto: on, fused kernels pay on a GPU"]
+    return False, ["compile auto: off, on CPUs a first compilation takes minutes"]
+
+
+def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
+    """The strategy that communicates least among those that fit. Raises PlanError with what each would need."""
+    why: list[str] = []
+    for layout in _auto_layouts(request.cluster):
+        plan, line = _choose_micro_batch(request, layout)
+        needs = request.estimate(plan)
+        if request.fits(needs):
+            reason = "one process" if plan.world_size == 1 else "the least communication that fits"
+            return plan, [*why, f"parallel auto: {layout.strategy}, {reason}", *line]
+        why.append(f"parallel auto: {_needs(request, layout, plan, needs)}, too much")
+    tried = "; ".join(entry.removeprefix("parallel auto: ").removesuffix(", too much") for entry in why)
+    raise PlanError(
+        f"parallel=auto: nothing fits {request.cluster.accelerator.name}: {tried}. {_advice(request, plan)}"
+    )
+
+
+def _auto_layouts(cluster: Cluster) -> Iterator[Layout]:
+    names = ["ddp"]
+    if cluster.num_devices > 1:
+        names += ["zero1", "zero2", *(["hsdp"] if cluster.num_nodes > 1 else []), "fsdp"]
+    return (build_layout(name, cluster) for name in names)
+
+
+def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
+    """A strategy the user chose: refused only when its states alone exceed the device, for those are no estimate."""
+    plan, why = _choose_micro_batch(request, layout)
+    needs, memory = request.estimate(plan), request.cluster.accelerator.memory_bytes
+    if memory is not None and needs.states > memory:
+        raise PlanError(
+            f"parallel={layout.strategy}: parameters, gradients and optimizer need {_gigabytes(needs.states)} on each "
+            f"of {plan.world_size} {request.cluster.accelerator.name}, which has {_gigabytes(memory)}. "
+            f"{_advice(request, plan)}"
+        )
+    if not request.fits(needs):
+        why = [*why, f"memory: {_needs(request, layout, plan, needs)}; it may run out"]
+    return plan, why
+
+
+def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
+    """The plan with the largest micro batch within the cap that fits, or with the smallest when none does."""
+    recipe, cap = request.recipe, MICRO_BATCH_TOKENS[request.cluster.kind]
+    per_rank = check_batch(recipe, layout.dp_size, request.num_samples)
+    sizes = micro_batch_sizes(recipe, per_rank, layout.dp_size)
+    automatic, length = recipe.train.micro_batch_size == "auto", recipe.data.sequence_len
+    if automatic:
+        sizes = [size for size in sizes if size * length <= cap or size == 1]
+    plans = [_build_plan(request, layout, size, per_rank // size) for size in sizes]
+    plan = next((candidate for candidate in plans if request.fits(request.estimate(candidate))), plans[-1])
+    if not automatic:
+        return plan, []
+    size, needs = plan.micro_batch_size, request.estimate(plan).total
+    limit = request.usable_bytes
+    room = "device memory not known" if limit is None else f"of {_gigabytes(limit)} usable"
+    return plan, [
+        f"micro_batch_size auto: {size} of the {per_rank} sequences each rank gets, {size * length} tokens "
+        f"(at most {cap}); estimated {_gigabytes(needs)}, {room}"
+    ]
+
+
+def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_microbatches: int) -> ParallelPlan:
+    return ParallelPlan(
+        strategy=layout.strategy,
+        dp_replicate=layout.dp_replicate,
+        dp_shard=layout.dp_shard,
+        reshard_after_forward=layout.reshard_after_forward,
+        reduce_gradients=layout.reduce_gradients,
+        cpu_offload=layout.cpu_offload,
+        micro_batch_size=micro_batch_size,
+        num_microbatches=num_microbatches,
+        activation_checkpointing=request.recipe.train.activation_checkpointing,
+        compile=request.compile,
+        precision=request.precision,
+    )
+
+
+def _needs(request: _Request, layout: Layout, plan: ParallelPlan, needs: MemoryEstimate) -> str:
+    limit = request.usable_bytes or 0
+    return (
+        f"{layout.strategy} needs {_gigabytes(needs.total)} ({_gigabytes(needs.states)} of it states) with micro batch "
+        f"{plan.micro_batch_size}, {_gigabytes(limit)} are usable"
+    )
+
+
+def _advice(request: _Request, plan: ParallelPlan) -> str:
+    """Changes that would help; those that can be tried here are named only if they fit, with what they need."""
+    fsdp = build_layout("fsdp", request.cluster)
+    trials = {
+        "set train.activation_checkpointing=full": replace(plan, activation_checkpointing="full"),
+        "set parallel=fsdp": _build_plan(request, fsdp, plan.micro_batch_size, plan.num_microbatches),
+    }
+    needs = {way: request.estimate(trial) for way, trial in trials.items() if trial != plan}
+    ways = [f"{way} (needs {_gigabytes(need.total)})" for way, need in needs.items() if request.fits(need)]
+    ways += ["use more devices", "a smaller model", "shorter data.sequence_len"]
+    if request.cluster.kind == "cuda" and not plan.cpu_offload:
+        ways.append("parallel.cpu_offload=true with dp_shard")
+    text = ", ".join(ways[:-1]) + f" or {ways[-1]}."
+    return text[0].upper() + text[1:]
+
+
+def _gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

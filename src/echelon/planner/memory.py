@@ -1,0 +1,166 @@
+"""Bytes of device memory one rank needs under a plan, by part.
+
+States are exact arithmetic. Activations count the tensors that backward keeps for a Hugging Face decoder layer run
+eagerly with fused attention: the form of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large
+Transformer Models", section 4), its terms replaced by what these layers were measured to save (test_memory.py).
+"""
+
+from dataclasses import dataclass
+
+from echelon.hardware import DeviceKind
+from echelon.plan import DTYPE_BYTES, ParallelPlan
+from echelon.shape import LOGITS_CHUNK_BYTES, ModelShape
+
+FP32_BYTES = 4
+# Copies of a chunk of fp32 logits alive at once: the logits, their softmax, and the gradient.
+LOGITS_COPIES = 3
+
+ASSUMPTIONS = (
+    "eager execution; a compiled model keeps less",
+    "DDP's gradients are views into its buckets",
+    "optimizer: two moments per parameter (AdamW)",
+    "no attention mask: a document mask adds its own bytes",
+    "selective checkpointing keeps the outputs of matrix products and attention, a rough count",
+    "temporary workspace, allocator fragmentation and gradients of activations are left to the headroom",
+)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Peak bytes on one rank's device, by part. `buffers` is what communication and rotary tables hold."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int
+    assumptions: tuple[str, ...] = ASSUMPTIONS
+
+    @property
+    def states(self) -> int:
+        """Bytes that no smaller microbatch saves."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return self.states + self.activations + self.logits
+
+
+def estimate_memory(
+    shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind = "cuda"
+) -> MemoryEstimate:
+    """Estimate of one rank's peak bytes, for sequences of `sequence_len` tokens on a device of this kind."""
+    tokens = plan.micro_batch_size * sequence_len
+    parameters, gradients, optimizer, buffers = _states(shape, plan)
+    return MemoryEstimate(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=_activations(shape, plan, sequence_len, kind),
+        logits=_logits(shape, plan, tokens),
+        buffers=buffers + 2 * sequence_len * shape.head_dim * FP32_BYTES,
+    )
+
+
+def _states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int, int]:
+    """(parameters, gradients, optimizer, communication buffers) in bytes."""
+    policy, total = plan.precision, shape.num_parameters
+    stored = total * DTYPE_BYTES[policy.param]
+    reduced, moments = DTYPE_BYTES[policy.reduce], 2 * DTYPE_BYTES[policy.optimizer]
+    if not plan.uses_fully_shard:
+        # autocast keeps a cast copy of every matrix until backward is done with it
+        copies = shape.num_matmul_parameters * DTYPE_BYTES[policy.compute] if plan.uses_autocast else 0
+        return stored + copies, total * FP32_BYTES, total * moments, 0
+
+    shard = -(-total // plan.dp_shard)
+    layer = shape.num_layer_parameters
+    outside = total - shape.num_layers * layer
+    # With resharding two layers are gathered at a time, one running and the next fetched; the rest stays gathered.
+    gathered = outside + min(2, shape.num_layers) * layer if plan.reshard_after_forward else total
+    whole_gradients = total * reduced if plan.reduce_gradients == "last" and plan.num_microbatches > 1 else 0
+    resident = 0 if plan.cpu_offload else shard
+    return (
+        resident * DTYPE_BYTES[policy.param] + gathered * DTYPE_BYTES[policy.compute],
+        resident * FP32_BYTES + whole_gradients,
+        resident * moments,
+        max(layer, outside) * (DTYPE_BYTES[policy.compute] + reduced),  # all-gather input, reduce-scatter input
+    )
+
+
+def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int) -> int:
+    """Bytes of the chunked loss: fp32 logits of one chunk, and the hidden states with their gradient."""
+    chunk = min(tokens, max(256, LOGITS_CHUNK_BYTES // (FP32_BYTES * shape.vocab_size)))
+    hidden = 2 * tokens * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
+    return LOGITS_COPIES * chunk * shape.vocab_size * FP32_BYTES + hidden
+
+
+def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> int:
+    """Bytes backward needs at its peak, which comes as it begins (or, recomputing, in the first layer it redoes)."""
+    compute = DTYPE_BYTES[plan.precision.compute]
+    residual = FP32_BYTES if plan.uses_autocast else compute  # autocast leaves the residual stream in fp32
+    tokens = plan.micro_batch_size * sequence_len
+    layer = _layer_bytes_per_token(shape, compute, residual, sequence_len, kind)
+    outside = _norm_bytes(shape, residual) + residual * shape.hidden_size * (shape.parts.residual_dropout > 0)
+    layer_input = residual * shape.hidden_size
+    match plan.activation_checkpointing:
+        case "none":
+            per_token = shape.num_layers * layer
+        case "full":
+            per_token = shape.num_layers * layer_input + layer
+        case "selective":
+            per_token = shape.num_layers * (layer_input + _matmul_output_bytes(shape, compute)) + layer
+    rotary = 2 * sequence_len * shape.head_dim * residual if shape.num_position_parameters == 0 else 0
+    return tokens * (per_token + outside + 8) + rotary  # 8: token ids
+
+
+def _layer_bytes_per_token(shape: ModelShape, compute: int, residual: int, sequence_len: int, kind: DeviceKind) -> int:
+    """Bytes that one decoder layer's backward needs for each token."""
+    parts = shape.parts
+    # Where autocast casts, each projection keeps a copy of its input: q, k, v, gate and up; else two are shared.
+    inputs = 5 if parts.separate_projections and residual != compute else 2
+    projections = inputs * compute * shape.hidden_size
+    mlp = parts.mlp_saved * compute * shape.intermediate_size
+    # The inputs of the post-norms of Gemma 2 and 3 are not the residual stream, yet cost the same fp32 copy.
+    norms = parts.num_norms * _norm_bytes(shape, residual)
+    mask = 1 if kind == "cuda" else compute
+    dropout = 2 * mask * shape.hidden_size if parts.residual_dropout else 0
+    return projections + mlp + norms + dropout + _attention_bytes(shape, compute, sequence_len, kind)
+
+
+def _attention_bytes(shape: ModelShape, compute: int, sequence_len: int, kind: DeviceKind) -> int:
+    """Per token: query, key, value, output, and the fp32 log-sum-exp; the scores too where they are not fused away."""
+    parts = shape.parts
+    query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    scores = shape.num_heads * sequence_len
+    head_norms = 0
+    if parts.head_norms:
+        kept = 2 * FP32_BYTES if parts.norm == "rms_fp32" else FP32_BYTES + compute
+        head_norms = (query + key_value) * kept + FP32_BYTES * (shape.num_heads + shape.num_kv_heads)
+    if parts.attention_matrix:
+        # soft-capped scores, fp32 softmax, its cast copy; key and value are repeated for every query head
+        cast = compute if compute != FP32_BYTES else 0
+        return head_norms + 4 * compute * query + scores * (compute + FP32_BYTES + cast)
+    if parts.attention_dropout and kind == "cpu":
+        # CPUs have no fused attention with dropout: softmax, mask and product are kept, all in fp32
+        return head_norms + FP32_BYTES * 3 * query + compute * query + 3 * FP32_BYTES * scores
+    return head_norms + compute * 2 * (query + key_value) + FP32_BYTES * shape.num_heads
+
+
+def _norm_bytes(shape: ModelShape, residual: int) -> int:
+    """Per token: a norm's input and its normalised values, in the dtypes each kind keeps them in; its statistics."""
+    match shape.parts.norm:
+        case "rms":
+            return shape.hidden_size * (FP32_BYTES + residual) + FP32_BYTES
+        case "rms_fp32":
+            return shape.hidden_size * 2 * FP32_BYTES + FP32_BYTES
+        case "layer":
+            return shape.hidden_size * residual + 2 * FP32_BYTES
+
+
+def _matmul_output_bytes(shape: ModelShape, compute: int) -> int:
+    """Per token: what selective checkpointing keeps of a layer, the outputs of its matrix products and attention."""
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + shape.hidden_size
+    mlp = (shape.parts.num_mlp_matrices - 1) * shape.intermediate_size + shape.hidden_size
+    return compute * (attention + mlp) + FP32_BYTES * shape.num_heads

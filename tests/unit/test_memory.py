@@ -1,0 +1,169 @@
+"""The memory model against bytes measured on real models, and against states worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from echelon.plan import ParallelPlan, Precision
+from echelon.planner.memory import estimate_memory
+from echelon.shape import build_shape
+
+BF16 = Precision(compute="bfloat16")
+BATCH, SEQUENCE = 2, 48
+LLAMA_LIKE = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 100, "n_embd": 64, "n_layer": 4, "n_head": 8, "n_positions": 64}
+MODELS = {
+    "llama": {"model_type": "llama", **LLAMA_LIKE},
+    "qwen3": {"model_type": "qwen3", **LLAMA_LIKE},
+    "gemma": {"model_type": "gemma", **LLAMA_LIKE},
+    "gemma2": {"model_type": "gemma2", **LLAMA_LIKE},
+    "gemma3_text": {"model_type": "gemma3_text", **LLAMA_LIKE},
+    "gpt2": {**GPT2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt2-dropout": GPT2,
+}
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts distinct storages autograd keeps, leaving out those of the module's parameters and of cast weights."""
+
+    def __init__(self, model):
+        self.alive, self.sizes = [], {}
+        skipped = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        weight_shapes = {shape for p in model.parameters() for shape in (tuple(p.shape), tuple(p.shape[::-1]))}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in skipped and tuple(tensor.shape) not in weight_shapes:
+                self.alive.append(tensor)  # a freed storage's address could be another's
+                self.sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        super().__init__(pack, lambda tensor: tensor)
+
+    @property
+    def total(self):
+        return sum(self.sizes.values())
+
+
+def build_model(config, dtype):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).train().base_model
+
+
+def measure_saved_bytes(config, autocast=False, dtype=torch.float32, checkpointing="none"):
+    model = build_model(config, dtype)
+    if checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    saved = SavedBytes(model)
+    with saved, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(input_ids=torch.zeros(BATCH, SEQUENCE, dtype=torch.long), use_cache=False)
+    return saved.total
+
+
+def predict(config, precision, dp_shard=1, checkpointing="none"):
+    plan = ParallelPlan(
+        "fsdp", dp_shard=dp_shard, micro_batch_size=BATCH, precision=precision, activation_checkpointing=checkpointing
+    )
+    return estimate_memory(build_shape(config), plan, SEQUENCE, "cpu").activations
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mode", ["fp32", "autocast", "cast"])
+def test_activations_are_within_ten_percent_of_measured(name, mode):
+    if mode == "fp32":
+        measured, predicted = measure_saved_bytes(MODELS[name]), predict(MODELS[name], Precision())
+    elif mode == "autocast":
+        measured, predicted = measure_saved_bytes(MODELS[name], autocast=True), predict(MODELS[name], BF16)
+    else:  # parameters cast as fully_shard does
+        measured, predicted = measure_saved_bytes(MODELS[name], dtype=torch.bfloat16), predict(MODELS[name], BF16, 2)
+    assert predicted == pytest.approx(measured, rel=0.10)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "gpt2"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_full_checkpointing_keeps_layer_inputs_and_redoes_one_layer(name, autocast):
+    config = MODELS[name]
+    depth = "n_layer" if name == "gpt2" else "num_hidden_layers"
+    kept = measure_saved_bytes(config, autocast, checkpointing="full")
+    one_layer = measure_saved_bytes(config, autocast) - measure_saved_bytes(
+        {**config, depth: config[depth] - 1}, autocast
+    )
+    predicted = predict(config, BF16 if autocast else Precision(), checkpointing="full")
+    assert predicted == pytest.approx(kept + one_layer, rel=0.10)
+
+
+def test_selective_lies_between_full_and_none():
+    none, selective, full = (predict(MODELS["llama"], BF16, 2, policy) for policy in ("none", "selective", "full"))
+    assert full < selective < none
+
+
+# 4 layers of 2 * 64*128 + 2 * 64*32 + 3 * 64*176 + 2 * 64 = 54400, two tables of 6400, a norm of 64
+LLAMA_PARAMETERS, LLAMA_LAYER = 230_464, 54_400
+OUTSIDE = LLAMA_PARAMETERS - 4 * LLAMA_LAYER
+
+
+@pytest.mark.parametrize(
+    ("plan", "parameters", "gradients", "optimizer"),
+    [
+        (ParallelPlan("ddp", dp_replicate=4), 4 * LLAMA_PARAMETERS, 4 * LLAMA_PARAMETERS, 8 * LLAMA_PARAMETERS),
+        # autocast: a bf16 copy of everything but the input table
+        (
+            ParallelPlan("ddp", dp_replicate=4, precision=BF16),
+            4 * LLAMA_PARAMETERS + 2 * (LLAMA_PARAMETERS - 6400),
+            4 * LLAMA_PARAMETERS,
+            8 * LLAMA_PARAMETERS,
+        ),
+        # a quarter of each state; the gathered bf16 parameters whole
+        (
+            ParallelPlan("zero2", dp_shard=4, reduce_gradients="each", precision=BF16),
+            LLAMA_PARAMETERS + 2 * LLAMA_PARAMETERS,
+            LLAMA_PARAMETERS,
+            2 * LLAMA_PARAMETERS,
+        ),
+        # accumulating, ZeRO-1 holds whole fp32 gradients until the last microbatch
+        (
+            ParallelPlan("zero1", dp_shard=4, num_microbatches=2, precision=BF16),
+            LLAMA_PARAMETERS + 2 * LLAMA_PARAMETERS,
+            LLAMA_PARAMETERS + 4 * LLAMA_PARAMETERS,
+            2 * LLAMA_PARAMETERS,
+        ),
+        (
+            ParallelPlan("fsdp", dp_shard=4, reshard_after_forward=True, reduce_gradients="each", precision=BF16),
+            LLAMA_PARAMETERS + 2 * (OUTSIDE + 2 * LLAMA_LAYER),
+            LLAMA_PARAMETERS,
+            2 * LLAMA_PARAMETERS,
+        ),
+        # offloaded, only what is gathered stays on the device
+        (
+            ParallelPlan(
+                "fsdp",
+                dp_shard=4,
+                reshard_after_forward=True,
+                reduce_gradients="each",
+                precision=BF16,
+                cpu_offload=True,
+            ),
+            2 * (OUTSIDE + 2 * LLAMA_LAYER),
+            0,
+            0,
+        ),
+    ],
+    ids=lambda value: value.strategy if isinstance(value, ParallelPlan) else "",
+)
+def test_states_by_hand(plan, parameters, gradients, optimizer):
+    estimate = estimate_memory(build_shape(MODELS["llama"]), plan, SEQUENCE)
+    assert (estimate.parameters, estimate.gradients, estimate.optimizer) == (parameters, gradients, optimizer)
+    assert estimate.total == estimate.states + estimate.activations + estimate.logits
+
+
+def test_logits_never_exceed_three_chunks():
+    shape = replace(build_shape(MODELS["llama"]), vocab_size=128256, hidden_size=0)
+    plan = ParallelPlan("ddp", micro_batch_size=8)
+    # 256 MiB / (4 * 128256) = 523 tokens a chunk; a short batch is smaller than a chunk
+    assert estimate_memory(shape, plan, 8192).logits == 3 * 523 * 128256 * 4
+    assert estimate_memory(shape, replace(plan, micro_batch_size=1), 100).logits == 3 * 100 * 128256 * 4

@@ -1,0 +1,237 @@
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from echelon.errors import ConfigError, PlanError
+from echelon.hardware import ACCELERATORS, Cluster, parse_devices
+from echelon.plan import ParallelPlan, Precision, resolve_plan
+from echelon.shape import build_shape
+
+TINY = build_shape(
+    {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+     "num_attention_heads": 4}
+)  # fmt: skip
+LLAMA_8B = build_shape(
+    {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+)  # fmt: skip
+LLAMA_13B = build_shape(
+    {"model_type": "llama", "vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824,
+     "num_hidden_layers": 40, "num_attention_heads": 40}
+)  # fmt: skip
+
+
+def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None, **train):
+    """The part of a Recipe that plans are made from."""
+    if isinstance(parallel, dict):
+        mapping = {"dp_replicate": None, "dp_shard": None, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "cpu_offload": False}
+        parallel = SimpleNamespace(**{**mapping, "reshard_after_forward": None, "reduce_gradients": None, **parallel})
+    defaults = {"micro_batch_size": "auto", "precision": "auto", "compile": "auto", "activation_checkpointing": "none"}
+    return SimpleNamespace(
+        parallel=parallel,
+        global_batch_size=batch_tokens // sequence_len if batch_tokens else batch,
+        data=SimpleNamespace(sequence_len=sequence_len),
+        train=SimpleNamespace(global_batch_tokens=batch_tokens, **{**defaults, **train}),
+    )
+
+
+def cpus(count, gigabytes=None, per_node=None):
+    memory = None if gigabytes is None else int(gigabytes * 1e9)
+    return Cluster(replace(ACCELERATORS["cpu"], memory_bytes=memory), count, per_node or count, "cpu")
+
+
+def switches(plan):
+    return plan.strategy, plan.dp_replicate, plan.dp_shard, plan.reshard_after_forward, plan.reduce_gradients
+
+
+def refusal(error, *words, cluster=None, shape=TINY, num_samples=None, **recipe):
+    with pytest.raises(error) as caught:
+        resolve_plan(build_recipe(**recipe), shape, cluster or cpus(2), num_samples)
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "expected"),
+    [
+        ("ddp", cpus(4), ("ddp", 4, 1, False, "last")),
+        ("zero1", cpus(4), ("zero1", 1, 4, False, "last")),
+        ("zero2", cpus(4), ("zero2", 1, 4, False, "each")),
+        ("fsdp", cpus(4), ("fsdp", 1, 4, True, "each")),
+        ("hsdp", cpus(4), ("hsdp", 2, 2, True, "each")),
+        ("hsdp", cpus(2), ("hsdp", 2, 1, True, "each")),
+        ("hsdp", cpus(8, per_node=2), ("hsdp", 4, 2, True, "each")),
+        ("hsdp", parse_devices("64xH100"), ("hsdp", 8, 8, True, "each")),
+        *[(name, cpus(1), (name, 1, 1)) for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp")],
+    ],
+)
+def test_names(name, cluster, expected):
+    plan = resolve_plan(build_recipe(name), TINY, cluster)
+    assert switches(plan)[: len(expected)] == expected
+    assert plan.world_size == cluster.num_devices and plan.global_batch_size == 64
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        ({}, ("ddp", 8, 1, False, "last")),
+        ({"dp_shard": 8}, ("fsdp", 1, 8, True, "each")),
+        ({"dp_shard": "auto"}, ("fsdp", 1, 8, True, "each")),
+        ({"dp_replicate": 8}, ("ddp", 8, 1, False, "last")),
+        ({"dp_replicate": 2, "dp_shard": 4}, ("hsdp", 2, 4, True, "each")),
+        ({"dp_replicate": 4, "dp_shard": "auto"}, ("hsdp", 4, 2, True, "each")),
+        ({"dp_shard": 8, "reshard_after_forward": False}, ("zero2", 1, 8, False, "each")),
+        ({"dp_shard": 8, "reshard_after_forward": False, "reduce_gradients": "last"}, ("zero1", 1, 8, False, "last")),
+        ({"dp_shard": 8, "reduce_gradients": "last"}, ("custom", 1, 8, True, "last")),
+    ],
+)
+def test_mapping(mapping, expected):
+    assert switches(resolve_plan(build_recipe(mapping), TINY, cpus(8))) == expected
+
+
+def test_layouts_that_do_not_fit_the_processes():
+    refusal(PlanError, "3 processes are odd", "2 or 4", "parallel=fsdp", parallel="hsdp", cluster=cpus(3), batch=12)
+    # a recipe for 8 GPUs on a laptop of 2 processes
+    refusal(
+        PlanError, "dp_replicate 2 x dp_shard 4 makes 8 processes, and there are 2", "run 8", "2 x 1 or 1 x 2",
+        parallel={"dp_replicate": 2, "dp_shard": 4},
+    )  # fmt: skip
+    refusal(PlanError, "there is 1;", "1 x 1", parallel={"dp_shard": 8}, cluster=cpus(1))
+    refusal(
+        PlanError, "dp_replicate=3 does not divide the 8", "1, 2, 4 or 8",
+        parallel={"dp_replicate": 3, "dp_shard": "auto"}, cluster=cpus(8),
+    )  # fmt: skip
+    for degree in ("cp", "tp", "pp", "ep"):
+        refusal(ConfigError, f"parallel.{degree}=2", "not built yet", parallel={degree: 2})
+    refusal(PlanError, "parallel.cpu_offload=true", "leave it out", parallel={"dp_shard": 2, "cpu_offload": True})
+    refusal(ConfigError, "parallel='zero9'", "fsdp", parallel="zero9")
+
+
+def test_batches_that_do_not_divide():
+    refusal(
+        PlanError, "train.global_batch_size=10 does not divide by the 4 ranks", "8 or 12, or 1, 2, 5 or 10 processes",
+        batch=10, cluster=cpus(4),
+    )  # fmt: skip
+    refusal(
+        PlanError, "global_batch_tokens=1280 (10 sequences)", "1024 (8 sequences) or 1536 (12 sequences)",
+        batch_tokens=1280, cluster=cpus(4),
+    )  # fmt: skip
+    refusal(
+        PlanError,
+        "global_batch_size=2 is less than one sequence",
+        "use 4, or 1 or 2 processes",
+        batch=2,
+        cluster=cpus(4),
+    )
+    refusal(PlanError, "3 samples", "4 ranks", "at most 3 processes", num_samples=3, cluster=cpus(4))
+    refusal(
+        PlanError,
+        "train.micro_batch_size=5 does not divide the 32",
+        "each of the 2 ranks",
+        "4 or 8",
+        micro_batch_size=5,
+    )
+    refusal(PlanError, "micro_batch_size=64", "use 32", micro_batch_size=64)
+
+
+def test_micro_batch_auto_obeys_the_cap_and_the_memory():
+    # 64 sequences on 2 ranks: 32 each, of 1024 tokens: 8 is the largest divisor within 8192 tokens
+    plan = resolve_plan(build_recipe("ddp", sequence_len=1024), TINY, cpus(2))
+    assert (plan.micro_batch_size, plan.num_microbatches) == (8, 4)
+    assert any("micro_batch_size auto: 8 of the 32" in line and "8192" in line for line in plan.why)
+    # of 96 / 2 = 48 at 128 tokens all 48 would do (6144 tokens); 72 of 144 / 2 at most 36
+    assert resolve_plan(build_recipe("ddp", batch=96), TINY, cpus(2)).micro_batch_size == 48
+    assert resolve_plan(build_recipe("ddp", batch=144), TINY, cpus(2)).micro_batch_size == 36
+    # a sequence longer than the cap is still one sequence
+    assert resolve_plan(build_recipe("ddp", sequence_len=10000), TINY, cpus(2)).micro_batch_size == 1
+    # little memory: fewer. One token of a TINY layer needs about 4 kB, so 4096 tokens exceed 30 MB and 1024 do not
+    small = resolve_plan(build_recipe("ddp"), TINY, cpus(2, gigabytes=0.03))
+    assert 1 <= small.micro_batch_size < resolve_plan(build_recipe("ddp"), TINY, cpus(2)).micro_batch_size
+
+
+def auto_strategy(devices, **recipe):
+    return resolve_plan(build_recipe(sequence_len=4096, **recipe), LLAMA_8B, parse_devices(devices))
+
+
+def test_auto_takes_the_least_communication_that_fits():
+    # fp32 states of 8.03 B parameters: 128 GB whole, and 15 GB of bf16 copies; B200 has 162 GB usable. A microbatch
+    # keeps 4096 tokens * 32 layers * (26 * 4096 + 4 * 5120 + 8 * 14336) bytes = 32 GB, unless it is recomputed.
+    assert auto_strategy("8xB200", activation_checkpointing="full").strategy == "ddp"
+    assert auto_strategy("8xB200").strategy == "zero1"
+    # H200, 127 GB usable: 16 + 16 + 96/8 = 44 GB; with one microbatch ZeRO-1 holds no whole gradients
+    assert auto_strategy("8xH200", batch=8, micro_batch_size=1).strategy == "zero1"
+    # H100, 72 GB usable, 8 microbatches: ZeRO-1 adds 32 GB of whole gradients, ZeRO-2 does not
+    plan = auto_strategy("8xH100", micro_batch_size=1, activation_checkpointing="full")
+    assert plan.strategy == "zero2"
+    for line, words in zip(plan.why, ("ddp needs", "zero1 needs", "zero2, the least"), strict=False):
+        assert words in line
+    # 13.0 B parameters, 36 GB usable: 26 GB gathered beside 208/16 = 13 GB is too much; without it 208/8 = 26 GB fits
+    recipe = build_recipe(sequence_len=4096, micro_batch_size=1, activation_checkpointing="full")
+    assert resolve_plan(recipe, LLAMA_13B, parse_devices("16xA100-40")).strategy == "hsdp"
+    assert resolve_plan(recipe, LLAMA_13B, parse_devices("8xA100-40")).strategy == "fsdp"
+    assert auto_strategy("1xB200", activation_checkpointing="full").strategy == "ddp"
+
+
+def test_auto_refuses_with_numbers_and_never_recomputes_by_itself():
+    recipe = {"sequence_len": 16384, "micro_batch_size": 1, "cluster": parse_devices("8xA100-40"), "shape": LLAMA_8B}
+    refusal(
+        PlanError, "nothing fits A100-40", "ddp needs", "zero1 needs", "fsdp needs", "36.0 GB are usable",
+        "Set train.activation_checkpointing=full (needs 34.", **recipe,
+    )  # fmt: skip
+
+
+def test_a_requested_strategy_is_refused_only_when_its_states_cannot_fit():
+    refusal(
+        PlanError, "parallel=ddp", "80.0 GB", "Set parallel=fsdp (needs", "use more devices",
+        parallel="ddp", shape=LLAMA_8B, cluster=parse_devices("8xH100"),
+    )  # fmt: skip
+    plan = resolve_plan(build_recipe("fsdp", sequence_len=32768), LLAMA_8B, parse_devices("8xA100-80"))
+    assert plan.micro_batch_size == 1 and any("may run out" in line for line in plan.why)
+
+
+def test_precision_and_compile():
+    plan = resolve_plan(build_recipe(), TINY, parse_devices("2xH100"))
+    assert plan.precision == Precision("float32", "bfloat16", "float32", "float32", "float32")
+    assert plan.compile and plan.uses_autocast
+    assert not resolve_plan(build_recipe("fsdp"), TINY, parse_devices("2xH100")).uses_autocast
+    plan = resolve_plan(build_recipe(), TINY, cpus(2))
+    assert plan.precision == Precision() and not plan.compile and not plan.uses_autocast
+    amx = replace(cpus(2), bf16_supported=True)
+    assert resolve_plan(build_recipe(), TINY, amx).precision.compute == "bfloat16"
+    assert resolve_plan(build_recipe(precision="fp32", compile=True), TINY, amx).compile
+    refusal(PlanError, "train.precision=bf16", "V100", "fp32", precision="bf16", cluster=parse_devices("2xV100"))
+    refusal(ConfigError, "train.precision=fp8", "not built", precision="fp8")
+
+
+def test_learned_positions_end():
+    gpt2 = build_shape({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "n_positions": 100})
+    refusal(ConfigError, "data.sequence_len=128", "100", shape=gpt2)
+
+
+def test_plan_json_gives_the_plan_back():
+    plan = resolve_plan(build_recipe("hsdp", activation_checkpointing="selective"), TINY, parse_devices("16xH100"))
+    content = json.loads(json.dumps(plan.to_dict()))
+    assert ParallelPlan.from_dict(content) == plan
+    for broken, word in [
+        ({**content, "dp_shart": 1}, "unknown dp_shart"),
+        ({key: value for key, value in content.items() if key != "dp_shard"}, "misses dp_shard"),
+        ({**content, "dp_shard": "8"}, "dp_shard='8'"),
+        ({**content, "compile": 1}, "compile=1"),
+        ({**content, "reduce_gradients": "never"}, "'never'"),
+        ({**content, "precision": {**content["precision"], "compute": "float8"}}, "precision.compute='float8'"),
+        ({**content, "precision": None}, "precision=None"),
+        ({**content, "why": "because"}, "why="),
+    ]:
+        with pytest.raises(PlanError, match=word):
+            ParallelPlan.from_dict(broken)
+
+
+def test_description():
+    plan = ParallelPlan("zero1", dp_shard=4, micro_batch_size=2, num_microbatches=3, why=("asked for",))
+    plan_line, precision_line, batch_line, why_line = plan.describe()
+    assert "zero1 on 4 processes (dp_replicate 1 x dp_shard 4)" in plan_line and "last microbatch" in plan_line
+    assert precision_line.startswith("precision: parameters float32, compute float32")
+    assert batch_line == "batch: 24 sequences = 4 ranks x 3 microbatches x 2 sequences"
+    assert why_line == "why: asked for"
