@@ -44,7 +44,7 @@ class ParallelPlan:
     """Degrees, batch arithmetic and policies of one run; strategies are values of it.
 
     One global batch is num_replicas * dp_size * num_microbatches * micro_batch_size sequences. `why` says, for people,
-    what was chosen for them and from which numbers. Raises PlanError when fields contradict each other.
+    what was chosen for them and from which numbers. Raises PlanError for a malformed field.
     """
 
     strategy: str
