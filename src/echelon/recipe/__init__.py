@@ -1,0 +1,54 @@
+"""The recipe: what the user wants, as one frozen value. Loading, checking, rendering and comparing it."""
+
+from echelon.recipe.difference import RESUMABLE, Difference, blocking_differences, diff_recipes
+from echelon.recipe.document import Recipe
+from echelon.recipe.inputs import (
+    AdapterConfig,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    RunConfig,
+    SourceConfig,
+    TrainedTokenizerConfig,
+    TrainTokenizerConfig,
+)
+from echelon.recipe.load import load_recipe
+from echelon.recipe.operation import BudgetConfig, CheckpointConfig, EvaluateConfig, FaultConfig
+from echelon.recipe.reference import render_recipe_reference
+from echelon.recipe.render import redact, render_recipe
+from echelon.recipe.schema import recipe_json_schema
+from echelon.recipe.starter import render_starter
+from echelon.recipe.training import BatchRampConfig, OptimConfig, ParallelConfig, SyncConfig, TrainConfig
+from echelon.recipe.unbuilt import check_built
+
+__all__ = [
+    "RESUMABLE",
+    "AdapterConfig",
+    "BatchRampConfig",
+    "BudgetConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "Difference",
+    "EvaluateConfig",
+    "FaultConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "Recipe",
+    "RunConfig",
+    "SourceConfig",
+    "SyncConfig",
+    "TrainConfig",
+    "TrainTokenizerConfig",
+    "TrainedTokenizerConfig",
+    "blocking_differences",
+    "check_built",
+    "diff_recipes",
+    "load_recipe",
+    "recipe_json_schema",
+    "redact",
+    "render_recipe",
+    "render_recipe_reference",
+    "render_starter",
+]

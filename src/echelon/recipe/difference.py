@@ -1,0 +1,72 @@
+"""Where two recipes differ, and whether a run of the one may go on as the other."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.recipe.document import Recipe
+from echelon.recipe.render import recipe_mapping
+from echelon.recipe.training import STEP_KEYS
+
+# A resumed run may differ in these: none of them changes which sequence is fed when, or what a step computes.
+RESUMABLE: tuple[str, ...] = (
+    "run", "data.prepared_dir", "data.prepare_workers", "train.micro_batch_size", "train.log_every",
+    "train.eval_every", "parallel", "checkpoint", "evaluate", "fault", "track", "launch", "profile", "budget",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One dotted key whose value differs; None where a recipe does not set it."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old} -> {self.new}"
+
+
+def diff_recipes(old: Recipe, new: Recipe) -> list[Difference]:
+    """The keys in which two recipes differ, defaults written out, in the order of the recipe."""
+    before, after = dict(_leaves(recipe_mapping(old))), dict(_leaves(recipe_mapping(new)))
+    return [
+        Difference(key, before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)
+    ]
+
+
+def blocking_differences(old: Recipe, new: Recipe) -> list[Difference]:
+    """The differences with which a run of `old` cannot be resumed as `new`.
+
+    The length of the run may grow. A change between epochs and the other two units blocks, since the number of
+    samples is not the recipe's to know.
+    """
+    differences = [difference for difference in diff_recipes(old, new) if not _is_resumable(difference.key)]
+    if _is_at_least_as_long(old, new):
+        lengths = {f"train.{key}" for key in STEP_KEYS}
+        differences = [difference for difference in differences if difference.key not in lengths]
+    return differences
+
+
+def _is_resumable(key: str) -> bool:
+    return any(key == allowed or key.startswith(f"{allowed}.") for allowed in RESUMABLE)
+
+
+def _is_at_least_as_long(old: Recipe, new: Recipe) -> bool:
+    if old.train.epochs is not None and new.train.epochs is not None:
+        return new.train.epochs >= old.train.epochs
+    if old.train.epochs is None and new.train.epochs is None:
+        return new.num_steps(0) >= old.num_steps(0)
+    return False
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        items = list(enumerate(value))
+    elif key:
+        yield key, value
+    for name, item in items:
+        yield from _leaves(item, f"{key}.{name}" if key else str(name))

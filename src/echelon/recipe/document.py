@@ -1,0 +1,118 @@
+"""The recipe as a whole: every top-level key, and the rules that span sections."""
+
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from echelon.recipe.inputs import (
+    AdapterConfig,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    RunConfig,
+    TrainedTokenizerConfig,
+)
+from echelon.recipe.operation import BudgetConfig, CheckpointConfig, EvaluateConfig, FaultConfig, Tracker
+from echelon.recipe.section import Section
+from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, SyncConfig, TrainConfig
+
+
+def _name_or_mapping(value: Any) -> str:
+    return "mapping" if isinstance(value, dict | Section) else "name"
+
+
+# The tags make pydantic report against the form the user chose, not against every form there is.
+Tokenizer = Annotated[
+    Annotated[str, Tag("name")] | Annotated[TrainedTokenizerConfig, Tag("mapping")], Discriminator(_name_or_mapping)
+]
+Parallel = Annotated[
+    Annotated[ParallelName, Tag("name")] | Annotated[ParallelConfig, Tag("mapping")], Discriminator(_name_or_mapping)
+]
+
+
+class Recipe(Section):
+    """What the user wants: the model, the data, and how to train. Frozen, hashable, complete with defaults."""
+
+    run: RunConfig
+    model: ModelConfig
+    tokenizer: Tokenizer | None = Field(
+        None,
+        description="A folder or hub id, `bytes` (256 tokens, one per byte), or `{train: {vocab_size: 4096}}` to train "
+        "one on the training text. Default: the checkpoint's.",
+    )
+    adapter: AdapterConfig = AdapterConfig()
+    data: DataConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    train: TrainConfig
+    optim: OptimConfig
+    parallel: Parallel = Field(
+        "auto",
+        description="How the work is spread: `ddp` copies the model to every process, `zero1` shards optimizer state, "
+        "`zero2` gradients too, `fsdp` parameters too, `hsdp` shards within a machine and copies across; or a mapping "
+        "of degrees. `auto` takes the fastest that fits, and says why.",
+    )
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    fault: FaultConfig = FaultConfig()
+    sync: SyncConfig = SyncConfig()
+    engine: EngineName = Field("native", description="What runs the steps.")
+    track: tuple[Tracker, ...] = Field((), description="Where metrics also go; `metrics.jsonl` is always written.")
+    launch: dict[str, Any] = Field(default_factory=dict, description="Settings of the launcher.")
+    profile: dict[str, Any] = Field(default_factory=dict, description="Settings of the profiler.")
+    budget: BudgetConfig = BudgetConfig()
+
+    @model_validator(mode="after")
+    def _tokenizer_of_a_new_model(self) -> Self:
+        if self.tokenizer is None and self.model.checkpoint is None:
+            raise ValueError(
+                "tokenizer is missing: a model made from model.config has none of its own; use tokenizer: bytes, "
+                "tokenizer: {train: {vocab_size: 4096}}, or the folder or hub id of one."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batch_is_whole_sequences(self) -> Self:
+        tokens, length = self.train.global_batch_tokens, self.data.sequence_len
+        if tokens is not None and tokens % length:
+            below = tokens - tokens % length
+            nearest = [str(value) for value in (below, below + length) if value]
+            raise ValueError(
+                f"train.global_batch_tokens={tokens} is not a whole number of sequences of "
+                f"data.sequence_len={length}; use {' or '.join(nearest)}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> Self:
+        if self.train.epochs is None and self.optim.warmup_steps > (steps := self.num_steps(0)):
+            raise ValueError(
+                f"optim.warmup_steps={self.optim.warmup_steps} is more than the {steps} steps of the whole run; "
+                f"use at most {steps}."
+            )
+        return self
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step, over all processes."""
+        if self.train.global_batch_size is not None:
+            return self.train.global_batch_size
+        assert self.train.global_batch_tokens is not None
+        return self.train.global_batch_tokens // self.data.sequence_len
+
+    @property
+    def prepared_dir(self) -> Path:
+        """Where tokenized text is kept: by default `prepared` beside the run folder."""
+        return self.data.prepared_dir or self.run.dir.parent / "prepared"
+
+    def num_steps(self, num_samples: int) -> int:
+        """Optimizer steps of the whole run. `num_samples`, the sequences of one epoch, matters for epochs only."""
+        if self.train.steps is not None:
+            return self.train.steps
+        if self.train.tokens is not None:
+            return -(-self.train.tokens // (self.global_batch_size * self.data.sequence_len))
+        assert self.train.epochs is not None
+        # As a decimal: in binary, 0.1 of 30 samples is a little more than 3 and would add a step.
+        return math.ceil(Fraction(str(self.train.epochs)) * num_samples / self.global_batch_size)

@@ -1,0 +1,172 @@
+"""What is trained on what: run, model, tokenizer, adapter, data and objective."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from echelon.recipe.section import Count, Flag, Number, Positive, Section, Whole
+
+TextFormat = Literal[
+    "auto", "text", "jsonl", "csv", "parquet", "arrow", "hub",
+    "alpaca", "sharegpt", "messages", "prompt_completion", "preference", "tokens",
+]  # fmt: skip
+
+DEFAULT_VALIDATION_FRACTION = 0.01
+
+
+class RunConfig(Section):
+    """The name of the run, where it lives, and the seed everything random is drawn from."""
+
+    name: str = Field(description="Name of the run: letters, digits, `.`, `_` and `-`.")
+    dir: Path = Field(
+        default_factory=lambda run: Path("runs") / run["name"],
+        description="The run folder. Default: `runs/NAME`. Training into an existing one resumes it.",
+    )
+    seed: Whole = Field(0, ge=0, lt=2**32, description="Seed of the initial weights, the data order and dropout.")
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_folder_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError(
+                f"run.name={name!r} must be a plain folder name; use letters, digits, '.', '_' and '-', "
+                "and a letter or digit first."
+            )
+        return name
+
+
+class ModelConfig(Section):
+    """The model: an existing one to continue from, or the shape of a new one. Exactly one of the two."""
+
+    checkpoint: str | None = Field(
+        None, description="Weights to start from: a folder, a hub id, or the folder of another run."
+    )
+    config: dict[str, Any] | None = Field(
+        None,
+        description="A new model, as the fields of its `transformers` config: `model_type` and what differs from that "
+        "family's defaults. Without `vocab_size` it takes the tokenizer's, rounded up to a multiple of 64.",
+    )
+    trust_remote_code: Flag = Field(False, description="Allow code that comes with the checkpoint to run.")
+    attn_implementation: str | None = Field(
+        None, description="Attention of `transformers`: `sdpa`, `eager`, `flash_attention_2`. Default: its own choice."
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one_origin(self) -> Self:
+        if self.checkpoint is not None and self.config is not None:
+            raise ValueError(
+                "model.checkpoint and model.config are both given; a model starts from one of them: remove the other."
+            )
+        if self.checkpoint is None and not self.config:
+            raise ValueError(
+                "model needs exactly one of model.checkpoint (weights to start from) and model.config "
+                "(the shape of a new model); give one."
+            )
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("model.config.model_type is missing; name the family, for example model_type: llama.")
+        return self
+
+
+class TrainTokenizerConfig(Section):
+    """A byte-level BPE tokenizer trained on the training text."""
+
+    vocab_size: Whole = Field(ge=257, description="Tokens of the new tokenizer, the 256 bytes and specials included.")
+
+
+class TrainedTokenizerConfig(Section):
+    """A tokenizer to be trained before the model is."""
+
+    train: TrainTokenizerConfig = Field(description="Train a byte-level BPE tokenizer on the training text.")
+
+
+class AdapterConfig(Section):
+    """Which parameters are trained: all of them, or a low-rank adapter beside frozen ones."""
+
+    method: Literal["full", "lora", "qlora", "dora"] = Field("full", description="`full` trains every parameter.")
+    r: Count = Field(16, description="Rank of the adapter.")
+    alpha: Positive = Field(32.0, description="Scale of the adapter: its output is multiplied by alpha / r.")
+    dropout: Number = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear", description="The linear layers that get an adapter."
+    )
+
+
+class SourceConfig(Section):
+    """One source of text."""
+
+    path: str = Field(
+        description="A file, a folder (read recursively), or `python-stdlib`: the source of the running Python's "
+        "standard library."
+    )
+    format: TextFormat = Field("auto", description="`auto` tells it from the file's name.")
+    split: str | None = Field(None, description="The split of a hub dataset, for example `train[:90%]`.")
+    fields: dict[str, str] = Field(
+        default_factory=dict, description="The names of the fields in your records, for example `{text: body}`."
+    )
+    weight: Positive = Field(1.0, description="Share of this source among the sequences, relative to the others.")
+
+    @field_validator("path")
+    @classmethod
+    def _path_is_given(cls, path: str) -> str:
+        if not path.strip():
+            raise ValueError("a source's path is empty; name a file or a folder.")
+        return path
+
+
+def expand_sources(value: Any) -> Any:
+    """Write the shorthands `train: some/path` and `train: [some/path]` out as a list of `{path: ...}`."""
+    sources = [value] if isinstance(value, str | dict | SourceConfig) else value
+    if not isinstance(sources, list | tuple):
+        return sources
+    return [{"path": source} if isinstance(source, str) else source for source in sources]
+
+
+Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(expand_sources)]
+
+
+class DataConfig(Section):
+    """The text, how it is cut into sequences, and what is held out of training."""
+
+    train: Sources = Field(min_length=1, description="The text to train on. `train: some/path` is enough for one.")
+    validation: Sources = Field((), description="Text to evaluate on. Default: held out of the training text.")
+    validation_fraction: Number | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description=f"Share of the training text held out for evaluation, {DEFAULT_VALIDATION_FRACTION} when "
+        "`validation` is not given; 0 holds out nothing. Of many documents, by a hash of each; of one, its end.",
+    )
+    sequence_len: Whole = Field(1024, ge=2, description="Tokens of one sequence.")
+    packing: Flag = Field(True, description="Fill each sequence: documents joined and cut at `sequence_len`.")
+    document_mask: Flag | Literal["auto"] = Field(
+        "auto", description="Keep packed documents from attending to each other. `auto`: off for plain text."
+    )
+    chat_template: str | None = Field(None, description="Template of conversations. Default: the tokenizer's.")
+    prepared_dir: Path | None = Field(
+        None, description="Where tokenized text is kept for every run. Default: `prepared` beside the run folder."
+    )
+    prepare_workers: Count | Literal["auto"] = Field("auto", description="Processes that tokenize.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hold_out_by_default(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("validation") and values.get("validation_fraction") is None:
+            return {**values, "validation_fraction": DEFAULT_VALIDATION_FRACTION}
+        return values
+
+    @model_validator(mode="after")
+    def _one_way_to_hold_out(self) -> Self:
+        if self.validation and self.validation_fraction is not None:
+            raise ValueError(
+                "data.validation and data.validation_fraction are both given; evaluate on texts of their own or on a "
+                "share of the training text: remove one."
+            )
+        return self
+
+
+class ObjectiveConfig(Section):
+    """What is minimised."""
+
+    name: Literal["causal_lm", "dpo"] = Field("causal_lm", description="`causal_lm` predicts the next token.")

@@ -1,0 +1,77 @@
+"""Pydantic's errors as one message for the user: where, which key, which value, which rule."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from echelon.recipe.draft import Draft
+from echelon.recipe.keys import KeyPath, dotted
+from echelon.recipe.yaml_text import show_value
+
+_RULES: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text (quoted, if it looks like a number)",
+    "path_type": "a path",
+    "model_type": "a mapping of keys",
+    "dict_type": "a mapping of keys",
+    "tuple_type": "a list",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "{expected}",
+    "missing": "a longer list",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+}
+
+
+def explain_errors(error: ValidationError, draft: Draft) -> str:
+    """One line for each key that is wrong: `recipe.yaml, line 9: train.steps=0 must be at least 1.`"""
+    by_key: dict[KeyPath, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        # A default that is made from another key could not be made: the other key has its own line.
+        if detail["type"] != "default_factory_not_called":
+            by_key.setdefault(_given_path(detail, draft), []).append(detail)
+    return "\n".join(_explain(path, details, draft) for path, details in by_key.items())
+
+
+def _given_path(detail: ErrorDetails, draft: Draft) -> KeyPath:
+    """The path of the error without pydantic's names for the branches of a union."""
+    path: KeyPath = ()
+    for part in detail["loc"]:
+        container = draft.get(path)
+        is_there = part in container if isinstance(container, dict) else (
+            isinstance(container, list) and isinstance(part, int) and part < len(container)
+        )  # fmt: skip
+        if is_there or (detail["type"] == "missing" and isinstance(part, str) and part == detail["loc"][-1]):
+            path = (*path, part)
+    return path
+
+
+def _explain(path: KeyPath, details: list[ErrorDetails], draft: Draft) -> str:
+    origin, first = draft.origin(path), details[0]
+    if first["type"] == "value_error":
+        message = str(first["ctx"]["error"])
+        # A rule over several keys stands at no line of its own: the first key its message names is the place to look.
+        named = re.search(r"[a-z_]+(\.[a-z_]+)+", message)
+        named_origin = draft.origin(tuple(named.group().split("."))) if named else draft.source
+        return f"{origin if named_origin == draft.source else named_origin}: {message}"
+    if first["type"] == "missing" and draft.get(path) is None:
+        return f"{origin}: {dotted(path)} is missing; add it to the recipe."
+    rules = list(dict.fromkeys(_rule(detail) for detail in details))
+    return f"{origin}: {dotted(path)}={show_value(draft.get(path))} must be {' or '.join(rules)}."
+
+
+def _rule(detail: ErrorDetails) -> str:
+    template = _RULES.get(detail["type"])
+    if template is None:
+        return detail["msg"].removeprefix("Input should be ")
+    context: dict[str, Any] = detail.get("ctx", {})
+    return template.format(**context).replace("'", "")

@@ -1,0 +1,50 @@
+"""How the run is kept, watched and ended: checkpoints, evaluation, faults, budget."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from echelon.recipe.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section
+
+Tracker = Literal["tensorboard", "mlflow", "wandb"]
+
+
+class CheckpointConfig(Section):
+    """When the run is saved, and how many saves are kept."""
+
+    every_steps: Count | Literal["auto"] = Field(100, description="Steps between two checkpoints.")
+    keep_last: Count = Field(3, description="How many of the newest checkpoints are kept.")
+    keep_best: Flag = Field(False, description="Also keep the one with the lowest evaluation loss.")
+    asynchronous: Flag = Field(True, alias="async", description="Write in the background while training goes on.")
+
+
+class EvaluateConfig(Section):
+    """What happens at each evaluation."""
+
+    batches: Count | None = Field(
+        None, description="Global batches of held-out text per evaluation. Default: all of it, up to 200."
+    )
+    prompts: tuple[str, ...] = Field((), description="Prompts to continue at each evaluation.")
+    early_stopping: Count | None = Field(None, description="Stop after this many evaluations without a lower loss.")
+
+
+class FaultConfig(Section):
+    """What happens when something goes wrong."""
+
+    notice_seconds: PositiveOrZero = Field(
+        60.0, description="Time a stopping run has to save before its processes are killed."
+    )
+    on_bad_step: Literal["skip", "rollback", "stop"] = Field(
+        "stop", description="On a loss or gradient norm that is not finite."
+    )
+    max_restarts: CountOrZero = Field(0, description="How often failed processes are started again.")
+    verify_replicas_every: Count | None = Field(
+        None, description="Steps between two checks that all replicas hold the same weights."
+    )
+
+
+class BudgetConfig(Section):
+    """What the run may cost. It stops with a checkpoint before it costs more."""
+
+    max_usd: Positive | None = Field(None, description="Dollars.")
+    max_hours: Positive | None = Field(None, description="Hours.")

@@ -1,0 +1,145 @@
+"""docs/recipe.md, generated: every key with its type, default and meaning, from the models' own descriptions."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.recipe.aliases import ALIASES, NO_EQUIVALENT
+from echelon.recipe.schema import recipe_json_schema
+from echelon.recipe.unbuilt import UNBUILT
+
+_INTRODUCTION = """\
+# The recipe
+
+<!-- Generated from the models in src/echelon/recipe by `render_recipe_reference`. Change the descriptions there. -->
+
+A recipe is a YAML file that says what to train on what, and how. `echelon init` writes one to start from. The smallest
+one that trains:
+
+```yaml
+run: {name: first}
+model: {config: {model_type: llama, hidden_size: 128, num_hidden_layers: 4, num_attention_heads: 4}}
+tokenizer: bytes
+data: {train: text.txt, sequence_len: 64}
+train: {steps: 200, global_batch_size: 12}
+optim: {learning_rate: 1e-3}
+```
+
+**Overrides.** `echelon train recipe.yaml train.steps=50 data.train.0.path=other.txt parallel=fsdp` changes keys for one
+run; the value is read as YAML, entries of a list are counted from 0, and the command line wins over the file. Of keys
+that exclude each other (`train.steps`, `train.tokens`, `train.epochs`; the two batch keys; `model.checkpoint` and
+`model.config`; `data.validation` and `data.validation_fraction`) the override replaces the one in the file.
+
+**Unknown keys** are refused, never ignored, with the line and the nearest key:
+
+    recipe.yaml, line 9: train.learning_rate is not a recipe key; did you mean optim.learning_rate?
+
+**Other tools' spellings** of a key are accepted and noted; they are listed [below](#other-tools-spellings). Giving a
+key under two spellings is refused.
+
+    recipe.yaml, line 4: per_device_train_batch_size: 8 is read as train.micro_batch_size: 8.
+
+**Not built yet.** The reference is complete, so that recipes stay valid. Where a meaning ends in *Now: ...*, anything
+else is refused with one sentence until it is built.
+
+**Numbers** may be written `2e9` and `524_288`. **Editors** complete and check recipes by the JSON schema: run
+`echelon schema > recipe.schema.json` and begin a recipe with `# yaml-language-server: $schema=recipe.schema.json`.
+"""
+
+
+@dataclass(frozen=True)
+class _Key:
+    name: str
+    schema: Mapping[str, Any]
+    required: bool
+
+
+def render_recipe_reference() -> str:
+    """The whole of docs/recipe.md as Markdown."""
+    schema = recipe_json_schema()
+    parts = [_INTRODUCTION]
+    for name in schema["properties"]:
+        keys = [key for key in _keys(schema, schema) if key.name.partition(".")[0] == name]
+        parts.append(_render_section(name, keys, schema))
+    parts.append(_render_aliases())
+    return "\n".join(parts)
+
+
+def _keys(section: Mapping[str, Any], root: Mapping[str, Any], prefix: str = "") -> Iterator[_Key]:
+    for name, field in section["properties"].items():
+        yield _Key(prefix + name, field, name in section.get("required", ()))
+        entry = "[]" if "items" in field else ""
+        for reference in _references(field):
+            yield from _keys(root["$defs"][reference], root, f"{prefix}{name}{entry}.")
+
+
+def _references(field: Mapping[str, Any]) -> list[str]:
+    branches = [field, field.get("items", {}), *field.get("anyOf", ()), *field.get("oneOf", ())]
+    nested = [inner for branch in branches[2:] for inner in _references(branch)]
+    return [branch["$ref"].rpartition("/")[2] for branch in branches[:2] if "$ref" in branch] + nested
+
+
+def _render_section(name: str, keys: list[_Key], root: Mapping[str, Any]) -> str:
+    head, *inner = keys
+    is_section = "$ref" in head.schema
+    lines = [f"## {name}", ""]
+    if is_section:
+        lines += [root["$defs"][_references(head.schema)[0]]["description"], ""]
+    lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
+    for key in inner if is_section else keys:
+        cells = (f"`{key.name}`", _describe_type(key.schema), _describe_default(key), _describe_meaning(key))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _describe_type(field: Mapping[str, Any]) -> str:
+    if branches := field.get("anyOf") or field.get("oneOf"):
+        return " or ".join(_describe_type(branch) for branch in branches if branch.get("type") != "null")
+    if "const" in field:
+        return f"`{field['const']}`"
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if "prefixItems" in field:
+        return f"list of {len(field['prefixItems'])} numbers"
+    if field.get("type") == "array":
+        return f"list of {_describe_type(field['items'])}"
+    kinds = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text"}
+    return kinds.get(field.get("type", ""), "mapping") + _describe_range(field)
+
+
+def _describe_range(field: Mapping[str, Any]) -> str:
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {field[key]:g}" if field[key] < 1e6 else f"{sign} {field[key]}"
+              for key, sign in signs.items() if key in field]  # fmt: skip
+    return f" {', '.join(limits)}" if limits else ""
+
+
+def _describe_default(key: _Key) -> str:
+    if key.required:
+        return "required"
+    default = key.schema.get("default")
+    if default is None:
+        return ""
+    return f"`{default if isinstance(default, str) else json.dumps(default)}`"
+
+
+def _describe_meaning(key: _Key) -> str:
+    meaning = str(key.schema.get("description", ""))
+    possible = next((row.possible for row in UNBUILT if row.key == key.name), None)
+    return f"{meaning} *Now: {possible}.*" if possible else meaning
+
+
+def _render_aliases() -> str:
+    lines = [
+        "## Other tools' spellings", "",
+        "A name without a dot is accepted at the top level and in its section. From HF, Axolotl, LLaMA-Factory, "
+        "torchtitan and Automodel.", "",
+        "| Key | Also accepted |", "|---|---|",
+    ]  # fmt: skip
+    for key in dict.fromkeys(ALIASES.values()):
+        names = ", ".join(f"`{name}`" for name, target in ALIASES.items() if target == key)
+        lines.append(f"| `{key}` | {names} |")
+    lines += ["", "These have no place in a recipe, and are refused:", ""]
+    lines += [f"- `{name}`: {reason}" for name, reason in NO_EQUIVALENT.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,54 @@
+"""The recipe that `echelon init` writes: commented, small, and ready to train on one's own text."""
+
+from echelon.recipe.yaml_text import render_inline
+
+_STARTER = """\
+# A small Llama trained from scratch on your own text. Try it:
+#   echelon plan  {file}                    what it will need, before it starts
+#   echelon train {file}                    trains; run it again to resume
+#   echelon train {file} train.steps=50     any key can be changed for one run
+# Every key: docs/recipe.md in echelon's documentation.
+
+run:
+  name: {name}                  # the run lives in runs/NAME
+  seed: 0
+
+model:
+  config:                       # a new model; `checkpoint: FOLDER-OR-HUB-ID` instead starts from existing weights
+    model_type: llama           # any decoder of `transformers`: llama, qwen3, mistral, gemma, gpt2, ...
+    hidden_size: 256
+    intermediate_size: 688
+    num_hidden_layers: 4
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    tie_word_embeddings: true
+
+tokenizer: {{train: {{vocab_size: 4096}}}}    # or `bytes`, or a folder or hub id
+
+data:
+  train:
+    - path: {path}              # a file, a folder, or .jsonl records with a `text` field
+  validation_fraction: 0.05     # held out of training to measure the loss on
+  sequence_len: 256
+
+train:
+  steps: 500                    # or `tokens: 2e9`, or `epochs: 1`
+  global_batch_size: 16         # sequences per step over all processes; accumulation follows from it
+  precision: auto               # bf16 where the hardware is fast at it, else fp32
+  eval_every: 100
+
+optim:
+  learning_rate: 1e-3           # the peak: after a linear warm-up it falls along a cosine to a tenth
+  warmup_steps: 50
+
+parallel: auto                  # or ddp, zero1, zero2, fsdp, hsdp; the results are the same
+
+checkpoint:
+  every_steps: 100
+  keep_last: 3
+"""
+
+
+def render_starter(name: str = "my-run", text_path: str = "text.txt") -> str:
+    """YAML of a recipe that trains a small Llama from scratch on `text_path`, with a comment on each choice."""
+    return _STARTER.format(name=render_inline(name), path=render_inline(text_path), file="recipe.yaml")

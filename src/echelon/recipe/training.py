@@ -1,0 +1,125 @@
+"""How it is trained: steps and batch, optimizer, parallelism, synchronization."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, PositiveOrZero, Section
+
+STEP_KEYS = ("steps", "tokens", "epochs")
+BATCH_KEYS = ("global_batch_tokens", "global_batch_size")
+
+ParallelName = Literal["auto", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+EngineName = Literal["native", "deepspeed", "horovod", "smp", "tensorflow"]
+
+
+class BatchRampConfig(Section):
+    """A global batch that grows with the tokens seen."""
+
+    start: Count = Field(alias="from", description="Sequences per step at the start.")
+    to: Count = Field(description="Sequences per step at the end.")
+    over_tokens: Count = Field(description="Tokens over which the batch grows.")
+    increment: Count = Field(description="Sequences by which the batch grows each time.")
+
+
+class TrainConfig(Section):
+    """How long, how much at a time, in which precision. The global batch is what you set; accumulation is derived."""
+
+    steps: Count | None = Field(None, description="Optimizer steps. Exactly one of steps, tokens and epochs.")
+    tokens: Count | None = Field(None, description="Tokens to train on, padding not counted, for example `2e9`.")
+    epochs: Positive | None = Field(None, description="Passes over the training text.")
+    global_batch_tokens: Count | None = Field(
+        None, description="Tokens per optimizer step over all processes: a multiple of `data.sequence_len`."
+    )
+    global_batch_size: Count | None = Field(
+        None, description="Sequences per optimizer step over all processes. One of the two batch keys."
+    )
+    micro_batch_size: Count | Literal["auto"] = Field(
+        "auto", description="Sequences of one forward and backward on one device; never changes the result."
+    )
+    batch_ramp: BatchRampConfig | None = Field(None, description="Start with a smaller global batch.")
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
+        "auto", description="Of the arithmetic; master weights and reductions stay fp32. `auto`: bf16 where fast."
+    )
+    compile: Flag | Literal["auto"] = Field("auto", description="Compile the model with `torch.compile`.")
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        "none", description="Recompute activations in the backward pass, to save memory."
+    )
+    deterministic: Flag = Field(False, description="Use only operations whose results repeat bit for bit.")
+    log_every: Count = Field(1, description="Steps between two lines of the log.")
+    eval_every: Count | None = Field(100, description="Steps between two evaluations; `null`: only at the end.")
+
+    @model_validator(mode="after")
+    def _exactly_one_length_and_one_batch(self) -> Self:
+        for keys, what in ((STEP_KEYS, "how long to train"), (BATCH_KEYS, "the global batch")):
+            names = ", ".join(f"train.{key}" for key in keys[:-1]) + f" and train.{keys[-1]}"
+            given = [f"train.{key}={getattr(self, key)}" for key in keys if getattr(self, key) is not None]
+            if not given:
+                raise ValueError(f"one of {names} must say {what}; add one.")
+            if len(given) > 1:
+                raise ValueError(
+                    f"{' and '.join(given)} are both given, and only one of {names} says {what}; keep one."
+                )
+        return self
+
+
+class OptimConfig(Section):
+    """The optimizer and the schedule of its learning rate."""
+
+    name: Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"] = Field(
+        "adamw", description="The optimizer."
+    )
+    learning_rate: Positive = Field(description="The peak of the schedule.")
+    weight_decay: PositiveOrZero = Field(0.1, description="Decoupled weight decay, on matrices only.")
+    betas: tuple[Number, Number] = Field((0.9, 0.95), description="Decay of the first and the second moment.")
+    eps: Positive = Field(1e-8, description="Added to the root of the second moment.")
+    max_grad_norm: Positive | None = Field(
+        1.0, description="Gradients are scaled down to this global norm; `null`: never."
+    )
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="How the learning rate falls after the warm-up."
+    )
+    warmup_steps: CountOrZero = Field(0, description="Steps over which the learning rate rises linearly.")
+    min_learning_rate_fraction: Number = Field(
+        0.1, ge=0, le=1, description="Where the schedule ends, as a fraction of `learning_rate`."
+    )
+
+    @model_validator(mode="after")
+    def _betas_below_one(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas={list(self.betas)} must both be at least 0 and below 1; try [0.9, 0.95].")
+        return self
+
+
+class ParallelConfig(Section):
+    """Degrees of parallelism, when a name is not enough. Their product is the number of processes."""
+
+    dp_replicate: Count | None = Field(
+        None, description="Replicas of the model. Takes what is left when no `dp_` key is given."
+    )
+    dp_shard: Count | Literal["auto"] | None = Field(
+        None, description="Processes that share one copy of the model and optimizer state; `auto`: what is left."
+    )
+    cp: Count = Field(1, description="Context parallel: processes that share one sequence.")
+    tp: Count = Field(1, description="Tensor parallel: processes that share each matrix.")
+    pp: Count = Field(1, description="Pipeline parallel: stages of layers.")
+    ep: Count = Field(1, description="Expert parallel; divides `dp_shard * cp`.")
+    reshard_after_forward: Flag | None = Field(
+        None, description="Free gathered parameters after the forward pass (FSDP) or keep them (ZeRO-1, ZeRO-2)."
+    )
+    reduce_gradients: Literal["each", "last"] | None = Field(
+        None, description="Reduce gradients after each microbatch, or once after the last."
+    )
+    cpu_offload: Flag = Field(False, description="Keep parameters and optimizer state in the host's memory.")
+    schedule: str | None = Field(None, description="Pipeline schedule.")
+    microbatches: Count | None = Field(None, description="Microbatches of one pipeline step.")
+    placement: str | None = Field(None, description="Which axes stay inside a machine.")
+    order: tuple[str, ...] | None = Field(None, description="Order of the mesh axes, outermost first.")
+
+
+class SyncConfig(Section):
+    """How replicas agree on the weights."""
+
+    name: Literal["every_step", "local_sgd", "diloco", "parameter_server", "quorum"] = Field(
+        "every_step", description="`every_step` averages gradients in every step: the exact one."
+    )

@@ -1,0 +1,106 @@
+"""What the recipe can ask for that echelon cannot do yet: one table, one sentence each.
+
+The schema is complete from the start, so recipes written today stay valid. A row names a key, the values that work
+besides the key's default, and what is possible now. Building a feature deletes its row, or a word of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.errors import ConfigError
+from echelon.recipe.document import Recipe
+from echelon.recipe.keys import KeyPath, dotted, recipe_keys
+from echelon.recipe.render import plain_value
+from echelon.recipe.section import Section
+from echelon.recipe.yaml_text import show_value
+
+
+@dataclass(frozen=True)
+class Unbuilt:
+    """A key of which only the default and the values `built` work now."""
+
+    key: str
+    possible: str
+    built: tuple[Any, ...] = ()
+
+
+UNBUILT: tuple[Unbuilt, ...] = (
+    Unbuilt("adapter.method", "full, which trains every parameter"),
+    Unbuilt("adapter.r", "the default, since method: full has no rank"),
+    Unbuilt("adapter.alpha", "the default, since method: full has no scale"),
+    Unbuilt("adapter.dropout", "the default, since method: full has no adapter to drop out"),
+    Unbuilt("adapter.target_modules", "the default, since method: full trains every module"),
+    Unbuilt("data.train[].format", "auto, text and jsonl are read", built=("text", "jsonl")),
+    Unbuilt("data.validation[].format", "auto, text and jsonl are read", built=("text", "jsonl")),
+    Unbuilt("data.train[].split", "a source is read whole; list the files to read"),
+    Unbuilt("data.validation[].split", "a source is read whole; list the files to read"),
+    Unbuilt("data.train[].weight", "weight: 1.0; each sequence of each source is used once an epoch"),
+    Unbuilt("data.validation[].weight", "weight: 1.0; each sequence of each source is used once"),
+    Unbuilt("data.packing", "packing: true fills each sequence"),
+    Unbuilt("data.document_mask", "auto and false; documents are separated by eos", built=(False,)),
+    Unbuilt("data.chat_template", "plain text and the text field of .jsonl, without a template"),
+    Unbuilt("objective.name", "causal_lm"),
+    Unbuilt("train.batch_ramp", "one global batch for the whole run"),
+    Unbuilt("train.precision", "auto, fp32 and bf16", built=("fp32", "bf16")),
+    Unbuilt("train.deterministic", "deterministic: false"),
+    Unbuilt("optim.name", "adamw"),
+    Unbuilt("optim.schedule", "cosine"),
+    Unbuilt("parallel.cp", "dp_replicate and dp_shard"),
+    Unbuilt("parallel.tp", "dp_replicate and dp_shard"),
+    Unbuilt("parallel.pp", "dp_replicate and dp_shard"),
+    Unbuilt("parallel.ep", "dp_replicate and dp_shard"),
+    Unbuilt("parallel.schedule", "no pipeline"),
+    Unbuilt("parallel.microbatches", "no pipeline; set train.micro_batch_size"),
+    Unbuilt("parallel.placement", "dp_shard inside dp_replicate"),
+    Unbuilt("parallel.order", "dp_shard inside dp_replicate"),
+    Unbuilt("checkpoint.every_steps", "a number of steps", built=(int,)),
+    Unbuilt("checkpoint.keep_best", "keep_best: false; keep_last keeps the newest"),
+    Unbuilt("evaluate.prompts", "`echelon generate RUN --prompt TEXT` after or during the run"),
+    Unbuilt("evaluate.early_stopping", "training to the end; checkpoint.keep_last keeps the newest"),
+    Unbuilt("fault.notice_seconds", "the default of 60 seconds"),
+    Unbuilt("fault.on_bad_step", "stop"),
+    Unbuilt("fault.max_restarts", "0; run the same command again to resume"),
+    Unbuilt("fault.verify_replicas_every", "leaving this key out"),
+    Unbuilt("sync.name", "every_step"),
+    Unbuilt("engine", "native"),
+    Unbuilt("track", "tensorboard", built=(("tensorboard",),)),
+    Unbuilt("launch", "processes on this machine, or under torchrun"),
+    Unbuilt("profile", "leaving this key out"),
+    Unbuilt("budget.max_usd", "a run that ends by train.steps, train.tokens or train.epochs"),
+    Unbuilt("budget.max_hours", "a run that ends by train.steps, train.tokens or train.epochs"),
+)
+
+
+def check_built(recipe: Recipe) -> None:
+    """Raise ConfigError for the first key that asks for what is not built: one sentence, with what is possible now."""
+    fields = recipe_keys(Recipe)
+    for row in UNBUILT:
+        default = fields[row.key].get_default(call_default_factory=True)
+        for path, value in _values(recipe, row.key.replace("[]", ".[]").split(".")):
+            if value != default and value not in row.built and type(value) not in row.built:
+                shown = show_value(plain_value(value))
+                raise ConfigError(f"{dotted(path)}={shown} is not built yet; possible now: {row.possible}.")
+    _check_fields(recipe)
+
+
+def _check_fields(recipe: Recipe) -> None:
+    for part in ("train", "validation"):
+        for index, source in enumerate(getattr(recipe.data, part)):
+            for field in source.fields:
+                if field != "text":
+                    raise ConfigError(
+                        f"data.{part}.{index}.fields.{field}={source.fields[field]} is not built yet; "
+                        "possible now: fields: {text: NAME}, the field of a .jsonl record that holds its text."
+                    )
+
+
+def _values(value: Any, parts: list[str], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    if not parts:
+        yield path, value
+    elif parts[0] == "[]":
+        for index, item in enumerate(value):
+            yield from _values(item, parts[1:], (*path, index))
+    elif isinstance(value, Section):
+        names = {field.alias or name: name for name, field in type(value).model_fields.items()}
+        yield from _values(getattr(value, names[parts[0]]), parts[1:], (*path, parts[0]))

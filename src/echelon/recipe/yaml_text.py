@@ -1,0 +1,128 @@
+"""YAML as a recipe means it: 2e9 is a number, `no` is a word, a key stands once, and every key knows its line."""
+
+import math
+import re
+from typing import Any
+
+import yaml
+
+from echelon.errors import ConfigError
+from echelon.recipe.keys import KeyPath
+
+LONGEST_SHOWN = 80
+
+_TAG = "tag:yaml.org,2002:"
+# (type, pattern, the characters it may start with): the scalars of YAML 1.2, and `<<` for merging an anchored mapping.
+_SCALARS = (
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
+    ("merge", r"<<", ["<"]),
+)
+
+
+class _RecipeLoader(yaml.SafeLoader):
+    """PyYAML reads YAML 1.1, where 2e9 and 3e-4 are words, and `no` and 1:30 are not."""
+
+    def construct_whole(self, node: yaml.ScalarNode) -> int:
+        digits = node.value.replace("_", "")
+        return int(digits, 0 if digits.startswith(("0x", "0o")) else 10)
+
+    def construct_decimal(self, node: yaml.ScalarNode) -> float:
+        digits = node.value.replace("_", "").lower()
+        return math.nan if digits == ".nan" else float(digits.replace(".inf", "inf"))
+
+
+class _RecipeDumper(yaml.SafeDumper):
+    """Quotes every word that YAML 1.1 or 1.2 would read as something else, so both read the same."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_RecipeLoader.yaml_implicit_resolvers = {}
+for _type, _pattern, _first_characters in _SCALARS:
+    for _side in (_RecipeLoader, _RecipeDumper):
+        _side.add_implicit_resolver(_TAG + _type, re.compile(rf"^(?:{_pattern})$"), _first_characters)
+_RecipeLoader.add_constructor(_TAG + "int", _RecipeLoader.construct_whole)
+_RecipeLoader.add_constructor(_TAG + "float", _RecipeLoader.construct_decimal)
+
+
+def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
+    """The value of a YAML document, and for each key in it where it stands: `recipe.yaml, line 3`.
+
+    Raises ConfigError, naming `source` and the line, for text that is not YAML, a key given twice, or a tag that
+    would make an object.
+    """
+    try:
+        loader = _RecipeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        origins = _find_origins(loader, node, source)
+        return _unshared(loader.construct_document(node)), origins
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{source}{line}: this is not valid YAML: {error.problem}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: this is not valid YAML: {error}.") from None
+
+
+def render_yaml(value: Any) -> str:
+    """YAML text of plain values, keys in the order given; `parse_yaml` reads it back unchanged."""
+    return _dump(value, default_flow_style=None, width=100)
+
+
+def render_inline(value: Any) -> str:
+    """YAML text of a value on one line."""
+    return _dump(value, default_flow_style=True, width=1_000_000).removesuffix("...\n").strip()
+
+
+def show_value(value: Any) -> str:
+    """A value as the user would write it, cut where it is longer than a line: for messages."""
+    text = render_inline(value)
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+
+
+def _dump(value: Any, default_flow_style: bool | None, width: int) -> str:
+    text: str = yaml.dump(
+        value, Dumper=_RecipeDumper, sort_keys=False, allow_unicode=True,
+        default_flow_style=default_flow_style, width=width,
+    )  # fmt: skip
+    return text
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which no two places share an object, as anchors make them: changing one must not change another."""
+    if isinstance(value, dict):
+        return {key: _unshared(item) for key, item in value.items()}
+    return [_unshared(item) for item in value] if isinstance(value, list) else value
+
+
+def _find_origins(loader: _RecipeLoader, root: yaml.Node, source: str) -> dict[KeyPath, str]:
+    origins: dict[KeyPath, str] = {}
+
+    def visit(node: yaml.Node, path: KeyPath, around: tuple[yaml.Node, ...] = ()) -> None:
+        if node in around:
+            raise ConfigError(f"{source}, line {node.start_mark.line + 1}: this anchor contains itself.")
+        around = (*around, node)
+        if isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                origins[(*path, index)] = f"{source}, line {item.start_mark.line + 1}"
+                visit(item, (*path, index), around)
+        elif isinstance(node, yaml.MappingNode):
+            here: dict[Any, str] = {}
+            for key_node, value_node in node.value:
+                key = "<<" if key_node.tag == _TAG + "merge" else loader.construct_object(key_node, deep=True)
+                line = f"{source}, line {key_node.start_mark.line + 1}"
+                if isinstance(key, list | dict):
+                    raise ConfigError(f"{line}: a key must be a word, not a list or a mapping.")
+                if key in here:
+                    raise ConfigError(f"{line}: {key} is given twice (before: {here[key]}); keep one.")
+                here[key] = origins[(*path, key)] = line
+                visit(value_node, (*path, key), around)
+
+    visit(root, ())
+    return origins

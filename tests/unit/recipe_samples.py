@@ -1,0 +1,30 @@
+"""A small valid recipe, and loading one from text."""
+
+from pathlib import Path
+
+from echelon.recipe import Recipe, load_recipe
+
+SMALL = """\
+run: {name: small}
+model:
+  config: {model_type: llama, hidden_size: 64}
+tokenizer: bytes
+data:
+  train: [{path: text.txt}]
+  sequence_len: 64
+train:
+  steps: 100
+  global_batch_size: 8
+optim:
+  learning_rate: 3e-4
+"""
+
+
+def write_recipe(folder: Path, text: str = SMALL) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def load_text(folder: Path, text: str = SMALL, *overrides: str) -> tuple[Recipe, list[str]]:
+    return load_recipe(write_recipe(folder, text), overrides)

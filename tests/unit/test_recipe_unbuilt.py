@@ -1,0 +1,99 @@
+"""What is not built is refused by name, value and what is possible; what is built passes."""
+
+from pathlib import Path
+
+import pytest
+from recipe_samples import SMALL, load_text
+
+from echelon.errors import ConfigError
+from echelon.recipe import Recipe, check_built
+from echelon.recipe.keys import recipe_keys
+from echelon.recipe.unbuilt import UNBUILT, Unbuilt
+
+REFUSED = {
+    "adapter.method": "adapter.method=lora",
+    "adapter.r": "adapter.r=8",
+    "adapter.alpha": "adapter.alpha=8",
+    "adapter.dropout": "adapter.dropout=0.1",
+    "adapter.target_modules": "adapter.target_modules=[q_proj]",
+    "data.train[].format": "data.train.0.format=parquet",
+    "data.validation[].format": "data.validation=[{path: x, format: parquet}]",
+    "data.train[].split": "data.train.0.split=train",
+    "data.validation[].split": "data.validation=[{path: x, split: train}]",
+    "data.train[].weight": "data.train.0.weight=2",
+    "data.validation[].weight": "data.validation=[{path: x, weight: 2}]",
+    "data.packing": "data.packing=false",
+    "data.document_mask": "data.document_mask=true",
+    "data.chat_template": "data.chat_template=chatml",
+    "objective.name": "objective.name=dpo",
+    "train.batch_ramp": "train.batch_ramp={from: 8, to: 16, over_tokens: 1e6, increment: 8}",
+    "train.precision": "train.precision=fp8",
+    "train.deterministic": "train.deterministic=true",
+    "optim.name": "optim.name=muon",
+    "optim.schedule": "optim.schedule=linear",
+    "parallel.cp": "parallel.cp=2",
+    "parallel.tp": "parallel.tp=2",
+    "parallel.pp": "parallel.pp=2",
+    "parallel.ep": "parallel.ep=2",
+    "parallel.schedule": "parallel.schedule=1f1b",
+    "parallel.microbatches": "parallel.microbatches=4",
+    "parallel.placement": "parallel.placement=tp",
+    "parallel.order": "parallel.order=[tp, dp_shard]",
+    "checkpoint.every_steps": "checkpoint.every_steps=auto",
+    "checkpoint.keep_best": "checkpoint.keep_best=true",
+    "evaluate.prompts": "evaluate.prompts=[Once]",
+    "evaluate.early_stopping": "evaluate.early_stopping=3",
+    "fault.notice_seconds": "fault.notice_seconds=30",
+    "fault.on_bad_step": "fault.on_bad_step=skip",
+    "fault.max_restarts": "fault.max_restarts=1",
+    "fault.verify_replicas_every": "fault.verify_replicas_every=10",
+    "sync.name": "sync.name=diloco",
+    "engine": "engine=deepspeed",
+    "track": "track=[tensorboard, wandb]",
+    "launch": "launch.nodes=2",
+    "profile": "profile.steps=2",
+    "budget.max_usd": "budget.max_usd=50",
+    "budget.max_hours": "budget.max_hours=2",
+}
+
+BUILT = [
+    "data.train.0.format=jsonl", "data.train.0.fields={text: body}", "data.document_mask=false", "train.precision=bf16",
+    "train.precision=fp32", "train.compile=true", "train.activation_checkpointing=selective",
+    "train.activation_checkpointing=full", "train.micro_batch_size=2", "parallel=hsdp", "parallel.cpu_offload=true",
+    "parallel={dp_replicate: 2, dp_shard: auto, reshard_after_forward: false, reduce_gradients: last}",
+    "checkpoint={every_steps: 7, keep_last: 1, async: false}", "evaluate.batches=3", "track=[tensorboard]",
+    "tokenizer.train.vocab_size=500", "tokenizer=some/folder", "model.attn_implementation=eager", "train.epochs=2",
+    "model.trust_remote_code=true", "fault.max_restarts=0", "adapter.method=full",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", UNBUILT, ids=lambda row: row.key)
+def test_each_row_refuses_a_value(tmp_path: Path, row: Unbuilt) -> None:
+    override = REFUSED[row.key]
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, SMALL, override)
+    assert " is not built yet; possible now: " in str(caught.value)
+    # The key as the user writes it: with the entry's number, in a list.
+    assert str(caught.value).startswith(row.key.replace("[]", ".0") + "=")
+
+
+def test_the_message_states_key_value_and_what_is_possible(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, SMALL, "train.precision=fp8")
+    assert str(caught.value) == "train.precision=fp8 is not built yet; possible now: auto, fp32 and bf16."
+
+
+def test_only_the_text_field_can_be_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.train.0.fields.prompt=question is not built yet"):
+        load_text(tmp_path, SMALL, "data.train.0.fields={prompt: question}")
+
+
+@pytest.mark.parametrize("override", BUILT)
+def test_what_is_built_passes(tmp_path: Path, override: str) -> None:
+    check_built(load_text(tmp_path, SMALL, override)[0])
+
+
+def test_rows_name_keys_of_the_recipe_once() -> None:
+    keys = [row.key for row in UNBUILT]
+    assert len(set(keys)) == len(keys)
+    assert set(keys) <= set(recipe_keys(Recipe))

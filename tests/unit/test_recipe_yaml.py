@@ -1,0 +1,93 @@
+"""YAML scalars as YAML 1.2 reads them, lines, duplicate keys, and text that cannot be read."""
+
+import math
+
+import pytest
+import yaml
+
+from echelon.errors import ConfigError
+from echelon.recipe.yaml_text import parse_yaml, render_yaml, show_value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2e9", 2e9),
+        ("3e-4", 0.0003),
+        ("1E+2", 100.0),
+        (".5", 0.5),
+        ("-1.", -1.0),
+        ("524_288", 524288),
+        ("-7", -7),
+        ("010", 10),
+        ("0x10", 16),
+        ("0o10", 8),
+        (".inf", math.inf),
+        ("-.INF", -math.inf),
+        ("true", True),
+        ("False", False),
+        ("no", "no"),
+        ("on", "on"),
+        ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("'2e9'", "2e9"),
+        ("~", None),
+        ("", None),
+        ("e5", "e5"),
+        ("1.2.3", "1.2.3"),
+    ],
+)
+def test_scalars(text: str, value: object) -> None:
+    parsed = parse_yaml(text, "here")[0]
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value", ["2e9", "no", "1:30", "010", "null", "", "<<", "x: y", "0.5", "true", "é", 1e-8, 5, None]
+)
+def test_rendered_values_mean_the_same_to_both_versions_of_yaml(value: object) -> None:
+    text = render_yaml({"key": value})
+    assert parse_yaml(text, "here")[0] == {"key": value}
+    assert yaml.safe_load(text) == {"key": value}
+
+
+def test_every_key_knows_its_line() -> None:
+    origins = parse_yaml("a:\n  b: 1\n  c:\n  - x\n  - d: 2\n", "f.yaml")[1]
+    assert origins["a", "b"] == "f.yaml, line 2"
+    assert origins["a", "c", 0] == "f.yaml, line 4"
+    assert origins["a", "c", 1, "d"] == "f.yaml, line 5"
+
+
+def test_a_merged_mapping_is_read_and_not_shared() -> None:
+    value = parse_yaml("a: &x {b: {c: 1}}\nd: {<<: *x, e: 2}\nf: *x\n", "f.yaml")[0]
+    assert value == {"a": {"b": {"c": 1}}, "d": {"b": {"c": 1}, "e": 2}, "f": {"b": {"c": 1}}}
+    value["a"]["b"]["c"] = 5
+    assert value["d"]["b"]["c"] == value["f"]["b"]["c"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "f.yaml, line 3: a is given twice (before: f.yaml, line 1); keep one."),
+        ("a:\n  b: 1\n  b: 2\n", "f.yaml, line 3: b is given twice (before: f.yaml, line 2); keep one."),
+        ("a: 1\nb: [\n", "f.yaml, line 3: this is not valid YAML"),
+        ("a: 1\n\tb: 2\n", "f.yaml, line 2: this is not valid YAML"),
+        ("a: !!python/object/apply:os.system [ls]\n", "f.yaml, line 1: this is not valid YAML"),
+        ("a: &x [*x]\n", "f.yaml, line 1: this anchor contains itself."),
+        ("a: \x00\n", "f.yaml: this is not valid YAML"),
+        ("[a]: 1\n", "f.yaml, line 1: a key must be a word"),
+        ("a: 1\n---\nb: 2\n", "f.yaml, line 2: this is not valid YAML"),
+    ],
+)
+def test_bad_text_is_refused_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml(text, "f.yaml")
+    assert str(caught.value).startswith(message)
+
+
+def test_values_are_shown_as_written() -> None:
+    assert [show_value(value) for value in (None, True, "5", "a", [1, "b"], {"a": 0.5})] == [
+        "null", "true", "'5'", "a", "[1, b]", "{a: 0.5}",
+    ]  # fmt: skip
+    assert len(show_value("x" * 500)) == 80
