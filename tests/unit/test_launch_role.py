@@ -65,6 +65,7 @@ def test_workers_share_the_cores(monkeypatch):
 
 
 def test_cli_and_launch_import_no_torch():
-    code = "import sys, echelon.cli, echelon.runtime, echelon.launch.local, echelon.launch.job; print('torch' in sys.modules)"
+    modules = "echelon.cli, echelon.runtime, echelon.launch.local, echelon.train.session"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

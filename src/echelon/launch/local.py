@@ -1,14 +1,13 @@
 """Workers on this machine, under torchrun's elastic agent, which runs inside this process."""
 
 import logging
-import os
 import shlex
 import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,14 @@ _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 
 
 class LocalLauncher:
-    """Starts the workers here, waits for them, and takes them along when it is stopped."""
+    """Starts the workers here, waits for them, and takes them along when it is stopped.
+
+    `export` puts variables into this process's environment for the time of a job, since the agent hands that on to the
+    workers; it is `runtime.exported`, a layer above this one.
+    """
+
+    def __init__(self, export: Callable[[Mapping[str, str]], AbstractContextManager[None]]) -> None:
+        self._export = export
 
     def render(self, job: JobSpec) -> str:
         """The command each worker runs, and how many there are."""
@@ -39,7 +45,9 @@ class LocalLauncher:
         run_folder = RunFolder(job.run_dir)
         run_folder.create()
         run_folder.clear_outcomes()
-        deaths, stopped_by = _run_agent(job)
+        # The agent's own store would give a restarted worker stale addresses.
+        with self._export({**job.env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}):
+            deaths, stopped_by = _run_agent(job)
         outcomes = read_outcomes(run_folder.outcomes_dir)
         if stopped_by is not None:
             saved = next((each for each in outcomes if each.code == STOPPED), None)
@@ -58,7 +66,6 @@ def _run_agent(job: JobSpec) -> tuple[list[ProcessDeath], str | None]:
     entrypoint, *arguments = job.argv
     with (
         tempfile.TemporaryDirectory(prefix="echelon-agent-") as scratch,
-        _exported({**job.env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
         _signal_handlers_kept(),
     ):
         try:
@@ -105,21 +112,6 @@ def _silence_agent() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(prefixes):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-
-
-@contextmanager
-def _exported(variables: Mapping[str, str]) -> Iterator[None]:
-    """The agent hands this process's environment on, so the job's variables stand in it while it runs."""
-    before = {key: os.environ.get(key) for key in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
 
 
 @contextmanager

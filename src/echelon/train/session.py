@@ -15,6 +15,7 @@ from echelon.runtime import (
     default_num_processes,
     detect_cluster,
     detect_launched_cluster,
+    exported,
     find_place,
     open_store,
     read_environment,
@@ -49,7 +50,7 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: S
         recipe.fault.max_restarts or 0,
     )
     try:
-        outcome = LocalLauncher().submit(job)
+        outcome = LocalLauncher(exported).submit(job)
         return _describe_ending(folder, outcome)
     finally:
         folder.unlock()
