@@ -210,7 +210,7 @@ def list_run_checkpoints(run: Annotated[Path, typer.Argument(metavar="RUN", help
     _require_folder(run)
     found = list_checkpoints(run)
     for checkpoint in found:
-        say(str(checkpoint))
+        say(f"step {checkpoint.step}  {checkpoint.path}")
     if not found:
         say(f"checkpoint: {run} has none yet")
 
