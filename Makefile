@@ -1,0 +1,56 @@
+# Everything runs from a virtual environment in .venv, made once; `make clean` removes it.
+# On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes the installation much smaller.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help demo test parity bench lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo     set up, train a small model on real text with two processes, evaluate it, sample from it"
+	@echo "make test     set up, run the tests"
+	@echo "make parity   every strategy against the single process, the whole product of options (long)"
+	@echo "make bench    the cost of a step beside a plain PyTorch loop's (long)"
+	@echo "make lint     style and types"
+	@echo "make clean    remove .venv"
+
+.venv/.installed: pyproject.toml
+	@echo "== setting up: a virtual environment in .venv, and echelon with what its tests need"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+.venv/.linters: .venv/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[lint]'
+	@touch $@
+
+demo: .venv/.installed
+	@echo "== training a small Llama on the source of Python's standard library, on two processes"
+	$(BIN)/echelon train recipes/demo.yaml --nproc 2
+	@echo "== evaluating it on the text that was held out"
+	$(BIN)/echelon eval runs/demo
+	@echo "== sampling from it"
+	$(BIN)/echelon generate runs/demo --prompt 'def read(' --max-tokens 120
+	@echo "== the run, with its plan, metrics and checkpoints, is in runs/demo"
+
+test: .venv/.installed
+	@echo "== running the tests: units, then real processes over gloo"
+	$(BIN)/python -m pytest
+
+parity: .venv/.installed
+	@echo "== comparing every strategy with the single process"
+	$(BIN)/python -m pytest tests/parity -m "not gpu"
+
+bench: .venv/.installed
+	@echo "== timing echelon's step beside a plain loop's"
+	$(BIN)/python benchmarks/overhead.py
+
+lint: .venv/.linters
+	@echo "== checking style and types"
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,311 @@
+"""The `echelon` command. Every import of substance is inside a command, so that `--help` answers at once."""
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from echelon.errors import ConfigError, EchelonError
+
+if TYPE_CHECKING:
+    from echelon.hardware import Cluster
+    from echelon.launch.outcome import Outcome
+    from echelon.planner.memory import MemoryEstimate
+    from echelon.recipe import Recipe
+
+app = typer.Typer(
+    name="echelon",
+    help="Train language models across processes, GPUs and machines from one recipe.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+checkpoint_app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(checkpoint_app, name="checkpoint")
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win over the file, dotted.")
+]
+TargetArgument = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or an HF model folder.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
+
+
+def say(line: str) -> None:
+    """Print a line for the user at once, also when stdout is a pipe."""
+    typer.echo(line)
+    sys.stdout.flush()
+
+
+@app.command()
+def train(
+    recipe_path: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nproc: Annotated[
+        str, typer.Option("--nproc", metavar="N|auto", help="Processes; auto: one per GPU, or per two CPU cores.")
+    ] = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an existing run aside instead of resuming it.")] = False,
+) -> None:
+    """Train; an existing run goes on from its newest good checkpoint."""
+    from echelon.runtime import find_place, launch_role
+    from echelon.train.session import train_as_rank, train_locally
+
+    num_processes = _parse_nproc(nproc)
+    role = launch_role()
+    if role == "agent":
+        raise ConfigError(
+            "one task per machine under this launcher is not built yet; start one task per process, "
+            "for example srun --ntasks-per-node=8, or unset the launcher's variables."
+        )
+    # Under a foreign launcher every rank reads the recipe, and one of them talks about it.
+    speaks = role == "local" or find_place().rank == 0
+    try:
+        recipe = _load_recipe(recipe_path, overrides, quiet=not speaks)
+    except EchelonError as error:
+        if speaks:
+            raise
+        raise typer.Exit(error.exit_code) from error
+    with _faults_logged(recipe.run.dir / "logs" / "parent.log"):
+        if role == "worker":
+            _finish(train_as_rank(recipe, fresh, say), at_once=True)
+        _finish(train_locally(recipe, num_processes, fresh, say))
+
+
+@app.command()
+def prepare(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Read, tokenize and pack the data into shards; `train` does it when they are absent."""
+    from echelon.data.prepare import prepare_data
+
+    data = prepare_data(_load_recipe(recipe_path, overrides), say)
+    say(f"data: prepared in {data.path}")
+
+
+@app.command()
+def data(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Look at the data: how much there is, and the first sample as text."""
+    from echelon.data.order import SampleOrder
+    from echelon.data.prepare import prepare_data
+
+    recipe = _load_recipe(recipe_path, overrides)
+    prepared = prepare_data(recipe, say)
+    for name, dataset in (("train", prepared.train), ("validation", prepared.validation)):
+        if dataset is not None:
+            samples = f"{dataset.num_samples:,} samples of {recipe.data.sequence_len}"
+            say(f"{name}: {dataset.num_tokens:,} tokens, {samples}")
+    first = SampleOrder(prepared.train.num_samples, recipe.run.seed).sample_ids(0, 1)
+    inputs, labels = prepared.train.read_samples(first)
+    num_targets = int((labels[0] != -100).sum())
+    say(f"first sample: id {int(first[0])}, {num_targets} of {labels.shape[1]} positions have a label")
+    say(f"ids: {' '.join(str(int(token)) for token in inputs[0][:32])} ...")
+    say(f"text: {prepared.tokenizer.decode(inputs[0])}")
+
+
+@app.command()
+def plan(
+    recipe_path: RecipeArgument,
+    overrides: OverridesArgument = None,
+    devices: Annotated[
+        str | None, typer.Option("--devices", metavar="64xH100", help="Plan for these devices. Default: this machine.")
+    ] = None,
+    devices_per_node: Annotated[int, typer.Option("--devices-per-node", help="Devices of one machine.")] = 8,
+) -> None:
+    """Show how the recipe would run, and the memory it would need. Downloads no weights, trains nothing."""
+    from echelon.hardware import parse_devices
+    from echelon.plan import resolve_plan
+    from echelon.planner.memory import estimate_memory
+    from echelon.shape import build_shape
+    from echelon.train.setup import find_model_fields, find_vocab_size
+
+    recipe = _load_recipe(recipe_path, overrides)
+    fields, line = find_model_fields(recipe, find_vocab_size(recipe))
+    say(f"model: {line}")
+    if devices is not None:
+        cluster = parse_devices(devices, devices_per_node)
+    else:
+        from echelon.runtime import default_num_processes, detect_cluster
+
+        cluster = detect_cluster(default_num_processes())
+    shape = build_shape(fields)
+    chosen = resolve_plan(recipe, shape, cluster)
+    say(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
+    for line in chosen.describe():
+        say(line)
+    _show_memory(estimate_memory(shape, chosen, recipe.data.sequence_len, cluster.kind), cluster)
+
+
+def _show_memory(estimate: "MemoryEstimate", cluster: "Cluster") -> None:
+    """The estimate by part, in GiB a rank, with what it assumes."""
+    say("memory per rank, GiB:")
+    for part in ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total"):
+        say(f"  {part:<12} {getattr(estimate, part) / 2**30:10.3f}")
+    if cluster.accelerator.memory_bytes is not None:
+        say(f"  {'of':<12} {cluster.accelerator.memory_bytes / 2**30:10.3f}")
+    for assumption in estimate.assumptions:
+        say(f"  assumes: {assumption}")
+
+
+@app.command("eval")
+def evaluate(
+    target: TargetArgument,
+    data_path: Annotated[
+        Path | None, typer.Option("--data", metavar="PATH", help="Other text than the run's held-out one.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Loss and perplexity on held-out text."""
+    from echelon.train.evaluate import evaluate_model
+
+    _require_folder(target)
+    result = evaluate_model(target, data_path)
+    if as_json:
+        say(json.dumps(result, default=str))
+        return
+    for key, value in result.items():
+        say(f"{key}: {_render_value(value)}")
+
+
+@app.command()
+def generate(
+    target: TargetArgument,
+    prompt: Annotated[str, typer.Option("--prompt", help="The text to go on from.")],
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to sample.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Sample among the k likeliest; 0: among all.")] = 50,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Sample from a run or an HF folder."""
+    from echelon.train.generate import generate_text
+
+    _require_folder(target)
+    text = generate_text(target, prompt, max_tokens, temperature, top_k, seed)
+    say(json.dumps({"prompt": prompt, "text": text}) if as_json else text)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The HF folder to write.")],
+    dtype: Annotated[str, typer.Option("--dtype", help="fp32, bf16 or fp16.")] = "fp32",
+) -> None:
+    """Write the newest checkpoint as an HF folder: safetensors, config, tokenizer."""
+    from echelon.checkpoint.export import export_run
+
+    _require_folder(run)
+    export_run(run, out, dtype)
+    say(f"export: {out} is ready for transformers' from_pretrained")
+
+
+@checkpoint_app.command("list")
+def list_run_checkpoints(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]) -> None:
+    """The checkpoints of a run, oldest first."""
+    from echelon.checkpoint.store import list_checkpoints
+
+    _require_folder(run)
+    found = list_checkpoints(run)
+    for checkpoint in found:
+        say(f"step {checkpoint.step}  {checkpoint.path}")
+    if not found:
+        say(f"checkpoint: {run} has none yet")
+
+
+@app.command()
+def schema() -> None:
+    """Print the recipe's JSON schema, for editors."""
+    from echelon.recipe import recipe_json_schema
+
+    say(json.dumps(recipe_json_schema(), indent=2))
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(metavar="[RECIPE]", help="The file to write.")] = Path("recipe.yaml"),
+) -> None:
+    """Write a recipe to start from: your own text, a small model, a laptop's patience."""
+    from echelon.recipe import render_starter
+
+    if path.exists():
+        raise ConfigError(f"{path} exists; name another file, or remove it first.")
+    path.write_text(render_starter(name=path.stem), encoding="utf-8")
+    say(f"wrote {path}: set data.train to your text, then run: echelon train {path}")
+
+
+def _load_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) -> "Recipe":
+    """Read the recipe, print its notes, and refuse what is not built."""
+    from echelon.recipe import check_built, load_recipe
+
+    recipe, notes = load_recipe(path, overrides or [])
+    check_built(recipe)
+    for note in [] if quiet else notes:
+        say(note)
+    return recipe
+
+
+def _parse_nproc(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--nproc {text} is neither a number of processes nor auto; use --nproc 2, for example.")
+    return int(text)
+
+
+def _require_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; give a run folder (runs/NAME) or an HF model folder.")
+
+
+def _render_value(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+@contextmanager
+def _faults_logged(log: Path) -> Iterator[None]:
+    """An error nobody foresaw leaves its traceback in the run's folder, where there is one, and one line here."""
+    try:
+        yield
+    except (EchelonError, typer.Exit):
+        raise
+    except Exception as error:
+        if not log.parent.is_dir():
+            raise
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exception(error, file=file)
+        _complain(f"{type(error).__name__}: {error}; see {log}")
+        raise typer.Exit(1) from error
+
+
+def _finish(outcome: "Outcome", at_once: bool = False) -> NoReturn:
+    """Say how it ended and leave with its code; `at_once`: without a teardown that may hang."""
+    if outcome.message:
+        _complain(outcome.message)
+    if outcome.code and at_once:
+        from echelon.train.worker import leave
+
+        leave(outcome.code)
+    raise typer.Exit(outcome.code)
+
+
+def _complain(message: str) -> None:
+    typer.echo(f"echelon: {message}", err=True)
+
+
+def main() -> None:
+    """The console script: every error becomes one message and the exit code of the contract."""
+    try:
+        app()
+    except EchelonError as error:
+        _complain(str(error))
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _complain("stopped by SIGINT")
+        sys.exit(1)
+    except Exception as error:
+        _complain(f"{type(error).__name__}: {error}; this is a fault in echelon, its traceback follows")
+        traceback.print_exc()
+        sys.exit(1)

@@ -1,0 +1,31 @@
+"""What is to be started, and who can start it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from echelon.launch.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """`num_processes` copies of `argv`, told apart by RANK and the other variables of torchrun."""
+
+    argv: tuple[str, ...]
+    num_processes: int
+    run_dir: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+
+
+class Launcher(Protocol):
+    """Starts a JobSpec somewhere."""
+
+    def render(self, job: JobSpec) -> str:
+        """What `submit` would start, as text a person can read or run."""
+        ...
+
+    def submit(self, job: JobSpec) -> Outcome:
+        """Start the job; a launcher on this machine waits for its end."""
+        ...

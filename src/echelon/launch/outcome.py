@@ -1,0 +1,140 @@
+"""How the ranks of a job ended, folded into one exit code and one message.
+
+Each worker writes `rank-N.json` before it leaves. When one rank fails the others soon fail too, because a peer
+vanished; the message must come from the first, so a report says whether it is only such an echo.
+"""
+
+import json
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from echelon.errors import ConfigError, DataError, LaunchError, PlanError
+from echelon.run_folder import write_json
+
+DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
+
+# The agent kills a worker that outlives its SIGTERM by more than this many seconds: such a death explains nothing.
+_KILLED_BY_AGENT_SECONDS = 5.0
+
+# What gloo, NCCL and the store say when the process at the other end is gone.
+_PEER_VANISHED = re.compile(
+    r"connection closed by peer|connection reset|broken pipe|connection refused|read error|socket closed"
+    r"|unexpected EOF|remote (process|peer|error)|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
+    r"|failed to recv|recvValue failed|sendBytes failed|recv, got 0 bytes|connectFullMesh failed",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job, or one command, ended: the exit code of the contract, and the message to show."""
+
+    code: int
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What a rank reported: its exit code, its message, when (UTC seconds), and whether it only echoes a peer."""
+
+    rank: int
+    code: int
+    message: str
+    time: float
+    secondary: bool = False
+
+
+@dataclass(frozen=True)
+class ProcessDeath:
+    """What the agent saw: a process that left with a code other than 0, or by a signal (negative)."""
+
+    rank: int
+    pid: int
+    exit_code: int
+    time: float
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether the error only says that a peer is gone, which that peer's own report explains better."""
+    if isinstance(error, ConfigError | PlanError | DataError | LaunchError):
+        return False
+    if isinstance(error, RuntimeError | ConnectionError) and _PEER_VANISHED.search(str(error)):
+        return True
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return cause is not None and is_secondary(cause)
+
+
+def write_outcome(directory: Path, outcome: RankOutcome) -> None:
+    """Report how this rank ended."""
+    write_json(directory / f"rank-{outcome.rank}.json", asdict(outcome))
+
+
+def read_outcomes(directory: Path) -> list[RankOutcome]:
+    """The reports there are, by rank; a report that cannot be read counts as absent."""
+    outcomes = []
+    for path in directory.glob("rank-*.json"):
+        try:
+            outcomes.append(RankOutcome(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError):
+            continue
+    return sorted(outcomes, key=lambda outcome: outcome.rank)
+
+
+def is_peer_leaving(directory: Path) -> bool:
+    """Whether a peer was refused or stopped after a save: then this rank's error is no failure to restart from."""
+    return any(each.code in (REFUSED, STOPPED) and not each.secondary for each in read_outcomes(directory))
+
+
+def fold_outcomes(outcomes: Sequence[RankOutcome], deaths: Sequence[ProcessDeath], logs_dir: Path) -> Outcome:
+    """One outcome from the rank that failed first.
+
+    In this order: a process killed by a signal that nobody sends on purpose; the earliest report that is not an echo;
+    an abort (also what a collective does when its peer dies); a process that left without a report; one ended by
+    SIGTERM; an echo.
+    """
+    reports = sorted((each for each in outcomes if each.code != DONE), key=lambda each: each.time)
+    causes = [each for each in reports if not each.secondary]
+    first_cause_time = causes[0].time if causes else float("inf")
+    killed = [each for each in deaths if each.exit_code < 0]
+    unreported = [each for each in deaths if each.exit_code > 0 and each.rank not in {one.rank for one in reports}]
+    expected = (-signal.SIGTERM, -signal.SIGABRT)
+    by_accident = [
+        each
+        for each in killed
+        if each.exit_code not in expected and each.time < first_cause_time + _KILLED_BY_AGENT_SECONDS
+    ]
+    if by_accident:
+        return _describe_death(by_accident[0], logs_dir)
+    if causes:
+        return Outcome(causes[0].code, causes[0].message)
+    aborted = [each for each in killed if each.exit_code == -signal.SIGABRT]
+    rest = [*aborted, *unreported, *killed]
+    if rest:
+        return _describe_death(rest[0], logs_dir)
+    return Outcome(reports[0].code, reports[0].message) if reports else Outcome(DONE)
+
+
+def _describe_death(death: ProcessDeath, logs_dir: Path) -> Outcome:
+    log = logs_dir / f"rank-{death.rank:05d}.log"
+    if death.exit_code < 0:
+        ending = f"was killed by {_name_signal(-death.exit_code)}"
+    else:
+        ending = f"exited with code {death.exit_code}"
+    hint = " (often the system's memory ran out)" if death.exit_code == -signal.SIGKILL else ""
+    return Outcome(FAILED, f"rank {death.rank} (pid {death.pid}) {ending}{hint}; see {log}")
+
+
+def _name_signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def report(rank: int, code: int, message: str, secondary: bool = False) -> RankOutcome:
+    """A report of this moment."""
+    return RankOutcome(rank, code, message, time.time(), secondary)

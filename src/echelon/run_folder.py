@@ -1,0 +1,344 @@
+"""The run folder: where each file of a run stands, who may write there, and how a run is found again.
+
+`recipe.yaml plan.json estimate.json environment.json data.json metrics.jsonl events.jsonl outcome.json
+checkpoints/step-00000100/ model/ export/ logs/rank-00000.log`
+"""
+
+import fcntl
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from echelon.errors import ConfigError, DataError
+from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipes, load_recipe
+
+# Only these variables are written down: everything else may hold a secret.
+_RECORDED_VARIABLES = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS|MKL_NUM_THREADS"
+    r"|CUDA_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|PYTORCH_ALLOC_CONF|PYTORCH_CUDA_ALLOC_CONF|NCCL_[A-Z_0-9]+"
+    r"|GLOO_SOCKET_IFNAME|TORCH_NCCL_[A-Z_]+|TORCHELASTIC_(RUN_ID|RESTART_COUNT|MAX_RESTARTS)"
+    r"|SLURM_(JOB_ID|STEP_ID|PROCID|LOCALID|NODEID|NTASKS|NTASKS_PER_NODE|NNODES|JOB_NODELIST|JOB_PARTITION"
+    r"|RESTART_COUNT|CPUS_PER_TASK|GPUS_ON_NODE))"
+)
+_RECORDED_PACKAGES = ("echelon", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
+# What a run leaves in its folder before recipe.yaml exists; any other file means the folder is somebody else's.
+_EARLY_FILES = {".lock", ".outcomes", "logs", "events.jsonl"}
+# A finished run goes on only when one of these asks for more.
+_LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
+
+RunState = Literal["new", "resumed", "finished"]
+
+
+class RunFolder:
+    """One run's folder. Making the object touches nothing; `create()` makes the directories."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_fd: int | None = None
+
+    @property
+    def recipe_path(self) -> Path:
+        """The recipe, resolved, as run."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan_path(self) -> Path:
+        """The ParallelPlan that runs."""
+        return self.path / "plan.json"
+
+    @property
+    def estimate_path(self) -> Path:
+        """What the plan was predicted to need, and on what hardware."""
+        return self.path / "estimate.json"
+
+    @property
+    def environment_path(self) -> Path:
+        """Versions, platform and the variables of the launcher."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON object a logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        """Start, resume, checkpoint, signal, failure, done."""
+        return self.path / "events.jsonl"
+
+    @property
+    def outcome_path(self) -> Path:
+        """Written when the run has finished; absent while it has not."""
+        return self.path / "outcome.json"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Holds step-00000100/ and its siblings."""
+        return self.path / "checkpoints"
+
+    @property
+    def model_dir(self) -> Path:
+        """The model's config.json and tokenizer, without weights."""
+        return self.path / "model"
+
+    @property
+    def data_path(self) -> Path:
+        """Names the prepared text that the run reads."""
+        return self.path / "data.json"
+
+    @property
+    def export_dir(self) -> Path:
+        """Default place of an exported model."""
+        return self.path / "export"
+
+    @property
+    def logs_dir(self) -> Path:
+        """One file a rank, and `parent.log` for the command's own failures."""
+        return self.path / "logs"
+
+    @property
+    def outcomes_dir(self) -> Path:
+        """How each rank of the current attempt ended, for the command that waits on them."""
+        return self.path / ".outcomes"
+
+    def log_path(self, rank: int) -> Path:
+        """Where this rank's stdout and stderr go."""
+        return self.logs_dir / f"rank-{rank:05d}.log"
+
+    def create(self) -> None:
+        """Make the folder and its directories; existing ones stay as they are."""
+        for directory in (self.path, self.checkpoints_dir, self.logs_dir, self.outcomes_dir):
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"run.dir={self.path} cannot be made: {error.strerror or error}; choose a folder you can write to."
+                ) from error
+
+    def lock(self) -> None:
+        """Hold the folder for this process until `unlock()` or its end. A live run raises ConfigError with its pid."""
+        self.create()
+        fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(fd, 100).decode("utf-8", "replace").strip() or "unknown"
+            os.close(fd)
+            raise ConfigError(
+                f"run.dir={self.path} is in use by a live run (pid {holder}); "
+                "wait for it, stop it, or give this run another run.name."
+            ) from None
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()} on {platform.node()}\n".encode())
+        self._lock_fd = fd
+
+    def unlock(self) -> None:
+        """Let go of the folder; harmless when it is not held."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def write_prepared_path(self, path: Path) -> None:
+        """Note which prepared text the run reads, so that every rank opens that and none prepares its own."""
+        write_json(self.data_path, {"prepared": str(path.resolve())})
+
+    def read_prepared_path(self) -> Path:
+        """The prepared text the run reads. Raises DataError when the run never got that far."""
+        try:
+            return Path(json.loads(self.data_path.read_text(encoding="utf-8"))["prepared"])
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(
+                f"{self.data_path} does not name the prepared text of this run; run `echelon train` once to write it."
+            ) from error
+
+    def append_event(self, event: str, **fields: Any) -> None:
+        """Add one line to events.jsonl: the time in UTC seconds, the event, the step (null when unknown), `fields`."""
+        row = {"time": time.time(), "event": event, "step": fields.pop("step", None), **fields}
+        with self.events_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def cut_metrics(self, step: int) -> int:
+        """Drop the rows of metrics.jsonl beyond `step`, and a torn last line; returns how many lines went."""
+        if not self.metrics_path.exists():
+            return 0
+        lines = self.metrics_path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        kept = [line for line in lines if _is_row_up_to(line, step)]
+        if len(kept) < len(lines):
+            write_text(self.metrics_path, "".join(kept))
+        return len(lines) - len(kept)
+
+    def newest_step(self) -> int | None:
+        """The step of the newest published checkpoint, by name alone; None when there is none."""
+        names = (re.fullmatch(r"step-(\d+)", path.name) for path in _list_directory(self.checkpoints_dir))
+        return max((int(name[1]) for name in names if name), default=None)
+
+    def is_finished(self) -> bool:
+        """Whether the run reached its last step and said so."""
+        return self.outcome_path.exists()
+
+    def mark_finished(self, step: int | None = None) -> None:
+        """Say that the run reached its last step. Only the process that holds the lock, or its rank 0, calls it."""
+        write_json(self.outcome_path, {"time": time.time(), "outcome": "done", "step": step})
+
+    def clear_outcomes(self) -> None:
+        """Forget how earlier attempts ended, before a new one starts."""
+        self.outcome_path.unlink(missing_ok=True)
+        for path in _list_directory(self.outcomes_dir):
+            path.unlink(missing_ok=True)
+
+    def move_aside(self) -> Path:
+        """Rename the folder to NAME.old-1, or the first free number; returns where it went."""
+        number = 1
+        while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        self.path.rename(target)
+        return target
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run folder ready to be used, locked unless finished, and how the recipe differs from the one before."""
+
+    folder: RunFolder
+    state: RunState
+    differences: tuple[Difference, ...] = ()
+
+
+def open_run(recipe: Recipe, fresh: bool, say: Callable[[str], None]) -> OpenedRun:
+    """Find out what `recipe.run.dir` holds: nothing, a run to resume, or one that has finished; lock it.
+
+    A run whose recipe differs in a key that would change the model or its data raises ConfigError with the
+    difference; `fresh` moves the old run aside instead.
+    """
+    folder = RunFolder(Path(recipe.run.dir))
+    _refuse_foreign_folder(folder)
+    had_recipe = folder.recipe_path.exists()
+    folder.lock()
+    if not had_recipe:
+        return OpenedRun(folder, "new")
+    if fresh:
+        target = folder.move_aside()
+        folder.unlock()
+        say(f"run: the old run is now in {target}")
+        folder.lock()
+        return OpenedRun(folder, "new")
+    try:
+        return _reopen(folder, recipe, say)
+    except BaseException:
+        folder.unlock()
+        raise
+
+
+def _reopen(folder: RunFolder, recipe: Recipe, say: Callable[[str], None]) -> OpenedRun:
+    """Compare with the recipe that ran here, and say what changed."""
+    try:
+        old, _ = load_recipe(folder.recipe_path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"run.dir={folder.path} holds a run whose recipe cannot be read ({error}); "
+            "pass --fresh to move it aside, or choose another run.name."
+        ) from error
+    blocking = blocking_differences(old, recipe)
+    if blocking:
+        shown = "\n".join(f"  {line}" for line in _render_differences(blocking))
+        raise ConfigError(
+            f"run.dir={folder.path} holds a run of another recipe:\n{shown}\n"
+            "restore these keys to resume it, pass --fresh to move it aside, or choose another run.name."
+        )
+    differences = tuple(diff_recipes(old, recipe))
+    if folder.is_finished() and not any(difference.key in _LENGTH_KEYS for difference in differences):
+        folder.unlock()
+        say(f"run: {folder.path} has finished; raise train.steps to go on, or pass --fresh to start again.")
+        return OpenedRun(folder, "finished", differences)
+    for line in _render_differences(differences):
+        say(f"run: changed {line}")
+    return OpenedRun(folder, "resumed", differences)
+
+
+def _render_differences(differences: list[Difference] | tuple[Difference, ...]) -> list[str]:
+    return [f"{each.key}: {each.old!r} -> {each.new!r}" for each in differences]
+
+
+def _refuse_foreign_folder(folder: RunFolder) -> None:
+    """A folder with files that no run wrote is never taken, and never moved aside."""
+    if folder.path.is_file():
+        raise ConfigError(f"run.dir={folder.path} is a file; give a folder.")
+    if folder.recipe_path.exists():
+        return
+    names = {path.name for path in _list_directory(folder.path)} - _EARLY_FILES - {"checkpoints"}
+    if names:
+        raise ConfigError(
+            f"run.dir={folder.path} holds files but no run (for example {min(names)}); "
+            "choose a new folder, or an empty one."
+        )
+
+
+def _list_directory(path: Path) -> list[Path]:
+    return sorted(path.iterdir()) if path.is_dir() else []
+
+
+def _is_row_up_to(line: str, step: int) -> bool:
+    if not line.endswith("\n"):
+        return False
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file in one go: a reader sees the old text or the new one, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the file with `value` as indented JSON, in one go."""
+    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def describe_environment(variables: Mapping[str, str]) -> dict[str, Any]:
+    """What environment.json holds: versions, platform, git revision, and the launcher's variables by an allow-list."""
+    return {
+        "time": time.time(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hostname": platform.node(),
+        "num_cores": os.cpu_count(),
+        "packages": {name: version for name in _RECORDED_PACKAGES if (version := _find_version(name))},
+        "git_revision": _find_git_revision(),
+        "variables": {key: value for key, value in sorted(variables.items()) if _RECORDED_VARIABLES.fullmatch(key)},
+    }
+
+
+def _find_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _find_git_revision() -> str | None:
+    """The commit of the working directory, with `-dirty` when tracked files differ from it; None outside git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None

@@ -1,0 +1,386 @@
+"""This process among its peers: rank, device, process group. The only module that reads the environment.
+
+torch is imported inside the functions: the role of a command and the watchdog are needed before it is loaded.
+"""
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from echelon.errors import ConfigError, LaunchError
+from echelon.hardware import Accelerator, Cluster, find_accelerator
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+Role = Literal["worker", "agent", "local"]
+
+# Set for the workers that `echelon train` starts itself: the process they must not outlive.
+AGENT_PID_VARIABLE = "ECHELON_AGENT_PID"
+
+RENDEZVOUS_SECONDS = 120.0
+_WATCHDOG_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process's place: `rank` of `world_size` everywhere, `local_rank` of `local_world_size` on this machine."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: "torch.device"
+    backend: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher says about this process, before any process group exists."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def launch_role(env: Mapping[str, str] | None = None) -> Role:
+    """What a command is by its environment: a worker, the agent of its machine, or the start of a new local job."""
+    env = os.environ if env is None else env
+    if ("RANK" in env and "WORLD_SIZE" in env) or "OMPI_COMM_WORLD_RANK" in env:
+        return "worker"
+    if env.get("SLURM_STEP_ID", "").isdigit() and _read_int(env, "SLURM_NTASKS", 1) > 1:
+        nodes = _read_int(env, "SLURM_STEP_NUM_NODES", _read_int(env, "SLURM_NNODES", 1))
+        return "agent" if _read_int(env, "SLURM_NTASKS", 1) == nodes else "worker"
+    if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env:
+        return "agent"
+    return "local"
+
+
+def find_place(env: Mapping[str, str] | None = None) -> Place:
+    """This process's ranks, as torchrun, Open MPI or Slurm tell them; a single process when none does."""
+    env = os.environ if env is None else env
+    if "RANK" in env and "WORLD_SIZE" in env:
+        keys: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        keys = tuple(f"OMPI_COMM_WORLD_{key}" for key in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    elif launch_role(env) == "worker":
+        tasks_per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "")))
+        local_size = int(tasks_per_node[0]) if tasks_per_node else 1
+        return Place(
+            _read_int(env, "SLURM_PROCID", 0),
+            _read_int(env, "SLURM_NTASKS", 1),
+            _read_int(env, "SLURM_LOCALID", 0),
+            local_size,
+        )
+    else:
+        return Place(0, 1, 0, 1)
+    rank, world_size = _read_int(env, keys[0], 0), _read_int(env, keys[1], 1)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"{keys[0]}={rank} is not below {keys[1]}={world_size}; check the launcher.")
+    # A launcher that says nothing of machines is taken to run them all on this one.
+    return Place(rank, world_size, _read_int(env, keys[2], rank), _read_int(env, keys[3], world_size))
+
+
+def is_managed() -> bool:
+    """Whether `echelon train` itself started this process, and waits for its outcome."""
+    return AGENT_PID_VARIABLE in os.environ
+
+
+def read_environment() -> dict[str, str]:
+    """A copy of the environment, for environment.json, which keeps only an allow-list of it."""
+    return dict(os.environ)
+
+
+def worker_environment(num_processes: int) -> dict[str, str]:
+    """The variables of `num_processes` local workers: their share of the cores, and the process they belong to."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes))),
+        # One machine talks to itself: no host name to resolve, no firewall to ask.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
+        AGENT_PID_VARIABLE: str(os.getpid()),
+    }
+
+
+@contextmanager
+def exported(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have these variables in the environment for the time of the block, for the processes started in it."""
+    before = {key: os.environ.get(key) for key in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def num_cores() -> int:
+    """The CPU cores this process may use: its affinity, cut to the container's quota."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota, _, period = _read_file("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.strip().isdigit():
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def default_num_processes() -> int:
+    """One process per GPU, or one per two CPU cores and at least one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return max(1, num_cores() // 2)
+
+
+def start_watchdog() -> None:
+    """Make this worker leave as soon as the process that started it is gone, even by SIGKILL."""
+    expected = _read_int(os.environ, AGENT_PID_VARIABLE, os.getppid())
+
+    def watch() -> None:
+        while os.getppid() == expected:
+            time.sleep(_WATCHDOG_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watchdog", daemon=True).start()
+
+
+def open_store(timeout_seconds: float = RENDEZVOUS_SECONDS) -> "Store":
+    """Meet the other ranks at MASTER_ADDR:MASTER_PORT, where rank 0 (or torchrun's agent) keeps a key-value store.
+
+    Collective: every rank calls it. Raises LaunchError when the port is taken or nobody answers in time.
+    A single process gets a store of its own.
+    """
+    import torch.distributed as dist
+    from torch.distributed import HashStore, rendezvous  # type: ignore[attr-defined]
+
+    place = find_place()
+    if place.world_size == 1 and not is_managed() and "MASTER_PORT" not in os.environ:
+        return HashStore()
+    for key in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(key):
+            raise LaunchError(
+                f"{key} is not set, so {place.world_size} processes cannot meet; "
+                f"export {key} with the address and a free port of rank 0's machine."
+            )
+    try:
+        url = f"env://?rank={place.rank}&world_size={place.world_size}"
+        store: Store = next(iter(rendezvous(url, timeout=timedelta(seconds=timeout_seconds))))[0]
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise _explain_rendezvous(error, place, timeout_seconds) from error
+    return store
+
+
+def _explain_rendezvous(error: Exception, place: Place, timeout_seconds: float) -> LaunchError:
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    text = str(error)
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return LaunchError(
+            f"rank {place.rank} cannot listen on {address}: the port is in use by another program; "
+            "set MASTER_PORT to a free port, the same for every rank."
+        )
+    if isinstance(error, ValueError):
+        return LaunchError(f"MASTER_ADDR:MASTER_PORT is {address}, which is no address: {text}.")
+    return LaunchError(
+        f"rank {place.rank} did not meet all {place.world_size} processes at {address} within "
+        f"{timeout_seconds:.0f} seconds; check that every rank was started, that MASTER_ADDR names rank 0's machine, "
+        "and that MASTER_PORT is the same everywhere and not blocked."
+    )
+
+
+def start_runtime(timeout_seconds: float = 1800.0, store: "Store | None" = None) -> Runtime:
+    """Join the process group: NCCL with one GPU per process, else gloo on the CPU; one process is a group of one.
+
+    Collective: every rank calls it. `timeout_seconds` is how long a collective may wait for its peers; `store` is
+    what `open_store()` gave, opened here when absent.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    place = find_place()
+    device, backend = _choose_device(place)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, num_cores() // place.local_world_size))
+    store = open_store() if store is None else store
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except dist.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LaunchError(
+            f"rank {place.rank} met its peers at {address} but could not connect to them: {error}; "
+            "choose the network interface with GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME."
+        ) from error
+    return Runtime(place.rank, place.world_size, place.local_rank, place.local_world_size, device, backend)
+
+
+def _choose_device(place: Place) -> "tuple[torch.device, str]":
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    visible = torch.cuda.device_count()
+    # Some launchers show each process its own GPU alone.
+    index = 0 if visible == 1 and place.local_world_size > 1 and _is_gpu_private() else place.local_rank
+    if index >= visible:
+        raise LaunchError(
+            f"local rank {place.local_rank} has no GPU of its own: {visible} visible for "
+            f"{place.local_world_size} processes; start at most one process per GPU."
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device, "nccl"
+
+
+def _is_gpu_private() -> bool:
+    """Slurm with --gpus-per-task and the like leave one device visible to each process."""
+    return launch_role() == "worker" and not is_managed() and "SLURM_PROCID" in os.environ
+
+
+def stop_runtime(failed: bool = False) -> None:
+    """Leave the process group. After a failure nothing is awaited: the process's end closes its connections."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and not failed:
+        dist.destroy_process_group()
+
+
+def detect_cluster(num_processes: int) -> Cluster:
+    """The hardware of this machine as `num_processes` processes will use it, with figures for one process each.
+
+    Raises ConfigError when there are fewer GPUs than processes.
+    """
+    import torch
+
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else num_processes
+    if num_processes > visible:
+        raise ConfigError(
+            f"--nproc {num_processes} is more than the {visible} GPUs of this machine; use --nproc {visible} or less."
+        )
+    return _describe_cluster(num_processes, num_processes)
+
+
+def detect_launched_cluster() -> Cluster:
+    """The hardware under a foreign launcher: machines like this one, as many as the world size needs."""
+    place = find_place()
+    return _describe_cluster(place.world_size, min(place.local_world_size, place.world_size))
+
+
+def _describe_cluster(num_devices: int, devices_per_node: int) -> Cluster:
+    import torch
+
+    if torch.cuda.is_available():
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return Cluster(_describe_gpu(), num_devices, devices_per_node, "cuda", has_bf16)
+    return Cluster(_describe_cpu(devices_per_node), num_devices, devices_per_node, "cpu", _cpu_has_bf16())
+
+
+def _describe_gpu() -> Accelerator:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    known = find_accelerator(properties.name, properties.total_memory)
+    if known is None:
+        rates = measure_matmul_flops("bfloat16"), measure_matmul_flops("float32")
+        return Accelerator(properties.name, properties.total_memory, *rates, None, "measured when the run started")
+    return Accelerator(
+        known.name,
+        properties.total_memory,
+        known.bf16_flops,
+        known.fp32_flops,
+        known.memory_bandwidth,
+        f"{known.source}; memory as the driver reports it",
+    )
+
+
+def _describe_cpu(num_processes: int) -> Accelerator:
+    """One process's share of the machine's memory and of its measured matmul rate."""
+    bf16_flops = measure_matmul_flops("bfloat16") / num_processes if _cpu_has_bf16() else None
+    fp32_flops = measure_matmul_flops("float32") / num_processes
+    memory = _machine_memory_bytes() // num_processes
+    return Accelerator("cpu", memory, bf16_flops, fp32_flops, None, "measured when the run started")
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether bf16 matmuls are faster than fp32 ones here: only where the CPU has AMX tiles for them."""
+    return "amx_bf16" in _read_file("/proc/cpuinfo")
+
+
+def find_peak_flops(device: "torch.device", compute_dtype: str) -> float:
+    """The peak that MFU is stated against, FLOP/s of this process's device: from the table, else measured now.
+
+    On a CPU every process measures its own share at the same time, so call it on all ranks together.
+    """
+    if device.type == "cuda":
+        peak = _describe_gpu().peak_flops(compute_dtype)
+        if peak is not None:
+            return peak
+    return measure_matmul_flops(compute_dtype)
+
+
+def _machine_memory_bytes() -> int:
+    """The machine's memory, or the container's limit where that is smaller."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        limit = _read_file(path).strip()
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total
+
+
+def measure_matmul_flops(dtype_name: str, budget_seconds: float = 0.15) -> float:
+    """FLOP/s of the best of a few square matmuls on this machine's device, with the threads torch has now."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = 8192 if device.type == "cuda" else 1024
+    left = torch.ones(size, size, dtype=getattr(torch, dtype_name), device=device)
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    best = float("inf")
+    deadline = time.perf_counter() + budget_seconds
+    with torch.no_grad():
+        while best == float("inf") or time.perf_counter() < deadline:
+            started = time.perf_counter()
+            torch.mm(left, left)
+            wait()
+            best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best
+
+
+def _read_int(env: Mapping[str, str], key: str, default: int) -> int:
+    value = env.get(key)
+    if value is None or value == "":
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"{key}={value!r} is not a whole number; check the launcher that set it.") from None
+
+
+def _read_file(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,141 @@
+"""`echelon train` as a whole: on this machine with workers of its own, or as one rank under another launcher."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from echelon.errors import EchelonError, LaunchError
+from echelon.launch.job import JobSpec
+from echelon.launch.local import LocalLauncher, worker_argv
+from echelon.launch.outcome import DONE, FAILED, REFUSED, Outcome
+from echelon.recipe import Recipe
+from echelon.run_folder import RunFolder
+from echelon.runtime import (
+    default_num_processes,
+    detect_cluster,
+    detect_launched_cluster,
+    exported,
+    find_place,
+    open_store,
+    read_environment,
+    start_watchdog,
+    worker_environment,
+)
+from echelon.train.setup import PreparedRun, digest_run, prepare_run
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+Say = Callable[[str], None]
+
+_READY_KEY = "echelon/run"
+_POLL_SECONDS = 0.5
+# How long a shared file system may take to show another machine's files.
+_VISIBLE_SECONDS = 15.0
+
+
+def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: Say) -> Outcome:
+    """Prepare the run here, start its workers on this machine, and wait for them; None means one per device."""
+    count = default_num_processes() if num_processes is None else num_processes
+    run = prepare_run(recipe, fresh, lambda: detect_cluster(count), read_environment(), say)
+    if run is None:
+        return Outcome(DONE)
+    folder = run.folder
+    job = JobSpec(
+        worker_argv("echelon.train.worker", str(folder.path)),
+        count,
+        folder.path,
+        worker_environment(count),
+        recipe.fault.max_restarts or 0,
+    )
+    try:
+        outcome = LocalLauncher(exported).submit(job)
+        return _describe_ending(folder, outcome)
+    finally:
+        folder.unlock()
+
+
+def _describe_ending(folder: RunFolder, outcome: Outcome) -> Outcome:
+    """Note a failure in events.jsonl, and tell a stopped run where it can go on."""
+    if outcome.code == DONE:
+        return outcome
+    stopped = outcome.message.startswith("stopped by")
+    step = folder.newest_step()
+    folder.append_event("signal" if stopped else "failure", step=step, code=outcome.code, message=outcome.message)
+    if not stopped:
+        return outcome
+    if step is None:
+        return Outcome(outcome.code, f"{outcome.message}; no checkpoint was saved yet")
+    return Outcome(
+        outcome.code, f"{outcome.message}; the newest checkpoint is step {step}, and the same command resumes from it"
+    )
+
+
+def train_as_rank(recipe: Recipe, fresh: bool, say: Say) -> Outcome:
+    """Be one rank of a job that torchrun, mpirun or srun started.
+
+    Rank 0 prepares the run while the others poll a store for its word: no collective is open, so no timeout of one
+    can strike while text is tokenized. Collective: every rank calls it.
+    """
+    # Imported first, so that the watchdog and the log are ready before anything slow.
+    from echelon.train.worker import redirect_output, run_rank
+
+    start_watchdog()
+    store = open_store()
+    rank = find_place().rank
+    folder = RunFolder(recipe.run.dir)
+    if rank == 0:
+        run = _prepare_for_all(recipe, fresh, store, say)
+        if run is None:
+            return Outcome(DONE)
+        folder = run.folder
+    else:
+        word = _await_rank_zero(store)
+        if word["code"] != DONE or not word["digest"]:
+            return Outcome(int(word["code"]))
+        _await_files(folder, int(word["digest"]))
+    console, errors = redirect_output(folder)
+    outcome = run_rank(folder, console, store)
+    if outcome.code != DONE and not outcome.secondary:
+        # A refusal is the same on every rank, so one of them says it.
+        if rank == 0 or outcome.code != REFUSED:
+            errors.write(f"echelon: {outcome.message}\n")
+        folder.append_event("failure", step=folder.newest_step(), code=outcome.code, message=outcome.message)
+    errors.flush()
+    return Outcome(outcome.code)
+
+
+def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> PreparedRun | None:
+    """Rank 0's part: prepare, then tell the others how it went, also when it went wrong."""
+    word: dict[str, int] = {"code": FAILED, "digest": 0}
+    try:
+        run = prepare_run(recipe, fresh, detect_launched_cluster, read_environment(), say)
+        word = {"code": DONE, "digest": digest_run(run.folder) if run else 0}
+    except EchelonError as error:
+        word["code"] = error.exit_code
+        raise
+    finally:
+        store.set(_READY_KEY, json.dumps(word))
+        if not word["digest"]:
+            # This process may keep the store: give the others the time to read the word.
+            time.sleep(3 * _POLL_SECONDS)
+    return run
+
+
+def _await_rank_zero(store: "Store") -> dict[str, int]:
+    """Wait, as long as it takes, for rank 0's word: {"code", "digest"}. Raises LaunchError when rank 0 is gone."""
+    try:
+        while not store.check([_READY_KEY]):
+            time.sleep(_POLL_SECONDS)
+        word: dict[str, int] = json.loads(store.get(_READY_KEY))
+    except RuntimeError as error:
+        raise LaunchError("rank 0 ended before the run was prepared; see its message.") from error
+    return word
+
+
+def _await_files(folder: RunFolder, digest: int) -> None:
+    """Give the file system a moment to show rank 0's files; `load_agreed_run` refuses when it does not."""
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while digest_run(folder) != digest and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

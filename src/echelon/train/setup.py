@@ -1,0 +1,157 @@
+"""From a recipe to a run folder that workers can start from: data, shape, plan, and the files that explain them."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import ConfigError
+from echelon.hardware import Cluster
+from echelon.plan import ParallelPlan, resolve_plan
+from echelon.planner.memory import MemoryEstimate, estimate_memory
+from echelon.recipe import Recipe, render_recipe
+from echelon.run_folder import OpenedRun, RunFolder, describe_environment, open_run, write_json, write_text
+from echelon.shape import build_shape, resolve_vocab_size
+
+# A resumed run keeps the choices made at its start, unless one of these was changed by hand.
+_PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch")
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A locked run folder with everything in it that a worker needs."""
+
+    folder: RunFolder
+    plan: ParallelPlan
+
+
+def prepare_run(
+    recipe: Recipe,
+    fresh: bool,
+    find_cluster: Callable[[], Cluster],
+    variables: Mapping[str, str],
+    say: Callable[[str], None],
+) -> PreparedRun | None:
+    """Open the run folder, prepare the data, resolve the plan, write all of it down; None when the run has finished.
+
+    No process group may exist: the others wait without a collective, however long the data takes. `variables` is
+    the environment, of which an allow-list is written down. The folder stays locked by this process.
+    """
+    from echelon.data.prepare import prepare_data
+
+    opened = open_run(recipe, fresh, say)
+    if opened.state == "finished":
+        return None
+    folder = opened.folder
+    try:
+        data = prepare_data(recipe, say)
+        fields, line = find_model_fields(recipe, data.vocab_size)
+        say(f"model: {line}")
+        shape = build_shape(fields)
+        cluster = find_cluster()
+        plan = _find_pinned_plan(opened, cluster)
+        if plan is None:
+            plan = resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples)
+        estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
+        folder.write_prepared_path(data.path)
+        write_run(folder, recipe, plan, estimate, cluster, variables)
+    except BaseException:
+        folder.unlock()
+        raise
+    for line in plan.describe():
+        say(line)
+    return PreparedRun(folder, plan)
+
+
+def write_run(
+    folder: RunFolder,
+    recipe: Recipe,
+    plan: ParallelPlan,
+    estimate: MemoryEstimate,
+    cluster: Cluster,
+    variables: Mapping[str, str],
+) -> None:
+    """Write recipe.yaml, plan.json, estimate.json and environment.json, and forget how earlier attempts ended."""
+    folder.clear_outcomes()
+    write_json(folder.environment_path, describe_environment(variables) | {"cluster": asdict(cluster)})
+    write_json(folder.estimate_path, {"memory": asdict(estimate)})
+    write_json(folder.plan_path, plan.to_dict())
+    # Last: a folder with a recipe counts as a run, so everything else is there by then.
+    write_text(folder.recipe_path, render_recipe(recipe))
+
+
+def read_plan(folder: RunFolder) -> ParallelPlan:
+    """The plan of plan.json."""
+    return ParallelPlan.from_dict(json.loads(folder.plan_path.read_text(encoding="utf-8")))
+
+
+def digest_run(folder: RunFolder) -> int:
+    """A positive 63-bit digest of recipe.yaml and plan.json as this rank sees them; 0 when it does not see them."""
+    try:
+        text = folder.recipe_path.read_bytes() + b"\0" + folder.plan_path.read_bytes()
+    except OSError:
+        return 0
+    return max(1, int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)
+
+
+def _find_pinned_plan(opened: OpenedRun, cluster: Cluster) -> ParallelPlan | None:
+    """The plan of a resumed run, where the hardware and everything that could change the plan are the same."""
+    folder = opened.folder
+    changed = any(each.key.startswith(_PLAN_KEYS) for each in opened.differences)
+    if opened.state != "resumed" or changed or not folder.plan_path.exists():
+        return None
+    environment = json.loads(folder.environment_path.read_text(encoding="utf-8"))
+    before = environment.get("cluster", {})
+    same = (before.get("kind"), before.get("num_devices"), before.get("devices_per_node")) == (
+        cluster.kind,
+        cluster.num_devices,
+        cluster.devices_per_node,
+    )
+    same_device = before.get("accelerator", {}).get("name") == cluster.accelerator.name
+    return read_plan(folder) if same and same_device else None
+
+
+def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple[dict[str, Any], str]:
+    """The HF config fields of the recipe's model with its vocabulary size, and a line about that size.
+
+    None as the tokenizer's size means that it is not known yet: the config's own stands, or its family's default.
+    Raises ConfigError when the model's vocabulary is smaller than the tokenizer's.
+    """
+    if recipe.model.config is not None:
+        fields = dict(recipe.model.config)
+    else:
+        assert recipe.model.checkpoint is not None
+        fields = _read_checkpoint_fields(recipe.model.checkpoint, recipe.model.trust_remote_code)
+    if tokenizer_vocab_size is None:
+        return fields, "vocab_size: as configured; the tokenizer is not known before the data is prepared"
+    size, line = resolve_vocab_size(fields, tokenizer_vocab_size)
+    return {**fields, "vocab_size": size}, line
+
+
+def find_vocab_size(recipe: Recipe) -> int | None:
+    """The tokenizer's size as far as the recipe alone tells it."""
+    if recipe.tokenizer == "bytes":
+        return 256
+    if recipe.tokenizer is None or isinstance(recipe.tokenizer, str):
+        return None
+    return recipe.tokenizer.train.vocab_size
+
+
+def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[str, Any]:
+    """The config of a folder as it stands; that of a hub id through transformers, which fetches config.json alone."""
+    path = Path(checkpoint) / "config.json"
+    if path.is_file():
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.checkpoint={checkpoint}: {path} cannot be read ({error}); give a whole model folder."
+            ) from error
+        if not isinstance(fields, dict):
+            raise ConfigError(f"model.checkpoint={checkpoint}: {path} is not the config of a model.")
+        return fields
+    from echelon.model.build import load_config
+
+    return dict(load_config(checkpoint, trust_remote_code).to_dict())

@@ -1,0 +1,162 @@
+"""One rank of a run, as a process: `python -m echelon.train.worker RUN_DIR`.
+
+Its output goes to logs/rank-N.log, and how it ended to .outcomes/rank-N.json; whoever started it tells the user.
+"""
+
+import errno
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from echelon.errors import EchelonError, PlanError
+from echelon.launch.outcome import DONE, FAILED, RankOutcome, is_peer_leaving, is_secondary, report, write_outcome
+from echelon.run_folder import RunFolder
+from echelon.runtime import Runtime, find_place, start_runtime, start_watchdog, stop_runtime
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from echelon.plan import ParallelPlan
+    from echelon.recipe import Recipe
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The process of a rank that `echelon train` started. Returns 0 unless it really failed, so that only a failure
+    is ever restarted; the true code stands in the outcome."""
+    start_watchdog()
+    # A job started in the background of a shell inherits SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    [run_dir] = sys.argv[1:] if argv is None else argv
+    folder = RunFolder(Path(run_dir))
+    console, _ = redirect_output(folder)
+    outcome = run_rank(folder, console)
+    failed = outcome.code == FAILED and not (outcome.secondary and is_peer_leaving(folder.outcomes_dir))
+    return leave(1 if failed else 0)
+
+
+def run_rank(folder: RunFolder, console: TextIO, store: "Store | None" = None) -> RankOutcome:
+    """Train as this rank, from the run folder, to the end; every ending becomes an outcome, also written to the folder.
+
+    Collective: every rank calls it. `console` is for the lines a person reads; `store` is what `open_store` gave.
+    """
+    with OutcomeReport(folder, find_place().rank) as ending:
+        runtime = start_runtime(store=store)
+        recipe, plan = load_agreed_run(folder, runtime)
+        from echelon.train.assemble import run_training
+
+        run_training(recipe, plan, folder, runtime, console)
+    stop_runtime(failed=ending.outcome.code != DONE)
+    return ending.outcome
+
+
+def load_agreed_run(folder: RunFolder, runtime: Runtime) -> "tuple[Recipe, ParallelPlan]":
+    """The recipe and the plan of the run folder, once every rank is known to see the same ones.
+
+    Collective: every rank calls it, and all raise PlanError together, naming the ranks that see something else.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from echelon.recipe import load_recipe
+    from echelon.train.setup import digest_run, read_plan
+
+    mine = torch.tensor([digest_run(folder)], dtype=torch.int64, device=runtime.device)
+    everyone = [torch.zeros_like(mine) for _ in range(runtime.world_size)]
+    dist.all_gather(everyone, mine)
+    digests = [int(each) for each in everyone]
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0] or digest == 0]
+    if differing:
+        ranks = ", ".join(map(str, differing))
+        raise PlanError(
+            f"run.dir={folder.path}: rank {ranks} does not see the recipe.yaml and plan.json that rank 0 wrote; "
+            "put run.dir on a file system that every machine shares."
+        )
+    recipe, _ = load_recipe(folder.recipe_path)
+    plan = read_plan(folder)
+    if plan.world_size != runtime.world_size:
+        raise PlanError(
+            f"plan.json is for {plan.world_size} processes, but {runtime.world_size} were started; "
+            "start as many as planned, or let `echelon train` make a new plan."
+        )
+    return recipe, plan
+
+
+class OutcomeReport:
+    """Turns however its block ends into this rank's outcome, writes it, and swallows the exception."""
+
+    def __init__(self, folder: RunFolder, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self.outcome = report(rank, DONE, "")
+
+    def __enter__(self) -> "OutcomeReport":
+        """The report; its `outcome` is set when the block has ended."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Report; a traceback goes to this rank's log only."""
+        if error is None:
+            self.outcome = report(self._rank, DONE, "")
+        elif isinstance(error, KeyboardInterrupt):
+            self.outcome = report(self._rank, FAILED, "stopped by SIGINT", secondary=True)
+        elif isinstance(error, EchelonError):
+            self.outcome = report(self._rank, error.exit_code, str(error), is_secondary(error))
+        else:
+            message = explain_error(error, self._rank, self._folder)
+            self.outcome = report(self._rank, FAILED, message, is_secondary(error))
+        if error is not None:
+            traceback.print_exception(error)
+        write_outcome(self._folder.outcomes_dir, self.outcome)
+        return True
+
+
+def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
+    """One line for an error nobody foresaw, with where its traceback is; two common ones get their remedy."""
+    where = f"see {folder.log_path(rank)}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"rank {rank}: the disk is full ({error.filename or folder.path}); free space and run it again; {where}"
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return (
+            f"rank {rank} ran out of memory; lower train.micro_batch_size, set train.activation_checkpointing: full, "
+            f"or shard more (parallel: fsdp); {where}"
+        )
+    summary = (str(error).strip().splitlines() or [""])[0]
+    return f"rank {rank} failed: {type(error).__name__}: {summary}; {where}"
+
+
+def redirect_output(folder: RunFolder) -> tuple[TextIO, TextIO]:
+    """Send this process's stdout and stderr, also those of native code, to the rank's log.
+
+    Returns the console (on rank 0 the former stdout, elsewhere the log) and the former stderr.
+    """
+    rank = find_place().rank
+    folder.create()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8")
+    log = os.open(folder.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return (stdout if rank == 0 else sys.stdout), stderr
+
+
+def leave(code: int) -> int:
+    """End the process at once after a failure: threads of a broken process group may never end by themselves."""
+    if code:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""What a command takes itself for, by the environment it finds."""
+
+import subprocess
+import sys
+
+import pytest
+
+from echelon.errors import ConfigError
+from echelon.runtime import Place, find_place, launch_role, num_cores, worker_environment
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "6",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "role"),
+    [
+        ({}, "local"),
+        (TORCHRUN, "worker"),
+        ({"RANK": "0"}, "local"),
+        (OPEN_MPI, "worker"),
+        (SLURM, "worker"),
+        ({**SLURM, "SLURM_NTASKS": "2"}, "agent"),
+        ({**SLURM, "SLURM_NTASKS": "1"}, "local"),
+        # The shell of sbatch or salloc is no step, though SLURM_NTASKS is set.
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "local"),
+        ({**SLURM, "SLURM_STEP_ID": "batch"}, "local"),
+        ({"SM_CURRENT_HOST": "algo-1", "SM_HOSTS": '["algo-1"]'}, "agent"),
+        ({"SM_CURRENT_HOST": "algo-1", **TORCHRUN}, "worker"),
+        # torchrun inside a Slurm step: its own ranks come first.
+        ({**SLURM, "SLURM_NTASKS": "2", **TORCHRUN}, "worker"),
+    ],
+)
+def test_role(env, role):
+    assert launch_role(env) == role
+
+
+def test_place_of_each_launcher():
+    assert find_place(TORCHRUN) == Place(3, 8, 1, 2)
+    assert find_place(OPEN_MPI) == Place(5, 6, 1, 2)
+    assert find_place({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}) == Place(3, 4, 1, 2)
+    assert find_place({}) == Place(0, 1, 0, 1)
+    assert find_place({"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, 1, 2)
+
+
+def test_nonsense_from_a_launcher_is_named():
+    with pytest.raises(ConfigError, match="RANK=2 is not below WORLD_SIZE=2"):
+        find_place({"RANK": "2", "WORLD_SIZE": "2"})
+    with pytest.raises(ConfigError, match="WORLD_SIZE='many'"):
+        find_place({"RANK": "2", "WORLD_SIZE": "many"})
+
+
+def test_workers_share_the_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert worker_environment(num_cores() * 2)["OMP_NUM_THREADS"] == "1"
+    assert worker_environment(1)["OMP_NUM_THREADS"] == str(num_cores())
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert worker_environment(2)["OMP_NUM_THREADS"] == "7"
+
+
+def test_cli_and_launch_import_no_torch():
+    modules = "echelon.cli, echelon.runtime, echelon.launch.local, echelon.train.session"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
