@@ -1,0 +1,160 @@
+"""Batches for one rank: cut by the order, read from the shards, hashed, made ready by a background thread."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from echelon.data.order import SampleOrder, Words, mix
+from echelon.data.shards import NO_LABEL, TokenDataset
+from echelon.errors import ConfigError, DataError
+
+_PREFETCH = 2
+_LOW_32_BITS = np.uint64(2**32 - 1)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SAMPLE_SALT = np.uint64(0xD1B54A32D192ED03)
+_POSITION_SALT = np.uint64(0x8CB92BA72F3D8DD7)
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """The sequences of one forward pass.
+
+    input_ids and labels are int64 `[batch, seq]`, labels -100 where there is no target; sample_ids and positions, which
+    are places in the global batch, int64 `[batch]`.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    sample_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank feeds in one step.
+
+    `hash` is this rank's term of `batch_hash`: terms of all ranks add up to it modulo 2^64. `num_tokens` counts this
+    rank's positions other than padding.
+    """
+
+    step: int
+    microbatches: list[Microbatch]
+    hash: int
+    num_tokens: int
+
+
+def hash_sequences(
+    sample_ids: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    inputs: npt.NDArray[np.int64],
+    labels: npt.NDArray[np.int64],
+) -> int:
+    """The sum modulo 2^64 of a 64-bit hash of each sequence: its sample id, position, inputs and labels.
+
+    sample_ids and positions `[n]`, inputs and labels `[n, seq]`, of ids below 2^32. A sum does not depend on its order,
+    so any division of a global batch among ranks and microbatches gives the same. Sensitive to every bit of its input;
+    it guards against mistakes, not against an adversary.
+    """
+    places = mix((np.arange(inputs.shape[1], dtype=np.uint64) + np.uint64(1)) * _GOLDEN)
+    pairs = (inputs.astype(np.uint64) << np.uint64(32)) | (labels.astype(np.uint64) & _LOW_32_BITS)
+    content: Words = mix(pairs ^ places).sum(axis=1, dtype=np.uint64)
+    sample_words = mix(sample_ids.astype(np.uint64) ^ _SAMPLE_SALT)
+    position_words = mix(positions.astype(np.uint64) ^ _POSITION_SALT)
+    return int(mix(content + mix(sample_words + position_words)).sum(dtype=np.uint64))
+
+
+def hash_microbatch(microbatch: Microbatch) -> int:
+    """`hash_sequences` of the tensors of a microbatch on the CPU."""
+    return hash_sequences(
+        microbatch.sample_ids, microbatch.positions, microbatch.input_ids.numpy(), microbatch.labels.numpy()
+    )
+
+
+class BatchLoader(Iterator[StepBatch]):
+    """The batches of one data-parallel rank from `start_step` on, without end.
+
+    Rank r of R takes places [r*B/R, (r+1)*B/R) of every global batch of B sequences, in microbatches of
+    `micro_batch_size` (the last one smaller if that does not divide). No state: starting at any step costs nothing.
+    A background thread keeps two steps ready; an error in it is raised by `next`. Use as a context manager or call
+    `close`.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        order: SampleOrder,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        start_step: int = 0,
+    ) -> None:
+        """Raises DataError for a dataset without samples, ConfigError for a batch the ranks cannot share evenly."""
+        if dataset.num_samples == 0:
+            raise DataError(
+                f"data.train holds {dataset.num_tokens} tokens: a sample takes at least two; give more text."
+            )
+        if global_batch_size % dp_size:
+            below = global_batch_size // dp_size * dp_size
+            raise ConfigError(
+                f"train.global_batch_size={global_batch_size} is not a multiple of the {dp_size} data-parallel ranks; "
+                f"use {f'{below} or ' if below else ''}{below + dp_size}."
+            )
+        assert order.num_samples == dataset.num_samples, "the order is of another dataset"
+        assert micro_batch_size > 0 and 0 <= dp_rank < dp_size, "no such microbatch or rank"
+        self._dataset = dataset
+        self._order = order
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._local_batch_size = global_batch_size // dp_size
+        self._first_position = dp_rank * self._local_batch_size
+        self._next_step = start_step
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch-loader")
+        self._ready: deque[Future[StepBatch]] = deque()
+        self.wait_seconds = 0.0
+        """How long the last `next` waited for the thread."""
+        for _ in range(_PREFETCH):
+            self._request()
+
+    def __next__(self) -> StepBatch:
+        started = time.perf_counter()
+        batch = self._ready[0].result()
+        self.wait_seconds = time.perf_counter() - started
+        self._ready.popleft()
+        self._request()
+        return batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _request(self) -> None:
+        self._ready.append(self._thread.submit(self._build, self._next_step))
+        self._next_step += 1
+
+    def _build(self, step: int) -> StepBatch:
+        start = step * self._global_batch_size + self._first_position
+        sample_ids = self._order.sample_ids(start, self._local_batch_size)
+        positions = np.arange(self._first_position, self._first_position + self._local_batch_size)
+        inputs, labels = self._dataset.read_samples(sample_ids)
+        microbatches = []
+        for first in range(0, self._local_batch_size, self._micro_batch_size):
+            rows = slice(first, first + self._micro_batch_size)
+            input_ids, targets = torch.from_numpy(inputs[rows]), torch.from_numpy(labels[rows])
+            microbatches.append(Microbatch(input_ids, targets, sample_ids[rows], positions[rows]))
+        digest = sum(map(hash_microbatch, microbatches)) % 2**64
+        # A position without a target is padding: see TokenDataset.
+        return StepBatch(step, microbatches, digest, int((labels != NO_LABEL).sum()))

@@ -1,0 +1,87 @@
+"""Which sample is fed when: a pure function of (seed, position), the same for any number of ranks.
+
+A list of shuffled indices would cost memory in proportion to the corpus and time at every resume. Instead the index is
+encrypted: a Feistel network is a bijection of [0, 2^(2h)) whatever its round function is, and walking along its cycle
+until the value falls below `size` makes it a bijection of [0, size) (Black and Rogaway, "Ciphers with Arbitrary Finite
+Domains", 2002). Any position is found in O(1).
+
+The values are frozen by a test: another order for the same seed would change every resumed run.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+_NUM_ROUNDS = 10
+_MIN_HALF_BITS = 3
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix(words: Words) -> Words:
+    """Scatter 64-bit words over 64 bits, one to one: the finalizer of splitmix64 (Steele, Lea, Flood, 2014)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _round_keys(seed: int, epochs: Words) -> Words:
+    """One key for each round and epoch, `[rounds, epochs]`."""
+    state = mix(mix(np.full(1, (seed + _GOLDEN) & _MASK, dtype=np.uint64)) ^ epochs)
+    return np.stack([mix(state + np.uint64(index * _GOLDEN & _MASK)) for index in range(1, _NUM_ROUNDS + 1)])
+
+
+def _encrypt(values: Words, half_bits: int, round_keys: Words) -> Words:
+    half = np.uint64(half_bits)
+    mask = np.uint64(2**half_bits - 1)
+    left, right = values >> half, values & mask
+    for key in round_keys:
+        left, right = right, left ^ (mix(right + key) & mask)
+    return (left << half) | right
+
+
+def _permute(indices: Words, size: int, round_keys: Words) -> Words:
+    """Encrypt each index under its own column of keys, `[rounds, indices]`, until it falls below `size`."""
+    half_bits = max(_MIN_HALF_BITS, ((size - 1).bit_length() + 1) // 2)
+    values = _encrypt(indices, half_bits, round_keys)
+    (outside,) = np.nonzero(values >= size)
+    while outside.size:
+        values[outside] = _encrypt(values[outside], half_bits, round_keys[:, outside])
+        outside = outside[values[outside] >= size]
+    return values
+
+
+class Permutation:
+    """A bijection of [0, size), drawn by its key (seed, epoch). `size` is at most 2^62."""
+
+    def __init__(self, size: int, key: tuple[int, int]) -> None:
+        assert 0 < size <= 2**62, f"a permutation of {size} values"
+        self.size = size
+        seed, epoch = key
+        self._round_keys = _round_keys(seed, np.full(1, epoch, dtype=np.uint64))
+
+    def apply(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where each index goes; indices `[n]` in [0, size)."""
+        assert indices.size == 0 or (indices.min() >= 0 and indices.max() < self.size), "an index is out of range"
+        keys = np.broadcast_to(self._round_keys, (_NUM_ROUNDS, indices.size))
+        return _permute(indices.astype(np.uint64), self.size, keys).astype(np.int64)
+
+
+class SampleOrder:
+    """The endless order of samples: epoch after epoch, each a permutation of its own of all samples.
+
+    Position g of the whole run (step * global batch + place in the batch) takes sample
+    `Permutation(num_samples, (seed, g // num_samples)).apply(g % num_samples)`.
+    """
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        assert 0 <= num_samples <= 2**62, f"an order of {num_samples} samples"
+        self.num_samples = num_samples
+        self.seed = seed
+
+    def sample_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """The samples at positions [start, start + count), `[count]`."""
+        positions = np.arange(start, start + count, dtype=np.uint64)
+        epochs, indices = np.divmod(positions, np.uint64(self.num_samples))
+        return _permute(indices, self.num_samples, _round_keys(self.seed, epochs)).astype(np.int64)

@@ -1,0 +1,294 @@
+"""The cached step from text to shards: `echelon prepare`, which `train` does when it is absent.
+
+A prepared folder is named by a hash of all that decides its content, written beside its place and renamed into it,
+under a file lock. So it is there whole or not at all, and processes that want the same data at the same time wait for
+the one that makes it. No process group exists at this point: nothing can time out in a collective.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.data.corpus import CorpusEntry, CorpusWriter, corpus_bytes, describe_split, list_corpus, sample_texts
+from echelon.data.shards import (
+    FORMAT_VERSION,
+    MAX_SHARD_TOKENS,
+    Manifest,
+    TokenDataset,
+    TokenStore,
+    check_shards,
+    load_manifest,
+    save_manifest,
+)
+from echelon.data.source import Source
+from echelon.data.tokenize import Encoding, Progress
+from echelon.data.tokenizer import (
+    build_bytes_tokenizer,
+    build_tokenizer,
+    fingerprint_json,
+    load_tokenizer,
+    separator_id,
+    tokenizer_fingerprint,
+    train_tokenizer,
+    vocabulary_size,
+)
+from echelon.errors import ConfigError, DataError, EchelonError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from echelon.recipe import Recipe
+
+Say = Callable[[str], None]
+
+TOKENIZER_SAMPLE_BYTES = 2**26
+"""A tokenizer is trained on about this much text at most, taken evenly from all of it."""
+
+BYTES_PER_WORKER = 2**22
+"""`prepare_workers: auto` starts a process for each core, but none for less text than this."""
+
+_WAITING_LINE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class PrepareSpec:
+    """What `prepare` is asked for. `tokenizer`: a name, a vocabulary size to train, or None for the checkpoint's."""
+
+    train: tuple[Source, ...]
+    validation: tuple[Source, ...]
+    validation_fraction: float
+    tokenizer: str | int | None
+    checkpoint: str | None
+    prepared_dir: Path
+    sequence_len: int
+    workers: int | None = None
+    trust_remote_code: bool = False
+    max_shard_tokens: int = MAX_SHARD_TOKENS
+
+
+def prepare_spec(recipe: "Recipe") -> PrepareSpec:
+    """What a recipe says about its data."""
+    data = recipe.data
+    tokenizer = recipe.tokenizer
+    return PrepareSpec(
+        train=_sources("data.train", data.train),
+        validation=_sources("data.validation", data.validation),
+        validation_fraction=data.validation_fraction or 0.0,
+        tokenizer=tokenizer if tokenizer is None or isinstance(tokenizer, str) else tokenizer.train.vocab_size,
+        checkpoint=recipe.model.checkpoint,
+        prepared_dir=Path(recipe.prepared_dir),
+        sequence_len=data.sequence_len,
+        workers=None if data.prepare_workers == "auto" else int(data.prepare_workers),
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+
+
+def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
+    return tuple(
+        Source(f"{key}[{index}]", config.path, config.format, config.fields.get("text", "text"))
+        for index, config in enumerate(configs)
+    )
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A prepared folder, opened. `validation` is None when nothing was held out."""
+
+    path: Path
+    manifest: Manifest
+    train: TokenDataset
+    validation: TokenDataset | None
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """The folder of the tokenizer, as `save_pretrained` wrote it."""
+        return self.path / "tokenizer"
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """The tokenizer, loaded when first asked for."""
+        return load_tokenizer(str(self.tokenizer_dir))
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids a model needs: one more than the largest the tokenizer can emit."""
+        return self.manifest.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the tokenizer that made the tokens."""
+        return self.manifest.tokenizer_fingerprint
+
+
+def prepare_data(recipe: "Recipe", say: Say, *, verify: bool = False) -> PreparedData:
+    """Read, tokenize and write the recipe's text, or find it already done. See `prepare`."""
+    return prepare(prepare_spec(recipe), say, verify=verify)
+
+
+def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedData:
+    """Read, tokenize and write text into `prepared_dir/<key>`, or find it already done; `say` gets lines for the user.
+
+    With `verify` the checksums of data found are read too, not only the sizes. Raises DataError for text, tokenizer or
+    shards that cannot be used, ConfigError for a tokenizer that is not given, EchelonError when the disk is full.
+    """
+    if not 0 <= spec.validation_fraction < 1:
+        raise ConfigError(f"data.validation_fraction={spec.validation_fraction} is no share of the text; use 0 to 0.5.")
+    corpus = list_corpus(spec.train, spec.validation)
+    tokenizer = None
+    if not isinstance(spec.tokenizer, int):
+        tokenizer = build_tokenizer(spec.tokenizer, spec.checkpoint, spec.trust_remote_code)
+    folder = spec.prepared_dir / _cache_key(spec, corpus, tokenizer)
+    if not folder.is_dir():
+        try:
+            spec.prepared_dir.mkdir(parents=True, exist_ok=True)
+            with _locked(folder.with_suffix(".lock"), say):
+                if not folder.is_dir():
+                    _write_folder(folder, spec, corpus, tokenizer, say)
+        except OSError as error:
+            raise EchelonError(
+                f"the prepared data cannot be written to {folder}: {error.strerror or error}; free some space or set "
+                f"data.prepared_dir to another place."
+            ) from error
+    prepared = open_prepared(folder, spec.sequence_len, verify=verify)
+    held_out = prepared.validation.num_tokens if prepared.validation is not None else 0
+    say(describe_split(prepared.manifest))
+    say(f"data: {prepared.train.num_tokens:,} tokens to train on, {held_out:,} held out, in {folder}")
+    return prepared
+
+
+def open_prepared(
+    path: Path,
+    sequence_len: int,
+    *,
+    tokenizer: "PreTrainedTokenizerFast | None" = None,
+    verify: bool = False,
+) -> PreparedData:
+    """Open a prepared folder, cutting its tokens into samples of `sequence_len`.
+
+    Raises DataError for a damaged or foreign manifest, a shard of the wrong size (with `verify`, also of the wrong
+    sha256), and for a tokenizer, the saved one or the one given, that did not make these tokens.
+    """
+    manifest = load_manifest(path)
+    check_shards(path, manifest, verify=verify)
+    try:
+        saved = fingerprint_json((path / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"the tokenizer in {path} cannot be read: {error}; delete {path} and prepare again.") from error
+    found = {f"the tokenizer in {path}": saved}
+    if tokenizer is not None:
+        found["the tokenizer given"] = tokenizer_fingerprint(tokenizer)
+    for what, fingerprint in found.items():
+        if fingerprint != manifest.tokenizer_fingerprint:
+            raise DataError(
+                f"{what} did not make the tokens in {path}: its fingerprint is {fingerprint}, theirs "
+                f"{manifest.tokenizer_fingerprint}; use the tokenizer they were made with, or prepare again."
+            )
+    stores = {
+        name: TokenStore([(path / shard.file, shard.tokens) for shard in manifest.shards(name)], manifest.dtype)
+        for name in manifest.streams
+    }
+    datasets = {
+        name: TokenDataset([stores[split.stream]], sequence_len, start=split.start, stop=split.stop)
+        for name, split in manifest.splits.items()
+    }
+    return PreparedData(path, manifest, datasets["train"], datasets.get("validation"))
+
+
+def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None") -> str:
+    """A hash of all that decides the content of a prepared folder."""
+    digest = hashlib.sha256()
+    identity = [tokenizer_fingerprint(tokenizer), separator_id(tokenizer)] if tokenizer is not None else spec.tokenizer
+    fraction = 0.0 if spec.validation else spec.validation_fraction
+    digest.update(json.dumps([FORMAT_VERSION, identity, fraction, spec.max_shard_tokens]).encode())
+    for entry in corpus:
+        digest.update(json.dumps([entry.stream, entry.source.key]).encode())
+        for file in entry.files:
+            row = [os.fspath(file.path), file.name, file.kind, file.field, file.size, file.mtime_ns, file.required]
+            digest.update(json.dumps(row).encode())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path, say: Say) -> Iterator[None]:
+    """Hold an exclusive lock on a file, waiting for it as long as it takes. The file stays: removing it would race."""
+    with path.open("w") as stream:
+        next_line = time.monotonic()
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= next_line:
+                    say(f"waiting: another process prepares the same data (it holds {path})")
+                    next_line = time.monotonic() + _WAITING_LINE_SECONDS
+                time.sleep(0.1)
+        yield
+
+
+def _write_folder(
+    folder: Path,
+    spec: PrepareSpec,
+    corpus: Sequence[CorpusEntry],
+    tokenizer: "PreTrainedTokenizerFast | None",
+    say: Say,
+) -> None:
+    """Write a prepared folder under another name, then give it its own. Leaves nothing behind on any error."""
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        if tokenizer is None:
+            assert isinstance(spec.tokenizer, int)
+            tokenizer = _train_on_sample(corpus, spec.tokenizer, say)
+        tokenizer.save_pretrained(partial / "tokenizer")
+        writer = CorpusWriter(
+            partial, corpus, _encoding(tokenizer), spec.validation_fraction, spec.max_shard_tokens, say
+        )
+        save_manifest(partial, writer.write(_num_workers(spec, corpus)))
+        os.rename(partial, folder)
+        _sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _encoding(tokenizer: "PreTrainedTokenizerFast") -> Encoding:
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    is_bytes = fingerprint == tokenizer_fingerprint(build_bytes_tokenizer())
+    inner = tokenizer.backend_tokenizer
+    return Encoding(fingerprint, None if is_bytes else inner.to_str(), separator_id(tokenizer), vocabulary_size(inner))
+
+
+def _num_workers(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> int:
+    if spec.workers is not None:
+        return spec.workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, corpus_bytes(corpus) // BYTES_PER_WORKER))
+
+
+def _train_on_sample(corpus: Sequence[CorpusEntry], vocab_size: int, say: Say) -> "PreTrainedTokenizerFast":
+    files = [file for entry in corpus if entry.stream == "train" for file in entry.files]
+    say(f"tokenizer: training byte-level BPE of {vocab_size:,} ids")
+    progress = Progress("tokenizer: read", min(sum(file.size for file in files), TOKENIZER_SAMPLE_BYTES), say)
+    tokenizer = train_tokenizer(sample_texts(files, TOKENIZER_SAMPLE_BYTES, progress), vocab_size)
+    progress.finish()
+    num_ids = vocabulary_size(tokenizer.backend_tokenizer)
+    if num_ids < vocab_size:
+        say(f"tokenizer: the text gives only {num_ids:,} ids")
+    return tokenizer

@@ -1,0 +1,321 @@
+"""Tokens on disk: shard files, the manifest that describes them, and the windows cut from them.
+
+A shard is a bare array of little-endian uint16 or uint32; all that is known of it stands in manifest.json. Shards of a
+stream (train, validation) follow each other as one long sequence of tokens, memory-mapped, so a corpus may be larger
+than memory and counts go beyond 2^32.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.errors import DataError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+MAX_SHARD_TOKENS = 2**30
+NO_LABEL = -100
+"""The label of a position that is no target."""
+
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A shard file: its name, and what it must hold."""
+
+    file: str
+    tokens: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """What one source gave to one stream. `skipped` names at most the first 20 of `num_skipped` files."""
+
+    source: str
+    path: str
+    documents: int
+    tokens: int
+    shards: tuple[ShardRecord, ...]
+    num_skipped: int = 0
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SplitRange:
+    """A split: tokens [start, stop) of a stream."""
+
+    stream: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """manifest.json: what a prepared folder holds and how it came to be."""
+
+    format_version: int
+    dtype: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    separator: int | None
+    validation_method: str
+    streams: dict[str, tuple[SourceRecord, ...]]
+    splits: dict[str, SplitRange]
+
+    def shards(self, stream: str) -> list[ShardRecord]:
+        """The shards of a stream in order."""
+        return [shard for source in self.streams[stream] for shard in source.shards]
+
+
+def save_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json."""
+    with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as stream:
+        json.dump(asdict(manifest), stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Read manifest.json. Raises DataError when it is absent, damaged or of another version."""
+    path = folder / MANIFEST_NAME
+    remedy = f"delete {folder} and prepare again"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content["format_version"]
+        if version == FORMAT_VERSION:
+            return _parse_manifest(content)
+    except FileNotFoundError as error:
+        raise DataError(f"{folder} holds no prepared data: {MANIFEST_NAME} is missing.") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); {remedy}.") from error
+    raise DataError(f"{path} is of format {version}, this version reads {FORMAT_VERSION}; {remedy}.")
+
+
+def _parse_manifest(content: dict[str, Any]) -> Manifest:
+    """Raises ValueError, KeyError, TypeError or AttributeError for what is no manifest."""
+    streams = {}
+    for name, sources in content["streams"].items():
+        records = [
+            {**source, "shards": tuple(map(_parse_shard, source["shards"])), "skipped": tuple(source["skipped"])}
+            for source in sources
+        ]
+        streams[name] = tuple(SourceRecord(**record) for record in records)
+    splits = {name: SplitRange(**split) for name, split in content["splits"].items()}
+    manifest = Manifest(**{**content, "streams": streams, "splits": splits})
+    itemsize = _DTYPES[manifest.dtype].itemsize
+    for name in streams:
+        if any(shard.bytes != shard.tokens * itemsize for shard in manifest.shards(name)):
+            raise ValueError("counts of tokens and bytes disagree")
+    for split in splits.values():
+        if not 0 <= split.start <= split.stop <= sum(shard.tokens for shard in manifest.shards(split.stream)):
+            raise ValueError("a split reaches beyond its stream")
+    return manifest
+
+
+def _parse_shard(content: dict[str, Any]) -> ShardRecord:
+    shard = ShardRecord(**content)
+    if Path(shard.file).name != shard.file:
+        raise ValueError(f"{shard.file} is no plain file name")
+    return shard
+
+
+def check_shards(folder: Path, manifest: Manifest, *, verify: bool = False) -> None:
+    """Raise DataError for a shard that is missing, truncated or grown; with `verify`, also for one that was altered."""
+    for stream in manifest.streams:
+        for shard in manifest.shards(stream):
+            path = folder / shard.file
+            size = path.stat().st_size if path.is_file() else None
+            if size is None or size != shard.bytes:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise DataError(
+                    f"{path} {found}, the manifest says {shard.bytes} bytes; delete {folder} and prepare again."
+                )
+            if verify and _hash_file(path) != shard.sha256:
+                raise DataError(
+                    f"{path} was altered: its sha256 is not the manifest's; delete {folder} and prepare again."
+                )
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class ShardWriter:
+    """Writes tokens to `folder/prefix-00000.bin` and so on, each of at most `max_tokens`. A context manager."""
+
+    def __init__(self, folder: Path, prefix: str, dtype: str, max_tokens: int = MAX_SHARD_TOKENS) -> None:
+        self._folder = folder
+        self._prefix = prefix
+        self._dtype = _DTYPES[dtype]
+        self._max_tokens = max_tokens
+        self._records: list[ShardRecord] = []
+        self._stream: BinaryIO | None = None
+        self._hash = hashlib.sha256()
+        self._tokens_in_shard = 0
+        self.num_tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def append(self, tokens: npt.NDArray[Any]) -> None:
+        """Add tokens `[n]` at the end."""
+        while tokens.size:
+            if self._stream is None:
+                self._stream = (self._folder / self._shard_name()).open("wb")
+            head = tokens[: self._max_tokens - self._tokens_in_shard]
+            data = head.astype(self._dtype, copy=False).tobytes()
+            self._stream.write(data)
+            self._hash.update(data)
+            self._tokens_in_shard += head.size
+            self.num_tokens += head.size
+            tokens = tokens[head.size :]
+            if self._tokens_in_shard == self._max_tokens:
+                self._end_shard()
+
+    def finish(self) -> tuple[ShardRecord, ...]:
+        """Bring everything to the disk and return the record of each shard."""
+        self._end_shard()
+        return tuple(self._records)
+
+    def _shard_name(self) -> str:
+        return f"{self._prefix}-{len(self._records):05d}.bin"
+
+    def _end_shard(self) -> None:
+        if self._stream is None:
+            return
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        num_bytes = self._tokens_in_shard * self._dtype.itemsize
+        self._records.append(ShardRecord(self._shard_name(), self._tokens_in_shard, num_bytes, self._hash.hexdigest()))
+        self._stream, self._hash, self._tokens_in_shard = None, hashlib.sha256(), 0
+
+
+class TokenStore:
+    """Shard files read as one sequence of tokens, memory-mapped when first touched."""
+
+    def __init__(self, shards: Sequence[tuple[Path, int]], dtype: str) -> None:
+        """`shards`: each file and how many tokens it holds."""
+        self.dtype = _DTYPES[dtype]
+        self._shards = list(shards)
+        self._stops = np.cumsum([0, *(num_tokens for _, num_tokens in shards)], dtype=np.int64)
+        self._maps: dict[int, npt.NDArray[Any]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all shards."""
+        return int(self._stops[-1])
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Tokens [start, stop), `[stop - start]`: a view of the file where they lie in one shard."""
+        assert 0 <= start <= stop <= self.num_tokens, f"tokens {start}:{stop} of {self.num_tokens}"
+        index = int(np.searchsorted(self._stops, start, side="right")) - 1
+        parts = []
+        while start < stop:
+            offset, end = int(self._stops[index]), min(stop, int(self._stops[index + 1]))
+            parts.append(self._map(index)[start - offset : end - offset])
+            start, index = end, index + 1
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
+
+    def _map(self, index: int) -> npt.NDArray[Any]:
+        if index not in self._maps:
+            path, num_tokens = self._shards[index]
+            self._maps[index] = np.memmap(path, dtype=self.dtype, mode="r", shape=(num_tokens,))
+        return self._maps[index]
+
+
+class TokenDataset:
+    """Tokens [start, stop) of stores that follow each other, cut into samples of `sequence_len`.
+
+    Of N tokens, sample k has inputs kL .. kL+L-1 and labels one further, so every token but the first is a target
+    exactly once and every token but the last an input exactly once. The last of the ceil((N-1)/L) samples is filled up:
+    inputs with `pad_id`, labels with -100. Windows run across documents and shards.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[TokenStore],
+        sequence_len: int,
+        pad_id: int = 0,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> None:
+        assert sequence_len > 0, f"sequence_len={sequence_len}"
+        self.sequence_len = sequence_len
+        self.pad_id = pad_id
+        self._stores = list(stores)
+        self._stops = [0, *itertools.accumulate(store.num_tokens for store in stores)]
+        self._start = start
+        self._stop = self._stops[-1] if stop is None else stop
+        assert 0 <= start <= self._stop <= self._stops[-1], f"tokens {start}:{self._stop} of {self._stops[-1]}"
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of this dataset."""
+        return self._stop - self._start
+
+    @property
+    def num_samples(self) -> int:
+        """The windows it is cut into; 0 with fewer than two tokens."""
+        return max(0, -(-(self.num_tokens - 1) // self.sequence_len))
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Tokens [start, stop) of this dataset, `[stop - start]`."""
+        start, stop = start + self._start, stop + self._start
+        parts = [
+            store.read(max(start, first) - first, min(stop, last) - first)
+            for store, (first, last) in zip(self._stores, itertools.pairwise(self._stops), strict=True)
+            if max(start, first) < min(stop, last)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype=np.uint16), *parts])
+
+    def read_samples(self, sample_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The samples `[n]` as (inputs, labels), both int64 `[n, sequence_len]`; -100 where there is no target."""
+        length = self.sequence_len
+        inputs = np.full((sample_ids.size, length), self.pad_id, dtype=np.int64)
+        labels = np.full((sample_ids.size, length), NO_LABEL, dtype=np.int64)
+        for row, sample in enumerate(sample_ids.tolist()):
+            assert 0 <= sample < self.num_samples, f"sample {sample} of {self.num_samples}"
+            window = self.read(sample * length, min((sample + 1) * length + 1, self.num_tokens))
+            inputs[row, : window.size - 1] = window[:-1]
+            labels[row, : window.size - 1] = window[1:]
+        return inputs, labels
+
+    def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
+        """All tokens in order, a chunk at a time."""
+        for start in range(0, self.num_tokens, chunk_tokens):
+            yield self.read(start, min(start + chunk_tokens, self.num_tokens))
+
+
+def unigram_entropy(dataset: TokenDataset) -> float:
+    """The entropy in nats of the tokens' frequencies: the loss of a model that knows these and nothing else.
+
+    -sum(p log p) over the tokens that occur; Shannon, 1948. 0.0 for no tokens.
+    """
+    counts = np.zeros(0, dtype=np.int64)
+    for chunk in dataset.iter_tokens():
+        found = np.bincount(chunk)
+        counts = np.pad(counts, (0, max(0, found.size - counts.size)))
+        counts[: found.size] += found
+    shares = counts[counts > 0] / max(1, dataset.num_tokens)
+    return abs(float(-(shares * np.log(shares)).sum()))

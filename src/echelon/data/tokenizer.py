@@ -1,0 +1,149 @@
+"""Tokenizers: bytes, trained byte-level BPE, or any fast tokenizer that `transformers` loads.
+
+All are `transformers` tokenizers around one of the `tokenizers` library, so that a saved folder loads by AutoTokenizer.
+`transformers` itself is imported where it is used: tokenizing processes need only the JSON of the inner tokenizer.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from echelon.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+BYTES = "bytes"
+END_OF_TEXT = "<|endoftext|>"
+MIN_TRAINED_VOCAB = 257
+"""256 bytes and `<|endoftext|>`."""
+
+
+def build_bytes_tokenizer() -> "PreTrainedTokenizerFast":
+    """The tokenizer with exactly 256 ids, byte b = id b: no merges, no special tokens, no separator."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _wrap(tokenizer)
+
+
+def _byte_characters() -> Iterator[str]:
+    """The printable character that byte-level tokenizers write for each byte, in order of the bytes.
+
+    Printable Latin-1 stands for itself; the other 68 bytes take the characters from U+0100 on (GPT-2's encoder.py).
+    """
+    num_shifted = 0
+    for byte in range(256):
+        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
+            yield chr(byte)
+        else:
+            yield chr(256 + num_shifted)
+            num_shifted += 1
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Train byte-level BPE (GPT-2's splitting rule) with `<|endoftext|>` as end and separator of documents.
+
+    `vocab_size` counts the 256 bytes and `<|endoftext|>`; a short text may give fewer. The same texts give the same
+    tokenizer. Raises ConfigError below 257.
+    """
+    if vocab_size < MIN_TRAINED_VOCAB:
+        raise ConfigError(
+            f"tokenizer.train.vocab_size={vocab_size} is too small: it counts the 256 bytes and {END_OF_TEXT}; use "
+            f"{MIN_TRAINED_VOCAB} or more."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(END_OF_TEXT, special=True)],
+        initial_alphabet=sorted(_byte_characters()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _wrap(tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
+def _wrap(tokenizer: Tokenizer, **special_tokens: str) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=10**9, **special_tokens
+    )
+
+
+def load_tokenizer(path_or_id: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerFast":
+    """Load a tokenizer from a folder or from the hub.
+
+    Raises DataError when it is in neither place, cannot be read, or is not of the `tokenizers` library.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(path_or_id).expanduser()
+    is_local = path.exists()
+    if not is_local and (path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") > 1):
+        raise DataError(f"tokenizer={path_or_id}: no such folder, seen from {Path.cwd()}.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path) if is_local else path_or_id, trust_remote_code=trust_remote_code, local_files_only=is_local
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        where = "that folder" if is_local else "a folder here, and not the hub either"
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"tokenizer={path_or_id} cannot be loaded from {where}: {reason}") from error
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+        raise DataError(
+            f"tokenizer={path_or_id} has no fast form (tokenizer.json), which tokenizing in parallel needs; convert it "
+            f"with transformers and give the saved folder."
+        )
+    return tokenizer
+
+
+def build_tokenizer(
+    name: str | None, checkpoint: str | None, trust_remote_code: bool = False
+) -> "PreTrainedTokenizerFast":
+    """The tokenizer a recipe names: `bytes`, a folder or hub id, or with None the checkpoint's own.
+
+    Raises ConfigError when there is neither a name nor a checkpoint.
+    """
+    if name == BYTES:
+        return build_bytes_tokenizer()
+    source = name if name is not None else checkpoint
+    if source is None:
+        raise ConfigError(
+            "tokenizer is not set and model.config has no checkpoint to take one from; set tokenizer: bytes, a path or "
+            "hub id, or {train: {vocab_size: 4096}}."
+        )
+    return load_tokenizer(source, trust_remote_code)
+
+
+def separator_id(tokenizer: "PreTrainedTokenizerFast") -> int | None:
+    """The id put after each document: eos. None when the tokenizer has none, as `bytes`."""
+    separator: int | None = tokenizer.eos_token_id
+    return separator
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """How many ids a model needs for this tokenizer: the largest it can emit, and one."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """A hash of what decides the ids: vocabulary, merges, normalizer, pre-tokenizer, added and special tokens.
+
+    Equal for a tokenizer and its saved and loaded copy; truncation, padding and templates do not count.
+    """
+    return fingerprint_json(tokenizer.backend_tokenizer.to_str())
+
+
+def fingerprint_json(serialized: str) -> str:
+    """`tokenizer_fingerprint` of the text of a tokenizer.json."""
+    content: dict[str, Any] = json.loads(serialized)
+    parts = {name: content.get(name) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

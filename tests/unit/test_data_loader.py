@@ -1,0 +1,177 @@
+"""Batches of a rank, and the hash that tells whether every rank fed what it should."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.data.loader import BatchLoader, StepBatch, hash_microbatch, hash_sequences
+from echelon.data.order import Permutation, SampleOrder
+from echelon.data.shards import ShardWriter, TokenDataset, TokenStore
+from echelon.errors import ConfigError, DataError
+
+GLOBAL_BATCH = 12
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> TokenDataset:
+    return build_dataset(tmp_path, num_tokens=403)
+
+
+def build_dataset(folder: Path, num_tokens: int) -> TokenDataset:
+    tokens = np.random.default_rng(0).integers(0, 300, num_tokens)
+    with ShardWriter(folder, "train", "uint16", 100) as writer:
+        writer.append(tokens)
+        records = writer.finish()
+    return TokenDataset([TokenStore([(folder / each.file, each.tokens) for each in records], "uint16")], 8)
+
+
+def load(dataset: TokenDataset, steps: int, *, micro: int = 4, rank: int = 0, ranks: int = 1, start: int = 0) -> list[StepBatch]:
+    order = SampleOrder(dataset.num_samples, seed=1)
+    with BatchLoader(dataset, order, GLOBAL_BATCH, micro, rank, ranks, start) as loader:
+        return list(itertools.islice(loader, steps))
+
+
+def join(batches: list[StepBatch], name: str) -> torch.Tensor:
+    return torch.cat([torch.as_tensor(getattr(each, name)) for batch in batches for each in batch.microbatches])
+
+
+def test_a_step_feeds_the_samples_of_the_order(dataset):
+    batches = load(dataset, 10)
+    num_samples = dataset.num_samples
+    assert [batch.step for batch in batches] == list(range(10))
+    assert num_samples == 51
+    for position, sample in enumerate(join(batches, "sample_ids").tolist()):
+        epoch, index = divmod(position, num_samples)
+        assert sample == Permutation(num_samples, (1, epoch)).apply(np.array([index]))[0]
+    inputs, labels = dataset.read_samples(join(batches, "sample_ids").numpy())
+    assert torch.equal(join(batches, "input_ids"), torch.from_numpy(inputs))
+    assert torch.equal(join(batches, "labels"), torch.from_numpy(labels))
+    assert join(batches, "positions").tolist() == list(range(GLOBAL_BATCH)) * 10
+    assert join(batches, "input_ids").dtype == join(batches, "labels").dtype == torch.int64
+    # 51 samples hold 402 targets: an epoch feeds every one, and 6 positions of padding.
+    assert sum(batch.num_tokens for batch in batches) == int((labels != -100).sum())
+    assert int((labels[:num_samples] != -100).sum()) == 402
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro", [1, 2, 3, 5, 12])
+def test_ranks_share_a_global_batch_and_their_hashes_add_up(dataset, ranks, micro):
+    whole = load(dataset, 6)
+    shares = [load(dataset, 6, micro=micro, rank=rank, ranks=ranks) for rank in range(ranks)]
+    for step, batch in enumerate(whole):
+        parts = [share[step] for share in shares]
+        for name in ("input_ids", "labels", "sample_ids", "positions"):
+            assert torch.equal(join(parts, name), join([batch], name)), name
+        assert sum(part.hash for part in parts) % 2**64 == batch.hash
+        assert sum(part.num_tokens for part in parts) == batch.num_tokens
+        assert all(len(each.sample_ids) <= micro for part in parts for each in part.microbatches)
+
+
+def test_resume_is_exact_and_immediate(dataset):
+    whole = load(dataset, 12)
+    resumed = load(dataset, 5, start=7)
+    assert [batch.hash for batch in resumed] == [batch.hash for batch in whole[7:]]
+    assert torch.equal(join(resumed, "input_ids"), join(whole[7:], "input_ids"))
+    assert load(dataset, 1, start=10**12)[0].step == 10**12
+
+
+def test_the_hash_is_the_sum_over_sequences_in_any_order(dataset):
+    (batch,) = load(dataset, 1, micro=GLOBAL_BATCH)
+    (all_of_it,) = batch.microbatches
+    assert hash_microbatch(all_of_it) == batch.hash
+    rows = np.random.default_rng(0).permutation(GLOBAL_BATCH)
+    fields = (all_of_it.sample_ids, all_of_it.positions, all_of_it.input_ids.numpy(), all_of_it.labels.numpy())
+    assert hash_sequences(*(each[rows] for each in fields)) == batch.hash
+    assert sum(hash_sequences(*(each[[row]] for each in fields)) for row in rows) % 2**64 == batch.hash
+    assert hash_sequences(*(each[:0] for each in fields)) == 0
+
+
+def test_the_hash_sees_any_single_change(dataset):
+    (batch,) = load(dataset, 1, micro=GLOBAL_BATCH)
+    (each,) = batch.microbatches
+    seen = {batch.hash}
+    num_changes = 0
+    for field in (each.sample_ids, each.positions, each.input_ids.numpy(), each.labels.numpy()):
+        for place in np.ndindex(field.shape):
+            for change in (1, -1):
+                field[place] += change
+                seen.add(hash_microbatch(each))
+                field[place] -= change
+                num_changes += 1
+    assert len(seen) == num_changes + 1
+    assert hash_microbatch(each) == batch.hash
+
+
+def test_the_hash_sees_sequences_that_change_places_and_tokens_that_swap(dataset):
+    (batch,) = load(dataset, 1, micro=GLOBAL_BATCH)
+    (each,) = batch.microbatches
+    inputs, labels = each.input_ids.numpy(), each.labels.numpy()
+    swapped = np.array([1, 0, *range(2, GLOBAL_BATCH)])
+    assert hash_sequences(each.sample_ids, each.positions[swapped], inputs, labels) != batch.hash
+    assert hash_sequences(each.sample_ids[swapped], each.positions, inputs, labels) != batch.hash
+    assert hash_sequences(each.sample_ids, each.positions, labels, inputs) != batch.hash
+    assert hash_sequences(each.sample_ids, each.positions, inputs[:, ::-1].copy(), labels) != batch.hash
+
+
+def hash_one(sample_id: int, position: int, inputs: list[int], labels: list[int]) -> int:
+    """The hash of one sequence on Python's integers."""
+    word = 2**64 - 1
+
+    def mix(value: int) -> int:
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & word
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & word
+        return value ^ (value >> 31)
+
+    content = 0
+    for place, (token, label) in enumerate(zip(inputs, labels, strict=True), start=1):
+        content += mix((token << 32 | label & 0xFFFFFFFF) ^ mix(place * 0x9E3779B97F4A7C15 & word))
+    where = mix(sample_id ^ 0xD1B54A32D192ED03) + mix(position ^ 0x8CB92BA72F3D8DD7)
+    return mix((content + mix(where & word)) & word)
+
+
+def test_hash_values_are_those_of_a_scalar_implementation_and_frozen():
+    """Runs compare batch_hash across versions: never edit the value."""
+    ids, positions = np.array([5, 2**40, 0]), np.arange(3)
+    inputs = np.arange(12).reshape(3, 4)
+    labels = np.where(inputs == 11, -100, inputs + 1)
+    value = hash_sequences(ids, positions, inputs, labels)
+    rows = zip(ids.tolist(), positions.tolist(), inputs.tolist(), labels.tolist(), strict=True)
+    assert value == sum(hash_one(*row) for row in rows) % 2**64
+    assert f"{value:016x}" == "d9f35dd93982f256"
+
+
+def test_a_batch_larger_than_the_data_runs_on_into_the_next_epoch(tmp_path):
+    dataset = build_dataset(tmp_path, num_tokens=30)
+    assert dataset.num_samples == 4
+    ids = join(load(dataset, 2), "sample_ids").tolist()
+    assert all(sorted(ids[first : first + 4]) == [0, 1, 2, 3] for first in range(0, 24, 4))
+
+
+def test_no_samples_and_uneven_ranks_are_refused(dataset, tmp_path):
+    empty = TokenDataset([], 8)
+    with pytest.raises(DataError, match="a sample takes at least two"):
+        BatchLoader(empty, SampleOrder(0, 0), 4, 1)
+    with pytest.raises(ConfigError, match="not a multiple of the 5 data-parallel ranks; use 10 or 15"):
+        load(dataset, 1, ranks=5)
+
+
+def test_an_error_in_the_thread_is_raised_by_next(dataset):
+    class Broken(TokenDataset):
+        def read_samples(self, sample_ids):
+            raise OSError(5, "the disk is gone")
+
+    broken = Broken(dataset._stores, 8)
+    with (
+        BatchLoader(broken, SampleOrder(broken.num_samples, 0), 4, 1) as loader,
+        pytest.raises(OSError, match="the disk is gone"),
+    ):
+        next(loader)
+
+
+def test_waiting_is_measured(dataset):
+    with BatchLoader(dataset, SampleOrder(dataset.num_samples, 0), 4, 1) as loader:
+        next(loader)
+        assert 0 <= loader.wait_seconds < 5

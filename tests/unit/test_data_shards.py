@@ -1,0 +1,179 @@
+"""Shards, the manifest, and the windows cut from them, against a loop over a list."""
+
+import dataclasses
+import json
+import math
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from echelon.data.shards import (
+    FORMAT_VERSION,
+    Manifest,
+    ShardRecord,
+    ShardWriter,
+    SourceRecord,
+    SplitRange,
+    TokenDataset,
+    TokenStore,
+    check_shards,
+    load_manifest,
+    save_manifest,
+    unigram_entropy,
+)
+from echelon.errors import DataError
+
+
+def write(folder: Path, tokens: np.ndarray, max_tokens: int, dtype: str = "uint16") -> tuple[ShardRecord, ...]:
+    with ShardWriter(folder, "train-000", dtype, max_tokens) as writer:
+        for part in np.array_split(tokens, 7):
+            writer.append(part)
+        return writer.finish()
+
+
+def build_store(folder: Path, tokens: np.ndarray, max_tokens: int, dtype: str = "uint16") -> TokenStore:
+    records = write(folder, tokens, max_tokens, dtype)
+    return TokenStore([(folder / record.file, record.tokens) for record in records], dtype)
+
+
+def build_manifest(shards: tuple[ShardRecord, ...]) -> Manifest:
+    num_tokens = sum(shard.tokens for shard in shards)
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        dtype="uint16",
+        tokenizer_fingerprint="f" * 32,
+        vocab_size=300,
+        separator=None,
+        validation_method="none",
+        streams={"train": (SourceRecord("data.train[0]", "x.txt", 1, num_tokens, shards, 1, ("bad.txt",)),)},
+        splits={"train": SplitRange("train", 0, num_tokens)},
+    )
+
+
+@pytest.mark.parametrize("max_tokens", [1, 10, 33, 100, 1000])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_a_store_reads_what_was_written(tmp_path, max_tokens, dtype):
+    tokens = np.random.default_rng(0).integers(0, 2**16, 100)
+    store = build_store(tmp_path, tokens, max_tokens, dtype)
+    assert store.num_tokens == 100
+    assert len(list(tmp_path.iterdir())) == math.ceil(100 / max_tokens)
+    for start in range(0, 101, 3):
+        for stop in range(start, 101, 7):
+            assert store.read(start, stop).tolist() == tokens[start:stop].tolist()
+
+
+def brute_force(tokens: list[int], length: int, pad: int) -> list[tuple[list[int], list[int]]]:
+    samples = []
+    pairs = list(zip(tokens[:-1], tokens[1:], strict=True))
+    while pairs:
+        head, pairs = pairs[:length], pairs[length:]
+        head += [(pad, -100)] * (length - len(head))
+        samples.append(([read for read, _ in head], [target for _, target in head]))
+    return samples
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 8, 9, 10, 16, 17, 18, 100])
+def test_windows_are_those_of_a_loop(tmp_path, num_tokens):
+    tokens = np.random.default_rng(1).integers(0, 500, num_tokens)
+    half = num_tokens // 2
+    (tmp_path / "b").mkdir()
+    stores = [build_store(tmp_path, tokens[:half], 11), build_store(tmp_path / "b", tokens[half:], 6)]
+    dataset = TokenDataset(stores, sequence_len=8, pad_id=7)
+    expected = brute_force(tokens.tolist(), 8, pad=7)
+    assert dataset.num_samples == len(expected)
+    inputs, labels = dataset.read_samples(np.arange(dataset.num_samples)[::-1])
+    assert inputs.dtype == labels.dtype == np.int64
+    assert list(zip(inputs.tolist(), labels.tolist(), strict=True)) == expected[::-1]
+    targets = labels[::-1][labels[::-1] != -100]
+    assert targets.tolist() == tokens[1:].tolist()
+
+
+def test_a_dataset_may_be_a_range_of_its_stores(tmp_path):
+    tokens = np.arange(50)
+    store = build_store(tmp_path, tokens, 20)
+    train, held_out = (TokenDataset([store], 4, start=start, stop=stop) for start, stop in [(0, 45), (45, 50)])
+    assert train.num_tokens == 45
+    assert train.read_samples(np.array([10]))[1].tolist() == [[41, 42, 43, 44]]
+    assert held_out.num_samples == 1
+    assert held_out.read_samples(np.array([0]))[0].tolist() == [[45, 46, 47, 48]]
+    assert [TokenDataset([store], 4, start=50 - n).num_samples for n in range(3)] == [0, 0, 1]
+
+
+def test_more_than_2_to_the_32_tokens(tmp_path):
+    """Sparse files: 2^32 + 9 tokens in one shard, then 20 in another; reads on both sides of the seam."""
+    sizes = [2**32 + 9, 20]
+    tail = np.arange(1, 30, dtype=np.uint16)
+    for index, size in enumerate(sizes):
+        path = tmp_path / f"{index}.bin"
+        with path.open("wb") as stream:
+            os.truncate(path, 2 * size)
+            stream.seek(2 * (2**32) if index == 0 else 0)
+            stream.write((tail[:9] if index == 0 else tail[9:]).tobytes())
+    store = TokenStore([(tmp_path / f"{index}.bin", size) for index, size in enumerate(sizes)], "uint16")
+    assert store.num_tokens == 2**32 + 29
+    assert store.read(2**32 - 1, 2**32 + 29).tolist() == [0, *tail.tolist()]
+    dataset = TokenDataset([store], sequence_len=4)
+    assert dataset.num_samples == 2**30 + 7
+    inputs, labels = dataset.read_samples(np.array([2**30, 2**30 + 6]))
+    assert inputs.tolist() == [[1, 2, 3, 4], [25, 26, 27, 28]]
+    assert labels.tolist() == [[2, 3, 4, 5], [26, 27, 28, 29]]
+
+
+def test_unigram_entropy(tmp_path):
+    tokens = np.random.default_rng(2).zipf(1.5, 5000) % 900
+    dataset = TokenDataset([build_store(tmp_path, tokens, 999)], 8)
+    shares = [count / 5000 for count in Counter(tokens.tolist()).values()]
+    assert unigram_entropy(dataset) == pytest.approx(-sum(share * math.log(share) for share in shares), rel=1e-12)
+    assert unigram_entropy(TokenDataset([], 8)) == 0.0
+
+
+def test_the_manifest_round_trips(tmp_path):
+    manifest = build_manifest(write(tmp_path, np.arange(100), 40))
+    save_manifest(tmp_path, manifest)
+    assert load_manifest(tmp_path) == manifest
+    check_shards(tmp_path, manifest, verify=True)
+
+
+def test_a_truncated_grown_missing_or_altered_shard_is_refused(tmp_path):
+    manifest = build_manifest(write(tmp_path, np.arange(100), 40))
+    path = tmp_path / "train-000-00001.bin"
+    content = path.read_bytes()
+    for damaged in (content[:-1], content + b"\0", b""):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=f"00001.bin has {len(damaged)} bytes, the manifest says 80"):
+            check_shards(tmp_path, manifest)
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    check_shards(tmp_path, manifest)
+    with pytest.raises(DataError, match="was altered"):
+        check_shards(tmp_path, manifest, verify=True)
+    path.unlink()
+    with pytest.raises(DataError, match="is missing"):
+        check_shards(tmp_path, manifest)
+
+
+def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no prepared data"):
+        load_manifest(tmp_path)
+    manifest = build_manifest(write(tmp_path, np.arange(100), 40))
+    save_manifest(tmp_path, manifest)
+    path = tmp_path / "manifest.json"
+    whole = path.read_text()
+    content = json.loads(whole)
+
+    def refuse(text: str, match: str) -> None:
+        path.write_text(text)
+        with pytest.raises(DataError, match=match):
+            load_manifest(tmp_path)
+
+    for text in (whole[: len(whole) // 2], "", "[]", "{}", "null", '{"format_version": 1}'):
+        refuse(text, "damaged")
+    refuse(json.dumps({**content, "format_version": 2}), "is of format 2, this version reads 1")
+    for field in dataclasses.fields(Manifest):
+        refuse(json.dumps({key: value for key, value in content.items() if key != field.name}), "damaged")
+    refuse(json.dumps({**content, "dtype": "float32"}), "damaged")
+    refuse(whole.replace('"stop": 100', '"stop": 101'), "a split reaches beyond")
+    refuse(whole.replace('"tokens": 40', '"tokens": 41'), "counts of tokens and bytes disagree")
+    refuse(whole.replace("train-000-00000.bin", "../train-000-00000.bin"), "no plain file name")
