@@ -17,6 +17,11 @@ VOCAB_MULTIPLE = 64  # a vocabulary that is chosen for the user is rounded up to
 NormKind = Literal["rms", "rms_fp32", "layer"]
 
 
+def logits_chunk_tokens(vocab_size: int) -> int:
+    """How many tokens' logits the loss holds at a time: one fp32 copy in LOGITS_CHUNK_BYTES, at least 256 tokens."""
+    return max(256, LOGITS_CHUNK_BYTES // (4 * vocab_size))
+
+
 @dataclass(frozen=True)
 class LayerParts:
     """What a decoder layer is made of, beyond its widths: what its saved activations depend on.

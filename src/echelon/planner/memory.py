@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from echelon.hardware import DeviceKind
 from echelon.plan import DTYPE_BYTES, ParallelPlan
-from echelon.shape import LOGITS_CHUNK_BYTES, ModelShape
+from echelon.shape import ModelShape, logits_chunk_tokens
 
 FP32_BYTES = 4
 # Copies of a chunk of fp32 logits alive at once: the logits, their softmax, and the gradient.
@@ -91,7 +91,7 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int, int]:
 
 def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int) -> int:
     """Bytes of the chunked loss: fp32 logits of one chunk, and the hidden states with their gradient."""
-    chunk = min(tokens, max(256, LOGITS_CHUNK_BYTES // (FP32_BYTES * shape.vocab_size)))
+    chunk = min(tokens, logits_chunk_tokens(shape.vocab_size))
     hidden = 2 * tokens * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
     return LOGITS_COPIES * chunk * shape.vocab_size * FP32_BYTES + hidden
 

@@ -1,0 +1,100 @@
+"""Summed token cross-entropy that never holds [tokens, vocabulary] in fp32.
+
+The head, its arithmetic and the softmax run a chunk of tokens at a time, and each chunk's gradient is taken at once,
+inside the forward pass, so that only [tokens, hidden] and [vocabulary, hidden] outlive a chunk. No matmul runs twice.
+The form is that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989), in plain PyTorch.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.model.parts import HeadArithmetic
+from echelon.shape import logits_chunk_tokens
+
+IGNORE = -100
+
+
+def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of cross-entropies in fp32, labels IGNORE left out. logits [tokens, vocabulary], labels [tokens]."""
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+
+
+def chunked_loss_sum(
+    hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: HeadArithmetic
+) -> Tensor:
+    """Sum of token cross-entropies, straight from the last hidden states.
+
+    Args:
+        hidden: [batch, seq, hidden], after the final norm.
+        labels: [batch, seq], already shifted, IGNORE where there is no target.
+        weight: [vocabulary, hidden], the head's; bias: [vocabulary] or None.
+        arithmetic: what the family does to the logits before the softmax.
+
+    Returns:
+        A scalar in fp32. Under autocast the head's matmul runs in the autocast dtype.
+    """
+    rows, targets = hidden.flatten(0, -2), labels.flatten()
+    with torch.autocast(hidden.device.type, enabled=False):
+        dtype = autocast_dtype(hidden)
+        return _ChunkedLoss.apply(rows, targets, weight, bias, arithmetic, dtype)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype a matmul on this tensor computes in: autocast's where it is on, else the tensor's own."""
+    device_type = tensor.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        arithmetic: HeadArithmetic,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        wants_gradient = any(ctx.needs_input_grad[:4])
+        head = [tensor.detach().to(dtype) for tensor in (weight, bias) if tensor is not None]
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        row_gradient = torch.empty_like(rows) if wants_gradient else None
+        head_gradient: list[Tensor] = []
+        chunk = logits_chunk_tokens(weight.shape[0])
+        for start in range(0, rows.shape[0], chunk):
+            piece = slice(start, start + chunk)
+            inputs = [rows[piece].detach().to(dtype), *head]
+            with torch.set_grad_enabled(wants_gradient):
+                for tensor in inputs:
+                    tensor.requires_grad_(wants_gradient)
+                loss = token_loss_sum(arithmetic.apply(F.linear(*inputs)), targets[piece])
+            total += loss.detach()
+            if row_gradient is not None:
+                row_gradient[piece], *gradients = torch.autograd.grad(loss, inputs)
+                head_gradient = _accumulate(head_gradient, gradients)
+        ctx.gradients = (row_gradient, head_gradient)
+        ctx.dtypes = [tensor.dtype for tensor in (weight, bias) if tensor is not None]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        row_gradient, head_gradient = ctx.gradients
+        ctx.gradients = None
+        rows = row_gradient.mul_(upstream[0].to(row_gradient.dtype))
+        head = [
+            gradient.mul_(upstream[0].to(gradient.dtype)).to(dtype)
+            for gradient, dtype in zip(head_gradient, ctx.dtypes, strict=True)
+        ]
+        bias = head[1] if len(head) == 2 else None
+        return rows, None, head[0], bias, None, None
+
+
+def _accumulate(totals: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    """Add a chunk's gradients of the head; in fp32 from the second chunk on, so that many chunks lose nothing."""
+    if not totals:
+        return list(gradients)
+    return [total.float().add_(gradient) for total, gradient in zip(totals, gradients, strict=True)]

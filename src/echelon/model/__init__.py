@@ -1,0 +1,1 @@
+"""Decoders from `transformers`: their parts, their construction on meta, their weights."""

@@ -1,0 +1,55 @@
+"""Small configs of each model family, for tests that hold for all of them."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from echelon.model.build import build_on_meta, load_config
+from echelon.model.weights import initialize_weights
+
+COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "llama": COMMON,
+    "mistral": COMMON,
+    "qwen2": COMMON,
+    "qwen3": COMMON | {"head_dim": 16},
+    "gemma": COMMON | {"head_dim": 16},
+    "gemma2": COMMON | {"head_dim": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
+    "gemma3_text": COMMON | {"head_dim": 16},
+    "cohere": COMMON | {"logit_scale": 0.3},
+    "granite": COMMON | {"logits_scaling": 3.0},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "stablelm": COMMON,  # has no row in model/parts.py: the unchunked path
+}
+
+
+def small_config(family: str, tied: bool = False, **fields: Any) -> dict[str, Any]:
+    """A config of about 0.1 M parameters, as it would stand under model.config."""
+    special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    return {"model_type": family, "vocab_size": 256, "tie_word_embeddings": tied, **special, **EXTRA[family], **fields}
+
+
+def small_model(family: str, tied: bool = False, seed: int = 0, **fields: Any) -> PreTrainedModel:
+    """A model of that config with echelon's initial weights, whole, on the CPU."""
+    config = load_config(small_config(family, tied, **fields))
+    skeleton = build_on_meta(config)
+    model = build_on_meta(config).to_empty(device="cpu")
+    model.tie_weights()
+    initialize_weights(model, skeleton, seed)
+    return model
+
+
+def random_batch(num: int = 2, length: int = 32, vocab: int = 256, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random input ids and labels, [num, length] each, a stretch of labels masked."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab, (num, length + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, 5:9] = -100
+    return tokens[:, :-1].contiguous(), labels

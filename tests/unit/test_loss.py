@@ -1,0 +1,83 @@
+"""The chunked loss against each model's own logits."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import echelon.loss
+from echelon.data.loader import Microbatch
+from echelon.objective import CausalLM, ObjectiveModule
+from families import EXTRA, random_batch, small_model
+
+
+def microbatch(inputs, labels):
+    ids = np.arange(len(inputs))
+    return Microbatch(inputs, labels, ids, ids)
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", EXTRA)
+@pytest.mark.parametrize("chunk", [10, 10_000], ids=["chunks of 10 tokens", "one chunk"])
+def test_chunked_loss_equals_the_models_own_logits(family, tied, chunk, monkeypatch):
+    monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: chunk)
+    model = small_model(family, tied)
+    inputs, labels = random_batch()
+    loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM())
+    loss.backward()
+    ours = gradients(model)
+
+    model.zero_grad()
+    logits = model(input_ids=inputs).logits
+    reference = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+    reference.backward()
+
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-6)
+    for name, expected in gradients(model).items():
+        torch.testing.assert_close(ours[name], expected, rtol=2e-5, atol=2e-6, msg=name)
+
+
+def test_a_microbatch_without_targets_gives_zero_and_reaches_every_parameter():
+    model = small_model("llama")
+    inputs, labels = random_batch()
+    loss = ObjectiveModule(model)(microbatch(inputs, torch.full_like(labels, -100)), CausalLM())
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_logits_never_exist_whole_in_fp32(monkeypatch):
+    """Vocabulary 4096, 512 tokens, chunks of 64: the largest tensor made while the loss runs stays below 1/4 of it."""
+    monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: 64)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            tensors = [item for item in (out if isinstance(out, (tuple, list)) else (out,)) if torch.is_tensor(item)]
+            largest = max([largest, *(tensor.numel() for tensor in tensors)])
+            return out
+
+    hidden = torch.randn(2, 256, 16, requires_grad=True)
+    weight = torch.randn(4096, 16, requires_grad=True)
+    labels = torch.randint(0, 4096, (2, 256))
+    with Watch():
+        echelon.loss.chunked_loss_sum(hidden, labels, weight, None, echelon.loss.HeadArithmetic()).backward()
+    assert largest == 64 * 4096
+
+
+def test_bf16_autocast_runs_the_head_in_bf16_and_the_softmax_in_fp32():
+    model = small_model("llama")
+    inputs, labels = random_batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM())
+        logits = model(input_ids=inputs).logits
+    assert logits.dtype == torch.bfloat16
+    expected = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)

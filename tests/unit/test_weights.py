@@ -1,0 +1,91 @@
+"""Initial weights and reading of checkpoints, against transformers itself."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from echelon.errors import CheckpointError, ConfigError
+from echelon.model.build import build_on_meta, load_config
+from echelon.model.weights import derive_seed, load_pretrained
+from families import EXTRA, small_config, small_model
+
+
+@pytest.mark.parametrize("family", EXTRA)
+def test_buffers_and_statistics_are_those_of_transformers(family):
+    ours = small_model(family)
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(load_config(small_config(family)))
+    for (name, buffer), (_, expected) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected, msg=name)
+    for (name, parameter), (_, expected) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert parameter.std(unbiased=False).item() == pytest.approx(expected.std(unbiased=False).item(), rel=0.1), name
+
+
+def test_weights_depend_on_seed_and_name_alone():
+    one, same, other = small_model("llama", seed=1), small_model("llama", seed=1), small_model("llama", seed=2)
+    deep = small_model("llama", seed=1, num_hidden_layers=4)
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, same.get_parameter(name))
+        assert torch.equal(parameter, deep.get_parameter(name)), "a deeper model begins with the same layers"
+        assert parameter.ndim < 2 or not torch.equal(parameter, other.get_parameter(name))
+    layers = [layer.mlp.up_proj.weight for layer in deep.model.layers]
+    assert not torch.equal(layers[0], layers[1])
+
+
+def test_derived_seeds_are_frozen():
+    # printf "0\x1fmodel.embed_tokens" | sha256sum: the first eight bytes, little-endian, halved
+    assert derive_seed(0, "model.embed_tokens") == 6033119073688940214
+    assert derive_seed(0, "a", "b") != derive_seed(0, "ab")
+
+
+def materialised(folder):
+    config = load_config(str(folder))
+    skeleton = build_on_meta(config)
+    model = build_on_meta(config).to_empty(device="cpu")
+    model.tie_weights()
+    return model, skeleton
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral", "gemma"])
+def test_a_saved_model_is_read_as_transformers_reads_it(family, tied, tmp_path):
+    saved = small_model(family, tied, seed=5)
+    saved.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    model, skeleton = materialised(tmp_path)
+    load_pretrained(model, skeleton, tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(16).reshape(1, 16)
+    assert torch.equal(model.eval()(input_ids=ids).logits, expected.eval()(input_ids=ids).logits)
+
+
+def test_names_without_the_backbones_prefix_are_found(tmp_path):
+    saved = small_model("gpt2", tied=True, seed=5)
+    bare = {name.removeprefix("transformer."): value.detach().clone() for name, value in saved.named_parameters()}
+    saved.config.save_pretrained(tmp_path)
+    save_file(bare, tmp_path / "model.safetensors")
+    model, skeleton = materialised(tmp_path)
+    load_pretrained(model, skeleton, tmp_path)
+    assert torch.equal(model.transformer.wte.weight, saved.transformer.wte.weight)
+
+
+def test_files_of_another_model_are_refused(tmp_path):
+    small_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(CheckpointError, match=r"model\.checkpoint.*no weight model\.layers\.2"):
+        load_pretrained(*materialised(tmp_path), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    with pytest.raises(CheckpointError, match=r"shape \(128, 64\) there and \(64, 64\)"):
+        load_pretrained(*materialised(tmp_path), tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    model = small_model("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="safetensors only"):
+        load_pretrained(*materialised(tmp_path), tmp_path)
