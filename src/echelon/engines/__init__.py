@@ -1,0 +1,32 @@
+"""The Engine: what the trainer drives. It never calls backward, clips or steps an optimizer itself."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from echelon.data.loader import Microbatch
+
+
+class Engine(Protocol):
+    """Runs steps of one model under one plan. Every method is collective."""
+
+    def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> Tensor:
+        """Leave gradients of sum(loss) / num_targets; return this rank's summed loss, an fp64 scalar on the device."""
+        ...
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Scale gradients to at most `max_norm` (None: only measure); return the global norm before clipping."""
+        ...
+
+    def step(self, learning_rate: float, commit: Tensor) -> None:
+        """Apply the gradients where `commit` (a boolean scalar on the device) is true, and drop them in any case."""
+        ...
+
+    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+        """Summed loss of a held-out microbatch, without gradients or dropout."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every tensor a checkpoint holds, live, under names that no plan changes."""
+        ...

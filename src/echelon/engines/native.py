@@ -1,0 +1,125 @@
+"""The Engine made of echelon's own parts: PyTorch's DDP, `fully_shard` and fused optimizers."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from echelon.data.loader import Microbatch
+from echelon.loss import IGNORE
+from echelon.mesh import Meshes
+from echelon.model.build import build_on_meta
+from echelon.model.weights import initialize_weights, load_pretrained
+from echelon.objective import Objective
+from echelon.optim import build_optimizer, global_norm
+from echelon.parallel import parallelize, shard_model
+from echelon.parallel.data import DataParallel
+from echelon.parallel.step import SingleStage
+from echelon.plan import ParallelPlan
+from echelon.recipe import Recipe
+
+
+class NativeEngine:
+    """One model, its data parallelism, its optimizer, and the way a step runs through them. See `Engine`."""
+
+    def __init__(
+        self,
+        parallel: DataParallel,
+        decoder: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        seed: int,
+    ) -> None:
+        self._parallel = parallel
+        self._decoder = decoder
+        self._optimizer = optimizer
+        self._objective = objective
+        self._forward_backward = SingleStage(parallel, seed)
+
+    def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> Tensor:
+        """See Engine."""
+        return self._forward_backward(step, microbatches, num_targets, self._objective)
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """See Engine."""
+        parameters = [parameter for parameter in self._decoder.parameters() if parameter.grad is not None]
+        norm = global_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def step(self, learning_rate: float, commit: Tensor) -> None:
+        """See Engine. A fused optimizer reads `found_inf` on the device: no host waits for the answer."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.found_inf = (~commit).float()  # type: ignore[attr-defined]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+        """See Engine."""
+        with self._parallel.evaluation() as module:
+            loss: Tensor = module(microbatch, self._objective)
+            return loss
+
+    def rehearse(self, microbatch: Microbatch) -> None:
+        """Run one whole step on a microbatch without targets, and apply nothing. Collective.
+
+        DDP lays out its buckets anew after its first backward pass, and sums depend on the layout; after a rehearsal a
+        fresh start and a resumed one add up in the same order. It is also where memory runs out if it will, and
+        where the optimizer makes the state that a checkpoint is loaded into.
+        """
+        masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
+        one = torch.ones((), device=masked.labels.device)
+        self.forward_backward(0, [masked], one)
+        self.clip(None)
+        self.step(0.0, commit=torch.zeros((), dtype=torch.bool, device=one.device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Engine. `model.NAME`, and `optimizer.NAME.KEY` for each tensor the optimizer keeps for a parameter."""
+        state: dict[str, Any] = {}
+        for name, parameter in self._decoder.named_parameters():
+            state[f"model.{name}"] = parameter.detach()
+            for key, value in self._optimizer.state[parameter].items():
+                state[f"optimizer.{name}.{key}"] = value
+        for name in persistent_buffers(self._decoder):
+            state[f"model.{name}"] = self._decoder.get_buffer(name)
+        return state
+
+
+def persistent_buffers(model: nn.Module) -> list[str]:
+    """Names of the buffers that belong to a checkpoint."""
+    return [name for name, _ in model.named_buffers() if name in model.state_dict(keep_vars=True)]
+
+
+def build_native_engine(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    objective: Objective,
+    device: torch.device,
+    compile_backend: str = "inductor",
+) -> NativeEngine:
+    """Build on meta, shard, materialise, fill with weights, wrap. Collective.
+
+    No rank ever holds more than its shard of the model and one whole unit of it.
+    """
+    skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
+    model = copy.deepcopy(skeleton)
+    module = shard_model(model, plan, meshes, compile_backend)
+    module.to_empty(device="cpu" if plan.cpu_offload else device)
+    model.tie_weights()
+    if recipe.model.checkpoint is None:
+        initialize_weights(model, skeleton, recipe.run.seed)
+    else:
+        load_pretrained(model, skeleton, Path(recipe.model.checkpoint))
+    module.train()
+    parallel = parallelize(module, plan, meshes)
+    optimizer = build_optimizer(model.named_parameters(), recipe.optim)
+    return NativeEngine(parallel, model, optimizer, objective, recipe.run.seed)

@@ -1,0 +1,31 @@
+"""Applying a plan to a model: the order of the transforms, from the inside out."""
+
+from torch import nn
+
+from echelon.mesh import Meshes
+from echelon.model.parts import find_parts
+from echelon.objective import ObjectiveModule
+from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
+from echelon.parallel.data import DataParallel, apply_fully_shard, build_data_parallel
+from echelon.plan import ParallelPlan
+
+
+def shard_model(model: nn.Module, plan: ParallelPlan, meshes: Meshes, compile_backend: str) -> ObjectiveModule:
+    """Everything that may happen on meta: checkpointing, compilation and sharding of each decoder layer.
+
+    Checkpointing is innermost, so that a compiled layer recomputes inside its own graph; sharding is outermost, so that
+    its hooks stay outside every graph. Parameter names stay those of `transformers` throughout.
+    """
+    layers = find_parts(model).layers
+    apply_activation_checkpointing(layers, plan.activation_checkpointing)
+    if plan.compile:
+        apply_compile(layers, compile_backend)
+    module = ObjectiveModule(model)
+    if plan.uses_fully_shard:
+        apply_fully_shard(module, layers, plan, meshes)
+    return module
+
+
+def parallelize(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes) -> DataParallel:
+    """The data parallelism around a materialised model. Collective: DDP compares the replicas as it is built."""
+    return build_data_parallel(module, plan, meshes)

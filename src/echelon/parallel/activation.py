@@ -1,0 +1,49 @@
+"""Activation checkpointing and compilation of decoder layers, in place and without renaming a parameter."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# What `selective` keeps: results of matrix products and attention, the costly part of a layer. The rest is recomputed.
+KEPT_OPERATIONS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def apply_activation_checkpointing(layers: Iterable[nn.Module], policy: str) -> None:
+    """Make each decoder layer recompute its activations in the backward pass.
+
+    Args:
+        policy: `none`; `full` keeps a layer's input alone (Chen et al. 2016); `selective` also keeps matrix products
+            and attention (Korthikanti et al. 2022).
+    """
+    if policy == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if policy == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _selective_policy)
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
+
+
+def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_compile(layers: Iterable[nn.Module], backend: str) -> None:
+    """Compile each decoder layer's forward. Equal layers share one compilation.
+
+    The forward is compiled rather than the module: hooks of FSDP stay outside the graph, and names stay as they are.
+    """
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=False)

@@ -1,0 +1,44 @@
+"""Forward and backward over a step's microbatches, in one stage."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from echelon.data.loader import Microbatch
+from echelon.model.weights import derive_seed
+from echelon.objective import Objective
+from echelon.parallel.data import DataParallel
+
+
+class ForwardBackward(Protocol):
+    """Runs a step's microbatches and leaves gradients of sum(loss) / num_targets on the parameters."""
+
+    def __call__(
+        self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
+    ) -> Tensor:
+        """Collective. Returns this rank's summed loss, an fp64 scalar on the device."""
+        ...
+
+
+class SingleStage:
+    """Every rank runs the whole depth of the model, one microbatch after the other."""
+
+    def __init__(self, parallel: DataParallel, seed: int) -> None:
+        self._parallel = parallel
+        self._seed = seed
+
+    def __call__(
+        self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
+    ) -> Tensor:
+        """See ForwardBackward."""
+        total = torch.zeros((), dtype=torch.float64, device=num_targets.device)
+        for index, microbatch in enumerate(microbatches):
+            # Random state is not saved but derived, so that dropout is the same after a resume.
+            torch.manual_seed(derive_seed(self._seed, step, int(microbatch.positions[0])))
+            with self._parallel.microbatch(is_last=index == len(microbatches) - 1):
+                loss = self._parallel.module(microbatch, objective)
+            (loss / num_targets).backward()
+            total += loss.detach()
+        return total
