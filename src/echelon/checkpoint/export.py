@@ -1,0 +1,132 @@
+"""Leaving echelon: an HF folder that `transformers` loads, written with bounded memory and read back."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from echelon.checkpoint.safety import read_metadata
+from echelon.checkpoint.store import Checkpoint, list_checkpoints, load_alone
+from echelon.errors import CheckpointError, ConfigError
+from echelon.model.build import build_on_meta, parameter_names
+from echelon.model.weights import initialize_buffers
+from echelon.run_folder import RunFolder
+
+SHARD_BYTES = 4 * 2**30
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def newest_of(run: Path) -> Checkpoint:
+    """A run's newest checkpoint. Raises ConfigError where there is none."""
+    checkpoints = list_checkpoints(run)
+    if not checkpoints:
+        raise ConfigError(f"{run} has no checkpoint; train it first, or give the folder of a run or an HF model.")
+    return checkpoints[-1]
+
+
+def run_skeleton(run: Path) -> PreTrainedModel:
+    """The model of a run, on meta, from the config that its training wrote."""
+    from transformers import AutoConfig
+
+    folder = RunFolder(run)
+    config = AutoConfig.from_pretrained(folder.model_dir)
+    return build_on_meta(config)
+
+
+def load_run_model(run: Path, device: torch.device) -> PreTrainedModel:
+    """The live model of a run's newest checkpoint, whole, in evaluation mode."""
+    skeleton = run_skeleton(run)
+    model = run_skeleton(run).to_empty(device=device)
+    model.tie_weights()
+    initialize_buffers(model, skeleton)
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    load_alone(newest_of(run).path, tensors)
+    return model.eval()
+
+
+def export_run(run: Path, out: Path, dtype: str = "fp32") -> Path:
+    """Write the newest checkpoint of a run as an HF folder: config, safetensors, tokenizer.
+
+    Memory stays within one file of weights (4 GiB) whatever the model's size. The folder appears whole or not at all.
+
+    Raises:
+        ConfigError: `out` exists and is not empty, or the dtype is unknown.
+        CheckpointError: what was written does not read back as what was saved.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}.")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} exists and is not empty; give a new folder.")
+    checkpoint = newest_of(run)
+    writing = out.with_name(f".writing-{out.name}")
+    writing.mkdir(parents=True, exist_ok=True)
+    for leftover in writing.iterdir():
+        leftover.unlink()
+    _write_weights(checkpoint.path, run_skeleton(run), writing, DTYPES[dtype])
+    _write_sidecars(RunFolder(run).model_dir, writing, dtype)
+    if out.exists():
+        out.rmdir()
+    writing.rename(out)
+    return out
+
+
+def _write_weights(checkpoint: Path, skeleton: PreTrainedModel, out: Path, dtype: torch.dtype) -> None:
+    check_complete(checkpoint, skeleton)
+    groups = list(_file_groups(skeleton, dtype))
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(groups, start=1):
+        single = len(groups) == 1
+        file = "model.safetensors" if single else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
+        tensors = _load_tensors(checkpoint, skeleton, names)
+        save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, out / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(groups) > 1:
+        size = sum(parameter.numel() * dtype.itemsize for parameter in skeleton.parameters())
+        index_text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
+        (out / "model.safetensors.index.json").write_text(index_text)
+
+
+def _file_groups(skeleton: PreTrainedModel, dtype: torch.dtype) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for name, parameter in parameter_names(skeleton).items():
+        nbytes = parameter.numel() * dtype.itemsize
+        if group and size + nbytes > SHARD_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += nbytes
+    yield group
+
+
+def _load_tensors(checkpoint: Path, skeleton: PreTrainedModel, names: list[str]) -> dict[str, Tensor]:
+    tensors = {f"model.{name}": torch.empty(skeleton.get_parameter(name).shape) for name in names}
+    load_alone(checkpoint, tensors)
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def check_complete(checkpoint: Path, skeleton: PreTrainedModel) -> None:
+    """Whether the checkpoint has exactly the model's weights. Raises CheckpointError."""
+    saved = {
+        name.removeprefix("model.")
+        for name in read_metadata(checkpoint).state_dict_metadata
+        if name.startswith("model.")
+    }
+    wanted = set(parameter_names(skeleton))
+    if not wanted <= saved:
+        raise CheckpointError(f"Checkpoint {checkpoint} lacks {sorted(wanted - saved)[0]} of the run's model.")
+
+
+def _write_sidecars(model_dir: Path, out: Path, dtype: str) -> None:
+    """Copy config and tokenizer, with the dtype that the weights were written in."""
+    for path in model_dir.iterdir():
+        text = path.read_bytes()
+        if path.name == "config.json":
+            config = json.loads(text)
+            config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+            text = json.dumps(config, indent=2).encode()
+        (out / path.name).write_bytes(text)
