@@ -1,5 +1,4 @@
 # Everything runs from a virtual environment in .venv, made once; `make clean` removes it.
-# On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes the installation much smaller.
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -127,6 +127,11 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
+def use_one_tokenizer_thread() -> None:
+    """Keep `tokenizers` to one thread in this process: the processes beside it have the other cores."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def num_cores() -> int:
     """The CPU cores this process may use: its affinity, cut to the container's quota."""
     if hasattr(os, "sched_getaffinity"):

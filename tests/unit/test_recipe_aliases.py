@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_samples import SMALL, load_text
 
 from echelon.errors import ConfigError
 from echelon.recipe import Recipe
 from echelon.recipe.aliases import ALIASES, NO_EQUIVALENT, apply_aliases
 from echelon.recipe.draft import Draft
 from echelon.recipe.keys import recipe_keys
+from recipe_samples import SMALL, load_text
 
 
 def translated(data: dict[str, Any]) -> dict[str, Any]:

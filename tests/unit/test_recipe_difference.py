@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from recipe_samples import SMALL, load_text
 
 from echelon.recipe import Difference, blocking_differences, diff_recipes
+from recipe_samples import SMALL, load_text
 
 
 def blocked(folder: Path, before: list[str], after: list[str]) -> list[str]:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from recipe_samples import SMALL, load_text, write_recipe
 
 from echelon.errors import ConfigError
 from echelon.recipe import ModelConfig, Recipe, load_recipe, render_recipe
+from recipe_samples import SMALL, load_text, write_recipe
 
 PARTS = {
     "run": {"name": "small"},

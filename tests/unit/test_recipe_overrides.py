@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from recipe_samples import SMALL, load_text
 
 from echelon.errors import ConfigError
 from echelon.recipe import ParallelConfig, TrainedTokenizerConfig
+from recipe_samples import SMALL, load_text
 
 
 def test_values_are_yaml(tmp_path: Path) -> None:

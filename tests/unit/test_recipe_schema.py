@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from recipe_samples import load_text
 
 from echelon.recipe import Recipe, load_recipe, recipe_json_schema, redact, render_recipe_reference, render_starter
 from echelon.recipe.keys import recipe_keys
 from echelon.recipe.render import render_recipe
+from recipe_samples import load_text
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from recipe_samples import SMALL, load_text
 
 from echelon.errors import ConfigError
 from echelon.recipe import Recipe, check_built
 from echelon.recipe.keys import recipe_keys
 from echelon.recipe.unbuilt import UNBUILT, Unbuilt
+from recipe_samples import SMALL, load_text
 
 REFUSED = {
     "adapter.method": "adapter.method=lora",

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -34,6 +34,11 @@ class Microbatch:
     labels: torch.Tensor
     sample_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
+
+    def to(self, device: torch.device) -> "Microbatch":
+        """The same microbatch with its tensors on a device."""
+        input_ids, labels = (tensor.to(device, non_blocking=True) for tensor in (self.input_ids, self.labels))
+        return replace(self, input_ids=input_ids, labels=labels)
 
 
 @dataclass(frozen=True)

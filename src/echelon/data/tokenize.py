@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 from echelon.data.source import PIECE_BYTES, Span, TextFile, UnreadableText, is_text, iter_spans, read_span
 from echelon.errors import DataError, EchelonError
+from echelon.runtime import use_one_tokenizer_thread
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -205,7 +206,7 @@ def _start_worker(encoding: Encoding) -> None:
     """Set up a worker: one thread each, Ctrl-C left to the parent, and no life beyond the parent's."""
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    use_one_tokenizer_thread()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _worker_encoder = TaskEncoder(encoding)
 

@@ -1,0 +1,111 @@
+"""What echelon's step costs beside a plain PyTorch loop: the same model, batches and optimizer, interleaved.
+
+    python benchmarks/overhead.py TEXT_FILE [--rounds 8] [--steps 50]
+
+One process. Rounds of plain steps and of echelon's alternate, so that a machine whose speed drifts slows both. Each
+round gives a median step; the figure is the median over rounds of their ratio, with its spread.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from echelon.data.prepare import open_prepared
+from echelon.model.build import load_config
+from echelon.recipe import load_recipe
+from echelon.runtime import detect_cluster, start_runtime, stop_runtime
+from echelon.train.assemble import build_trainer
+from echelon.train.setup import prepare_run
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "tinyshakespeare.yaml"
+
+
+class PlainLoop:
+    """What a careful person would write by hand: fused AdamW, clipping, a schedule, the loss read every step."""
+
+    def __init__(self, config, tokens, batch, length, device):
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
+        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
+        vectors = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=True)
+        self.tokens, self.batch, self.length, self.device = tokens, batch, length, device
+        self.step = 0
+
+    def run(self, steps):
+        seconds = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            starts = np.random.randint(0, len(self.tokens) - self.length - 1, self.batch)
+            rows = torch.from_numpy(np.stack([self.tokens[s : s + self.length + 1] for s in starts]).astype(np.int64))
+            rows = rows.to(self.device)
+            logits = self.model(input_ids=rows[:, :-1], use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            for group in self.optimizer.param_groups:
+                group["lr"] = 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * self.step / 2000))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            loss.item()
+            self.step += 1
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds)
+
+
+def run_echelon(trainer, folder, steps):
+    trainer.num_steps += steps
+    trainer.fit()
+    rows = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
+    return statistics.median(row["step_seconds"] for row in rows[-steps:] if row["kind"] == "train")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=50)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch, open("/dev/null", "w") as console:
+        overrides = [
+            f"data.train.0.path={arguments.text}", f"run.dir={scratch}/run", "train.eval_every=1000000",
+            "checkpoint.every_steps=1000000", "train.log_every=10",
+        ]  # fmt: skip
+        recipe, _ = load_recipe(RECIPE, overrides)
+        prepared = prepare_run(recipe, False, lambda: detect_cluster(1), {}, lambda line: None)
+        folder, data = prepared.folder, open_prepared(prepared.folder.read_prepared_path(), recipe.data.sequence_len)
+        runtime = start_runtime()
+        trainer = build_trainer(recipe, prepared.plan, folder, runtime, console)
+        trainer.num_steps = 0
+        trainer._saves_at = trainer._evaluates_at = lambda done: False  # only the steps are measured
+        config = load_config(str(folder.model_dir))
+        tokens = data.train.read_samples(np.arange(data.train.num_samples - 1))[0].ravel()
+        plain = PlainLoop(config, tokens, recipe.global_batch_size, recipe.data.sequence_len, runtime.device)
+        plain.run(arguments.steps)
+        run_echelon(trainer, folder, arguments.steps)
+        rounds = [
+            (plain.run(arguments.steps), run_echelon(trainer, folder, arguments.steps)) for _ in range(arguments.rounds)
+        ]
+        trainer.loader.close()
+        trainer.store.close()
+        stop_runtime()
+    ratios = [ours / theirs for theirs, ours in rounds]
+    print(
+        f"{runtime.device}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"{arguments.rounds} rounds of {arguments.steps} steps each"
+    )
+    print(f"plain loop  {1e3 * statistics.median(theirs for theirs, _ in rounds):.2f} ms a step")
+    print(f"echelon     {1e3 * statistics.median(ours for _, ours in rounds):.2f} ms a step")
+    print(f"ratio       {statistics.median(ratios):.3f}  (min {min(ratios):.3f}, max {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The trainer and what stands around it: metrics, evaluation, generation."""

@@ -1,0 +1,150 @@
+"""Building a trainer from a recipe and a plan, in one rank, and running it."""
+
+from typing import TextIO
+
+import torch
+
+from echelon.checkpoint.store import Checkpoint, CheckpointStore
+from echelon.data.loader import BatchLoader, Microbatch
+from echelon.data.order import SampleOrder
+from echelon.data.prepare import PreparedData, open_prepared
+from echelon.engines.native import NativeEngine, build_native_engine
+from echelon.mesh import Meshes, build_mesh
+from echelon.model.build import resolve_config
+from echelon.model.folder import write_model_folder
+from echelon.objective import CausalLM
+from echelon.optim import build_schedule
+from echelon.plan import ParallelPlan
+from echelon.recipe import Recipe
+from echelon.run_folder import RunFolder
+from echelon.runtime import Runtime, find_peak_flops
+from echelon.shape import build_shape
+from echelon.sync import EveryStep
+from echelon.train.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
+from echelon.train.journal import Journal, build_trackers
+from echelon.train.state import TrainState
+from echelon.train.trainer import Trainer
+
+
+def run_training(
+    recipe: Recipe, plan: ParallelPlan, folder: RunFolder, runtime: Runtime, console: TextIO
+) -> TrainState:
+    """Train in this rank until the run's last step, from the newest checkpoint if there is one. Collective."""
+    trainer = build_trainer(recipe, plan, folder, runtime, console)
+    try:
+        state = trainer.fit()
+        trainer.store.close()
+    finally:
+        trainer.loader.close()
+        if trainer.journal is not None:
+            trainer.journal.close()
+    if runtime.rank == 0:
+        folder.append_event("done", step=state.step)
+        folder.mark_finished(state.step)
+    return state
+
+
+def build_trainer(
+    recipe: Recipe,
+    plan: ParallelPlan,
+    folder: RunFolder,
+    runtime: Runtime,
+    console: TextIO,
+    compile_backend: str = "inductor",
+) -> Trainer:
+    """Everything a run needs, rehearsed and loaded, ready for `fit`. Collective."""
+    device = runtime.device
+    meshes = build_mesh(plan, device.type)
+    data = open_prepared(folder.read_prepared_path(), recipe.data.sequence_len)
+    config = resolve_config(recipe, data.vocab_size, data.tokenizer)
+    if runtime.rank == 0:
+        write_model_folder(folder.model_dir, config, data.tokenizer)
+    objective = CausalLM()
+    engine = build_native_engine(recipe, config, plan, meshes, objective, device, compile_backend)
+    engine.rehearse(_any_microbatch(data, plan, device))
+    store = build_store(recipe, folder)
+    state = load_newest(store, engine, folder, runtime, console)
+    journal = None
+    num_steps = recipe.num_steps(data.train.num_samples)
+    if runtime.rank == 0:
+        folder.cut_metrics(state.step)
+        trackers = build_trackers(recipe.track, folder, state.step + 1)
+        journal = Journal(folder, console, trackers, num_steps, recipe.train.log_every)
+    return Trainer(
+        recipe=recipe,
+        num_steps=num_steps,
+        engine=engine,
+        objective=objective,
+        sync=EveryStep(),
+        schedule=build_schedule(recipe.optim, num_steps),
+        loader=build_loader(recipe, plan, data, meshes, state.step),
+        evaluator=build_evaluator(recipe, plan, data, meshes, device),
+        store=store,
+        meshes=meshes,
+        device=device,
+        shape=build_shape(config.to_dict()),
+        peak_flops=find_peak_flops(device, plan.precision.compute),
+        journal=journal,
+        state=state,
+    )
+
+
+def build_store(recipe: Recipe, folder: RunFolder) -> CheckpointStore:
+    """The run's checkpoint store, writing an event for each published checkpoint. Collective."""
+
+    def announce(checkpoint: Checkpoint) -> None:
+        folder.append_event("checkpoint", step=checkpoint.step)
+
+    return CheckpointStore(
+        folder.checkpoints_dir, recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous, on_published=announce
+    )
+
+
+def load_newest(
+    store: CheckpointStore, engine: NativeEngine, folder: RunFolder, runtime: Runtime, console: TextIO
+) -> TrainState:
+    """Fill the engine from the newest whole checkpoint; the state of a fresh run where there is none. Collective."""
+
+    def say(line: str) -> None:
+        print(line, file=console, flush=True)
+
+    checkpoint = store.newest(say)
+    if checkpoint is None:
+        if runtime.rank == 0:
+            folder.append_event("start", step=0)
+        return TrainState()
+    store.load(checkpoint, engine.state_dict())
+    if runtime.rank == 0:
+        folder.append_event("resume", step=checkpoint.step)
+        say(f"Resuming from {checkpoint.path.name}.")
+    return TrainState.from_dict(checkpoint.read_state()["train"])
+
+
+def build_loader(
+    recipe: Recipe, plan: ParallelPlan, data: PreparedData, meshes: Meshes, start_step: int
+) -> BatchLoader:
+    """This rank's batches from a step on."""
+    order = SampleOrder(data.train.num_samples, recipe.run.seed)
+    return BatchLoader(
+        data.train,
+        order,
+        recipe.global_batch_size,
+        plan.micro_batch_size,
+        dp_rank=meshes.data_rank,
+        dp_size=meshes.data_size,
+        start_step=start_step,
+    )
+
+
+def build_evaluator(
+    recipe: Recipe, plan: ParallelPlan, data: PreparedData, meshes: Meshes, device: torch.device
+) -> Evaluator | None:
+    """The held-out text, where there is any: `evaluate.batches` global batches of it, or the first 200."""
+    if data.validation is None or data.validation.num_samples == 0:
+        return None
+    num_sequences = (recipe.evaluate.batches or DEFAULT_BATCHES) * recipe.global_batch_size
+    return Evaluator(data.validation, num_sequences, plan.micro_batch_size, meshes, device)
+
+
+def _any_microbatch(data: PreparedData, plan: ParallelPlan, device: torch.device) -> Microbatch:
+    return read_in_order(data.train, 0, plan.micro_batch_size, data.train.num_samples).to(device)

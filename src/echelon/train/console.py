@@ -1,0 +1,50 @@
+"""What a person sees while a run trains: one plain line per logged step."""
+
+from typing import Any
+
+
+def render_step(row: dict[str, Any], num_steps: int, remaining_seconds: float | None) -> str:
+    """The console line of a train row: step, loss, norm, rate, speed, MFU, memory, data wait, time left."""
+    width = len(str(num_steps))
+    seconds = row["step_seconds"]
+    wait = None if not seconds else min(1.0, row["data_wait_seconds"] / seconds)
+    fields = [
+        f"step {row['step']:>{width}}/{num_steps}",
+        f"loss {_number(row['loss'], '.4f')}",
+        f"grad_norm {_number(row['grad_norm'], '.3f')}",
+        f"lr {row['learning_rate']:.2e}",
+        f"tok/s {_number(row['tokens_per_second'], ',.0f')}",
+        f"mfu {_percent(row['mfu'])}",
+        f"mem {_number(_gib(row['memory_peak_bytes']), '.2f')}GiB",
+        f"wait {_percent(wait)}",
+        f"eta {render_duration(remaining_seconds)}",
+    ]
+    if row["skipped"]:
+        fields.append("SKIPPED")
+    return "  ".join(fields)
+
+
+def render_duration(seconds: float | None) -> str:
+    """Seconds as 3d04h, 2h05m, 4m10s or 12s; a dash when unknown."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def _gib(count: int | None) -> float | None:
+    return None if count is None else count / 2**30

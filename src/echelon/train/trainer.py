@@ -1,0 +1,169 @@
+"""The trainer: one loop for every method, strategy and engine.
+
+One step, read in five files: this one, `engines/native.py`, `parallel/step.py`, `objective.py` and `sync/__init__.py`.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.checkpoint.store import CheckpointStore
+from echelon.data.loader import BatchLoader, StepBatch
+from echelon.engines import Engine
+from echelon.errors import TrainingError
+from echelon.mesh import Meshes
+from echelon.objective import Objective
+from echelon.optim import Schedule
+from echelon.recipe import Recipe
+from echelon.shape import ModelShape
+from echelon.sync import Synchronizer
+from echelon.train.evaluate import EvalResult, Evaluator
+from echelon.train.journal import Journal
+from echelon.train.metrics import (
+    PendingMetrics,
+    Stamp,
+    StepMetrics,
+    StepRecord,
+    largest_over_ranks,
+    peak_memory_bytes,
+    train_row,
+)
+from echelon.train.state import TrainState
+
+
+@dataclass
+class Trainer:
+    """Drives an engine over a loader, step by step. Every rank holds one and calls its methods in the same order."""
+
+    recipe: Recipe
+    num_steps: int
+    engine: Engine
+    objective: Objective
+    sync: Synchronizer
+    schedule: Schedule
+    loader: BatchLoader
+    evaluator: Evaluator | None
+    store: CheckpointStore
+    meshes: Meshes
+    device: torch.device
+    shape: ModelShape
+    peak_flops: float | None
+    journal: Journal | None
+    state: TrainState = field(default_factory=TrainState)
+
+    def fit(self) -> TrainState:
+        """Train to the last step. Collective.
+
+        Raises:
+            TrainingError: the loss or the gradient norm was not finite; nothing of that step was applied.
+            CheckpointError: a checkpoint could not be written.
+        """
+        self._mark = Stamp(self.device)
+        self._peak_bytes: int | None = None
+        pending: PendingMetrics | None = None
+        for step in range(self.state.step, self.num_steps):
+            running = PendingMetrics(self.train_step(step), self.meshes.loss)
+            if (
+                pending is not None
+            ):  # the host reads one step late, so that it never waits for the step it just launched
+                self._account(pending)
+            pending = running
+            if self._is_due(step + 1):
+                self._account(pending)
+                pending = None
+                self._pause(step + 1)
+        if pending is not None:
+            self._account(pending)
+        self.store.wait()
+        return self.state
+
+    def train_step(self, step: int) -> StepRecord:
+        """One optimizer step over the plan's microbatches. Collective."""
+        batch = next(self.loader)
+        num_targets = self.count_targets(batch)
+        self.sync.begin_step(step)
+        loss_sum = self.engine.forward_backward(step, batch.microbatches, num_targets.clamp(min=1))
+        grad_norm = self.engine.clip(self.recipe.optim.max_grad_norm)
+        commit = self.sync.should_commit(grad_norm)
+        learning_rate = self.schedule(step)
+        self.engine.step(learning_rate, commit)
+        self.sync.end_step(step)
+        return StepRecord(
+            step=step,
+            loss_sum=loss_sum,
+            num_targets=num_targets,
+            grad_norm=grad_norm,
+            commit=commit,
+            learning_rate=learning_rate,
+            num_tokens=batch.num_tokens,
+            batch_hash=batch.hash,
+            data_wait_seconds=self.loader.wait_seconds,
+        )
+
+    def count_targets(self, batch: StepBatch) -> Tensor:
+        """The step's number of targets over all microbatches and ranks; stays on the device. Collective."""
+        count = torch.stack([self.objective.count(microbatch) for microbatch in batch.microbatches]).sum()
+        count = count.to(self.device)
+        dist.all_reduce(count, group=self.meshes.loss)
+        return count
+
+    def evaluate(self) -> EvalResult:
+        """Loss on the held-out text. Collective."""
+        assert self.evaluator is not None
+        return self.evaluator.run(self.engine.loss_sum)
+
+    def _is_due(self, done: int) -> bool:
+        return self._saves_at(done) or self._evaluates_at(done)
+
+    def _saves_at(self, done: int) -> bool:
+        every = self.recipe.checkpoint.every_steps
+        return done == self.num_steps or (isinstance(every, int) and done % every == 0)
+
+    def _evaluates_at(self, done: int) -> bool:
+        every = self.recipe.train.eval_every
+        return self.evaluator is not None and (done == self.num_steps or (every is not None and done % every == 0))
+
+    def _pause(self, done: int) -> None:
+        """Evaluate and save between two steps; their time does not count as a step's."""
+        if self._evaluates_at(done):
+            result = self.evaluate()
+            if self.journal is not None:
+                row = {"kind": "eval", "step": done, "loss": result.loss, "perplexity": result.perplexity}
+                self.journal.evaluation(row)
+        if self._saves_at(done):
+            state = {"train": self.state.to_dict(), "sync": self.sync.state_dict()}
+            self.store.save(done, self.engine.state_dict(), state)
+        self._mark = Stamp(self.device)
+
+    def _account(self, pending: PendingMetrics) -> None:
+        """Book one finished step, write its row, and stop the run if it did not commit."""
+        metrics = pending.read()
+        seconds, self._mark = pending.finished.seconds_since(self._mark), pending.finished
+        self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
+        if self._peak_bytes is None or self.state.step % self.recipe.train.log_every == 0:
+            self._peak_bytes = largest_over_ranks(peak_memory_bytes(self.device), self.device, self.meshes.loss)
+        if self.journal is not None:
+            self.journal.train(self._row(metrics, seconds))
+        if not metrics.committed:
+            raise TrainingError(
+                f"step {metrics.step + 1}: loss={metrics.loss} and gradient norm={metrics.grad_norm}, and both must be "
+                "finite; the update was not applied. Lower optim.learning_rate or lengthen optim.warmup_steps, and "
+                "start the same command again: it goes on from the newest checkpoint."
+            )
+
+    def _row(self, metrics: StepMetrics, seconds: float) -> dict[str, object]:
+        rate = metrics.tokens / seconds
+        mfu = None
+        if self.peak_flops is not None:
+            mfu = self.shape.mfu(rate, self.meshes.data_size, self.peak_flops, self.recipe.data.sequence_len)
+        return train_row(
+            metrics,
+            tokens=self.state.tokens,
+            target_tokens=self.state.target_tokens,
+            tokens_per_second=rate,
+            step_seconds=seconds,
+            mfu=mfu,
+            memory_peak_bytes=self._peak_bytes,
+        )

@@ -1,0 +1,66 @@
+"""A job whose workers do almost nothing, to see how endings travel: `stub_job.py parent RUN COUNT MODE`.
+
+Its workers are this same file; they use echelon's own process part, and a collective in place of training.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from echelon.errors import ConfigError
+from echelon.launch.job import JobSpec
+from echelon.launch.local import LocalLauncher
+from echelon.run_folder import RunFolder
+from echelon.runtime import exported, start_runtime, start_watchdog, stop_runtime, worker_environment
+from echelon.train.worker import OutcomeReport, leave, redirect_output
+
+
+def run_parent(run_dir, count, mode):
+    argv = (sys.executable, __file__, "worker", run_dir, mode)
+    outcome = LocalLauncher(exported).submit(JobSpec(argv, int(count), Path(run_dir), worker_environment(int(count))))
+    print(f"message: {outcome.message}", flush=True)
+    return outcome.code
+
+
+def run_worker(run_dir, mode):
+    start_watchdog()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    folder = RunFolder(Path(run_dir))
+    console, _ = redirect_output(folder)
+    with OutcomeReport(folder, int(os.environ["RANK"])) as report:
+        runtime = start_runtime(timeout_seconds=60)
+        print(f"rank {runtime.rank} of {runtime.world_size} is up", file=console, flush=True)
+        meet()
+        (folder.path / f"pid-{runtime.rank}").write_text(str(os.getpid()))
+        behave(runtime.rank, mode)
+        meet()
+    stop_runtime(failed=report.outcome.code != 0)
+    return leave(1 if report.outcome.code == 1 else 0)
+
+
+def meet():
+    import torch
+    import torch.distributed as dist
+
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert int(total) == dist.get_world_size()
+
+
+def behave(rank, mode):
+    if mode == "refuse":
+        raise ConfigError("train.steps=0 is no length; give 1 or more.")
+    if mode == "raise" and rank == 1:
+        raise ValueError("the seventh tensor is missing")
+    if mode == "kill" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while mode == "work":
+        meet()
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    role, *arguments = sys.argv[1:]
+    sys.exit(run_parent(*arguments) if role == "parent" else run_worker(*arguments))

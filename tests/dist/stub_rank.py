@@ -1,0 +1,56 @@
+"""One rank under a foreign launcher, with preparation and training replaced by almost nothing: `stub_rank.py MODE`."""
+
+import sys
+import time
+import types
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from echelon.errors import ConfigError, EchelonError
+from echelon.plan import ParallelPlan
+from echelon.recipe import Recipe, render_recipe
+from echelon.run_folder import RunFolder, write_json, write_text
+from echelon.train import session
+from echelon.train.setup import PreparedRun
+
+RECIPE = Recipe.model_validate(
+    {
+        "run": {"name": "tiny", "dir": "run"},
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": "bytes",
+        "data": {"train": "text.txt"},
+        "train": {"steps": 10, "global_batch_size": 2},
+        "optim": {"learning_rate": 1e-3, "warmup_steps": 2},
+    }
+)
+
+
+def prepare(recipe, fresh, find_cluster, variables, say):
+    if sys.argv[1] == "refuse":
+        raise ConfigError("data.train: text.txt is empty; give a file with text.")
+    time.sleep(2)
+    folder = RunFolder(Path("run"))
+    folder.lock()
+    plan = ParallelPlan(strategy="ddp", dp_replicate=2)
+    write_json(folder.plan_path, plan.to_dict())
+    write_text(folder.recipe_path, render_recipe(recipe))
+    return PreparedRun(folder, plan)
+
+
+def train(recipe, plan, folder, runtime, console):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"rank {runtime.rank}: {int(total)} ranks trained {recipe.run.name}", file=console, flush=True)
+
+
+if __name__ == "__main__":
+    session.prepare_run = prepare
+    session._VISIBLE_SECONDS = 1.0
+    sys.modules["echelon.train.assemble"] = types.SimpleNamespace(run_training=train)
+    try:
+        sys.exit(session.train_as_rank(RECIPE, False, print).code)
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

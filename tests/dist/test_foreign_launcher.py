@@ -1,0 +1,55 @@
+"""Ranks that somebody else started: rank 0 prepares, the others wait, and every ending is told once."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+STUB = Path(__file__).with_name("stub_rank.py")
+
+
+def run_ranks(mode, directories):
+    """Exit codes and stderr of one process per directory, each its working directory."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    ranks = []
+    for rank, directory in enumerate(directories):
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(directories)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        command = [sys.executable, str(STUB), mode]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen(command, env=env, cwd=directory, **pipes))
+    results = [rank.communicate(timeout=90) for rank in ranks]
+    return [rank.returncode for rank in ranks], [out for out, _ in results], [err for _, err in results]
+
+
+def test_others_wait_for_rank_zero(tmp_path):
+    codes, outputs, errors = run_ranks("train", [tmp_path, tmp_path])
+    assert codes == [0, 0], errors
+    assert outputs == ["rank 0: 2 ranks trained tiny\n", ""]
+    assert (tmp_path / "run" / "logs" / "rank-00001.log").read_text().endswith("rank 1: 2 ranks trained tiny\n")
+
+
+def test_refusal_is_told_once_and_ends_every_rank(tmp_path):
+    codes, _, errors = run_ranks("refuse", [tmp_path, tmp_path])
+    assert codes == [2, 2]
+    assert errors == ["echelon: data.train: text.txt is empty; give a file with text.\n", ""]
+
+
+def test_folder_that_a_rank_does_not_see_is_refused(tmp_path):
+    here, elsewhere = tmp_path / "a", tmp_path / "b"
+    here.mkdir()
+    elsewhere.mkdir()
+    codes, _, errors = run_ranks("train", [here, elsewhere])
+    assert codes == [2, 2]
+    assert "rank 1 does not see the recipe.yaml and plan.json" in errors[0]
+    assert errors[1] == ""

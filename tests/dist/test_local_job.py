@@ -1,0 +1,129 @@
+"""Jobs of real processes: how each ending becomes one code and one message, and that nobody is left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.dist
+
+STUB = Path(__file__).with_name("stub_job.py")
+LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start_job(folder, mode, count=2):
+    command = [sys.executable, str(STUB), "parent", str(folder), str(count), mode]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run_job(folder, mode, count=2):
+    """The exit code, the lines on the terminal, and the message the parent would show."""
+    job = start_job(folder, mode, count)
+    output, _ = job.communicate(timeout=60)
+    lines = output.splitlines()
+    [message] = [line.removeprefix("message: ") for line in lines if line.startswith("message: ")]
+    return job.returncode, lines, message
+
+
+def await_workers(folder, count=2):
+    """The pids of the workers, once all of them work."""
+    files = [folder / f"pid-{rank}" for rank in range(count)]
+    deadline = time.monotonic() + 40
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline, "the workers did not start"
+        time.sleep(0.05)
+    return [int(file.read_text()) for file in files]
+
+
+def assert_gone(pids, seconds):
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+        assert time.monotonic() < deadline, f"orphans: {left}"
+        time.sleep(0.05)
+
+
+def test_success_is_quiet(tmp_path):
+    code, lines, message = run_job(tmp_path, "succeed")
+    assert (code, message) == (0, "")
+    # Rank 0 alone has the terminal, and the agent says nothing.
+    assert lines == ["rank 0 of 2 is up", "message: "]
+    assert (tmp_path / "logs" / "rank-00001.log").read_text() == "rank 1 of 2 is up\n"
+
+
+def test_refusal_is_code_2_and_one_message(tmp_path):
+    code, lines, message = run_job(tmp_path, "refuse")
+    assert (code, message) == (2, "train.steps=0 is no length; give 1 or more.")
+    assert len(lines) == 2
+
+
+def test_exception_names_its_rank_and_the_traceback_stays_in_the_log(tmp_path):
+    code, lines, message = run_job(tmp_path, "raise")
+    assert code == 1
+    log = tmp_path / "logs" / "rank-00001.log"
+    assert message == f"rank 1 failed: ValueError: the seventh tensor is missing; see {log}"
+    assert len(lines) == 2
+    assert "Traceback" in log.read_text()
+
+
+def test_killed_rank_is_named(tmp_path):
+    code, _, message = run_job(tmp_path, "kill")
+    pid = (tmp_path / "pid-1").read_text()
+    assert code == 1
+    assert message.startswith(f"rank 1 (pid {pid}) was killed by SIGKILL")
+    assert message.endswith(f"see {tmp_path / 'logs' / 'rank-00001.log'}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopping_the_parent_stops_the_workers(tmp_path, number):
+    job = start_job(tmp_path, "work")
+    pids = await_workers(tmp_path)
+    job.send_signal(number)
+    output, _ = job.communicate(timeout=20)
+    assert job.returncode == 1
+    assert output.splitlines()[-1] == f"message: stopped by {number.name}"
+    assert_gone(pids, seconds=0.5)
+
+
+def test_killing_the_parent_leaves_no_orphan(tmp_path):
+    job = start_job(tmp_path, "work")
+    pids = await_workers(tmp_path)
+    job.kill()
+    job.communicate(timeout=20)
+    assert_gone(pids, seconds=5)
+
+
+def launched_environment(rank, world_size, port):
+    env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
+    return env | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def test_taken_port_is_named_with_its_remedy():
+    code = "from echelon.runtime import open_store; open_store(10)"
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        env = launched_environment(0, 2, port)
+        result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"echelon.errors.LaunchError: rank 0 cannot listen on 127.0.0.1:{port}")
+    assert "MASTER_PORT" in last
+
+
+def test_absent_peer_is_named_with_its_remedy():
+    code = "from echelon.runtime import open_store; open_store(2)"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    env = launched_environment(0, 2, port)
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"echelon.errors.LaunchError: rank 0 did not meet all 2 processes at 127.0.0.1:{port}")

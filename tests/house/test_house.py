@@ -1,0 +1,114 @@
+"""The house rules that a test can check: layers, sizes, docstrings, annotations, names, recipes."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from echelon.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "echelon"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+LAYERS = {
+    "errors": 0, "recipe": 0, "hardware": 0, "shape": 0, "plan": 0, "run_folder": 0, "planner": 0, "launch": 0,
+    "runtime": 1, "mesh": 1,
+    "model": 2, "data": 2, "objective": 2, "loss": 2, "optim": 2,
+    "parallel": 3, "sync": 3, "checkpoint": 3,
+    "engines": 4, "train": 4,
+    "cli": 5, "__init__": 5, "__main__": 5,
+}  # fmt: skip
+TORCH_FREE = {"errors", "recipe", "hardware", "shape", "plan", "run_folder", "planner", "launch"}
+SIBLINGS = {"parallel", "sync", "checkpoint"}
+
+
+def part(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path, top_level_only: bool = False):
+    tree = ast.parse(path.read_text())
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def functions(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    here = part(path)
+    for module in imports(path):
+        if module.startswith("echelon."):
+            there = module.split(".")[1]
+            assert LAYERS[there] <= LAYERS[here], f"{here} (L{LAYERS[here]}) imports {there} (L{LAYERS[there]})"
+            if here in SIBLINGS and there in SIBLINGS:
+                assert here == there, f"{here} imports its sibling {there}"
+    if here in TORCH_FREE:
+        heavy = {name.split(".")[0] for name in imports(path, top_level_only=True)} & {"torch", "transformers"}
+        assert not heavy, f"{path.name} must import without {heavy}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_sizes(path):
+    lines = path.read_text().count("\n")
+    assert lines <= 500, f"{path}: {lines} lines"
+    for node in functions(path):
+        length = node.end_lineno - node.lineno + 1
+        assert length <= 80, f"{path}:{node.lineno} {node.name}: {length} lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_public_names_have_docstrings_and_annotations(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), f"{path} has no module docstring"
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            continue
+        for child in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(child, ast.FunctionDef) and not child.name.startswith("_") and not node.name.startswith("_"):
+                assert ast.get_docstring(child), f"{path}:{child.lineno} {node.name}.{child.name} has no docstring"
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
+    for node in functions(path):
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        bare = [item.arg for item in arguments if item.annotation is None and item.arg not in ("self", "cls")]
+        assert not bare and node.returns is not None, f"{path}:{node.lineno} {node.name} is not annotated: {bare}"
+
+
+def test_no_file_is_called_utils():
+    banned = {"utils", "common", "helper", "helpers", "manager", "base", "misc"}
+    assert not [path for path in FILES if path.stem in banned]
+
+
+def test_only_runtime_reads_the_environment():
+    readers = [path for path in FILES if re.search(r"os\.(environ|getenv)", path.read_text())]
+    assert {part(path) for path in readers} <= {"runtime"}, readers
+
+
+def test_print_is_for_the_console():
+    for path in FILES:
+        if part(path) == "cli":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                assert any(keyword.arg == "file" for keyword in node.keywords), f"{path}:{node.lineno} prints"
+
+
+def test_no_unfiled_todo():
+    for path in FILES:
+        assert not re.search(r"\b(TODO|FIXME|XXX)\b(?!.*#\d+)", path.read_text()), path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_recipe_loads(path):
+    load_recipe(path)

@@ -1,0 +1,106 @@
+"""Initial weights are the same under every plan, and no rank ever holds the whole model."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.engines.native import build_native_engine
+from echelon.mesh import build_mesh
+from echelon.model.build import load_config
+from echelon.objective import CausalLM
+from echelon.recipe import load_recipe
+from families import small_config, small_model
+from training import Row, resolve, with_ranks, write_recipe
+
+pytestmark = pytest.mark.dist
+
+
+def whole_weights(rank, world_size, path, plan, family, tied):
+    recipe, _ = load_recipe(Path(path))
+    meshes = build_mesh(plan, "cpu")
+    config = load_config(small_config(family, tied))
+    engine = build_native_engine(recipe, config, plan, meshes, CausalLM(), torch.device("cpu"))
+    parameters = dict(engine._decoder.named_parameters())
+    return {
+        name: np.array((value.full_tensor() if hasattr(value, "full_tensor") else value).detach())
+        for name, value in parameters.items()
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma", "mistral"])
+@pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 2), ("fsdp", 4), ("hsdp", 4)])
+def test_weights_do_not_depend_on_the_plan(workers, text, tmp_path, family, tied, parallel, ranks):
+    row = with_ranks(Row(parallel), ranks)
+    path = write_recipe(row, tmp_path, text, steps=4)
+    recipe, _ = load_recipe(path)
+    plan = resolve(row, recipe, num_samples=1000)
+    expected = dict(small_model(family, tied, seed=recipe.run.seed).named_parameters())
+    for weights in workers.run(whole_weights, ranks, str(path), plan, family, tied):
+        assert weights.keys() == expected.keys()
+        for name, value in weights.items():
+            assert np.array_equal(value, expected[name].detach().numpy()), name
+
+
+def peak_while_building(rank, world_size, path, plan, config):
+    """How far resident memory rose above where it stood, in bytes, while the model was built."""
+    import threading
+    import time
+
+    import psutil
+
+    recipe, _ = load_recipe(Path(path))
+    meshes = build_mesh(plan, "cpu")
+    process = psutil.Process()
+    before = peak = process.memory_info().rss
+    done = threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, process.memory_info().rss)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
+    done.set()
+    thread.join()
+    whole = sum(parameter.numel() * 4 for parameter in engine._decoder.parameters())
+    return peak - before, whole
+
+
+@pytest.mark.parametrize("source", ["config", "checkpoint"])
+def test_no_rank_holds_the_whole_model(workers, text, tmp_path, source):
+    """512 MB of parameters on four ranks: each holds its quarter and one layer (64 MB), never the whole."""
+    fields = small_config(
+        "llama",
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    row = with_ranks(Row("fsdp"), 4)
+    path = write_recipe(row, tmp_path, text, steps=4)
+    plan = resolve(row, load_recipe(path)[0], num_samples=1000)
+    config = fields
+    if source == "checkpoint":
+        small_model("llama", **fields).save_pretrained(tmp_path / "saved")
+        content = path.read_text().replace('"config": ', f'"checkpoint": "{tmp_path / "saved"}", "_": ')
+        path = tmp_path / "from_checkpoint.json"
+        path.write_text(_without_config(content))
+        config = str(tmp_path / "saved")
+    for rise, whole in workers.run(peak_while_building, 4, str(path), plan, config):
+        assert whole > 500e6
+        assert rise < 0.6 * whole, f"rose by {rise / 1e6:.0f} MB of {whole / 1e6:.0f} MB"
+
+
+def _without_config(content: str) -> str:
+    import json
+
+    recipe = json.loads(content)
+    recipe["model"].pop("_")
+    return json.dumps(recipe)

@@ -1,0 +1,50 @@
+"""Every plan against the single process: the same losses, the same gradient norms, the same batches.
+
+The rows here are a covering array: every pair of options stands in at least one row. `make parity` runs the product.
+"""
+
+import pytest
+
+from parity_rows import COVERING, FULL
+from training import Row, difference, hashes, train, with_ranks
+
+LOSS, NORM = 2e-5, 1e-4
+BF16_LOSS, BF16_NORM = 2e-2, 5e-2
+
+pytestmark = pytest.mark.dist
+
+
+def check(workers, references, text, folder, row):
+    rows = train(workers, row, folder, text)
+    expected = references(row.reference())
+    losses, norms = difference(rows, expected)
+    loss_bound, norm_bound = (BF16_LOSS, BF16_NORM) if row.precision == "bf16" else (LOSS, NORM)
+    assert losses <= loss_bound and norms <= norm_bound, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
+    assert hashes(rows) == hashes(expected)
+    evaluations = [[each["loss"] for each in run if each["kind"] == "eval"] for run in (rows, expected)]
+    assert evaluations[0] == pytest.approx(evaluations[1], abs=loss_bound)
+
+
+@pytest.mark.parametrize("row", COVERING, ids=str)
+def test_equals_one_process(workers, references, text, tmp_path, row):
+    check(workers, references, text, tmp_path, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", FULL, ids=str)
+def test_equals_one_process_whole_product(workers, references, text, tmp_path, row):
+    check(workers, references, text, tmp_path, row)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("mutation", ["local count", "average again"])
+def test_a_planted_mistake_turns_rows_red(workers, references, text, tmp_path, parallel, mutation):
+    row = with_ranks(Row(parallel=parallel), ranks=2)
+    losses, norms = difference(train(workers, row, tmp_path, text, mutation=mutation), references(row.reference()))
+    assert losses > LOSS or norms > NORM
+
+
+def test_a_wrong_sample_on_one_rank_changes_the_batch_hash(workers, references, text, tmp_path):
+    row = with_ranks(Row(), ranks=2)
+    rows = train(workers, row, tmp_path, text, mutation="wrong sample")
+    assert all(ours != right for ours, right in zip(hashes(rows), hashes(references(row.reference())), strict=True))

@@ -1,0 +1,80 @@
+"""A run that stopped and went on is the run that never stopped; under another plan it is the same curve."""
+
+import shutil
+
+import pytest
+
+from training import Row, difference, equal_tensors, hashes, tensors_of, train, with_ranks
+
+pytestmark = pytest.mark.dist
+
+EXACT = ("step", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate", "batch_hash", "skipped")
+
+PLANS = [
+    Row(),
+    with_ranks(Row("ddp"), 2, micro_batch=2),
+    with_ranks(Row("ddp"), 4),
+    with_ranks(Row("zero1"), 2, micro_batch=2),
+    with_ranks(Row("zero2"), 4, micro_batch=1),
+    with_ranks(Row("fsdp"), 2),
+    with_ranks(Row("fsdp"), 4),
+    with_ranks(Row("hsdp"), 4),
+    with_ranks(Row("ddp", family="gpt2", tied=True, dropout=0.1), 2, micro_batch=2),
+    with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1), 4),
+    with_ranks(Row("ddp", precision="bf16", checkpointing="full"), 2),
+]
+
+
+@pytest.mark.parametrize("row", PLANS, ids=str)
+def test_five_and_five_steps_are_ten_bit_for_bit(workers, text, tmp_path, row):
+    straight = train(workers, row, tmp_path / "straight", text, steps=10)
+    train(workers, row, tmp_path / "resumed", text, steps=10, stop_at=5)
+    resumed = train(workers, row, tmp_path / "resumed", text, steps=10)
+    ours, theirs = (
+        [tuple(each[key] for key in EXACT) for each in rows if each["kind"] == "train"] for rows in (resumed, straight)
+    )
+    assert ours == theirs
+    runs = [tensors_of(tmp_path / name / "run", step=10) for name in ("straight", "resumed")]
+    assert equal_tensors(*runs)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(workers, text, tmp_path_factory):
+    """Ten steps on one process."""
+    return train(workers, Row(), tmp_path_factory.mktemp("one"), text, steps=10)
+
+
+SECOND_HALVES = [
+    (with_ranks(Row("ddp"), 2), with_ranks(Row("fsdp"), 4)),
+    (with_ranks(Row("fsdp"), 4), Row("ddp")),
+    (with_ranks(Row("ddp"), 2), with_ranks(Row("fsdp"), 2)),
+    (with_ranks(Row("zero1"), 2), with_ranks(Row("hsdp"), 4)),
+    (with_ranks(Row("hsdp"), 4), with_ranks(Row("zero2"), 2)),
+    (Row("fsdp"), with_ranks(Row("zero1"), 4)),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), SECOND_HALVES, ids=str)
+def test_another_plan_goes_on_with_the_same_curve(workers, text, tmp_path, uninterrupted, first, second):
+    train(workers, first, tmp_path, text, steps=10, stop_at=5)
+    rows = train(workers, second, tmp_path, text, steps=10)
+    losses, norms = difference(rows, uninterrupted)
+    assert losses <= 2e-5 and norms <= 1e-4
+    assert hashes(rows) == hashes(uninterrupted)
+
+
+def test_two_ranks_then_four_then_one(workers, text, tmp_path, uninterrupted):
+    train(workers, with_ranks(Row("ddp"), 2), tmp_path, text, steps=10, stop_at=3)
+    train(workers, with_ranks(Row("fsdp"), 4), tmp_path, text, steps=10, stop_at=7)
+    rows = train(workers, Row(), tmp_path, text, steps=10)
+    losses, norms = difference(rows, uninterrupted)
+    assert losses <= 2e-5 and norms <= 1e-4
+    assert hashes(rows) == hashes(uninterrupted)
+
+
+def test_without_the_checkpoint_the_metrics_begin_again(workers, text, tmp_path, uninterrupted):
+    """The resume tests can fail: a run whose checkpoints are gone starts over and cuts its own rows."""
+    train(workers, Row(), tmp_path, text, steps=10, stop_at=5)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    rows = train(workers, Row(), tmp_path, text, steps=10, stop_at=2)
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2]

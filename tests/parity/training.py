@@ -1,0 +1,227 @@
+"""Running real training in the worker pool: what every parity, resume and reshard test is made of."""
+
+import json
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from echelon.data.loader import BatchLoader
+from echelon.data.order import SampleOrder
+from echelon.data.prepare import prepare_data
+from echelon.data.shards import NO_LABEL
+from echelon.hardware import Accelerator, Cluster
+from echelon.plan import ParallelPlan, resolve_plan
+from echelon.recipe import load_recipe, render_recipe
+from echelon.run_folder import RunFolder
+from echelon.runtime import Runtime
+from echelon.shape import build_shape
+from echelon.train.assemble import build_trainer
+from families import small_config
+from workers import WorkerPool
+
+GLOBAL_BATCH = 8
+SEQUENCE_LEN = 32
+MACHINE = Accelerator(
+    "test machine", memory_bytes=2**33, bf16_flops=None, fp32_flops=None, memory_bandwidth=None, source="-"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination of options: what a plan, a model and a precision can be."""
+
+    parallel: Any = "ddp"
+    ranks: int = 1
+    micro_batch: int = GLOBAL_BATCH
+    family: str = "llama"
+    tied: bool = False
+    checkpointing: str = "none"
+    compile: bool = False
+    precision: str = "fp32"
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        name = (
+            self.parallel if isinstance(self.parallel, str) else "+".join(f"{k}={v}" for k, v in self.parallel.items())
+        )
+        extras = [
+            f"{self.ranks} ranks", f"mb {self.micro_batch}", self.family, "tied" if self.tied else "untied",
+            f"ac {self.checkpointing}", "compile" if self.compile else "eager", self.precision,
+        ]  # fmt: skip
+        return " ".join([name, *extras])
+
+    def reference(self) -> "Row":
+        """The same training in one process, whole batch at once, nothing switched on."""
+        return Row(family=self.family, tied=self.tied, dropout=self.dropout)
+
+
+def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
+    """The row as a recipe file, the run folder beside it."""
+    dropout = {"attn_pdrop": row.dropout, "resid_pdrop": row.dropout} if row.family == "gpt2" else {}
+    overrides = {
+        "run": {"name": "row", "dir": str(folder / "run"), "seed": 3},
+        "model": {"config": small_config(row.family, row.tied, **dropout)},
+        "tokenizer": "bytes",
+        "data": {
+            "train": [{"path": str(text)}], "validation_fraction": 0.05, "sequence_len": SEQUENCE_LEN,
+            "prepared_dir": str(text.parent / "prepared"), "prepare_workers": 1,
+        },
+        "train": {
+            "steps": steps, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": row.micro_batch,
+            "precision": row.precision, "compile": row.compile, "activation_checkpointing": row.checkpointing,
+            "eval_every": steps,
+        },
+        "optim": {"learning_rate": 1e-3, "warmup_steps": 2},
+        "evaluate": {"batches": 1},
+        "parallel": row.parallel,
+        "checkpoint": {"every_steps": steps, "async": True},
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.json"  # JSON is YAML
+    path.write_text(json.dumps(overrides))
+    return path
+
+
+def resolve(row: Row, recipe: Any, num_samples: int) -> ParallelPlan:
+    """The plan that the real planner makes of the row on this many processes of one machine."""
+    cluster = Cluster(MACHINE, num_devices=row.ranks, devices_per_node=row.ranks, kind="cpu")
+    return resolve_plan(recipe, build_shape(recipe.model.config), cluster, num_samples=num_samples)
+
+
+def train(
+    workers: WorkerPool,
+    row: Row,
+    folder: Path,
+    text: Path,
+    steps: int = 4,
+    stop_at: int | None = None,
+    mutation: str = "",
+) -> list[dict[str, Any]]:
+    """Train (or go on training) a row in real processes; the rows of metrics.jsonl."""
+    path = write_recipe(row, folder, text, steps)
+    recipe, _ = load_recipe(path)
+    data = prepare_data(recipe, lambda line: None)
+    run = RunFolder(Path(recipe.run.dir))
+    run.create()
+    run.write_prepared_path(data.path)
+    run.recipe_path.write_text(render_recipe(recipe))
+    plan = resolve(row, recipe, data.train.num_samples)
+    workers.run(train_rank, row.ranks, str(path), plan, stop_at, mutation)
+    return read_rows(run.path)
+
+
+def read_rows(run: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class Masked:
+    """A dataset whose targets are uneven: a stretch of each sequence has none, and some sequences have none at all."""
+
+    def __init__(self, dataset: Any, order: SampleOrder) -> None:
+        self._dataset = dataset
+        self._without = set(order.sample_ids(GLOBAL_BATCH, 2).tolist())  # the first two places of step 1
+        self.num_samples, self.num_tokens = dataset.num_samples, dataset.num_tokens
+
+    def read_samples(self, ids: Any) -> tuple[Any, Any]:
+        inputs, labels = self._dataset.read_samples(ids)
+        for row, sample in zip(labels, ids.tolist(), strict=True):
+            row[: SEQUENCE_LEN if sample in self._without else sample * 7 % (SEQUENCE_LEN - 1)] = NO_LABEL
+        return inputs, labels
+
+
+def train_rank(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, mutation: str) -> None:
+    """One rank: the real trainer, its loader replaced by one with uneven targets, one fault planted if asked."""
+    recipe, _ = load_recipe(Path(path))
+    runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
+    with ExitStack() as stack, open("/dev/null", "w") as console:
+        for patch in mutations(mutation, world_size):
+            stack.enter_context(patch)
+        folder = RunFolder(Path(recipe.run.dir))
+        trainer = build_trainer(recipe, plan, folder, runtime, console, compile_backend="aot_eager")
+        trainer.loader.close()
+        dataset = trainer.loader._dataset
+        order = SampleOrder(dataset.num_samples, recipe.run.seed)
+        masked = Masked(dataset, order)
+        if mutation == "wrong sample" and rank == world_size - 1:
+            order = SampleOrder(dataset.num_samples, recipe.run.seed + 1)
+        trainer.loader = BatchLoader(
+            masked, order, GLOBAL_BATCH, plan.micro_batch_size, rank, world_size, trainer.state.step
+        )
+        if mutation == "local count":
+            trainer.count_targets = lambda batch: local_count(trainer, batch)
+        trainer.num_steps = stop_at or trainer.num_steps
+        trainer.fit()
+        trainer.loader.close()
+        trainer.store.close()
+        if trainer.journal is not None:
+            trainer.journal.close()
+
+
+def local_count(trainer: Any, batch: Any) -> torch.Tensor:
+    """The classic mistake: each rank divides by its own targets, scaled so that equal counts would hide it."""
+    counts = [trainer.objective.count(microbatch) for microbatch in batch.microbatches]
+    return torch.stack(counts).sum() * dist.get_world_size()
+
+
+def mutations(name: str, world_size: int) -> list[Any]:
+    """Faults that must turn parity rows red."""
+    if name == "average again":
+        from torch.distributed.fsdp import FSDPModule
+
+        import echelon.parallel.data as data
+
+        def averaged(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            return data.sum_gradients(group, bucket).then(lambda done: done.value() / world_size)
+
+        divide = FSDPModule.set_gradient_divide_factor
+        return [
+            mock.patch.object(data, "sum_gradients", averaged),
+            mock.patch.object(
+                FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, float(world_size))
+            ),
+        ]
+    return []
+
+
+def difference(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> tuple[float, float]:
+    """The largest absolute difference of losses, and the largest relative one of gradient norms."""
+    ours, theirs = ([row for row in each if row["kind"] == "train"] for each in (rows, expected))
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    losses = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
+    norms = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(ours, theirs, strict=True))
+    assert math.isfinite(losses) and math.isfinite(norms)
+    return losses, norms
+
+
+def hashes(rows: list[dict[str, Any]]) -> list[str]:
+    """The batch hash of every step."""
+    return [row["batch_hash"] for row in rows if row["kind"] == "train"]
+
+
+def with_ranks(row: Row, ranks: int, **changes: Any) -> Row:
+    """The row on another number of ranks, with the largest microbatch that divides."""
+    return replace(row, ranks=ranks, micro_batch=changes.pop("micro_batch", GLOBAL_BATCH // ranks), **changes)
+
+
+def tensors_of(run: Path, step: int) -> dict[str, Any]:
+    """Every tensor of a checkpoint, whole."""
+    from echelon.checkpoint.safety import read_metadata
+    from echelon.checkpoint.store import load_alone
+
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    entries = read_metadata(folder).state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    load_alone(folder, tensors)
+    return tensors
+
+
+def equal_tensors(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether two checkpoints are the same bit for bit."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

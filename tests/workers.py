@@ -1,0 +1,103 @@
+"""A pool of warm worker processes for tests that need real ranks: torch is imported once, not once a test.
+
+Each task gets a fresh gloo group over a fresh file store. A task that fails or hangs costs the pool, which is started
+anew for the next one: no state of a broken test reaches another.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT_SECONDS = 120.0
+
+
+class WorkerFailure(AssertionError):
+    """A rank raised, died or hung; the message holds its traceback."""
+
+
+def serve(connection: Connection) -> None:
+    """A worker's life: import torch, then run tasks until the pool closes the connection."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        function, rank, world_size, store_path, arguments = task
+        try:
+            store = dist.FileStore(store_path, world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            result = function(rank, world_size, *arguments)
+            dist.barrier()
+            dist.destroy_process_group()
+            connection.send(("ok", result))
+        except BaseException:
+            connection.send(("error", traceback.format_exc()))
+            return
+
+
+class WorkerPool:
+    """Up to `size` warm processes; `run` gives a function to the first `world_size` of them, as ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+        """Call `function(rank, world_size, *arguments)` on every rank; the results by rank.
+
+        `function` must be importable by name. Raises WorkerFailure with the first traceback.
+        """
+        self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            connections = [connection for _, connection in self._workers[:world_size]]
+            for rank, connection in enumerate(connections):
+                connection.send((function, rank, world_size, os.path.join(folder, "store"), arguments))
+            return self._collect(connections)
+
+    def close(self) -> None:
+        """End every worker."""
+        for process, connection in self._workers:
+            connection.close()
+            process.terminate()
+            process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        while len(self._workers) < self._size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _collect(self, connections: list[Connection]) -> list[Any]:
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while len(results) < len(connections):
+            waiting = [connection for rank, connection in enumerate(connections) if rank not in results]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise WorkerFailure(f"no answer within {TIMEOUT_SECONDS:.0f} s from {len(waiting)} ranks")
+            for connection in ready:
+                rank = connections.index(connection)
+                try:
+                    kind, value = connection.recv()
+                except EOFError:
+                    kind, value = "error", "the process died"
+                if kind == "error":
+                    self.close()
+                    raise WorkerFailure(f"rank {rank} of {len(connections)}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(connections))]
