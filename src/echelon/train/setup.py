@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from echelon.errors import ConfigError
 from echelon.hardware import Cluster
 from echelon.plan import ParallelPlan, resolve_plan
 from echelon.planner.memory import MemoryEstimate, estimate_memory
-from echelon.recipe import Recipe, render_recipe
+from echelon.recipe import Recipe, TrainedTokenizerConfig, render_recipe
 from echelon.run_folder import OpenedRun, RunFolder, describe_environment, open_run, write_json, write_text
 from echelon.shape import build_shape, resolve_vocab_size
+from echelon.train.journal import check_trackers
 
 # A resumed run keeps the choices made at its start, unless one of these was changed by hand.
 _PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch")
@@ -41,12 +43,16 @@ def prepare_run(
     """
     from echelon.data.prepare import prepare_data
 
-    opened = open_run(recipe, fresh, say)
+    find_cluster = cache(find_cluster)
+    opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()))
     if opened.state == "finished":
         return None
     folder = opened.folder
     try:
+        check_trackers(recipe.track)
         data = prepare_data(recipe, say)
+        if opened.state == "resumed":
+            _refuse_other_text(folder, data.content_digest)
         fields, line = find_model_fields(recipe, data.vocab_size)
         say(f"model: {line}")
         shape = build_shape(fields)
@@ -55,7 +61,7 @@ def prepare_run(
         if plan is None:
             plan = resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
-        folder.write_prepared_path(data.path)
+        folder.write_prepared_path(data.path, data.content_digest)
         write_run(folder, recipe, plan, estimate, cluster, variables)
     except BaseException:
         folder.unlock()
@@ -63,6 +69,59 @@ def prepare_run(
     for line in plan.describe():
         say(line)
     return PreparedRun(folder, plan)
+
+
+def check_request(recipe: Recipe, cluster: Cluster) -> None:
+    """Refuse what the recipe alone, its tokenizer and this cluster rule out, before any text is read or file written.
+
+    Raises ConfigError, PlanError or DataError naming the key.
+    """
+    from echelon.model.build import build_on_meta, load_config
+
+    check_trackers(recipe.track)
+    if recipe.model.checkpoint is not None:
+        check_weights(recipe.model.checkpoint)
+    fields, _ = find_model_fields(recipe, find_vocab_size(recipe) or _load_vocab_size(recipe))
+    resolve_plan(recipe, build_shape(fields), cluster)
+    trusted = recipe.model.trust_remote_code
+    config = load_config(recipe.model.checkpoint or fields, trusted)
+    build_on_meta(config, recipe.model.attn_implementation, trusted)
+
+
+def check_weights(checkpoint: str) -> None:
+    """Raise ConfigError unless `model.checkpoint` is a folder of a model with safetensors."""
+    from echelon.model.weights import SafetensorsFolder
+
+    path = Path(checkpoint)
+    if not path.is_dir():
+        raise ConfigError(
+            f"model.checkpoint={checkpoint}: no such folder, seen from {Path.cwd()}; give one with config.json and "
+            "safetensors. A model of the hub has to be downloaded first: `hf download ID --local-dir FOLDER`."
+        )
+    if RunFolder(path).recipe_path.is_file():
+        raise ConfigError(
+            f"model.checkpoint={checkpoint} is a run folder, which is not built yet; run `echelon export {checkpoint} "
+            "FOLDER` and give that folder."
+        )
+    SafetensorsFolder(path)
+
+
+def _load_vocab_size(recipe: Recipe) -> int:
+    from echelon.data.tokenizer import build_tokenizer, vocabulary_size
+
+    assert not isinstance(recipe.tokenizer, TrainedTokenizerConfig)
+    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.checkpoint, recipe.model.trust_remote_code)
+    return vocabulary_size(tokenizer.backend_tokenizer)
+
+
+def _refuse_other_text(folder: RunFolder, digest: str) -> None:
+    """The order of the samples is a function of the text: a run cannot go on with another one."""
+    before = folder.read_data_digest()
+    if before is not None and before != digest:
+        raise ConfigError(
+            f"data.train: the text is not what the run in {folder.path} began with: its tokens differ; restore the "
+            "text, pass --fresh to start anew, or choose another run.name."
+        )
 
 
 def write_run(
@@ -102,15 +161,18 @@ def _find_pinned_plan(opened: OpenedRun, cluster: Cluster) -> ParallelPlan | Non
     changed = any(each.key.startswith(_PLAN_KEYS) for each in opened.differences)
     if opened.state != "resumed" or changed or not folder.plan_path.exists():
         return None
-    environment = json.loads(folder.environment_path.read_text(encoding="utf-8"))
-    before = environment.get("cluster", {})
+    try:
+        before = json.loads(folder.environment_path.read_text(encoding="utf-8"))["cluster"]
+        plan = read_plan(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # then it is made again
     same = (before.get("kind"), before.get("num_devices"), before.get("devices_per_node")) == (
         cluster.kind,
         cluster.num_devices,
         cluster.devices_per_node,
     )
     same_device = before.get("accelerator", {}).get("name") == cluster.accelerator.name
-    return read_plan(folder) if same and same_device else None
+    return plan if same and same_device else None
 
 
 def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple[dict[str, Any], str]:
@@ -119,14 +181,16 @@ def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple
     None as the tokenizer's size means that it is not known yet: the config's own stands, or its family's default.
     Raises ConfigError when the model's vocabulary is smaller than the tokenizer's.
     """
+    source = "model.config"
     if recipe.model.config is not None:
         fields = dict(recipe.model.config)
     else:
         assert recipe.model.checkpoint is not None
+        source = f"model.checkpoint={recipe.model.checkpoint}"
         fields = _read_checkpoint_fields(recipe.model.checkpoint, recipe.model.trust_remote_code)
     if tokenizer_vocab_size is None:
         return fields, "vocab_size: as configured; the tokenizer is not known before the data is prepared"
-    size, line = resolve_vocab_size(fields, tokenizer_vocab_size)
+    size, line = resolve_vocab_size(fields, tokenizer_vocab_size, source)
     return {**fields, "vocab_size": size}, line
 
 
