@@ -266,7 +266,7 @@ def _find_reason(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     text = str(error).strip()
     if is_disk_full(error) or "No space left" in text:
-        return "the disk is full"
+        return "No space left on device: the disk is full"
     if _CUT_SHORT.search(text):
         return "a file was cut short, as on a full disk"
     return (text.splitlines() or [type(error).__name__])[0]

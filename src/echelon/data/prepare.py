@@ -94,7 +94,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
 
 def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
     return tuple(
-        Source(f"{key}[{index}]", config.path, config.format, config.fields.get("text", "text"))
+        Source(f"{key}.{index}", config.path, config.format, config.fields.get("text", "text"))
         for index, config in enumerate(configs)
     )
 

@@ -14,7 +14,7 @@ from echelon.plan import ParallelPlan, resolve_plan
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.recipe import Recipe, TrainedTokenizerConfig, render_recipe
 from echelon.run_folder import OpenedRun, RunFolder, describe_environment, open_run, write_json, write_text
-from echelon.shape import build_shape, resolve_vocab_size
+from echelon.shape import ModelShape, build_shape, resolve_vocab_size
 from echelon.train.journal import check_trackers
 
 # A resumed run keeps the choices made at its start, unless one of these was changed by hand.
@@ -82,10 +82,23 @@ def check_request(recipe: Recipe, cluster: Cluster) -> None:
     if recipe.model.checkpoint is not None:
         check_weights(recipe.model.checkpoint)
     fields, _ = find_model_fields(recipe, find_vocab_size(recipe) or _load_vocab_size(recipe))
-    resolve_plan(recipe, build_shape(fields), cluster)
+    shape = build_shape(fields)
+    resolve_plan(recipe, shape, cluster)
+    _check_positions(recipe, shape)
     trusted = recipe.model.trust_remote_code
     config = load_config(recipe.model.checkpoint or fields, trusted)
     build_on_meta(config, recipe.model.attn_implementation, trusted)
+
+
+def _check_positions(recipe: Recipe, shape: ModelShape) -> None:
+    """Rotary positions have no end, but a new model must not tell its users less than it was trained on."""
+    length, positions = recipe.data.sequence_len, shape.max_positions
+    if recipe.model.config is not None and positions is not None and length > positions:
+        raise ConfigError(
+            f"data.sequence_len={length} is longer than model.config.max_position_embeddings={positions}, beyond which "
+            f"the exported model would not be used; set model.config.max_position_embeddings={length}, or use a "
+            f"data.sequence_len of {positions} or less."
+        )
 
 
 def check_weights(checkpoint: str) -> None:
