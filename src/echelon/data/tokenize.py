@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ HASHED_BYTES = PIECE_BYTES
 
 _HASH_KEY = b"echelon validation 1"
 _TASKS_AHEAD = 3
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
@@ -175,9 +177,20 @@ def tokenize_tasks(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold SIGTERM and SIGINT back: a pool whose processes or thread were started half-way cannot be shut down."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _submit(pool: ProcessPoolExecutor, task: Task) -> Future[TokenizedTask]:
     try:
-        return pool.submit(_run_task, task)
+        with _uninterrupted():
+            return pool.submit(_run_task, task)
     except BrokenProcessPool as error:
         failed: Future[TokenizedTask] = Future()
         failed.set_exception(error)
@@ -206,6 +219,7 @@ def _start_worker(encoding: Encoding) -> None:
     """Set up a worker: one thread each, Ctrl-C left to the parent, and no life beyond the parent's."""
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # it was started while the parent held them back
     use_one_tokenizer_thread()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _worker_encoder = TaskEncoder(encoding)
