@@ -352,10 +352,21 @@ def test_taken_port_under_a_foreign_launcher(echelon, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_refusal_under_torchrun_is_said_before_the_ranks_are_ended(echelon, tmp_path):
+    write_recipe(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "echelon", "train", "recipe.json", "parallel={dp_shard: 8}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = [line for line in ended.stderr.splitlines() if line.startswith("echelon: ")]
+    assert ended.returncode == 1  # torchrun's own
+    assert len(said) == 1 and "dp_shard 8 makes 8 processes, and there are 2" in said[0], ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_preparing_at_once_and_being_stopped(echelon, tmp_path):
-    write_recipe(tmp_path, tokenizer={"train": {"vocab_size": 2000}}, data={"prepare_workers": 2})
+    write_recipe(tmp_path, data={"prepare_workers": 2})
     text = tmp_path / "text.txt"
-    text.write_text("".join(f"{n:x} and {n * n:x} are {n * n + n:b}\n" for n in range(60_000)))
+    text.write_text("".join(f"{n:x} and {n * n:x} are {n * n + n:b}\n" for n in range(160_000)))
     prepared = tmp_path / "runs" / "prepared"
 
     job = start("prepare", "recipe.json")
@@ -373,9 +384,4 @@ def test_preparing_at_once_and_being_stopped(echelon, tmp_path):
     assert [ending.code for ending in endings] == [0, 0], endings
     assert sum("tokenizing: " in ending.out for ending in endings) == 1
     assert len({ending.out.splitlines()[-1] for ending in endings}) == 1
-    assert await_nothing_else(prepared)
-
-
-def await_nothing_else(prepared):
-    """One prepared folder and its lock, nothing half-made."""
-    return sorted(path.suffix for path in prepared.iterdir()) == ["", ".lock"]
+    assert sorted(path.suffix for path in prepared.iterdir()) == ["", ".lock"]

@@ -179,12 +179,25 @@ def tokenize_tasks(
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold SIGTERM and SIGINT back: a pool whose processes or thread were started half-way cannot be shut down."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    """Hold SIGTERM and SIGINT back: a pool whose processes or thread were started half-way cannot be shut down.
+
+    Python calls handlers in its main thread whatever that thread blocks, so they are replaced; the processes started
+    here inherit what is blocked.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    handlers = {each: signal.signal(each, lambda number, _: arrived.append(number)) for each in _STOPS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 def _submit(pool: ProcessPoolExecutor, task: Task) -> Future[TokenizedTask]:
