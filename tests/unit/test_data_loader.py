@@ -28,7 +28,9 @@ def build_dataset(folder: Path, num_tokens: int) -> TokenDataset:
     return TokenDataset([TokenStore([(folder / each.file, each.tokens) for each in records], "uint16")], 8)
 
 
-def load(dataset: TokenDataset, steps: int, *, micro: int = 4, rank: int = 0, ranks: int = 1, start: int = 0) -> list[StepBatch]:
+def load(
+    dataset: TokenDataset, steps: int, *, micro: int = 4, rank: int = 0, ranks: int = 1, start: int = 0
+) -> list[StepBatch]:
     order = SampleOrder(dataset.num_samples, seed=1)
     with BatchLoader(dataset, order, GLOBAL_BATCH, micro, rank, ranks, start) as loader:
         return list(itertools.islice(loader, steps))

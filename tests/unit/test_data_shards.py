@@ -1,6 +1,7 @@
 """Shards, the manifest, and the windows cut from them, against a loop over a list."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -67,7 +68,7 @@ def test_a_store_reads_what_was_written(tmp_path, max_tokens, dtype):
 
 def brute_force(tokens: list[int], length: int, pad: int) -> list[tuple[list[int], list[int]]]:
     samples = []
-    pairs = list(zip(tokens[:-1], tokens[1:], strict=True))
+    pairs = list(itertools.pairwise(tokens))
     while pairs:
         head, pairs = pairs[:length], pairs[length:]
         head += [(pad, -100)] * (length - len(head))

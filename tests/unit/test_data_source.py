@@ -36,7 +36,9 @@ def source(path: Path | str, **fields: str) -> Source:
 
 
 def read_all(path: Path | str, **fields: str) -> list[bytes]:
-    return [text for file in list_files(source(path, **fields)) for span in iter_spans(file) for text in read_span(span)]
+    return [
+        text for file in list_files(source(path, **fields)) for span in iter_spans(file) for text in read_span(span)
+    ]
 
 
 def write_jsonl(path: Path, records: list[object]) -> None:
@@ -158,7 +160,7 @@ def test_documents_are_counted_up_to_a_limit(tmp_path):
 def awkward_texts() -> dict[str, str]:
     rng = random.Random(0)
     code = Path(json.decoder.__file__).read_text()
-    parts = ["word", "42", ".", "//", "_", " ", "  ", "\t", "\n", "\n", "\n\n", "\r\n", "語", "é", "\u0301", "\u3000", "'s", "X"]
+    parts = [*"X_. \t\n\n語é\u0301\u3000", "word", "42", "//", "  ", "\n\n", "\r\n", "'s"]
     return {
         "code": code,
         "crlf": code.replace("\n", "\r\n"),
