@@ -1,6 +1,8 @@
 """What echelon's step costs beside a plain PyTorch loop: the same model, batches and optimizer, interleaved.
 
-    python benchmarks/overhead.py TEXT_FILE [--rounds 8] [--steps 50]
+    python benchmarks/overhead.py [TEXT_FILE] [--rounds 8] [--steps 50]
+
+Without a file the source of Python's standard library is the text.
 
 One process. Rounds of plain steps and of echelon's alternate, so that a machine whose speed drifts slows both. Each
 round gives a median step; the figure is the median over rounds of their ratio, with its spread.
@@ -70,7 +72,7 @@ def run_echelon(trainer, folder, steps):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("text", nargs="?", default="python-stdlib")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=50)
     arguments = parser.parse_args()

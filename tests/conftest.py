@@ -1,6 +1,8 @@
 """Fixtures every tier shares."""
 
+import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,3 +15,11 @@ def workers() -> Iterator[WorkerPool]:
     pool = WorkerPool(size=4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real text that every machine has: the source of Python's argparse."""
+    path = tmp_path_factory.mktemp("text") / "argparse.txt"
+    path.write_text(Path(argparse.__file__).read_text())
+    return path
