@@ -8,12 +8,13 @@ default collator make the batches. Prints one JSON object: the logged steps and 
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-config = json.load(open(sys.argv[1]))
+config = json.loads(Path(sys.argv[1]).read_text())
 tokens = np.memmap(config["token_file"], dtype=config["dtype"], mode="r")
 length = config["sequence_len"]
 

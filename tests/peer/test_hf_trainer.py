@@ -27,9 +27,10 @@ SEED = 3
 def settings(optimizer, named):
     names = {id(parameter): name for name, parameter in named}
     return [
-        {key: group[key] for key in ("weight_decay", "betas", "eps")} | {"names": sorted(names[id(p)] for p in group["params"])}
+        {key: group[key] for key in ("weight_decay", "betas", "eps")}
+        | {"names": sorted(names[id(parameter)] for parameter in group["params"])}
         for group in optimizer.param_groups
-    ]  # fmt: skip
+    ]
 
 
 def train_rank(rank, world_size, path, plan):

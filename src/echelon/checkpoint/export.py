@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.checkpoint.safety import read_metadata
-from echelon.checkpoint.store import Checkpoint, list_checkpoints, load_alone
+from echelon.checkpoint.store import load_alone, newest_of
 from echelon.errors import CheckpointError, ConfigError
 from echelon.model.build import build_on_meta, parameter_names
 from echelon.model.weights import initialize_buffers
@@ -18,14 +18,6 @@ from echelon.run_folder import RunFolder
 
 SHARD_BYTES = 4 * 2**30
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def newest_of(run: Path) -> Checkpoint:
-    """A run's newest checkpoint. Raises ConfigError where there is none."""
-    checkpoints = list_checkpoints(run)
-    if not checkpoints:
-        raise ConfigError(f"{run} has no checkpoint; train it first, or give the folder of a run or an HF model.")
-    return checkpoints[-1]
 
 
 def run_skeleton(run: Path) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from echelon.checkpoint.safety import SafeReader, read_metadata
-from echelon.errors import CheckpointError
+from echelon.errors import CheckpointError, ConfigError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -53,6 +53,14 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
 def list_checkpoints(run: Path) -> list[Checkpoint]:
     """The published checkpoints of a run folder, oldest first."""
     return find_checkpoints(run / "checkpoints")
+
+
+def newest_of(run: Path) -> Checkpoint:
+    """A run's newest checkpoint. Raises ConfigError where there is none."""
+    checkpoints = list_checkpoints(run)
+    if not checkpoints:
+        raise ConfigError(f"{run} has no checkpoint; train it first, or give the folder of a run or an HF model.")
+    return checkpoints[-1]
 
 
 def find_newest(folder: Path, say: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
@@ -235,7 +243,7 @@ def check_shapes(folder: Path, tensors: Mapping[str, Any]) -> None:
 
 
 def load_alone(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill whole tensors from a checkpoint in one process, without a process group. Raises CheckpointError."""
+    """Fill tensors, whole or sharded, from a checkpoint: each process reads its own part. Raises CheckpointError."""
     check_files(folder)
     check_shapes(folder, tensors)
     with warnings.catch_warnings():

@@ -42,6 +42,7 @@ from echelon.data.tokenizer import (
     vocabulary_size,
 )
 from echelon.errors import ConfigError, DataError, EchelonError
+from echelon.run_folder import find_model_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -84,7 +85,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         validation=_sources("data.validation", data.validation),
         validation_fraction=data.validation_fraction or 0.0,
         tokenizer=tokenizer if tokenizer is None or isinstance(tokenizer, str) else tokenizer.train.vocab_size,
-        checkpoint=recipe.model.checkpoint,
+        checkpoint=recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint),
         prepared_dir=Path(recipe.prepared_dir),
         sequence_len=data.sequence_len,
         workers=None if data.prepare_workers == "auto" else int(data.prepare_workers),

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
+from echelon.checkpoint.store import load_alone, newest_of
 from echelon.data.loader import Microbatch
 from echelon.loss import IGNORE
 from echelon.mesh import Meshes
-from echelon.model.build import build_on_meta
-from echelon.model.weights import initialize_weights, load_pretrained
+from echelon.model.build import build_on_meta, find_weights
+from echelon.model.weights import initialize_buffers, initialize_weights, load_pretrained
 from echelon.objective import Objective
 from echelon.optim import build_optimizer, global_norm
 from echelon.parallel import parallelize, shard_model
@@ -22,6 +23,7 @@ from echelon.parallel.data import DataParallel
 from echelon.parallel.step import SingleStage
 from echelon.plan import ParallelPlan
 from echelon.recipe import Recipe
+from echelon.run_folder import is_run
 
 
 class NativeEngine:
@@ -97,6 +99,19 @@ def persistent_buffers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_buffers() if name in model.state_dict(keep_vars=True)]
 
 
+def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Recipe) -> None:
+    """Give a materialised model its first weights: made from the seed, or read from a run or an HF checkpoint."""
+    source = recipe.model.checkpoint
+    if source is None:
+        initialize_weights(model, skeleton, recipe.run.seed)
+    elif is_run(Path(source)):
+        initialize_buffers(model, skeleton)
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+        load_alone(newest_of(Path(source)).path, tensors)
+    else:
+        load_pretrained(model, skeleton, find_weights(source, download=False))
+
+
 def build_native_engine(
     recipe: Recipe,
     config: PretrainedConfig,
@@ -115,10 +130,7 @@ def build_native_engine(
     module = shard_model(model, plan, meshes, compile_backend)
     module.to_empty(device="cpu" if plan.cpu_offload else device)
     model.tie_weights()
-    if recipe.model.checkpoint is None:
-        initialize_weights(model, skeleton, recipe.run.seed)
-    else:
-        load_pretrained(model, skeleton, Path(recipe.model.checkpoint))
+    fill_weights(model, skeleton, recipe)
     module.train()
     parallel = parallelize(module, plan, meshes)
     optimizer = build_optimizer(model.named_parameters(), recipe.optim)

@@ -5,23 +5,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError
 from echelon.recipe import Recipe
+from echelon.run_folder import find_model_dir
 from echelon.shape import resolve_vocab_size
+
+WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json"]
 
 
 def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The HF config of `model.config` (a mapping) or of `model.checkpoint` (a folder or a hub id).
+    """The HF config of `model.config` (a mapping) or of `model.checkpoint` (a run, an HF folder or a hub id).
 
     Raises:
         ConfigError: the model type is unknown, or the checkpoint has no readable config.json.
     """
     if isinstance(source, str):
         try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(find_model_dir(source), trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"model.checkpoint={source}: no config of a model could be read there; give a folder with config.json "
@@ -47,6 +51,27 @@ def build_on_meta(
         model = AutoModelForCausalLM.from_config(config, **options)
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def find_weights(source: str, download: bool) -> Path:
+    """The folder of a checkpoint's safetensors: the source itself, or the local copy of a hub id.
+
+    Args:
+        download: fetch what is missing. Only the process that prepares a run does; its workers find the copy.
+
+    Raises:
+        ConfigError: there is no such folder, and no such model on the hub.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return path
+    try:
+        return Path(snapshot_download(source, allow_patterns=WEIGHT_FILES, local_files_only=not download))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.checkpoint={source}: it is no folder, and could not be fetched from the hub "
+            f"({str(error).splitlines()[0]}); give a folder with config.json and safetensors, or check the id."
+        ) from error
 
 
 def is_model_folder(path: Path) -> bool:

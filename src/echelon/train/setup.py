@@ -12,7 +12,16 @@ from echelon.hardware import Cluster
 from echelon.plan import ParallelPlan, resolve_plan
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.recipe import Recipe, render_recipe
-from echelon.run_folder import OpenedRun, RunFolder, describe_environment, open_run, write_json, write_text
+from echelon.run_folder import (
+    OpenedRun,
+    RunFolder,
+    describe_environment,
+    find_model_dir,
+    is_run,
+    open_run,
+    write_json,
+    write_text,
+)
 from echelon.shape import build_shape, resolve_vocab_size
 
 # A resumed run keeps the choices made at its start, unless one of these was changed by hand.
@@ -55,6 +64,7 @@ def prepare_run(
         if plan is None:
             plan = resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
+        _check_weights(recipe)
         folder.write_prepared_path(data.path)
         write_run(folder, recipe, plan, estimate, cluster, variables)
     except BaseException:
@@ -63,6 +73,22 @@ def prepare_run(
     for line in plan.describe():
         say(line)
     return PreparedRun(folder, plan)
+
+
+def _check_weights(recipe: Recipe) -> None:
+    """Fetch the weights of a hub id, and refuse a checkpoint without readable ones, before a worker starts."""
+    source = recipe.model.checkpoint
+    if source is None:
+        return
+    if is_run(Path(source)):
+        from echelon.checkpoint.store import newest_of
+
+        newest_of(Path(source))
+    else:
+        from echelon.model.build import find_weights
+        from echelon.model.weights import SafetensorsFolder
+
+        SafetensorsFolder(find_weights(source, download=True))
 
 
 def write_run(
@@ -141,7 +167,7 @@ def find_vocab_size(recipe: Recipe) -> int | None:
 
 def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[str, Any]:
     """The config of a folder as it stands; that of a hub id through transformers, which fetches config.json alone."""
-    path = Path(checkpoint) / "config.json"
+    path = Path(find_model_dir(checkpoint)) / "config.json"
     if path.is_file():
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
