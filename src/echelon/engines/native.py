@@ -14,6 +14,7 @@ from echelon.checkpoint.store import load_alone, newest_of
 from echelon.data.loader import Microbatch
 from echelon.loss import IGNORE
 from echelon.mesh import Meshes
+from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta, find_weights
 from echelon.model.weights import initialize_buffers, initialize_weights, load_pretrained
 from echelon.objective import Objective
@@ -41,6 +42,7 @@ class NativeEngine:
         self._decoder = decoder
         self._optimizer = optimizer
         self._objective = objective
+        self._device = next(decoder.parameters()).device  # where the optimizer works
         self._forward_backward = SingleStage(parallel, seed)
 
     def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> Tensor:
@@ -59,7 +61,8 @@ class NativeEngine:
         """See Engine. A fused optimizer reads `found_inf` on the device: no host waits for the answer."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        self._optimizer.found_inf = (~commit).float()  # type: ignore[attr-defined]
+        # Offloaded parameters are stepped on the host, which then has to wait: the optimizer itself would not.
+        self._optimizer.found_inf = (~commit).float().to(self._device)  # type: ignore[attr-defined]
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -99,6 +102,14 @@ def persistent_buffers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_buffers() if name in model.state_dict(keep_vars=True)]
 
 
+def place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put buffers, empty, where the forward pass runs: offloading keeps parameters alone on the host."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device.type != device.type:
+                setattr(module, name, torch.empty_like(buffer, device=device))
+
+
 def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Recipe) -> None:
     """Give a materialised model its first weights: made from the seed, or read from a run or an HF checkpoint."""
     source = recipe.model.checkpoint
@@ -126,9 +137,11 @@ def build_native_engine(
     No rank ever holds more than its shard of the model and one whole unit of it.
     """
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
+    apply_plain_causal(skeleton, recipe.data.sequence_len)
     model = copy.deepcopy(skeleton)
     module = shard_model(model, plan, meshes, compile_backend)
     module.to_empty(device="cpu" if plan.cpu_offload else device)
+    place_buffers(model, device)
     model.tie_weights()
     fill_weights(model, skeleton, recipe)
     module.train()

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError
+from echelon.model.attention import choose_attention
 from echelon.recipe import Recipe
 from echelon.run_folder import find_model_dir
 from echelon.shape import resolve_vocab_size
@@ -45,8 +46,9 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """The model with fp32 parameters on the meta device: every shape, no byte. Dropout and names are the config's."""
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
+    attention = choose_attention(config, attn_implementation)
+    if attention is not None:
+        options["attn_implementation"] = attention
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)
     assert isinstance(model, PreTrainedModel)

@@ -133,6 +133,7 @@ def build_loader(
         dp_rank=meshes.data_rank,
         dp_size=meshes.data_size,
         start_step=start_step,
+        pin_memory=meshes.world.device_type == "cuda",
     )
 
 

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.checkpoint.export import load_run_model
 from echelon.errors import ConfigError
+from echelon.model.attention import choose_attention
 from echelon.model.build import is_model_folder
 from echelon.run_folder import RunFolder
 
@@ -23,7 +24,9 @@ def load_target(target: Path, device: torch.device) -> tuple[PreTrainedModel, Pr
         ConfigError: the path is neither a run nor an HF folder, or the run has no checkpoint yet.
     """
     if is_model_folder(target):
-        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto", use_safetensors=True).to(device)
+        attention = choose_attention(AutoConfig.from_pretrained(target), None)
+        options = {"dtype": "auto", "use_safetensors": True, "attn_implementation": attention}
+        model = AutoModelForCausalLM.from_pretrained(target, **options).to(device)
         return model.eval(), AutoTokenizer.from_pretrained(target)
     folder = RunFolder(target)
     if not folder.recipe_path.is_file():
