@@ -1,6 +1,7 @@
 """The `echelon` command. Every import of substance is inside a command, so that `--help` answers at once."""
 
 import json
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from echelon.errors import ConfigError, EchelonError
+from echelon.errors import ConfigError, EchelonError, explain_storage_error
 
 if TYPE_CHECKING:
     from echelon.hardware import Cluster
@@ -74,7 +75,9 @@ def train(
     with _faults_logged(recipe.run.dir / "logs" / "parent.log"):
         if role == "worker":
             _finish(train_as_rank(recipe, fresh, say), at_once=True)
-        _finish(train_locally(recipe, num_processes, fresh, say))
+        with _stops_told():
+            outcome = train_locally(recipe, num_processes, fresh, say)
+        _finish(outcome)
 
 
 @app.command()
@@ -82,7 +85,9 @@ def prepare(recipe_path: RecipeArgument, overrides: OverridesArgument = None) ->
     """Read, tokenize and pack the data into shards; `train` does it when they are absent."""
     from echelon.data.prepare import prepare_data
 
-    data = prepare_data(_load_recipe(recipe_path, overrides), say)
+    recipe = _load_recipe(recipe_path, overrides)
+    with _stops_told():
+        data = prepare_data(recipe, say)
     say(f"data: prepared in {data.path}")
 
 
@@ -93,7 +98,8 @@ def data(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> No
     from echelon.data.prepare import prepare_data
 
     recipe = _load_recipe(recipe_path, overrides)
-    prepared = prepare_data(recipe, say)
+    with _stops_told():
+        prepared = prepare_data(recipe, say)
     for name, dataset in (("train", prepared.train), ("validation", prepared.validation)):
         if dataset is not None:
             samples = f"{dataset.num_samples:,} samples of {recipe.data.sequence_len}"
@@ -159,9 +165,9 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Loss and perplexity on held-out text."""
+    _require_folder(target)
     from echelon.train.evaluate import evaluate_model
 
-    _require_folder(target)
     result = evaluate_model(target, data_path)
     if as_json:
         say(json.dumps(result, default=str))
@@ -181,9 +187,9 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Sample from a run or an HF folder."""
+    _require_folder(target)
     from echelon.train.generate import generate_text
 
-    _require_folder(target)
     text = generate_text(target, prompt, max_tokens, temperature, top_k, seed)
     say(json.dumps({"prompt": prompt, "text": text}) if as_json else text)
 
@@ -195,9 +201,9 @@ def export(
     dtype: Annotated[str, typer.Option("--dtype", help="fp32, bf16 or fp16.")] = "fp32",
 ) -> None:
     """Write the newest checkpoint as an HF folder: safetensors, config, tokenizer."""
+    _require_folder(run)
     from echelon.checkpoint.export import export_run
 
-    _require_folder(run)
     export_run(run, out, dtype)
     say(f"export: {out} is ready for transformers' from_pretrained")
 
@@ -205,9 +211,9 @@ def export(
 @checkpoint_app.command("list")
 def list_run_checkpoints(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]) -> None:
     """The checkpoints of a run, oldest first."""
+    _require_folder(run)
     from echelon.checkpoint.store import list_checkpoints
 
-    _require_folder(run)
     found = list_checkpoints(run)
     for checkpoint in found:
         say(f"step {checkpoint.step}  {checkpoint.path}")
@@ -272,12 +278,36 @@ def _faults_logged(log: Path) -> Iterator[None]:
     except (EchelonError, typer.Exit):
         raise
     except Exception as error:
-        if not log.parent.is_dir():
+        if explain_storage_error(error, log.parent.parent) or not log.parent.is_dir():
             raise
         with log.open("a", encoding="utf-8") as file:
             traceback.print_exception(error, file=file)
         _complain(f"{type(error).__name__}: {error}; see {log}")
         raise typer.Exit(1) from error
+
+
+class _Stopped(BaseException):
+    """SIGTERM or SIGINT arrived while this process itself was at work."""
+
+
+@contextmanager
+def _stops_told() -> Iterator[None]:
+    """Turn SIGTERM and Ctrl-C into one line and exit code 1, after everything half-made was taken away."""
+
+    def stop(number: int, _: object) -> NoReturn:
+        raise _Stopped(signal.Signals(number).name)
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except _Stopped as stopped:
+        _complain(
+            f"stopped by {stopped} before training began; nothing half-made was left, so start the same command again"
+        )
+        raise typer.Exit(1) from stopped
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _finish(outcome: "Outcome", at_once: bool = False) -> NoReturn:
@@ -306,6 +336,9 @@ def main() -> None:
         _complain("stopped by SIGINT")
         sys.exit(1)
     except Exception as error:
+        if storage := explain_storage_error(error, Path.cwd()):
+            _complain(f"{storage}.")
+            sys.exit(1)
         _complain(f"{type(error).__name__}: {error}; this is a fault in echelon, its traceback follows")
         traceback.print_exc()
         sys.exit(1)

@@ -4,6 +4,11 @@ A message states the value given, the rule, and the change that fixes it, with t
 `parallel.tp=3 does not divide num_key_value_heads=8; use tp=1, 2, 4 or 8.`
 """
 
+import errno
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
 
 class EchelonError(Exception):
     """Anything echelon reports in one message without a traceback."""
@@ -39,3 +44,20 @@ class LaunchError(EchelonError):
 
 class TrainingError(EchelonError):
     """Training itself failed: a loss or a gradient norm that is not finite."""
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the system refused to write because a disk, or a quota, is full."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def explain_storage_error(error: BaseException, place: object) -> str | None:
+    """One line for a disk that is full, or a file that may not be written; None for any other error.
+
+    `place` is named where the system does not say which file it was.
+    """
+    if is_disk_full(error):
+        return f"the disk is full ({getattr(error, 'filename', None) or place}); free space and run it again"
+    if isinstance(error, OSError) and error.errno in _FORBIDDEN:
+        return f"{error.filename or place} cannot be used: {error.strerror}; choose a folder you can write to"
+    return None

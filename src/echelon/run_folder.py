@@ -4,11 +4,13 @@
 checkpoints/step-00000100/ model/ export/ logs/rank-00000.log`
 """
 
+import errno
 import fcntl
 import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from echelon.errors import ConfigError, DataError
+from echelon.errors import ConfigError, DataError, EchelonError, explain_storage_error, is_disk_full
 from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipes, load_recipe
 
 # Only these variables are written down: everything else may hold a secret.
@@ -30,7 +32,11 @@ _RECORDED_VARIABLES = re.compile(
 )
 _RECORDED_PACKAGES = ("echelon", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 # What a run leaves in its folder before recipe.yaml exists; any other file means the folder is somebody else's.
-_EARLY_FILES = {".lock", ".outcomes", "logs", "events.jsonl"}
+_EARLY_FILES = {
+    ".lock", ".outcomes", "logs", "checkpoints", "events.jsonl", "data.json", "environment.json", "estimate.json",
+    "plan.json",
+}  # fmt: skip
+_TEMPORARY = re.compile(r"\..+\.tmp")
 # A finished run goes on only when one of these asks for more.
 _LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
 
@@ -119,14 +125,15 @@ class RunFolder:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(
-                    f"run.dir={self.path} cannot be made: {error.strerror or error}; choose a folder you can write to."
-                ) from error
+                raise self._explain("made", error) from error
 
     def lock(self) -> None:
         """Hold the folder for this process until `unlock()` or its end. A live run raises ConfigError with its pid."""
         self.create()
-        fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise self._explain("written to", error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -136,9 +143,20 @@ class RunFolder:
                 f"run.dir={self.path} is in use by a live run (pid {holder}); "
                 "wait for it, stop it, or give this run another run.name."
             ) from None
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()} on {platform.node()}\n".encode())
         self._lock_fd = fd
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, f"{os.getpid()} on {platform.node()}\n".encode())
+        except OSError as error:
+            self.unlock()
+            raise self._explain("written to", error) from error
+
+    def _explain(self, what: str, error: OSError) -> EchelonError:
+        """A full disk is nobody's mistake (exit code 1); a folder that cannot be used is the request's (2)."""
+        if is_disk_full(error):
+            return EchelonError(f"run.dir={self.path}: {explain_storage_error(error, self.path)}.")
+        reason = error.strerror or error
+        return ConfigError(f"run.dir={self.path} cannot be {what}: {reason}; choose a folder you can write to.")
 
     def unlock(self) -> None:
         """Let go of the folder; harmless when it is not held."""
@@ -146,9 +164,12 @@ class RunFolder:
             os.close(self._lock_fd)
             self._lock_fd = None
 
-    def write_prepared_path(self, path: Path) -> None:
-        """Note which prepared text the run reads, so that every rank opens that and none prepares its own."""
-        write_json(self.data_path, {"prepared": str(path.resolve())})
+    def write_prepared_path(self, path: Path, digest: str | None = None) -> None:
+        """Note which prepared text the run reads, so that every rank opens that and none prepares its own.
+
+        `digest` stands for its content, wherever it lies.
+        """
+        write_json(self.data_path, {"prepared": str(path.resolve()), "digest": digest})
 
     def read_prepared_path(self) -> Path:
         """The prepared text the run reads. Raises DataError when the run never got that far."""
@@ -159,11 +180,23 @@ class RunFolder:
                 f"{self.data_path} does not name the prepared text of this run; run `echelon train` once to write it."
             ) from error
 
+    def read_data_digest(self) -> str | None:
+        """What `write_prepared_path` was told of the content; None when nothing was noted."""
+        try:
+            digest = json.loads(self.data_path.read_text(encoding="utf-8")).get("digest")
+        except (OSError, ValueError, AttributeError):
+            return None
+        return str(digest) if digest is not None else None
+
     def append_event(self, event: str, **fields: Any) -> None:
         """Add one line to events.jsonl: the time in UTC seconds, the event, the step (null when unknown), `fields`."""
         row = {"time": time.time(), "event": event, "step": fields.pop("step", None), **fields}
-        with self.events_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        with self.events_path.open("ab", buffering=0) as file:
+            size = file.tell()
+            line = (json.dumps(row) + "\n").encode()
+            if file.write(line) < len(line):  # a disk that fills up takes the beginning of a line
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.events_path))
 
     def cut_metrics(self, step: int) -> int:
         """Drop the rows of metrics.jsonl beyond `step`, and a torn last line; returns how many lines went."""
@@ -194,6 +227,14 @@ class RunFolder:
         for path in _list_directory(self.outcomes_dir):
             path.unlink(missing_ok=True)
 
+    def sweep(self) -> None:
+        """Remove what a killed process left half written. For the holder of the lock, while no worker runs."""
+        leftovers = [path for path in _list_directory(self.path) if _TEMPORARY.fullmatch(path.name)]
+        for path in leftovers:
+            path.unlink(missing_ok=True)
+        for path in self.checkpoints_dir.glob(".writing-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def move_aside(self) -> Path:
         """Rename the folder to NAME.old-1, or the first free number; returns where it went."""
         number = 1
@@ -222,16 +263,22 @@ class OpenedRun:
     differences: tuple[Difference, ...] = ()
 
 
-def open_run(recipe: Recipe, fresh: bool, say: Callable[[str], None]) -> OpenedRun:
+def open_run(
+    recipe: Recipe, fresh: bool, say: Callable[[str], None], check: Callable[[], None] = lambda: None
+) -> OpenedRun:
     """Find out what `recipe.run.dir` holds: nothing, a run to resume, or one that has finished; lock it.
 
     A run whose recipe differs in a key that would change the model or its data raises ConfigError with the
-    difference; `fresh` moves the old run aside instead.
+    difference; `fresh` moves the old run aside instead. `check` is called for a run that starts anew, before its
+    folder is made and before an old run is moved aside: what it refuses leaves everything as it was.
     """
     folder = RunFolder(Path(recipe.run.dir))
     _refuse_foreign_folder(folder)
     had_recipe = folder.recipe_path.exists()
+    if fresh or not had_recipe:
+        check()
     folder.lock()
+    folder.sweep()
     if not had_recipe:
         return OpenedRun(folder, "new")
     if fresh:
@@ -283,7 +330,7 @@ def _refuse_foreign_folder(folder: RunFolder) -> None:
         raise ConfigError(f"run.dir={folder.path} is a file; give a folder.")
     if folder.recipe_path.exists():
         return
-    names = {path.name for path in _list_directory(folder.path)} - _EARLY_FILES - {"checkpoints"}
+    names = {path.name for path in _list_directory(folder.path) if not _TEMPORARY.fullmatch(path.name)} - _EARLY_FILES
     if names:
         raise ConfigError(
             f"run.dir={folder.path} holds files but no run (for example {min(names)}); "

@@ -100,10 +100,13 @@ def build_shape(config: Mapping[str, Any]) -> ModelShape:
     return _measured_shape(config)
 
 
-def resolve_vocab_size(config: Mapping[str, Any], tokenizer_vocab_size: int) -> tuple[int, str]:
+def resolve_vocab_size(
+    config: Mapping[str, Any], tokenizer_vocab_size: int, source: str = "model.config"
+) -> tuple[int, str]:
     """(vocabulary size of the model, line to print) for a config and the number of ids its tokenizer can emit.
 
-    Raises ConfigError when the config's own vocabulary cannot hold the tokenizer's ids.
+    `source` is where the recipe has the config from: a checkpoint's vocabulary cannot be changed. Raises ConfigError
+    when the config's own vocabulary cannot hold the tokenizer's ids.
     """
     given = config.get("vocab_size")
     if given is None:
@@ -111,6 +114,11 @@ def resolve_vocab_size(config: Mapping[str, Any], tokenizer_vocab_size: int) -> 
         return size, f"vocab_size {size}: the tokenizer's {tokenizer_vocab_size} rounded up to {VOCAB_MULTIPLE}"
     size = _Fields(config, {}).count("vocab_size")
     if size < tokenizer_vocab_size:
+        if source != "model.config":
+            raise ConfigError(
+                f"{source} has a vocabulary of {size}, smaller than the tokenizer's {tokenizer_vocab_size} ids; leave "
+                "tokenizer out to take the checkpoint's own, or give a smaller one."
+            )
         raise ConfigError(
             f"model.config.vocab_size={size} is smaller than the tokenizer's {tokenizer_vocab_size} ids; "
             f"use {tokenizer_vocab_size} or more, or leave it out."

@@ -1,14 +1,14 @@
 """Training that starts from weights: an HF folder's or an earlier run's, whatever plan trains on."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from echelon.errors import ConfigError
+from echelon.model.build import find_weights
 from echelon.recipe import load_recipe
-from echelon.train.setup import _check_weights
+from echelon.train.setup import check_weights
 from families import small_model
 from test_initial_weights import whole_weights
 from training import Row, resolve, tensors_of, train, with_ranks, write_recipe
@@ -55,7 +55,6 @@ def test_a_checkpoint_without_weights_is_refused_before_any_worker(text, tmp_pat
     small_model("llama").config.save_pretrained(tmp_path / "bare")
     path = start_from(tmp_path / "bare", Row(), tmp_path / "run", text)
     with pytest.raises(ConfigError, match=r"model\.checkpoint=.*bare: no model\.safetensors"):
-        _check_weights(load_recipe(path)[0])
-    path = start_from("no/such-model", Row(), tmp_path / "run", text)
+        check_weights(load_recipe(path)[0].model.checkpoint)
     with pytest.raises(ConfigError, match=r"model\.checkpoint=no/such-model: it is no folder"):
-        _check_weights(load_recipe(Path(path))[0])
+        find_weights("no/such-model", download=False)

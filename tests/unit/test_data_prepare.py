@@ -337,7 +337,7 @@ def test_a_recipe_is_read_by_its_attributes(tmp_path):
         prepared_dir=tmp_path / "prepared",
     )
     spec = prepare_spec(recipe)
-    assert spec.train == (Source("data.train[0]", source.path, "auto", "body"),)
+    assert spec.train == (Source("data.train.0", source.path, "auto", "body"),)
     assert (spec.tokenizer, spec.validation_fraction, spec.workers, spec.sequence_len) == (270, 0.0, None, 32)
     prepared = prepare_data(recipe, silent)
     assert prepared.tokenizer.decode(all_tokens(prepared.train)) == POEM + "<|endoftext|>"

@@ -1,10 +1,12 @@
 """Leaving echelon: an HF folder that `transformers` loads, written with bounded memory and read back."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,12 +33,13 @@ def run_skeleton(run: Path) -> PreTrainedModel:
 
 def load_run_model(run: Path, device: torch.device) -> PreTrainedModel:
     """The live model of a run's newest checkpoint, whole, in evaluation mode."""
+    checkpoint = newest_of(run)
     skeleton = run_skeleton(run)
     model = run_skeleton(run).to_empty(device=device)
     model.tie_weights()
     initialize_buffers(model, skeleton)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    load_alone(newest_of(run).path, tensors)
+    load_alone(checkpoint.path, tensors)
     return model.eval()
 
 
@@ -47,22 +50,27 @@ def export_run(run: Path, out: Path, dtype: str = "fp32") -> Path:
 
     Raises:
         ConfigError: `out` exists and is not empty, or the dtype is unknown.
-        CheckpointError: what was written does not read back as what was saved.
+        CheckpointError: the checkpoint is damaged or lacks a weight, or the folder could not be written.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}.")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} exists and is not empty; give a new folder.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not an empty folder; give a new one.")
     checkpoint = newest_of(run)
+    out = out.absolute()
     writing = out.with_name(f".writing-{out.name}")
-    writing.mkdir(parents=True, exist_ok=True)
-    for leftover in writing.iterdir():
-        leftover.unlink()
-    _write_weights(checkpoint.path, run_skeleton(run), writing, DTYPES[dtype])
-    _write_sidecars(RunFolder(run).model_dir, writing, dtype)
-    if out.exists():
-        out.rmdir()
-    writing.rename(out)
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        writing.mkdir(parents=True)
+        _write_weights(checkpoint.path, run_skeleton(run), writing, DTYPES[dtype])
+        _write_sidecars(RunFolder(run).model_dir, writing, dtype)
+        if out.exists():
+            out.rmdir()
+        writing.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The export could not be written to {out}: {error}. Give another OUT.") from error
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
     return out
 
 

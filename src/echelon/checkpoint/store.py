@@ -8,6 +8,7 @@ A checkpoint is written into a hidden folder beside its final place. When every 
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,17 +19,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from echelon.checkpoint.safety import SafeReader, read_metadata
-from echelon.errors import CheckpointError, ConfigError
+from echelon.errors import CheckpointError, ConfigError, is_disk_full
+from echelon.run_folder import is_run
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
+
+# What torch's writer says, without an errno, when a disk takes only the beginning of a file.
+_CUT_SHORT = re.compile(r"PytorchStreamWriter failed|unexpected pos|file write failed")
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,21 @@ def list_checkpoints(run: Path) -> list[Checkpoint]:
 
 
 def newest_of(run: Path) -> Checkpoint:
-    """A run's newest checkpoint. Raises ConfigError where there is none."""
+    """A run's newest checkpoint. Raises ConfigError where there is none, CheckpointError where it is damaged."""
     checkpoints = list_checkpoints(run)
+    if not checkpoints and not is_run(run):
+        raise ConfigError(f"{run} is not a run folder (it has no recipe.yaml); give one, for example runs/NAME.")
     if not checkpoints:
-        raise ConfigError(f"{run} has no checkpoint; train it first, or give the folder of a run or an HF model.")
-    return checkpoints[-1]
+        raise ConfigError(f"{run} has no checkpoint yet; run `echelon train` until one is saved.")
+    newest = checkpoints[-1]
+    try:
+        check_files(newest.path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"The newest checkpoint is damaged: {error} Remove {newest.path} to use the one before it, or let "
+            "`echelon train` write it again."
+        ) from error
+    return newest
 
 
 def find_newest(folder: Path, say: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
@@ -143,7 +159,7 @@ class CheckpointStore:
         writer = FileSystemWriter(writing, single_file_per_rank=True, sync_files=True)
         try:
             written = async_save(dict(tensors), storage_writer=writer, process_group=self._group)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise _save_error(final, error) from error
         assert isinstance(written, Future)
         self._pending = self._publisher.submit(self._finish, written, writing, Checkpoint(step, final), dict(state))
@@ -155,6 +171,11 @@ class CheckpointStore:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def check(self) -> None:
+        """Raise CheckpointError now if the save under way has failed already. Waits for nothing."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
 
     def close(self) -> None:
         """Wait, and release the thread."""
@@ -182,7 +203,7 @@ class CheckpointStore:
             if self._is_publisher:
                 publish(writing, checkpoint.path, state)
                 prune(self._folder, self._keep_last)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
             if self._is_publisher:
                 shutil.rmtree(writing, ignore_errors=True)
             raise _save_error(checkpoint.path, error) from error
@@ -252,10 +273,19 @@ def load_alone(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _save_error(final: Path, error: BaseException) -> CheckpointError:
-    reason = str(error).strip().splitlines()
-    cause = next((line for line in reason if "No space left" in line or "Permission denied" in line), None)
-    detail = cause or (reason[0] if reason else type(error).__name__)
     return CheckpointError(
-        f"The checkpoint {final.name} could not be written: {detail}. Earlier checkpoints in {final.parent} are "
-        "untouched; make room or choose another run.dir, and start the same command again."
+        f"The checkpoint {final.name} could not be written: {_find_reason(error)}. Earlier checkpoints in "
+        f"{final.parent} are untouched; make room or choose another run.dir, and start the same command again."
     )
+
+
+def _find_reason(error: BaseException) -> str:
+    """What went wrong on the first rank that failed; DCP wraps the errors of all of them into one of its own."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip()
+    if is_disk_full(error) or "No space left" in text:
+        return "No space left on device: the disk is full"
+    if _CUT_SHORT.search(text):
+        return "a file was cut short, as on a full disk"
+    return (text.splitlines() or [type(error).__name__])[0]

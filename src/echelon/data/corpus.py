@@ -41,7 +41,7 @@ def list_corpus(train: Sequence[Source], validation: Sequence[Source]) -> tuple[
         shared = next((file.path for file in entry.files if file.path in trained_on), None)
         if shared is not None:
             raise DataError(
-                f"{entry.source.key}.path={entry.source.path} holds {shared}, which data.train holds too; text to "
+                f"{entry.source} holds {shared}, which data.train holds too; text to "
                 f"validate on must not be trained on. Leave it out of one, or use data.validation_fraction."
             )
     return (*training, *validating)
@@ -115,7 +115,7 @@ class CorpusWriter:
                 records[stream].append(self._record(index, sink))
             if not any(sink.documents for sink in sinks[index].values()):
                 reason = "no file in it is UTF-8 text" if self._skipped[index] else "it is empty"
-                raise DataError(f"{entry.source.key}.path={entry.source.path} holds no text: {reason}.")
+                raise DataError(f"{entry.source} holds no text: {reason}.")
         streams = {stream: tuple(records[stream]) for stream in STREAMS}
         method, splits = divide_streams(streams, self._fraction, self._by_hash)
         return Manifest(

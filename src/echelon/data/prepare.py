@@ -95,7 +95,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
 
 def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
     return tuple(
-        Source(f"{key}[{index}]", config.path, config.format, config.fields.get("text", "text"))
+        Source(f"{key}.{index}", config.path, config.format, config.fields.get("text", "text"))
         for index, config in enumerate(configs)
     )
 
@@ -128,6 +128,14 @@ class PreparedData:
     def fingerprint(self) -> str:
         """The fingerprint of the tokenizer that made the tokens."""
         return self.manifest.tokenizer_fingerprint
+
+    @property
+    def content_digest(self) -> str:
+        """A hash of the tokens and of what is trained and validated on, wherever the folder lies."""
+        manifest = self.manifest
+        shards = {stream: [shard.sha256 for shard in manifest.shards(stream)] for stream in manifest.streams}
+        splits = {name: [split.stream, split.start, split.stop] for name, split in manifest.splits.items()}
+        return hashlib.sha256(json.dumps([self.fingerprint, shards, splits], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def prepare_data(recipe: "Recipe", say: Say, *, verify: bool = False) -> PreparedData:

@@ -67,6 +67,10 @@ class Source:
     format: str = "auto"
     field: str = "text"
 
+    def __str__(self) -> str:
+        """The path as the user gave it, for messages: `data.train.0.path=PATH`, or `--data PATH`."""
+        return f"{self.key} {self.path}" if self.key.startswith("--") else f"{self.key}.path={self.path}"
+
 
 @dataclass(frozen=True)
 class TextFile:
@@ -121,7 +125,7 @@ def list_files(source: Source) -> tuple[TextFile, ...]:
         found = [(file, name) for file, name in _walk(path) if file.suffix.lower() in suffixes]
         if not found:
             raise DataError(
-                f"{source.key}.path={source.path} holds no text file (by suffix, such as .txt, .md, .py, .jsonl); name "
+                f"{source} holds no text file (by suffix, such as .txt, .md, .py, .jsonl); name "
                 f"the files with a glob such as {source.path}/** if theirs is another."
             )
         return _describe(source, found, required=False)
@@ -130,7 +134,7 @@ def list_files(source: Source) -> tuple[TextFile, ...]:
         if names:
             return _describe(source, [(Path(name), name) for name in names], required=False)
     raise DataError(
-        f"{source.key}.path={source.path}: no such file or folder, seen from {Path.cwd()}; give a text file, a folder, "
+        f"{source}: no such file or folder, seen from {Path.cwd()}; give a text file, a folder, "
         f"a glob or {PYTHON_STDLIB}."
     )
 
@@ -153,7 +157,7 @@ def _describe(source: Source, found: list[tuple[Path, str]], *, required: bool) 
         kind: Kind = "jsonl" if is_jsonl else "text"
         files.append(TextFile(path.resolve(), name, kind, source.field, status.st_size, status.st_mtime_ns, required))
     if not any(file.size for file in files):
-        raise DataError(f"{source.key}.path={source.path} holds no text: it is empty. Give text to train on.")
+        raise DataError(f"{source} holds no text: it is empty. Give text to train on.")
     return tuple(files)
 
 

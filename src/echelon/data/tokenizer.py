@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from echelon.errors import ConfigError, DataError
+from echelon.model.hub import is_hub_reachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -83,20 +84,32 @@ def load_tokenizer(path_or_id: str, trust_remote_code: bool = False) -> "PreTrai
 
     Raises DataError when it is in neither place, cannot be read, or is not of the `tokenizers` library.
     """
-    from transformers import AutoTokenizer
-
     path = Path(path_or_id).expanduser()
     is_local = path.exists()
     if not is_local and (path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") > 1):
-        raise DataError(f"tokenizer={path_or_id}: no such folder, seen from {Path.cwd()}.")
+        raise DataError(
+            f"tokenizer={path_or_id}: no such folder, seen from {Path.cwd()}; give a folder with tokenizer.json, a hub "
+            f"id, bytes, or {{train: {{vocab_size: 4096}}}}."
+        )
+    from transformers import AutoTokenizer
+
+    is_offline = is_local or not is_hub_reachable()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(path) if is_local else path_or_id, trust_remote_code=trust_remote_code, local_files_only=is_local
+            str(path) if is_local else path_or_id, trust_remote_code=trust_remote_code, local_files_only=is_offline
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        where = "that folder" if is_local else "a folder here, and not the hub either"
+        if is_offline and not is_local:
+            raise DataError(
+                f"tokenizer={path_or_id} is no folder here and not in the hub's cache, and the hub cannot be reached; "
+                f"give a folder with tokenizer.json, or bytes, or {{train: {{vocab_size: 4096}}}}."
+            ) from error
+        where = "that folder" if is_local else "the hub, and it is no folder here"
         reason = " ".join(str(error).split())[:300]
-        raise DataError(f"tokenizer={path_or_id} cannot be loaded from {where}: {reason}") from error
+        raise DataError(
+            f"tokenizer={path_or_id} cannot be loaded from {where}: {reason} Give a folder with tokenizer.json, or a "
+            f"hub id."
+        ) from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         raise DataError(
             f"tokenizer={path_or_id} has no fast form (tokenizer.json), which tokenizing in parallel needs; convert it "

@@ -9,16 +9,18 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from echelon.errors import ConfigError, DataError, LaunchError, PlanError
-from echelon.run_folder import write_json
+from echelon.run_folder import write_json, write_text
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
 # The agent kills a worker that outlives its SIGTERM by more than this many seconds: such a death explains nothing.
 _KILLED_BY_AGENT_SECONDS = 5.0
+
+_REPORT_BYTES = 4096
 
 # What gloo, NCCL and the store say when the process at the other end is gone.
 _PEER_VANISHED = re.compile(
@@ -68,9 +70,20 @@ def is_secondary(error: BaseException) -> bool:
     return cause is not None and is_secondary(cause)
 
 
+def reserve_outcome(directory: Path, rank: int) -> None:
+    """Take the room that a report needs before there is one: it may have to say that the disk is full."""
+    write_text(directory / f"rank-{rank}.json", " " * _REPORT_BYTES)
+
+
 def write_outcome(directory: Path, outcome: RankOutcome) -> None:
-    """Report how this rank ended."""
-    write_json(directory / f"rank-{outcome.rank}.json", asdict(outcome))
+    """Report how this rank ended; on a full disk, in the room that `reserve_outcome` took."""
+    path = directory / f"rank-{outcome.rank}.json"
+    try:
+        write_json(path, asdict(outcome))
+    except OSError:
+        shortened = replace(outcome, message=outcome.message[: _REPORT_BYTES // 8])
+        with path.open("r+b") as file:
+            file.write(json.dumps(asdict(shortened)).encode().ljust(_REPORT_BYTES))
 
 
 def read_outcomes(directory: Path) -> list[RankOutcome]:

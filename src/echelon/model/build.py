@@ -1,21 +1,27 @@
 """Building a decoder: its config, and the model on meta. No weight is read or made here."""
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError
 from echelon.model.attention import choose_attention
+from echelon.model.hub import is_hub_reachable
 from echelon.recipe import Recipe
 from echelon.run_folder import find_model_dir
 from echelon.shape import resolve_vocab_size
 
 WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json"]
+# Fields that `transformers` still takes under a name its config classes no longer list.
+OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "attn_implementation")
 
 
 def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -35,22 +41,51 @@ def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False
         assert isinstance(config, PretrainedConfig)
         return config
     fields = dict(source)
+    model_type = fields.pop("model_type")
     try:
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"model.config: {str(error).splitlines()[0]}") from error
+        config = AutoConfig.for_model(model_type, **fields)
+        _refuse_unknown_fields(model_type, fields, AutoConfig.for_model(model_type))
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"model.config is no {model_type} config: {' '.join(str(error).split())}") from error
+    return config
+
+
+def _refuse_unknown_fields(model_type: str, fields: Mapping[str, Any], default: PretrainedConfig) -> None:
+    """`transformers` keeps any field and reads those it knows, so a misspelt one would silently be the default."""
+    known = {*vars(default), *dir(type(default)), *default.attribute_map, *OLDER_FIELDS}
+    for name in fields:
+        if name not in known:
+            close = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
+            hint = f"did you mean {close[0]}?" if close else "leave it out."
+            raise ConfigError(
+                f"model.config.{name}={fields[name]!r} is not a field of a {model_type} config in transformers "
+                f"{transformers.__version__}; {hint}"
+            )
 
 
 def build_on_meta(
     config: PretrainedConfig, attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model with fp32 parameters on the meta device: every shape, no byte. Dropout and names are the config's."""
+    """The model with fp32 parameters on the meta device: every shape, no byte. Dropout and names are the config's.
+
+    Raises:
+        ConfigError: `transformers` has no such model, activation, attention or rotary embedding.
+    """
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
     attention = choose_attention(config, attn_implementation)
     if attention is not None:
         options["attn_implementation"] = attention
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **options)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **options)
+    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model: transformers cannot build a {config.model_type} model from this config "
+            f"({type(error).__name__}: {reason}); correct model.config or model.attn_implementation."
+        ) from error
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -67,8 +102,9 @@ def find_weights(source: str, download: bool) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
+    is_local = not (download and is_hub_reachable())
     try:
-        return Path(snapshot_download(source, allow_patterns=WEIGHT_FILES, local_files_only=not download))
+        return Path(snapshot_download(source, allow_patterns=WEIGHT_FILES, local_files_only=is_local))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.checkpoint={source}: it is no folder, and could not be fetched from the hub "

@@ -39,6 +39,8 @@ class SingleStage:
             torch.manual_seed(derive_seed(self._seed, step, int(microbatch.positions[0])))
             with self._parallel.microbatch(is_last=index == len(microbatches) - 1):
                 loss = self._parallel.module(microbatch, objective)
-            (loss / num_targets).backward()
+            # 0 * loss is 0, or NaN for a loss that is not finite: then every gradient is NaN, and so is the norm that
+            # all ranks see, which is what keeps such a step from being applied.
+            loss.backward((1 + 0 * loss.detach()) / num_targets)
             total += loss.detach()
         return total

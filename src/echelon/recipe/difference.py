@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.recipe.document import Recipe
-from echelon.recipe.render import recipe_mapping
+from echelon.recipe.render import recipe_mapping, redact
 from echelon.recipe.training import STEP_KEYS
 
 # A resumed run may differ in these: none of them changes which sequence is fed when, or what a step computes.
@@ -28,8 +28,11 @@ class Difference:
 
 
 def diff_recipes(old: Recipe, new: Recipe) -> list[Difference]:
-    """The keys in which two recipes differ, defaults written out, in the order of the recipe."""
-    before, after = dict(_leaves(recipe_mapping(old))), dict(_leaves(recipe_mapping(new)))
+    """The keys in which two recipes differ, defaults written out, in the order of the recipe.
+
+    Secrets are hidden before they are compared: a run folder keeps none, so they cannot differ from it.
+    """
+    before, after = (dict(_leaves(redact(recipe_mapping(recipe)))) for recipe in (old, new))
     return [
         Difference(key, before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)
     ]

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from echelon.data.loader import Microbatch
 from echelon.data.prepare import PrepareSpec, open_prepared, prepare
 from echelon.data.shards import TokenDataset, unigram_entropy
-from echelon.data.source import Source
+from echelon.data.source import PYTHON_STDLIB, Source
 from echelon.errors import ConfigError
 from echelon.loss import IGNORE
 from echelon.mesh import Meshes
@@ -100,6 +101,10 @@ def evaluate_model(target: Path, data: Path | None = None) -> dict[str, float | 
     Raises:
         ConfigError: an HF folder without `data`, or a run that holds nothing out.
     """
+    if data is not None and not data.exists() and not has_magic(str(data)) and str(data) != PYTHON_STDLIB:
+        raise ConfigError(f"--data {data}: no such file or folder, seen from {Path.cwd()}; give text to evaluate on.")
+    if data is None and is_model_folder(target):
+        raise ConfigError(f"{target} is an HF folder and holds no text; give the text with --data PATH.")
     device = find_device()
     model, tokenizer = load_target(target, device)
     sequence_len = _sequence_len(target, model)
@@ -134,8 +139,6 @@ def _sequence_len(target: Path, model: PreTrainedModel) -> int:
 
 
 def _held_out(target: Path, sequence_len: int) -> TokenDataset:
-    if is_model_folder(target):
-        raise ConfigError(f"{target} is an HF folder and holds no text; give the text with --data PATH.")
     prepared = open_prepared(RunFolder(target).read_prepared_path(), sequence_len)
     if prepared.validation is None or prepared.validation.num_samples == 0:
         raise ConfigError(f"{target} holds no text out (data.validation_fraction is 0); give some with --data PATH.")

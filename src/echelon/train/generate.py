@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from echelon.errors import ConfigError
-from echelon.train.target import find_device, load_target
+from echelon.train.target import find_device, load_target, load_target_tokenizer
 
 
 @torch.inference_mode()
@@ -22,10 +22,11 @@ def generate_text(
         ConfigError: the prompt holds no token.
     """
     device = find_device()
-    model, tokenizer = load_target(target, device)
-    inputs = tokenizer(prompt, return_tensors="pt").to(device)
+    # Before the model, which may take long to load.
+    inputs = load_target_tokenizer(target)(prompt, return_tensors="pt").to(device)
     if inputs["input_ids"].shape[1] == 0:
-        raise ConfigError("--prompt is empty; give at least one token to go on from.")
+        raise ConfigError(f"--prompt {prompt!r} holds no token; give at least one to go on from.")
+    model, tokenizer = load_target(target, device)
     torch.manual_seed(seed)
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature > 0 else {"do_sample": False}

@@ -27,13 +27,7 @@ class TensorBoard:
     """Event files under the run's `tensorboard/`; a resumed run goes on at its own step."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        try:
-            summary = importlib.import_module("torch.utils.tensorboard")
-        except ImportError as error:
-            raise ConfigError(
-                "track: tensorboard needs a package that is not installed; pip install 'echelon[tensorboard]', "
-                "or leave it out of track."
-            ) from error
+        summary = _import_tracker("tensorboard", "torch.utils.tensorboard")
         self._writer = summary.SummaryWriter(str(folder), purge_step=first_step)
 
     def record(self, row: dict[str, Any]) -> None:
@@ -45,6 +39,22 @@ class TensorBoard:
     def close(self) -> None:
         """Flush and close the event file."""
         self._writer.close()
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raise ConfigError for a tracker whose package is missing; called before any text is read or worker started."""
+    if "tensorboard" in names:
+        _import_tracker("tensorboard", "tensorboard")
+
+
+def _import_tracker(name: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"track: {name} needs a package that is not installed; pip install 'echelon[{name}]', or leave it out of "
+            "track."
+        ) from error
 
 
 def build_trackers(names: tuple[str, ...], folder: RunFolder, first_step: int) -> list[Tracker]:

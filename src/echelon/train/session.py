@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from echelon.errors import EchelonError, LaunchError
@@ -51,6 +52,8 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: S
     )
     try:
         outcome = LocalLauncher(exported).submit(job)
+        if outcome.code != DONE:
+            folder.sweep()
         return _describe_ending(folder, outcome)
     finally:
         folder.unlock()
@@ -62,7 +65,8 @@ def _describe_ending(folder: RunFolder, outcome: Outcome) -> Outcome:
         return outcome
     stopped = outcome.message.startswith("stopped by")
     step = folder.newest_step()
-    folder.append_event("signal" if stopped else "failure", step=step, code=outcome.code, message=outcome.message)
+    with suppress(OSError):  # a full disk may be what ended it, and takes no event either
+        folder.append_event("signal" if stopped else "failure", step=step, code=outcome.code, message=outcome.message)
     if not stopped:
         return outcome
     if step is None:
@@ -101,7 +105,8 @@ def train_as_rank(recipe: Recipe, fresh: bool, say: Say) -> Outcome:
         # A refusal is the same on every rank, so one of them says it.
         if rank == 0 or outcome.code != REFUSED:
             errors.write(f"echelon: {outcome.message}\n")
-        folder.append_event("failure", step=folder.newest_step(), code=outcome.code, message=outcome.message)
+        with suppress(OSError):
+            folder.append_event("failure", step=folder.newest_step(), code=outcome.code, message=outcome.message)
     errors.flush()
     return Outcome(outcome.code)
 

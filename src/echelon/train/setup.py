@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from echelon.errors import ConfigError
 from echelon.hardware import Cluster
 from echelon.plan import ParallelPlan, resolve_plan
 from echelon.planner.memory import MemoryEstimate, estimate_memory
-from echelon.recipe import Recipe, render_recipe
+from echelon.recipe import Recipe, TrainedTokenizerConfig, render_recipe
 from echelon.run_folder import (
     OpenedRun,
     RunFolder,
@@ -22,7 +23,8 @@ from echelon.run_folder import (
     write_json,
     write_text,
 )
-from echelon.shape import build_shape, resolve_vocab_size
+from echelon.shape import ModelShape, build_shape, resolve_vocab_size
+from echelon.train.journal import check_trackers
 
 # A resumed run keeps the choices made at its start, unless one of these was changed by hand.
 _PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch")
@@ -50,12 +52,16 @@ def prepare_run(
     """
     from echelon.data.prepare import prepare_data
 
-    opened = open_run(recipe, fresh, say)
+    find_cluster = cache(find_cluster)
+    opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()))
     if opened.state == "finished":
         return None
     folder = opened.folder
     try:
+        check_trackers(recipe.track)
         data = prepare_data(recipe, say)
+        if opened.state == "resumed":
+            _refuse_other_text(folder, data.content_digest)
         fields, line = find_model_fields(recipe, data.vocab_size)
         say(f"model: {line}")
         shape = build_shape(fields)
@@ -64,8 +70,8 @@ def prepare_run(
         if plan is None:
             plan = resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
-        _check_weights(recipe)
-        folder.write_prepared_path(data.path)
+        _fetch_weights(recipe)
+        folder.write_prepared_path(data.path, data.content_digest)
         write_run(folder, recipe, plan, estimate, cluster, variables)
     except BaseException:
         folder.unlock()
@@ -75,20 +81,73 @@ def prepare_run(
     return PreparedRun(folder, plan)
 
 
-def _check_weights(recipe: Recipe) -> None:
-    """Fetch the weights of a hub id, and refuse a checkpoint without readable ones, before a worker starts."""
-    source = recipe.model.checkpoint
-    if source is None:
-        return
-    if is_run(Path(source)):
-        from echelon.checkpoint.store import newest_of
+def check_request(recipe: Recipe, cluster: Cluster) -> None:
+    """Refuse what the recipe alone, its tokenizer and this cluster rule out, before any text is read or file written.
 
-        newest_of(Path(source))
-    else:
+    Raises ConfigError, PlanError or DataError naming the key.
+    """
+    from echelon.model.build import build_on_meta, load_config
+
+    check_trackers(recipe.track)
+    if recipe.model.checkpoint is not None:
+        check_weights(recipe.model.checkpoint)
+    fields, _ = find_model_fields(recipe, find_vocab_size(recipe) or _load_vocab_size(recipe))
+    shape = build_shape(fields)
+    resolve_plan(recipe, shape, cluster)
+    _check_positions(recipe, shape)
+    trusted = recipe.model.trust_remote_code
+    config = load_config(recipe.model.checkpoint or fields, trusted)
+    build_on_meta(config, recipe.model.attn_implementation, trusted)
+
+
+def _check_positions(recipe: Recipe, shape: ModelShape) -> None:
+    """Rotary positions have no end, but a new model must not tell its users less than it was trained on."""
+    length, positions = recipe.data.sequence_len, shape.max_positions
+    if recipe.model.config is not None and positions is not None and length > positions:
+        raise ConfigError(
+            f"data.sequence_len={length} is longer than model.config.max_position_embeddings={positions}, beyond which "
+            f"the exported model would not be used; set model.config.max_position_embeddings={length}, or use a "
+            f"data.sequence_len of {positions} or less."
+        )
+
+
+def check_weights(checkpoint: str) -> None:
+    """Raise unless a local `model.checkpoint` has readable weights; a hub id is looked at when it is fetched."""
+    from echelon.checkpoint.store import newest_of
+    from echelon.model.weights import SafetensorsFolder
+
+    path = Path(checkpoint)
+    if is_run(path):
+        newest_of(path)
+    elif path.is_dir():
+        SafetensorsFolder(path)
+
+
+def _fetch_weights(recipe: Recipe) -> None:
+    """Have the weights of a hub id on this machine before a worker starts."""
+    if recipe.model.checkpoint is not None:
         from echelon.model.build import find_weights
-        from echelon.model.weights import SafetensorsFolder
 
-        SafetensorsFolder(find_weights(source, download=True))
+        find_weights(recipe.model.checkpoint, download=True)
+
+
+def _load_vocab_size(recipe: Recipe) -> int:
+    from echelon.data.tokenizer import build_tokenizer, vocabulary_size
+
+    assert not isinstance(recipe.tokenizer, TrainedTokenizerConfig)
+    checkpoint = recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint)
+    tokenizer = build_tokenizer(recipe.tokenizer, checkpoint, recipe.model.trust_remote_code)
+    return vocabulary_size(tokenizer.backend_tokenizer)
+
+
+def _refuse_other_text(folder: RunFolder, digest: str) -> None:
+    """The order of the samples is a function of the text: a run cannot go on with another one."""
+    before = folder.read_data_digest()
+    if before is not None and before != digest:
+        raise ConfigError(
+            f"data.train: the text is not what the run in {folder.path} began with: its tokens differ; restore the "
+            "text, pass --fresh to start anew, or choose another run.name."
+        )
 
 
 def write_run(
@@ -128,15 +187,18 @@ def _find_pinned_plan(opened: OpenedRun, cluster: Cluster) -> ParallelPlan | Non
     changed = any(each.key.startswith(_PLAN_KEYS) for each in opened.differences)
     if opened.state != "resumed" or changed or not folder.plan_path.exists():
         return None
-    environment = json.loads(folder.environment_path.read_text(encoding="utf-8"))
-    before = environment.get("cluster", {})
+    try:
+        before = json.loads(folder.environment_path.read_text(encoding="utf-8"))["cluster"]
+        plan = read_plan(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # then it is made again
     same = (before.get("kind"), before.get("num_devices"), before.get("devices_per_node")) == (
         cluster.kind,
         cluster.num_devices,
         cluster.devices_per_node,
     )
     same_device = before.get("accelerator", {}).get("name") == cluster.accelerator.name
-    return read_plan(folder) if same and same_device else None
+    return plan if same and same_device else None
 
 
 def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple[dict[str, Any], str]:
@@ -145,14 +207,16 @@ def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple
     None as the tokenizer's size means that it is not known yet: the config's own stands, or its family's default.
     Raises ConfigError when the model's vocabulary is smaller than the tokenizer's.
     """
+    source = "model.config"
     if recipe.model.config is not None:
         fields = dict(recipe.model.config)
     else:
         assert recipe.model.checkpoint is not None
+        source = f"model.checkpoint={recipe.model.checkpoint}"
         fields = _read_checkpoint_fields(recipe.model.checkpoint, recipe.model.trust_remote_code)
     if tokenizer_vocab_size is None:
         return fields, "vocab_size: as configured; the tokenizer is not known before the data is prepared"
-    size, line = resolve_vocab_size(fields, tokenizer_vocab_size)
+    size, line = resolve_vocab_size(fields, tokenizer_vocab_size, source)
     return {**fields, "vocab_size": size}, line
 
 

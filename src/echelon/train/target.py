@@ -1,15 +1,20 @@
 """What `eval` and `generate` are pointed at: a run (its newest checkpoint) or an HF folder."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from echelon.checkpoint.export import load_run_model
+from echelon.checkpoint.store import newest_of
 from echelon.errors import ConfigError
 from echelon.model.attention import choose_attention
 from echelon.model.build import is_model_folder
-from echelon.run_folder import RunFolder
+from echelon.run_folder import RunFolder, is_run
 
 
 def find_device() -> torch.device:
@@ -23,12 +28,37 @@ def load_target(target: Path, device: torch.device) -> tuple[PreTrainedModel, Pr
     Raises:
         ConfigError: the path is neither a run nor an HF folder, or the run has no checkpoint yet.
     """
-    if is_model_folder(target):
+    if not is_model_folder(target):
+        return load_run_model(target, device), load_target_tokenizer(target)
+    tokenizer = load_target_tokenizer(target)
+    logging.disable_progress_bar()
+    with _explained(target):
         attention = choose_attention(AutoConfig.from_pretrained(target), None)
-        options = {"dtype": "auto", "use_safetensors": True, "attn_implementation": attention}
-        model = AutoModelForCausalLM.from_pretrained(target, **options).to(device)
-        return model.eval(), AutoTokenizer.from_pretrained(target)
-    folder = RunFolder(target)
-    if not folder.recipe_path.is_file():
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype="auto", use_safetensors=True, attn_implementation=attention
+        )
+    return model.to(device).eval(), tokenizer
+
+
+def load_target_tokenizer(target: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer alone, which is quick to load. Raises ConfigError as `load_target` does."""
+    if is_model_folder(target):
+        with _explained(target):
+            return AutoTokenizer.from_pretrained(target, local_files_only=True)
+    if not is_run(target):
         raise ConfigError(f"{target} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
-    return load_run_model(target, device), AutoTokenizer.from_pretrained(folder.model_dir)
+    newest_of(target)
+    return AutoTokenizer.from_pretrained(RunFolder(target).model_dir)
+
+
+@contextmanager
+def _explained(target: Path) -> Iterator[None]:
+    """Turns what `transformers` says of an incomplete folder into one line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{target} cannot be loaded: {reason}; give a whole HF model folder: config.json, *.safetensors and the "
+            "tokenizer's files, as `echelon export` writes it."
+        ) from error

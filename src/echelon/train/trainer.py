@@ -63,10 +63,10 @@ class Trainer:
         self._peak_bytes: int | None = None
         pending: PendingMetrics | None = None
         for step in range(self.state.step, self.num_steps):
+            self.store.check()
             running = PendingMetrics(self.train_step(step), self.meshes.loss, self._peak_if_due(step))
-            if (
-                pending is not None
-            ):  # the host reads one step late, so that it never waits for the step it just launched
+            # The host reads one step late, so that it never waits for the step it has just launched.
+            if pending is not None:
                 self._account(pending)
             pending = running
             if self._is_due(step + 1):
@@ -141,7 +141,7 @@ class Trainer:
         self._mark = Stamp(self.device)
 
     def _account(self, pending: PendingMetrics) -> None:
-        """Book one finished step, write its row, and stop the run if it did not commit."""
+        """Book one finished step, write its row, and stop the run if it did not commit. Collective."""
         metrics = pending.read()
         seconds, self._mark = pending.finished.seconds_since(self._mark), pending.finished
         self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
@@ -150,10 +150,12 @@ class Trainer:
         if self.journal is not None:
             self.journal.train(self._row(metrics, seconds))
         if not metrics.committed:
+            self.store.wait()  # every rank stops here, so the save under way can be whole first
             raise TrainingError(
                 f"step {metrics.step + 1}: loss={metrics.loss} and gradient norm={metrics.grad_norm}, and both must be "
-                "finite; the update was not applied. Lower optim.learning_rate or lengthen optim.warmup_steps, and "
-                "start the same command again: it goes on from the newest checkpoint."
+                "finite; the update was not applied, and the checkpoints before it are kept. Lower "
+                "optim.learning_rate, lengthen optim.warmup_steps or set optim.max_grad_norm, and train anew with "
+                "--fresh or another run.name."
             )
 
     def _row(self, metrics: StepMetrics, seconds: float) -> dict[str, object]:

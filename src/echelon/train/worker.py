@@ -3,17 +3,26 @@
 Its output goes to logs/rank-N.log, and how it ended to .outcomes/rank-N.json; whoever started it tells the user.
 """
 
-import errno
 import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from echelon.errors import EchelonError, PlanError
-from echelon.launch.outcome import DONE, FAILED, RankOutcome, is_peer_leaving, is_secondary, report, write_outcome
+from echelon.errors import EchelonError, PlanError, explain_storage_error
+from echelon.launch.outcome import (
+    DONE,
+    FAILED,
+    RankOutcome,
+    is_peer_leaving,
+    is_secondary,
+    report,
+    reserve_outcome,
+    write_outcome,
+)
 from echelon.run_folder import RunFolder
 from echelon.runtime import Runtime, find_place, start_runtime, start_watchdog, stop_runtime
 
@@ -95,6 +104,8 @@ class OutcomeReport:
 
     def __enter__(self) -> "OutcomeReport":
         """The report; its `outcome` is set when the block has ended."""
+        with suppress(OSError):
+            reserve_outcome(self._folder.outcomes_dir, self._rank)
         return self
 
     def __exit__(
@@ -110,17 +121,20 @@ class OutcomeReport:
         else:
             message = explain_error(error, self._rank, self._folder)
             self.outcome = report(self._rank, FAILED, message, is_secondary(error))
+        # A full disk takes neither report nor traceback, and must not hide the error behind one of its own.
+        with suppress(OSError):
+            write_outcome(self._folder.outcomes_dir, self.outcome)
         if error is not None:
-            traceback.print_exception(error)
-        write_outcome(self._folder.outcomes_dir, self.outcome)
+            with suppress(OSError):
+                traceback.print_exception(error)
         return True
 
 
 def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
     """One line for an error nobody foresaw, with where its traceback is; two common ones get their remedy."""
     where = f"see {folder.log_path(rank)}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"rank {rank}: the disk is full ({error.filename or folder.path}); free space and run it again; {where}"
+    if storage := explain_storage_error(error, folder.path):
+        return f"rank {rank}: {storage}; {where}"
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         return (
             f"rank {rank} ran out of memory; lower train.micro_batch_size, set train.activation_checkpointing: full, "
@@ -152,8 +166,9 @@ def redirect_output(folder: RunFolder) -> tuple[TextIO, TextIO]:
 def leave(code: int) -> int:
     """End the process at once after a failure: threads of a broken process group may never end by themselves."""
     if code:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # the log's disk may be full
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
     return code
 
