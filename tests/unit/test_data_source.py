@@ -71,6 +71,7 @@ def test_the_standard_library_is_python_source():
     names = [file.name for file in files]
     assert "json/decoder.py" in names
     assert names == sorted(names)
+    assert not [name for name in names if "/test/" in f"/{name}"]
     assert all(name.endswith(".py") and "site-packages" not in name and "__pycache__" not in name for name in names)
 
 
