@@ -35,7 +35,7 @@ def expect_traffic(plan: ParallelPlan, shape: ModelShape) -> Traffic:
     gathered = micro * (whole + layers) if plan.reshard_after_forward else whole
     reductions = micro if plan.reduce_gradients == "each" else 1
     shard = whole // plan.dp_shard if plan.dp_replicate > 1 else 0
-    return Traffic(compute * gathered, reductions * reduce * whole, reductions * reduce * shard)
+    return Traffic(compute * gathered, reductions * reduce * whole, reduce * shard)
 
 
 class TrafficCounter(TorchDispatchMode):
