@@ -25,8 +25,8 @@ def choose_attention(config: PretrainedConfig, wanted: str | None) -> str | None
         return wanted
     if wanted == "sdpa":
         raise ConfigError(
-            f"model.attn_implementation=sdpa: it cannot cap attention scores, and the model's attn_logit_softcapping "
-            f"is {softcap}; use eager or flex_attention, or leave it out."
+            f"model.attn_implementation=sdpa cannot cap attention scores, and the model's attn_logit_softcapping is "
+            f"{softcap}; use eager or flex_attention, or leave it out."
         )
     return wanted or "eager"
 
