@@ -365,6 +365,15 @@ def write_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace the file with `value` as indented JSON, in one go."""
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")

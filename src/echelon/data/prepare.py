@@ -42,7 +42,7 @@ from echelon.data.tokenizer import (
     vocabulary_size,
 )
 from echelon.errors import ConfigError, DataError, EchelonError
-from echelon.run_folder import find_model_dir
+from echelon.run_folder import find_model_dir, sync_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -264,17 +264,9 @@ def _write_folder(
         )
         save_manifest(partial, writer.write(_num_workers(spec, corpus)))
         os.rename(partial, folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _encoding(tokenizer: "PreTrainedTokenizerFast") -> Encoding:
