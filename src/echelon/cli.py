@@ -1,6 +1,7 @@
 """The `echelon` command. Every import of substance is inside a command, so that `--help` answers at once."""
 
 import json
+import os
 import signal
 import sys
 import traceback
@@ -292,19 +293,29 @@ class _Stopped(BaseException):
 
 @contextmanager
 def _stops_told() -> Iterator[None]:
-    """Turn SIGTERM and Ctrl-C into one line and exit code 1, after everything half-made was taken away."""
+    """Turn SIGTERM and Ctrl-C into one line and exit code 1, after what was half-made has been taken away.
+
+    A second one ends the process at once.
+    """
+    stopped_by: list[str] = []
 
     def stop(number: int, _: object) -> NoReturn:
-        raise _Stopped(signal.Signals(number).name)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+        stopped_by.append(signal.Signals(number).name)
+        raise _Stopped
 
-    before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)}
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    for each in before:
+        signal.signal(each, stop)
     try:
         yield
-    except _Stopped as stopped:
-        _complain(
-            f"stopped by {stopped} before training began; nothing half-made was left, so start the same command again"
-        )
-        raise typer.Exit(1) from stopped
+    except BaseException:
+        if not stopped_by:
+            raise
+        # It can strike anywhere, so whatever else came up in its wake is of its making; nor is anything awaited.
+        _complain(f"stopped by {stopped_by[0]} before training began; start the same command again")
+        os._exit(1)
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -314,7 +325,7 @@ def _finish(outcome: "Outcome", at_once: bool = False) -> NoReturn:
     """Say how it ended and leave with its code; `at_once`: without a teardown that may hang."""
     if outcome.message:
         _complain(outcome.message)
-    if outcome.code and at_once:
+    if at_once:
         from echelon.train.worker import leave
 
         leave(outcome.code)

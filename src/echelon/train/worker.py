@@ -10,7 +10,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from echelon.errors import EchelonError, PlanError, explain_storage_error
 from echelon.launch.outcome import (
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from echelon.recipe import Recipe
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The process of a rank that `echelon train` started. Returns 0 unless it really failed, so that only a failure
+def main(argv: list[str] | None = None) -> NoReturn:
+    """The process of a rank that `echelon train` started. Leaves with 0 unless it really failed, so that only a failure
     is ever restarted; the true code stands in the outcome."""
     start_watchdog()
     # A job started in the background of a shell inherits SIGINT ignored.
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     console, _ = redirect_output(folder)
     outcome = run_rank(folder, console)
     failed = outcome.code == FAILED and not (outcome.secondary and is_peer_leaving(folder.outcomes_dir))
-    return leave(1 if failed else 0)
+    leave(1 if failed else 0)
 
 
 def run_rank(folder: RunFolder, console: TextIO, store: "Store | None" = None) -> RankOutcome:
@@ -163,15 +163,14 @@ def redirect_output(folder: RunFolder) -> tuple[TextIO, TextIO]:
     return (stdout if rank == 0 else sys.stdout), stderr
 
 
-def leave(code: int) -> int:
-    """End the process at once after a failure: threads of a broken process group may never end by themselves."""
-    if code:
-        with suppress(OSError):  # the log's disk may be full
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-    return code
+def leave(code: int) -> NoReturn:
+    """End the process at once. All is written by now, and the threads of a process group may hang the interpreter on
+    its way out, or abort it: a rank that has finished would then count as failed."""
+    with suppress(OSError):  # the log's disk may be full
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,0 +1,121 @@
+"""Running `echelon` as a user does: in this process where no rank is looked at from outside, else as a process."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from echelon.cli import main
+
+LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MARK = "ECHELON_TEST_MARK"
+TEXT = "".join(f"{number} plus {number} is {2 * number}, and so on.\n" for number in range(500))
+
+RECIPE = {
+    "run": {"name": "tiny"},
+    "model": {
+        "config": {
+            "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "max_position_embeddings": 64,
+        },
+    },
+    "tokenizer": "bytes",
+    "data": {"train": "text.txt", "sequence_len": 32, "validation_fraction": 0.05},
+    "train": {"steps": 6, "global_batch_size": 4, "eval_every": None, "precision": "fp32"},
+    "optim": {"learning_rate": 1e-3},
+    "evaluate": {"batches": 1},
+    "checkpoint": {"every_steps": 3},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a command ended: its exit code, what it printed, how long it took."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float = 0.0
+
+
+class CommandLine:
+    """Calls the console script's entry in this process; the ranks it starts are processes all the same."""
+
+    def __init__(self, capfd, monkeypatch):
+        self._capfd, self._monkeypatch = capfd, monkeypatch
+
+    def __call__(self, *arguments):
+        self._monkeypatch.setattr(sys, "argv", ["echelon", *map(str, arguments)])
+        self._capfd.readouterr()
+        started = time.monotonic()
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        seconds = time.monotonic() - started
+        out, err = self._capfd.readouterr()
+        return Ending(code, out, err, seconds)
+
+
+def start(*arguments, **environment):
+    """The command as a process of its own, in a session of its own, as a terminal would start it."""
+    env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    return subprocess.Popen([sys.executable, "-m", "echelon", *arguments], env=env | environment, **pipes)
+
+
+def finish(process, seconds=60):
+    """Wait for a process to end."""
+    started = time.monotonic()
+    out, err = process.communicate(timeout=seconds)
+    return Ending(process.returncode, out, err, time.monotonic() - started)
+
+
+def await_line(path, words, process, seconds=40):
+    """Wait until a file holds the words; fail if the process ends first."""
+    deadline = time.monotonic() + seconds
+    while not (path.exists() and words in path.read_text()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"no {words} in {path}"
+        time.sleep(0.02)
+
+
+def marked_processes():
+    """Every process that inherited the mark of this test: what a command of it left behind."""
+    mark = os.environ[MARK]
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def assert_no_orphan(seconds=3.0):
+    """Processes that were told to leave get a moment to do so."""
+    deadline = time.monotonic() + seconds
+    while left := marked_processes():
+        assert time.monotonic() < deadline, f"orphans: {left}"
+        time.sleep(0.05)
+
+
+def write_recipe(folder, **sections):
+    """The small recipe, each section given updated, and its text."""
+    recipe = {key: {**value, **sections.pop(key, {})} if isinstance(value, dict) else value
+              for key, value in RECIPE.items()}  # fmt: skip
+    (folder / "recipe.json").write_text(json.dumps({**recipe, **sections}, indent=1))
+    (folder / "text.txt").write_text(TEXT)
+    return folder / "recipe.json"
+
+
+def read_lines(path):
+    """The rows of a .jsonl file."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
