@@ -1,7 +1,9 @@
 """Fixtures every tier shares."""
 
 import argparse
-from collections.abc import Iterator
+import multiprocessing
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -23,3 +25,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "argparse.txt"
     path.write_text(Path(argparse.__file__).read_text())
     return path
+
+
+@pytest.fixture
+def started() -> Callable[[], list[BaseProcess]]:
+    """The child processes that the test itself has started and that still live; the pool's are not among them."""
+    before = {process.pid for process in multiprocessing.active_children()}
+    return lambda: [process for process in multiprocessing.active_children() if process.pid not in before]

@@ -1,7 +1,6 @@
 """The `echelon` command. Every import of substance is inside a command, so that `--help` answers at once."""
 
 import json
-import os
 import signal
 import sys
 import traceback
@@ -310,12 +309,12 @@ def _stops_told() -> Iterator[None]:
         signal.signal(each, stop)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if not stopped_by:
             raise
-        # It can strike anywhere, so whatever else came up in its wake is of its making; nor is anything awaited.
+        # Whatever else came up in its wake is of its making.
         _complain(f"stopped by {stopped_by[0]} before training began; start the same command again")
-        os._exit(1)
+        raise typer.Exit(1) from error
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import multiprocessing
 import re
 import threading
 import tracemalloc
@@ -252,7 +251,7 @@ def test_too_little_text_is_refused_and_leaves_nothing(tmp_path, content, fracti
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch, workers):
+def test_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch, workers, started):
     folder = tmp_path / "text"
     write_documents(folder, 50)
     spec = build_spec(tmp_path, folder, workers=workers)
@@ -265,7 +264,7 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch, workers
         with pytest.raises(KeyboardInterrupt):
             prepare(spec, silent)
     assert [path.suffix for path in (tmp_path / "prepared").iterdir()] == [".lock"]
-    assert not multiprocessing.active_children()
+    assert not started()
     prepare(spec, silent)
 
 

@@ -1,6 +1,5 @@
 """Parallel tokenizing: the same tokens from any number of processes, and clear words when one fails."""
 
-import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,25 +88,25 @@ def test_an_unexpected_error_in_a_worker_names_the_file():
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2, 4])
-def test_a_worker_that_dies_is_reported_and_none_is_left(folder, num_before):
+def test_a_worker_that_dies_is_reported_and_none_is_left(folder, num_before, started):
     def tasks_and_a_murder() -> Iterator[Task]:
         tasks = tasks_of(folder) * 5
         yield from tasks[:num_before]
-        for child in multiprocessing.active_children():
+        for child in started():
             child.kill()
         yield from tasks
 
     with pytest.raises(DataError, match=r"a process that tokenizes died \(exit code -9\) at .*\.txt"):
         list(tokenize_tasks(tasks_and_a_murder(), BYTES, 2))
-    assert not multiprocessing.active_children()
+    assert not started()
 
 
-def test_closing_early_stops_the_workers(folder):
+def test_closing_early_stops_the_workers(folder, started):
     results = tokenize_tasks(tasks_of(folder) * 5, BYTES, 2)
     next(results)
-    assert len(multiprocessing.active_children()) == 2
+    assert len(started()) == 2
     results.close()
-    assert not multiprocessing.active_children()
+    assert not started()
 
 
 def test_workers_do_not_outlive_a_parent_that_is_killed(folder, tmp_path):

@@ -12,7 +12,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -32,6 +32,7 @@ HASHED_BYTES = PIECE_BYTES
 
 _HASH_KEY = b"echelon validation 1"
 _TASKS_AHEAD = 2
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
@@ -159,12 +160,24 @@ def tokenize_tasks(
         for task in tasks:
             yield task, encoder.run(task)
         return
-    started = [_Worker(encoding) for _ in range(workers)]
+    started: list[_Worker] = []
     try:
+        with _stops_held_back():
+            started.extend(_Worker(encoding) for _ in range(workers))
         yield from _share_out(enumerate(tasks), started)
     finally:
         for worker in started:
             worker.stop()
+
+
+@contextmanager
+def _stops_held_back() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C wait: one that struck while a process starts would leave it to nobody."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _share_out(
@@ -246,6 +259,7 @@ class _Worker:
 def _serve(connection: Connection, encoding: Encoding) -> None:
     """The life of a worker: one thread, Ctrl-C left to the parent, tasks until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # it was started while the parent held them back
     use_one_tokenizer_thread()
     encoder = TaskEncoder(encoding)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
