@@ -31,15 +31,7 @@ def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False
         ConfigError: the model type is unknown, or the checkpoint has no readable config.json.
     """
     if isinstance(source, str):
-        try:
-            config = AutoConfig.from_pretrained(find_model_dir(source), trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model.checkpoint={source}: no config of a model could be read there; give a folder with config.json "
-                f"and safetensors, or a hub id ({str(error).splitlines()[0]})"
-            ) from error
-        assert isinstance(config, PretrainedConfig)
-        return config
+        return _read_config(source, trust_remote_code)
     fields = dict(source)
     model_type = fields.pop("model_type")
     try:
@@ -49,6 +41,24 @@ def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"model.config is no {model_type} config: {' '.join(str(error).split())}") from error
+    return config
+
+
+def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
+    folder = find_model_dir(source)
+    is_local = Path(folder).is_dir()
+    offline = is_local or not is_hub_reachable()
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=offline)
+    except (OSError, ValueError) as error:
+        where = (
+            "no config of a model can be read there" if is_local else "no such folder, and the hub has no config of it"
+        )
+        raise ConfigError(
+            f"model.checkpoint={source}: {where} ({str(error).splitlines()[0]}); give one with config.json and "
+            "safetensors, or a hub id."
+        ) from error
+    assert isinstance(config, PretrainedConfig)
     return config
 
 
