@@ -57,8 +57,8 @@ def sharded(model, device):
     return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def unsplit(model):
-    """Without DDPOptimizer, which would cut a graph compiled inside DDP's forward at the borders of buckets."""
+def whole(model):
+    """Without DDPOptimizer, which cuts a graph compiled inside DDP's forward where its gradient buckets end."""
     torch._dynamo.config.optimize_ddp = False
     return model
 
@@ -66,8 +66,8 @@ def unsplit(model):
 # From the inside out, in reading order.
 ORDERS = {
     "DDP, not compiled": lambda model, device: data_parallel(model, device),
-    "compile each layer, then DDP": lambda model, device: data_parallel(each_layer(unsplit(model)), device),
-    "the same, graphs split at buckets": lambda model, device: data_parallel(each_layer(model), device),
+    "compile each layer, then DDP": lambda model, device: data_parallel(each_layer(model), device),
+    "the same, graphs left whole": lambda model, device: data_parallel(whole(each_layer(model)), device),
     "compile the model, then DDP": lambda model, device: data_parallel(torch.compile(model), device),
     "torch.compile(DDP(model))": lambda model, device: torch.compile(data_parallel(model, device)),
     "fully_shard, not compiled": lambda model, device: sharded(model, device),
