@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test parity bench lint clean
+.PHONY: help demo test parity bench gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -11,6 +11,7 @@ help:
 	@echo "make test     set up, run the tests"
 	@echo "make parity   every strategy against the single process, the whole product of options (long)"
 	@echo "make bench    the cost of a step beside a plain PyTorch loop's (long)"
+	@echo "make gpu      on a machine with an NVIDIA GPU: its tests and all benchmarks, into a folder of logs (9 minutes)"
 	@echo "make lint     style and types"
 	@echo "make clean    remove .venv"
 
@@ -44,6 +45,10 @@ parity: .venv/.installed
 bench: .venv/.installed
 	@echo "== timing echelon's step beside a plain loop's"
 	$(BIN)/python benchmarks/overhead.py
+
+gpu: .venv/.installed
+	@echo "== running the tests marked gpu, and the benchmarks, on this machine's GPUs"
+	PYTHON=$(BIN)/python benchmarks/gpu.sh
 
 lint: .venv/.linters
 	@echo "== checking style and types"

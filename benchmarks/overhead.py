@@ -1,14 +1,16 @@
 """What echelon's step costs beside a plain PyTorch loop: the same model, batches and optimizer, interleaved.
 
-    python benchmarks/overhead.py TEXT_FILE [--rounds 8] [--steps 50]
+    python benchmarks/overhead.py [TEXT_FILE] [--size tiny|small] [--precision fp32|bf16] [--compile]
 
-One process. Rounds of plain steps and of echelon's alternate, so that a machine whose speed drifts slows both. Each
-round gives a median step; the figure is the median over rounds of their ratio, with its spread.
+One process, on a GPU where there is one. Rounds of plain steps and of echelon's alternate, so that a machine whose
+speed drifts slows both. Each round gives a median step; the figure is the median over rounds of their ratio, with its
+spread.
 """
 
 import argparse
 import json
 import math
+import pydoc_data.topics
 import statistics
 import tempfile
 import time
@@ -26,19 +28,32 @@ from echelon.train.assemble import build_trainer
 from echelon.train.setup import prepare_run
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tinyshakespeare.yaml"
+TEXT = Path(pydoc_data.topics.__file__)  # real text that every machine has
+SIZES = {
+    "tiny": [],  # the recipe as it stands: where every microsecond of a trainer shows
+    "small": [  # the width and depth of GPT-2, in the shape of a Llama
+        "model.config.hidden_size=768", "model.config.intermediate_size=2048", "model.config.num_hidden_layers=12",
+        "model.config.num_attention_heads=12", "model.config.num_key_value_heads=12", "model.config.vocab_size=32000",
+        "model.config.max_position_embeddings=512", "data.sequence_len=512", "train.global_batch_size=16",
+        "train.micro_batch_size=16",
+    ],
+}  # fmt: skip
 
 
 class PlainLoop:
     """What a careful person would write by hand: fused AdamW, clipping, a schedule, the loss read every step."""
 
-    def __init__(self, config, tokens, batch, length, device):
+    def __init__(self, config, tokens, batch, length, device, plan):
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=plan.precision.compute == "bfloat16")
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
         vectors = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=True)
         self.tokens, self.batch, self.length, self.device = tokens, batch, length, device
         self.step = 0
+        if plan.compile:
+            self.model = torch.compile(self.model)
 
     def run(self, steps):
         seconds = []
@@ -47,8 +62,9 @@ class PlainLoop:
             starts = np.random.randint(0, len(self.tokens) - self.length - 1, self.batch)
             rows = torch.from_numpy(np.stack([self.tokens[s : s + self.length + 1] for s in starts]).astype(np.int64))
             rows = rows.to(self.device)
-            logits = self.model(input_ids=rows[:, :-1], use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+            with self.autocast:
+                logits = self.model(input_ids=rows[:, :-1], use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             for group in self.optimizer.param_groups:
@@ -70,14 +86,18 @@ def run_echelon(trainer, folder, steps):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("text", type=Path, nargs="?", default=TEXT)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--compile", action="store_true", help="compile both, each in its own way")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=50)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, open("/dev/null", "w") as console:
         overrides = [
             f"data.train.0.path={arguments.text}", f"run.dir={scratch}/run", "train.eval_every=1000000",
-            "checkpoint.every_steps=1000000", "train.log_every=10",
+            "checkpoint.every_steps=1000000", "train.log_every=10", f"train.precision={arguments.precision}",
+            f"train.compile={str(arguments.compile).lower()}", *SIZES[arguments.size],
         ]  # fmt: skip
         recipe, _ = load_recipe(RECIPE, overrides)
         prepared = prepare_run(recipe, False, lambda: detect_cluster(1), {}, lambda line: None)
@@ -88,7 +108,8 @@ def main():
         trainer._saves_at = trainer._evaluates_at = lambda done: False  # only the steps are measured
         config = load_config(str(folder.model_dir))
         tokens = data.train.read_samples(np.arange(data.train.num_samples - 1))[0].ravel()
-        plain = PlainLoop(config, tokens, recipe.global_batch_size, recipe.data.sequence_len, runtime.device)
+        length, plan = recipe.data.sequence_len, prepared.plan
+        plain = PlainLoop(config, tokens, recipe.global_batch_size, length, runtime.device, plan)
         plain.run(arguments.steps)
         run_echelon(trainer, folder, arguments.steps)
         rounds = [
@@ -98,9 +119,12 @@ def main():
         trainer.store.close()
         stop_runtime()
     ratios = [ours / theirs for theirs, ours in rounds]
+    device = (
+        torch.cuda.get_device_name() if runtime.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    )
     print(
-        f"{runtime.device}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
-        f"{arguments.rounds} rounds of {arguments.steps} steps each"
+        f"{device}, torch {torch.__version__}, {arguments.size}, {arguments.precision}, "
+        f"{'compiled' if arguments.compile else 'eager'}, {arguments.rounds} rounds of {arguments.steps} steps each"
     )
     print(f"plain loop  {1e3 * statistics.median(theirs for theirs, _ in rounds):.2f} ms a step")
     print(f"echelon     {1e3 * statistics.median(ours for _, ours in rounds):.2f} ms a step")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from echelon.recipe import OptimConfig
 
@@ -53,7 +54,11 @@ def build_schedule(config: OptimConfig, num_steps: int) -> Schedule:
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
-    """The 2-norm over all gradients, whole on every rank. Collective where gradients are sharded."""
+    """The 2-norm over all gradients, whole on every rank's device. Collective where gradients are sharded."""
     norm = torch.nn.utils.get_total_norm(gradients)
-    full = getattr(norm, "full_tensor", None)
-    return full() if full is not None else norm
+    if not isinstance(norm, DTensor):
+        return norm
+    if norm.device.type != norm.device_mesh.device_type:
+        # Offloaded gradients are on the host; the ranks can add up on the mesh's devices alone, where this puts it.
+        norm = DTensor.from_local(norm.to_local(), norm.device_mesh, norm.placements, run_check=False)
+    return norm.full_tensor()

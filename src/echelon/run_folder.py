@@ -244,6 +244,16 @@ class RunFolder:
         return target
 
 
+def find_model_dir(source: str) -> str:
+    """Where the config and the tokenizer of `model.checkpoint` stand: in a run's `model/`, else the source itself."""
+    return str(RunFolder(Path(source)).model_dir) if is_run(Path(source)) else source
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run's."""
+    return RunFolder(path).recipe_path.is_file()
+
+
 @dataclass(frozen=True)
 class OpenedRun:
     """A run folder ready to be used, locked unless finished, and how the recipe differs from the one before."""
@@ -353,6 +363,15 @@ def write_text(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -372,6 +372,11 @@ def find_peak_flops(device: "torch.device", compute_dtype: str) -> float:
     return measure_matmul_flops(compute_dtype)
 
 
+def describe_peak(device: "torch.device") -> str:
+    """Where the figure of `find_peak_flops` comes from."""
+    return "its vendor's figure" if device.type == "cuda" else "the matmul rate measured now"
+
+
 def _machine_memory_bytes() -> int:
     """The machine's memory, or the container's limit where that is smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

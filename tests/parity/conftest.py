@@ -1,19 +1,8 @@
-"""Fixtures of the parity tests: the text, and each single-process reference once."""
-
-import argparse
-from pathlib import Path
+"""Each single-process reference, trained once a session."""
 
 import pytest
 
 from training import train
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory):
-    """Real text that every machine has: the source of Python's argparse."""
-    path = tmp_path_factory.mktemp("text") / "argparse.txt"
-    path.write_text(Path(argparse.__file__).read_text())
-    return path
 
 
 @pytest.fixture(scope="session")

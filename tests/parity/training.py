@@ -177,8 +177,10 @@ def mutations(name: str, world_size: int) -> list[Any]:
 
         import echelon.parallel.data as data
 
+        summed = data.sum_gradients
+
         def averaged(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            return data.sum_gradients(group, bucket).then(lambda done: done.value() / world_size)
+            return summed(group, bucket).then(lambda done: done.value() / world_size)
 
         divide = FSDPModule.set_gradient_divide_factor
         return [

@@ -71,6 +71,7 @@ def test_the_standard_library_is_python_source():
     names = [file.name for file in files]
     assert "json/decoder.py" in names
     assert names == sorted(names)
+    assert not [name for name in names if "/test/" in f"/{name}"]
     assert all(name.endswith(".py") and "site-packages" not in name and "__pycache__" not in name for name in names)
 
 
@@ -160,26 +161,7 @@ def test_documents_are_counted_up_to_a_limit(tmp_path):
 def awkward_texts() -> dict[str, str]:
     rng = random.Random(0)
     code = Path(json.decoder.__file__).read_text()
-    parts = [
-        "word",
-        "42",
-        ".",
-        "//",
-        "_",
-        " ",
-        "  ",
-        "\t",
-        "\n",
-        "\n",
-        "\n\n",
-        "\r\n",
-        "語",
-        "é",
-        "\u0301",
-        "\u3000",
-        "'s",
-        "X",
-    ]
+    parts = [*"X_. \t\n\n語é\u0301\u3000", "word", "42", "//", "  ", "\n\n", "\r\n", "'s"]
     return {
         "code": code,
         "crlf": code.replace("\n", "\r\n"),

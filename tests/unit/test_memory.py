@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from echelon.model.attention import choose_attention
 from echelon.plan import ParallelPlan, Precision
 from echelon.planner.memory import estimate_memory
 from echelon.shape import build_shape
@@ -52,7 +53,9 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 def build_model(config, dtype):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).train().base_model
+    config = AutoConfig.for_model(**config)
+    attention = choose_attention(config, None)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train().base_model
 
 
 def measure_saved_bytes(config, autocast=False, dtype=torch.float32, checkpointing="none"):

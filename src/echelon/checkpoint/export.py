@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.checkpoint.safety import read_metadata
-from echelon.checkpoint.store import Checkpoint, check_files, list_checkpoints, load_alone
+from echelon.checkpoint.store import load_alone, newest_of
 from echelon.errors import CheckpointError, ConfigError
 from echelon.model.build import build_on_meta, parameter_names
 from echelon.model.weights import initialize_buffers
@@ -20,24 +20,6 @@ from echelon.run_folder import RunFolder
 
 SHARD_BYTES = 4 * 2**30
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def newest_of(run: Path) -> Checkpoint:
-    """A run's newest checkpoint. Raises ConfigError where there is none, CheckpointError where it is damaged."""
-    checkpoints = list_checkpoints(run)
-    if not checkpoints and not RunFolder(run).recipe_path.is_file():
-        raise ConfigError(f"{run} is not a run folder (it has no recipe.yaml); give one, for example runs/NAME.")
-    if not checkpoints:
-        raise ConfigError(f"{run} has no checkpoint yet; run `echelon train` until one is saved.")
-    newest = checkpoints[-1]
-    try:
-        check_files(newest.path)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"The newest checkpoint is damaged: {error} Remove {newest.path} to use the one before it, or let "
-            "`echelon train` write it again."
-        ) from error
-    return newest
 
 
 def run_skeleton(run: Path) -> PreTrainedModel:

@@ -7,7 +7,6 @@ A checkpoint is written into a hidden folder beside its final place. When every 
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import warnings
@@ -26,7 +25,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from echelon.checkpoint.safety import SafeReader, read_metadata
-from echelon.errors import CheckpointError, is_disk_full
+from echelon.errors import CheckpointError, ConfigError, is_disk_full
+from echelon.run_folder import is_run, sync_folder, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -58,6 +58,24 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
 def list_checkpoints(run: Path) -> list[Checkpoint]:
     """The published checkpoints of a run folder, oldest first."""
     return find_checkpoints(run / "checkpoints")
+
+
+def newest_of(run: Path) -> Checkpoint:
+    """A run's newest checkpoint. Raises ConfigError where there is none, CheckpointError where it is damaged."""
+    checkpoints = list_checkpoints(run)
+    if not checkpoints and not is_run(run):
+        raise ConfigError(f"{run} is not a run folder (it has no recipe.yaml); give one, for example runs/NAME.")
+    if not checkpoints:
+        raise ConfigError(f"{run} has no checkpoint yet; run `echelon train` until one is saved.")
+    newest = checkpoints[-1]
+    try:
+        check_files(newest.path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"The newest checkpoint is damaged: {error} Remove {newest.path} to use the one before it, or let "
+            "`echelon train` write it again."
+        ) from error
+    return newest
 
 
 def find_newest(folder: Path, say: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
@@ -194,11 +212,11 @@ class CheckpointStore:
 
 def publish(writing: Path, final: Path, state: Mapping[str, Any]) -> None:
     """Complete a written folder and give it its name, so that it is either whole or absent after any crash."""
-    write_synced(writing / STATE, json.dumps(state, indent=2))
+    write_json(writing / STATE, dict(state))
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in sorted(writing.iterdir())
     }
-    write_synced(writing / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=2))
+    write_json(writing / MANIFEST, {"format": FORMAT, "files": files})
     sync_folder(writing)
     if final.exists():  # a step saved again after a resume: the new one replaces it
         shutil.rmtree(final)
@@ -210,23 +228,6 @@ def prune(folder: Path, keep_last: int) -> None:
     """Remove all but the newest checkpoints."""
     for checkpoint in find_checkpoints(folder)[:-keep_last]:
         shutil.rmtree(checkpoint.path)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a file and flush it to disk."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to disk, so that a rename survives a crash."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def check_shapes(folder: Path, tensors: Mapping[str, Any]) -> None:
@@ -245,7 +246,7 @@ def check_shapes(folder: Path, tensors: Mapping[str, Any]) -> None:
 
 
 def load_alone(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill whole tensors from a checkpoint in one process, without a process group. Raises CheckpointError."""
+    """Fill tensors, whole or sharded, from a checkpoint: each process reads its own part. Raises CheckpointError."""
     check_files(folder)
     check_shapes(folder, tensors)
     with warnings.catch_warnings():

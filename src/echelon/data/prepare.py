@@ -42,6 +42,7 @@ from echelon.data.tokenizer import (
     vocabulary_size,
 )
 from echelon.errors import ConfigError, DataError, EchelonError
+from echelon.run_folder import find_model_dir, sync_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -84,7 +85,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         validation=_sources("data.validation", data.validation),
         validation_fraction=data.validation_fraction or 0.0,
         tokenizer=tokenizer if tokenizer is None or isinstance(tokenizer, str) else tokenizer.train.vocab_size,
-        checkpoint=recipe.model.checkpoint,
+        checkpoint=recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint),
         prepared_dir=Path(recipe.prepared_dir),
         sequence_len=data.sequence_len,
         workers=None if data.prepare_workers == "auto" else int(data.prepare_workers),
@@ -263,17 +264,9 @@ def _write_folder(
         )
         save_manifest(partial, writer.write(_num_workers(spec, corpus)))
         os.rename(partial, folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _encoding(tokenizer: "PreTrainedTokenizerFast") -> Encoding:

@@ -44,6 +44,9 @@ TEXT_SUFFIXES = frozenset(_TEXT_SUFFIXES.split())
 """The files a folder contributes, by suffix in lower case."""
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+"""Left out of `python-stdlib`: two thirds of its bytes are tests, much of them tables of values."""
+
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 
 _WINDOW_BYTES = 2**16
@@ -115,7 +118,7 @@ def list_files(source: Source) -> tuple[TextFile, ...]:
     """
     if source.path == PYTHON_STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        found = [(path, name) for path, name in _walk(root) if path.suffix == ".py"]
+        found = [(path, name) for path, name in _walk(root) if path.suffix == ".py" and not _is_of_tests(name)]
         return _describe(source, found, required=False)
     path = Path(source.path).expanduser()
     if path.is_file():
@@ -137,6 +140,10 @@ def list_files(source: Source) -> tuple[TextFile, ...]:
         f"{source}: no such file or folder, seen from {Path.cwd()}; give a text file, a folder, "
         f"a glob or {PYTHON_STDLIB}."
     )
+
+
+def _is_of_tests(name: str) -> bool:
+    return not TEST_FOLDERS.isdisjoint(Path(name).parts[:-1])
 
 
 def _walk(root: Path) -> list[tuple[Path, str]]:

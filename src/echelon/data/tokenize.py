@@ -7,17 +7,15 @@ tokenizer from its JSON.
 """
 
 import hashlib
+import itertools
 import multiprocessing
-import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
@@ -34,7 +32,7 @@ HASHED_BYTES = PIECE_BYTES
 """The hash of a document reads at most so much from its start."""
 
 _HASH_KEY = b"echelon validation 1"
-_TASKS_AHEAD = 3
+_TASKS_AHEAD = 2
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -156,33 +154,29 @@ def tokenize_tasks(
 ) -> Generator[tuple[Task, TokenizedTask], None, None]:
     """Tokenize tasks in `workers` processes (1: in this one), yielding each with its result, in order.
 
-    Raises DataError naming the file when a worker fails or dies. Close the generator to stop the workers.
+    Raises DataError naming the file when one cannot be read or a worker dies. Close the generator to stop the workers.
     """
     if workers == 1:
         encoder = TaskEncoder(encoding)
         for task in tasks:
             yield task, encoder.run(task)
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (encoding,))
-    running: deque[tuple[Task, Future[TokenizedTask]]] = deque()
+    started: list[_Worker] = []
     try:
-        for task in tasks:
-            running.append((task, _submit(pool, task)))
-            if len(running) >= workers * _TASKS_AHEAD:
-                task, future = running.popleft()
-                yield task, _result(task, future)
-        for task, future in running:
-            yield task, _result(task, future)
+        with _stops_held_back():
+            started.extend(_Worker(encoding) for _ in range(workers))
+        yield from _share_out(enumerate(tasks), started)
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for worker in started:
+            worker.stop()
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold SIGTERM and SIGINT back: a pool whose processes or thread were started half-way cannot be shut down.
+def _stops_held_back() -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C wait: one that struck while a process starts would leave it to nobody.
 
-    Python calls handlers in its main thread whatever that thread blocks, so they are replaced; the processes started
-    here inherit what is blocked.
+    Python calls handlers in its main thread whatever that thread blocks, so they are replaced meanwhile; the signals
+    are blocked too, for the processes started here to inherit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -200,54 +194,96 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _submit(pool: ProcessPoolExecutor, task: Task) -> Future[TokenizedTask]:
-    try:
-        with _uninterrupted():
-            return pool.submit(_run_task, task)
-    except BrokenProcessPool as error:
-        failed: Future[TokenizedTask] = Future()
-        failed.set_exception(error)
-        return failed
+def _share_out(
+    tasks: Iterator[tuple[int, Task]], workers: list["_Worker"]
+) -> Generator[tuple[Task, TokenizedTask], None, None]:
+    """Give each idle worker the next task, and yield the results in order, holding a few that came early."""
+    idle = list(workers)
+    busy: dict[Connection, _Worker] = {}
+    early: dict[int, tuple[Task, TokenizedTask]] = {}
+    for expected in itertools.count():
+        while expected not in early:
+            while idle and len(early) < len(workers) * _TASKS_AHEAD and (following := next(tasks, None)) is not None:
+                worker = idle.pop()
+                worker.send(*following)
+                busy[worker.connection] = worker
+            if not busy:
+                return
+            for connection in wait(list(busy)):
+                assert isinstance(connection, Connection)
+                worker = busy.pop(connection)
+                index, task, result = worker.receive()
+                early[index] = (task, result)
+                idle.append(worker)
+        yield early.pop(expected)
 
 
-def _result(task: Task, future: Future[TokenizedTask]) -> TokenizedTask:
-    error = future.exception()
-    if error is None:
-        return future.result()
-    if isinstance(error, EchelonError):
-        raise error
-    others = f" (or one of the {len(task.spans) - 1} read with it)" if len(task.spans) > 1 else ""
-    name = f"{task.spans[0].file.path}{others}"
-    if isinstance(error, BrokenProcessPool):
-        raise DataError(
-            f"a process that tokenizes died at {name}: killed, perhaps for want of memory; try data.prepare_workers=1."
-        ) from error
-    raise DataError(f"{name} could not be tokenized: {type(error).__name__}: {error}") from error
+class _Worker:
+    """A process that tokenizes one task at a time, and the parent's end of the pipe to it.
+
+    A pipe to each, and no queue between them all: a worker that is killed can leave no lock behind, and the parent
+    knows the task it died of. A worker whose parent is gone finds its pipe closed and ends.
+    """
+
+    def __init__(self, encoding: Encoding) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, encoding), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._index = 0
+        self._task: Task | None = None
+
+    def send(self, index: int, task: Task) -> None:
+        """Hand over a task; the worker must be idle."""
+        self._index, self._task = index, task
+        try:
+            self.connection.send(task)
+        except OSError as error:
+            raise self._describe_death() from error
+
+    def receive(self) -> tuple[int, Task, TokenizedTask]:
+        """The result of the task handed over, with its index. Raises what the worker reported."""
+        try:
+            result = self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._describe_death() from error
+        if isinstance(result, EchelonError):
+            raise result
+        assert self._task is not None
+        return self._index, self._task, result
+
+    def stop(self) -> None:
+        """End the process. It holds nothing that could be left half-done."""
+        self.connection.close()
+        self._process.kill()
+        self._process.join()
+
+    def _describe_death(self) -> DataError:
+        assert self._task is not None
+        self._process.join()
+        spans = self._task.spans
+        others = f" or a file read with it, up to {spans[-1].file.path}" if len(spans) > 1 else ""
+        return DataError(
+            f"a process that tokenizes died (exit code {self._process.exitcode}) at {spans[0].file.path}{others}; if "
+            f"it was killed for want of memory, lower data.prepare_workers."
+        )
 
 
-_worker_encoder: TaskEncoder | None = None
-
-
-def _start_worker(encoding: Encoding) -> None:
-    """Set up a worker: one thread each, Ctrl-C left to the parent, and no life beyond the parent's."""
-    global _worker_encoder
+def _serve(connection: Connection, encoding: Encoding) -> None:
+    """The life of a worker: one thread, Ctrl-C left to the parent, tasks until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # it was started while the parent held them back
     use_one_tokenizer_thread()
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _worker_encoder = TaskEncoder(encoding)
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _run_task(task: Task) -> TokenizedTask:
-    assert _worker_encoder is not None
-    return _worker_encoder.run(task)
+    encoder = TaskEncoder(encoding)
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            task = connection.recv()
+            try:
+                result: TokenizedTask | EchelonError = encoder.run(task)
+            except EchelonError as error:
+                result = error
+            connection.send(result)
 
 
 @dataclass

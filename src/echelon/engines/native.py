@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
+from echelon.checkpoint.store import load_alone, newest_of
 from echelon.data.loader import Microbatch
 from echelon.loss import IGNORE
 from echelon.mesh import Meshes
-from echelon.model.build import build_on_meta
-from echelon.model.weights import initialize_weights, load_pretrained
+from echelon.model.attention import apply_plain_causal
+from echelon.model.build import build_on_meta, find_weights
+from echelon.model.weights import initialize_buffers, initialize_weights, load_pretrained
 from echelon.objective import Objective
 from echelon.optim import build_optimizer, global_norm
 from echelon.parallel import parallelize, shard_model
@@ -22,6 +24,7 @@ from echelon.parallel.data import DataParallel
 from echelon.parallel.step import SingleStage
 from echelon.plan import ParallelPlan
 from echelon.recipe import Recipe
+from echelon.run_folder import is_run
 
 
 class NativeEngine:
@@ -39,6 +42,7 @@ class NativeEngine:
         self._decoder = decoder
         self._optimizer = optimizer
         self._objective = objective
+        self._device = next(decoder.parameters()).device  # where the optimizer works
         self._forward_backward = SingleStage(parallel, seed)
 
     def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> Tensor:
@@ -57,7 +61,8 @@ class NativeEngine:
         """See Engine. A fused optimizer reads `found_inf` on the device: no host waits for the answer."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        self._optimizer.found_inf = (~commit).float()  # type: ignore[attr-defined]
+        # Offloaded parameters are stepped on the host, which then has to wait: the optimizer itself would not.
+        self._optimizer.found_inf = (~commit).float().to(self._device)  # type: ignore[attr-defined]
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -97,6 +102,27 @@ def persistent_buffers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_buffers() if name in model.state_dict(keep_vars=True)]
 
 
+def place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put buffers, empty, where the forward pass runs: offloading keeps parameters alone on the host."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device.type != device.type:
+                setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Recipe) -> None:
+    """Give a materialised model its first weights: made from the seed, or read from a run or an HF checkpoint."""
+    source = recipe.model.checkpoint
+    if source is None:
+        initialize_weights(model, skeleton, recipe.run.seed)
+    elif is_run(Path(source)):
+        initialize_buffers(model, skeleton)
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+        load_alone(newest_of(Path(source)).path, tensors)
+    else:
+        load_pretrained(model, skeleton, find_weights(source, download=False))
+
+
 def build_native_engine(
     recipe: Recipe,
     config: PretrainedConfig,
@@ -111,14 +137,13 @@ def build_native_engine(
     No rank ever holds more than its shard of the model and one whole unit of it.
     """
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
+    apply_plain_causal(skeleton, recipe.data.sequence_len)
     model = copy.deepcopy(skeleton)
     module = shard_model(model, plan, meshes, compile_backend)
     module.to_empty(device="cpu" if plan.cpu_offload else device)
+    place_buffers(model, device)
     model.tie_weights()
-    if recipe.model.checkpoint is None:
-        initialize_weights(model, skeleton, recipe.run.seed)
-    else:
-        load_pretrained(model, skeleton, Path(recipe.model.checkpoint))
+    fill_weights(model, skeleton, recipe)
     module.train()
     parallel = parallelize(module, plan, meshes)
     optimizer = build_optimizer(model.named_parameters(), recipe.optim)

@@ -7,34 +7,31 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError
+from echelon.model.attention import choose_attention
+from echelon.model.hub import is_hub_reachable
 from echelon.recipe import Recipe
+from echelon.run_folder import find_model_dir
 from echelon.shape import resolve_vocab_size
 
+WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json"]
 # Fields that `transformers` still takes under a name its config classes no longer list.
 OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "attn_implementation")
 
 
 def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The HF config of `model.config` (a mapping) or of `model.checkpoint` (a folder or a hub id).
+    """The HF config of `model.config` (a mapping) or of `model.checkpoint` (a run, an HF folder or a hub id).
 
     Raises:
         ConfigError: the model type is unknown, or the checkpoint has no readable config.json.
     """
     if isinstance(source, str):
-        try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model.checkpoint={source}: no config of a model could be read there; give a folder with config.json "
-                f"and safetensors, or a hub id ({str(error).splitlines()[0]})"
-            ) from error
-        assert isinstance(config, PretrainedConfig)
-        return config
+        return _read_config(source, trust_remote_code)
     fields = dict(source)
     model_type = fields.pop("model_type")
     try:
@@ -44,6 +41,24 @@ def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"model.config is no {model_type} config: {' '.join(str(error).split())}") from error
+    return config
+
+
+def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
+    folder = find_model_dir(source)
+    is_local = Path(folder).is_dir()
+    offline = is_local or not is_hub_reachable()
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=offline)
+    except (OSError, ValueError) as error:
+        where = (
+            "no config of a model can be read there" if is_local else "no such folder, and the hub has no config of it"
+        )
+        raise ConfigError(
+            f"model.checkpoint={source}: {where} ({str(error).splitlines()[0]}); give one with config.json and "
+            "safetensors, or a hub id."
+        ) from error
+    assert isinstance(config, PretrainedConfig)
     return config
 
 
@@ -69,8 +84,9 @@ def build_on_meta(
         ConfigError: `transformers` has no such model, activation, attention or rotary embedding.
     """
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
+    attention = choose_attention(config, attn_implementation)
+    if attention is not None:
+        options["attn_implementation"] = attention
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **options)
@@ -82,6 +98,28 @@ def build_on_meta(
         ) from error
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def find_weights(source: str, download: bool) -> Path:
+    """The folder of a checkpoint's safetensors: the source itself, or the local copy of a hub id.
+
+    Args:
+        download: fetch what is missing. Only the process that prepares a run does; its workers find the copy.
+
+    Raises:
+        ConfigError: there is no such folder, and no such model on the hub.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return path
+    is_local = not (download and is_hub_reachable())
+    try:
+        return Path(snapshot_download(source, allow_patterns=WEIGHT_FILES, local_files_only=is_local))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.checkpoint={source}: it is no folder, and could not be fetched from the hub "
+            f"({str(error).splitlines()[0]}); give a folder with config.json and safetensors, or check the id."
+        ) from error
 
 
 def is_model_folder(path: Path) -> bool:

@@ -133,9 +133,13 @@ class FullyShard:
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
-        """ZeRO-1 keeps whole gradients until the last microbatch; the others reduce-scatter each one."""
+        """ZeRO-1 keeps whole gradients until the last microbatch; the others reduce-scatter each one.
+
+        Copies of a shard (HSDP) are summed once, after the last microbatch: that axis has the slow links.
+        """
         reduce = is_last or self._plan.reduce_gradients == "each"
         self._root.set_requires_gradient_sync(reduce)
+        self._root.set_requires_all_reduce(is_last)
         self._root.set_is_last_backward(is_last)
         # Without sharded forward passes the weights may stay whole between microbatches, but not past the last one:
         # the optimizer and the checkpoint must see shards.

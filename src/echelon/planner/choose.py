@@ -89,13 +89,13 @@ def _choose_compile(wanted: bool | str, cluster: Cluster) -> tuple[bool, list[st
 
 
 def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
-    """The strategy that communicates least among those that fit. Raises PlanError with what each would need."""
+    """The first strategy that fits, the simplest tried first. Raises PlanError with what each would need."""
     why: list[str] = []
     for layout in _auto_layouts(request.cluster):
         plan, line = _choose_micro_batch(request, layout)
         needs = request.estimate(plan)
         if request.fits(needs):
-            reason = "one process" if plan.world_size == 1 else "the least communication that fits"
+            reason = "one process" if plan.world_size == 1 else "the first that fits"
             return plan, [*why, f"parallel auto: {layout.strategy}, {reason}", *line]
         why.append(f"parallel auto: {_needs(request, layout, plan, needs)}, too much")
     tried = "; ".join(entry.removeprefix("parallel auto: ").removesuffix(", too much") for entry in why)

@@ -98,7 +98,7 @@ class SourceConfig(Section):
 
     path: str = Field(
         description="A file, a folder (read recursively), or `python-stdlib`: the source of the running Python's "
-        "standard library."
+        "standard library, without its tests."
     )
     format: TextFormat = Field("auto", description="`auto` tells it from the file's name.")
     split: str | None = Field(None, description="The split of a hub dataset, for example `train[:90%]`.")

@@ -17,7 +17,7 @@ from echelon.optim import build_schedule
 from echelon.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder
-from echelon.runtime import Runtime, find_peak_flops
+from echelon.runtime import Runtime, describe_peak, find_peak_flops
 from echelon.shape import build_shape
 from echelon.sync import EveryStep
 from echelon.train.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
@@ -63,13 +63,16 @@ def build_trainer(
     engine = build_native_engine(recipe, config, plan, meshes, objective, device, compile_backend)
     engine.rehearse(_any_microbatch(data, plan, device))
     store = build_store(recipe, folder)
-    state = load_newest(store, engine, folder, runtime, console)
+    state = load_newest(store, engine, runtime, console)
     journal = None
     num_steps = recipe.num_steps(data.train.num_samples)
+    peak_flops = find_peak_flops(device, plan.precision.compute)
     if runtime.rank == 0:
         folder.cut_metrics(state.step)
+        folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops)
         trackers = build_trackers(recipe.track, folder, state.step + 1)
         journal = Journal(folder, console, trackers, num_steps, recipe.train.log_every)
+        journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")
     return Trainer(
         recipe=recipe,
         num_steps=num_steps,
@@ -83,7 +86,7 @@ def build_trainer(
         meshes=meshes,
         device=device,
         shape=build_shape(config.to_dict()),
-        peak_flops=find_peak_flops(device, plan.precision.compute),
+        peak_flops=peak_flops,
         journal=journal,
         state=state,
     )
@@ -100,9 +103,7 @@ def build_store(recipe: Recipe, folder: RunFolder) -> CheckpointStore:
     )
 
 
-def load_newest(
-    store: CheckpointStore, engine: NativeEngine, folder: RunFolder, runtime: Runtime, console: TextIO
-) -> TrainState:
+def load_newest(store: CheckpointStore, engine: NativeEngine, runtime: Runtime, console: TextIO) -> TrainState:
     """Fill the engine from the newest whole checkpoint; the state of a fresh run where there is none. Collective."""
 
     def say(line: str) -> None:
@@ -110,12 +111,9 @@ def load_newest(
 
     checkpoint = store.newest(say)
     if checkpoint is None:
-        if runtime.rank == 0:
-            folder.append_event("start", step=0)
         return TrainState()
     store.load(checkpoint, engine.state_dict())
     if runtime.rank == 0:
-        folder.append_event("resume", step=checkpoint.step)
         say(f"Resuming from {checkpoint.path.name}.")
     return TrainState.from_dict(checkpoint.read_state()["train"])
 
@@ -133,6 +131,7 @@ def build_loader(
         dp_rank=meshes.data_rank,
         dp_size=meshes.data_size,
         start_step=start_step,
+        pin_memory=meshes.world.device_type == "cuda",
     )
 
 

@@ -42,6 +42,7 @@ class StepMetrics:
     target_tokens: int
     batch_hash: str
     data_wait_seconds: float
+    memory_peak_bytes: int | None
 
 
 class Stamp:
@@ -54,44 +55,76 @@ class Stamp:
             self._event.record()
         self._host = time.perf_counter()
 
+    def wait(self) -> None:
+        """Until the device has come this far."""
+        if self._event is not None:
+            self._event.synchronize()
+
     def seconds_since(self, earlier: "Stamp") -> float:
         """Time between two stamps of one device; waits until this one is reached."""
         if self._event is None or earlier._event is None:
             return self._host - earlier._host
-        self._event.synchronize()
+        self.wait()
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class PendingMetrics:
-    """A step's sums, on their way over the ranks; `read` waits for them. Building one is collective."""
+    """A step's sums, on their way over the ranks and to the host; `read` waits for them. Building one is collective.
 
-    def __init__(self, record: StepRecord, group: dist.ProcessGroup) -> None:
-        self._record = record
-        self.finished = Stamp(record.loss_sum.device)
+    Nothing here waits for the device, and `read` waits for this step alone, not for the one launched after it.
+    """
+
+    def __init__(self, record: StepRecord, group: dist.ProcessGroup, peak_bytes: int | None = None) -> None:
+        """`peak_bytes`: this rank's memory, of which `read` tells the largest; on all ranks or on none."""
+        device = record.loss_sum.device
         limbs = [(record.batch_hash >> (LIMB_BITS * place)) & (2**LIMB_BITS - 1) for place in range(4)]
-        host = torch.tensor([record.num_tokens, record.data_wait_seconds, *limbs], dtype=torch.float64)
-        sums = torch.cat([record.loss_sum.double().reshape(1), host.to(record.loss_sum.device)])
-        self._world_size = dist.get_world_size(group)
+        sums = torch.cat(
+            [
+                record.loss_sum.double().reshape(1),
+                _to_device([record.num_tokens, record.data_wait_seconds, *limbs], device),
+            ]
+        )
         dist.all_reduce(sums, group=group)
-        self._sums = sums
+        peak = _to_device([-1 if peak_bytes is None else peak_bytes], device)
+        if peak_bytes is not None:
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        agreed = [each.double() for each in (record.num_targets, record.grad_norm, record.commit)]
+        self._record = record
+        self._world_size = dist.get_world_size(group)
+        self._values = _to_host(torch.cat([torch.stack(agreed), peak, sums]))
+        self.finished = Stamp(device)
 
     def read(self) -> StepMetrics:
-        """Move the sums to the host. The only place where the host waits for the device."""
-        loss_sum, tokens, wait, *limbs = self._sums.tolist()
-        record = self._record
-        num_targets = int(record.num_targets)
+        """The step's metrics. The only place where the host waits for the device."""
+        self.finished.wait()
+        num_targets, grad_norm, committed, peak, loss_sum, tokens, wait, *limbs = self._values.tolist()
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
-            step=record.step,
-            loss=loss_sum / max(1, num_targets),
-            grad_norm=float(record.grad_norm),
-            committed=bool(record.commit),
-            learning_rate=record.learning_rate,
+            step=self._record.step,
+            loss=loss_sum / max(1.0, num_targets),
+            grad_norm=grad_norm,
+            committed=bool(committed),
+            learning_rate=self._record.learning_rate,
             tokens=int(tokens),
-            target_tokens=num_targets,
+            target_tokens=int(num_targets),
             batch_hash=f"{total:016x}",
             data_wait_seconds=wait / self._world_size,
+            memory_peak_bytes=None if peak < 0 else int(peak),
         )
+
+
+def _to_device(values: list[float], device: torch.device) -> Tensor:
+    """fp64 numbers on the device, without waiting for it."""
+    host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """The tensor on the host, there once the device has come this far."""
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -100,13 +133,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_reserved(device)
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def largest_over_ranks(value: int, device: torch.device, group: dist.ProcessGroup) -> int:
-    """The maximum over ranks. Collective."""
-    tensor = torch.tensor(value, dtype=torch.int64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    return int(tensor)
 
 
 def finite(value: float) -> float | None:

@@ -13,7 +13,16 @@ from echelon.hardware import Cluster
 from echelon.plan import ParallelPlan, resolve_plan
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.recipe import Recipe, TrainedTokenizerConfig, render_recipe
-from echelon.run_folder import OpenedRun, RunFolder, describe_environment, open_run, write_json, write_text
+from echelon.run_folder import (
+    OpenedRun,
+    RunFolder,
+    describe_environment,
+    find_model_dir,
+    is_run,
+    open_run,
+    write_json,
+    write_text,
+)
 from echelon.shape import ModelShape, build_shape, resolve_vocab_size
 from echelon.train.journal import check_trackers
 
@@ -61,6 +70,7 @@ def prepare_run(
         if plan is None:
             plan = resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
+        _fetch_weights(recipe)
         folder.write_prepared_path(data.path, data.content_digest)
         write_run(folder, recipe, plan, estimate, cluster, variables)
     except BaseException:
@@ -102,28 +112,31 @@ def _check_positions(recipe: Recipe, shape: ModelShape) -> None:
 
 
 def check_weights(checkpoint: str) -> None:
-    """Raise ConfigError unless `model.checkpoint` is a folder of a model with safetensors."""
+    """Raise unless a local `model.checkpoint` has readable weights; a hub id is looked at when it is fetched."""
+    from echelon.checkpoint.store import newest_of
     from echelon.model.weights import SafetensorsFolder
 
     path = Path(checkpoint)
-    if not path.is_dir():
-        raise ConfigError(
-            f"model.checkpoint={checkpoint}: no such folder, seen from {Path.cwd()}; give one with config.json and "
-            "safetensors. A model of the hub has to be downloaded first: `hf download ID --local-dir FOLDER`."
-        )
-    if RunFolder(path).recipe_path.is_file():
-        raise ConfigError(
-            f"model.checkpoint={checkpoint} is a run folder, which is not built yet; run `echelon export {checkpoint} "
-            "FOLDER` and give that folder."
-        )
-    SafetensorsFolder(path)
+    if is_run(path):
+        newest_of(path)
+    elif path.is_dir():
+        SafetensorsFolder(path)
+
+
+def _fetch_weights(recipe: Recipe) -> None:
+    """Have the weights of a hub id on this machine before a worker starts."""
+    if recipe.model.checkpoint is not None:
+        from echelon.model.build import find_weights
+
+        find_weights(recipe.model.checkpoint, download=True)
 
 
 def _load_vocab_size(recipe: Recipe) -> int:
     from echelon.data.tokenizer import build_tokenizer, vocabulary_size
 
     assert not isinstance(recipe.tokenizer, TrainedTokenizerConfig)
-    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.checkpoint, recipe.model.trust_remote_code)
+    checkpoint = recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint)
+    tokenizer = build_tokenizer(recipe.tokenizer, checkpoint, recipe.model.trust_remote_code)
     return vocabulary_size(tokenizer.backend_tokenizer)
 
 
@@ -218,7 +231,7 @@ def find_vocab_size(recipe: Recipe) -> int | None:
 
 def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[str, Any]:
     """The config of a folder as it stands; that of a hub id through transformers, which fetches config.json alone."""
-    path = Path(checkpoint) / "config.json"
+    path = Path(find_model_dir(checkpoint)) / "config.json"
     if path.is_file():
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))

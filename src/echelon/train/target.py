@@ -6,13 +6,15 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from echelon.checkpoint.export import load_run_model, newest_of
+from echelon.checkpoint.export import load_run_model
+from echelon.checkpoint.store import newest_of
 from echelon.errors import ConfigError
+from echelon.model.attention import choose_attention
 from echelon.model.build import is_model_folder
-from echelon.run_folder import RunFolder
+from echelon.run_folder import RunFolder, is_run
 
 
 def find_device() -> torch.device:
@@ -31,7 +33,10 @@ def load_target(target: Path, device: torch.device) -> tuple[PreTrainedModel, Pr
     tokenizer = load_target_tokenizer(target)
     logging.disable_progress_bar()
     with _explained(target):
-        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto", use_safetensors=True)
+        attention = choose_attention(AutoConfig.from_pretrained(target), None)
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype="auto", use_safetensors=True, attn_implementation=attention
+        )
     return model.to(device).eval(), tokenizer
 
 
@@ -40,7 +45,7 @@ def load_target_tokenizer(target: Path) -> PreTrainedTokenizerBase:
     if is_model_folder(target):
         with _explained(target):
             return AutoTokenizer.from_pretrained(target, local_files_only=True)
-    if not RunFolder(target).recipe_path.is_file():
+    if not is_run(target):
         raise ConfigError(f"{target} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
     newest_of(target)
     return AutoTokenizer.from_pretrained(RunFolder(target).model_dir)

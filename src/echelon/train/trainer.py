@@ -26,7 +26,6 @@ from echelon.train.metrics import (
     Stamp,
     StepMetrics,
     StepRecord,
-    largest_over_ranks,
     peak_memory_bytes,
     train_row,
 )
@@ -65,10 +64,9 @@ class Trainer:
         pending: PendingMetrics | None = None
         for step in range(self.state.step, self.num_steps):
             self.store.check()
-            running = PendingMetrics(self.train_step(step), self.meshes.loss)
-            if (
-                pending is not None
-            ):  # the host reads one step late, so that it never waits for the step it just launched
+            running = PendingMetrics(self.train_step(step), self.meshes.loss, self._peak_if_due(step))
+            # The host reads one step late, so that it never waits for the step it has just launched.
+            if pending is not None:
                 self._account(pending)
             pending = running
             if self._is_due(step + 1):
@@ -82,7 +80,7 @@ class Trainer:
 
     def train_step(self, step: int) -> StepRecord:
         """One optimizer step over the plan's microbatches. Collective."""
-        batch = next(self.loader)
+        batch = next(self.loader).to(self.device)
         num_targets = self.count_targets(batch)
         self.sync.begin_step(step)
         loss_sum = self.engine.forward_backward(step, batch.microbatches, num_targets.clamp(min=1))
@@ -106,7 +104,6 @@ class Trainer:
     def count_targets(self, batch: StepBatch) -> Tensor:
         """The step's number of targets over all microbatches and ranks; stays on the device. Collective."""
         count = torch.stack([self.objective.count(microbatch) for microbatch in batch.microbatches]).sum()
-        count = count.to(self.device)
         dist.all_reduce(count, group=self.meshes.loss)
         return count
 
@@ -114,6 +111,11 @@ class Trainer:
         """Loss on the held-out text. Collective."""
         assert self.evaluator is not None
         return self.evaluator.run(self.engine.loss_sum)
+
+    def _peak_if_due(self, step: int) -> int | None:
+        """This rank's memory, as this start begins and at the steps that are logged."""
+        is_due = self._peak_bytes is None or (step + 1) % self.recipe.train.log_every == 0
+        return peak_memory_bytes(self.device) if is_due else None
 
     def _is_due(self, done: int) -> bool:
         return self._saves_at(done) or self._evaluates_at(done)
@@ -143,8 +145,8 @@ class Trainer:
         metrics = pending.read()
         seconds, self._mark = pending.finished.seconds_since(self._mark), pending.finished
         self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
-        if self._peak_bytes is None or self.state.step % self.recipe.train.log_every == 0:
-            self._peak_bytes = largest_over_ranks(peak_memory_bytes(self.device), self.device, self.meshes.loss)
+        if metrics.memory_peak_bytes is not None:
+            self._peak_bytes = metrics.memory_peak_bytes
         if self.journal is not None:
             self.journal.train(self._row(metrics, seconds))
         if not metrics.committed:

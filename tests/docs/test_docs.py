@@ -1,0 +1,247 @@
+"""The documentation does what it says: its commands run, its recipes load, its Python runs, its links lead somewhere.
+
+A page is one session in one folder, which holds `text.txt` and the repository's `recipes/`. In page order:
+
+- Every `$ ` line of a ```console block runs in a shell. Output shown below it must be the output, `...` standing for
+  anything; a command whose shown output begins with `echelon: ` must fail, every other one must not.
+- Every ```yaml block loads as a recipe, a fragment on top of the one `echelon init` writes. One that begins with
+  `# NAME.yaml` is also written to that file.
+- Every ```python block runs; the blocks of a page share their names.
+
+`<!-- test: skip -->` above a block leaves it out; `<!-- test: KEY=VALUE ... -->` adds overrides to its `echelon train`,
+to make it short.
+"""
+
+import doctest
+import multiprocessing
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import chdir
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from echelon.recipe import Recipe, load_recipe, render_starter
+from echelon.recipe.keys import recipe_keys
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "echelon"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+BLOCK = re.compile(
+    r"(?:^<!-- test: (?P<option>[^\n]*) -->\n\n?)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+TIMEOUT_SECONDS = 120
+
+on_every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, and the option of the comment above it."""
+
+    language: str
+    text: str
+    option: str
+    line: int
+
+
+def read_blocks(page: Path) -> list[Block]:
+    content = page.read_text(encoding="utf-8")
+    return [
+        Block(match["language"], match["text"], match["option"] or "", content[: match.start("text")].count("\n") + 1)
+        for match in BLOCK.finditer(content)
+    ]
+
+
+def read_commands(text: str) -> Iterator[tuple[str, str]]:
+    """The commands of a console block, each with the output shown below it."""
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, _, output = re.sub(r"\\\n", " ", part).partition("\n")
+        yield command, output.strip()
+
+
+WARM: Any = multiprocessing.get_context("forkserver")
+WARM.set_forkserver_preload(["echelon.cli", "echelon.train.assemble", "echelon.train.evaluate"])
+
+
+def run_command(
+    command: str, arguments: list[str] | None, folder: Path, environment: dict[str, str], output: Path, errors: Path
+) -> None:
+    """A process that becomes the `echelon` command, or a shell where there are no arguments, with its exit code."""
+    os.setsid()
+    os.chdir(folder)
+    for descriptor, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+    if arguments is None:
+        os.execve("/bin/sh", ["sh", "-c", command], environment)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = arguments
+    from echelon.cli import main
+
+    main()
+
+
+class Session:
+    """A folder in which the blocks of a page run one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names: dict[str, Any] = {"__name__": "documentation"}
+        shutil.copy(ROOT / "LICENSE", folder / "text.txt")  # text that is the same everywhere
+        (folder / "recipes").symlink_to(ROOT / "recipes")
+        commands = folder / ".bin"
+        commands.mkdir()
+        (commands / "echelon").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m echelon "$@"\n')
+        (commands / "echelon").chmod(0o755)
+        path = os.pathsep.join([str(commands), os.path.dirname(sys.executable), os.environ["PATH"]])
+        self._environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
+
+    def run(self, block: Block) -> None:
+        """Run one block."""
+        match block.language:
+            case "console":
+                for command, shown in read_commands(block.text):
+                    self._check(command, shown, block.option)
+            case "yaml":
+                self._load(block.text)
+            case "python":
+                with chdir(self._folder):
+                    exec(compile(block.text, f"line {block.line}", "exec"), self._names)
+
+    def _check(self, command: str, shown: str, overrides: str) -> None:
+        code, output, errors = self._run(command, overrides)
+        told = f"$ {command}\n{output}{errors}"
+        fails = shown.startswith("echelon: ")
+        assert (code != 0) == fails, f"exit code {code}: {told}"
+        got = (errors if fails else output).strip()
+        assert not shown or doctest.OutputChecker().check_output(shown, got, ELLIPSIS), f"{told}shown:\n{shown}"
+
+    def _run(self, command: str, overrides: str) -> tuple[int | None, str, str]:
+        """Exit code (None: it took too long), stdout and stderr. A plain echelon command finds torch imported."""
+        arguments = shlex.split(command, comments=True)
+        plain = arguments[0] == "echelon" and not re.search(r"[|<>;&$]", "".join(arguments))
+        arguments += overrides.split() if arguments[1:2] == ["train"] else []
+        paths = self._folder / ".stdout", self._folder / ".stderr"
+        given = (command, arguments if plain else None, self._folder, self._environment, *paths)
+        process: Any = WARM.Process(target=run_command, args=given)
+        process.start()
+        process.join(TIMEOUT_SECONDS)
+        if process.is_alive():
+            os.killpg(process.pid, signal.SIGKILL)
+            return None, *(path.read_text() for path in paths)
+        return process.exitcode, *(path.read_text() for path in paths)
+
+    def _load(self, text: str) -> None:
+        """Load a recipe, or the starter with each key of a fragment laid over it."""
+        if name := re.match(r"# (\S+\.yaml)\n", text):
+            (self._folder / name[1]).write_text(text)
+        path = self._folder / ".block.yaml"
+        path.write_text(text if re.search(r"^run:", text, re.MULTILINE) else render_starter())
+        overrides = []
+        if path.read_text() != text:
+            for section, value in yaml.safe_load(text).items():
+                keys = value.items() if isinstance(value, dict) and section not in ("parallel", "tokenizer") else ()
+                overrides += [f"{section}.{key}={yaml.safe_dump(item, default_flow_style=True)}" for key, item in keys]
+                overrides += [] if keys else [f"{section}={yaml.safe_dump(value, default_flow_style=True)}"]
+        load_recipe(path, [override.removesuffix("\n").removesuffix("\n...") for override in overrides])
+
+
+@on_every_page
+def test_blocks_run(page: Path, tmp_path: Path) -> None:
+    session = Session(tmp_path)
+    for block in read_blocks(page):
+        if block.option != "skip":
+            session.run(block)
+
+
+@on_every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"\w+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        goal = (page.parent / name).resolve() if name else page
+        assert goal.exists(), target
+        if anchor:
+            assert anchor in find_anchors(goal), target
+
+
+def find_anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "recipe.md"], ids=lambda page: page.name)
+def test_what_is_named_exists(page: Path) -> None:
+    """Paths, tests and recipe keys in backquotes are ones that there are. (recipe.md also lists other tools' keys.)"""
+    keys = set(recipe_keys(Recipe))
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    for name in re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text(encoding="utf-8"))):
+        if match := re.fullmatch(r"((?:src|tests|recipes|docs|benchmarks)/[\w./-]+?)(?:::(\w+))?", name):
+            assert (ROOT / match[1]).exists(), name
+            assert match[2] is None or f"def {match[2]}(" in (ROOT / match[1]).read_text(), name
+        elif match := re.fullmatch(r"(\w+)/(?:\w+\.py)?", name):
+            assert match[1] not in os.listdir(PACKAGE) or (PACKAGE / name).exists(), name
+        elif re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", name) and name.split(".")[0] in sections:
+            assert name in keys or name.endswith((".json", ".yaml", ".py", ".md")), f"{name} is not a recipe key"
+
+
+def test_the_layout_is_the_one_there_is() -> None:
+    content = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    [layout] = re.findall(r"## Layout.*?```text\n(.*?)^```", content, re.MULTILINE | re.DOTALL)
+    listed, package = set(), ""
+    for line in layout.splitlines():
+        if match := re.match(r"(\w+/)|\w+\.py", line):
+            package = match[1] or ""
+        listed |= {package + name for name in re.findall(r"\b\w+\.py\b", line)}
+    existing = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
+    assert listed == {path for path in existing if not path.endswith("__.py")}
+
+
+class TestTheTest:
+    """The checks above can fail."""
+
+    def run(self, tmp_path: Path, language: str, text: str) -> None:
+        Session(tmp_path).run(Block(language, text, "", 1))
+
+    @pytest.mark.parametrize(
+        ("language", "text"),
+        [
+            ("console", "$ echo one\ntwo\n"),
+            ("console", "$ false\n"),
+            ("console", "$ echo 'echelon: refused'\nechelon: refused\n"),
+            ("yaml", "train: {step: 3}\n"),
+            ("python", "assert False\n"),
+        ],
+    )
+    def test_a_wrong_block_fails(self, tmp_path: Path, language: str, text: str) -> None:
+        with pytest.raises(Exception):  # noqa: B017
+            self.run(tmp_path, language, text)
+
+    @pytest.mark.parametrize(
+        ("language", "text"),
+        [
+            ("console", "$ echo one; echo two\none\n...\n$ echo a \\\n  b\na b\n"),
+            ("console", "$ echo 'echelon: refused' >&2; exit 2\nechelon: refused\n"),
+            ("yaml", "parallel: {dp_replicate: 2, dp_shard: auto}\ntrain: {tokens: 2e9, precision: bf16}\n"),
+        ],
+    )
+    def test_a_right_one_passes(self, tmp_path: Path, language: str, text: str) -> None:
+        self.run(tmp_path, language, text)
+
+    def test_markers_are_read(self, tmp_path: Path) -> None:
+        page = tmp_path / "page.md"
+        page.write_text("text\n\n<!-- test: skip -->\n```console\n$ false\n```\n\n```python\npass\n```\n")
+        assert [(block.language, block.option) for block in read_blocks(page)] == [("console", "skip"), ("python", "")]

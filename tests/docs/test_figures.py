@@ -1,0 +1,104 @@
+"""The tables of the documentation are complete, and their figures come from the planner and from proven formulas."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from echelon.hardware import parse_devices
+from echelon.plan import ParallelPlan, resolve_plan
+from echelon.planner.memory import estimate_memory
+from echelon.recipe import RESUMABLE, load_recipe
+from echelon.run_folder import RunFolder
+from echelon.shape import build_shape
+from echelon.train.metrics import StepMetrics, train_row
+from parity_rows import COVERING, FULL
+from test_parity import BF16_LOSS, BF16_NORM, LOSS, NORM
+from traffic import expect_traffic
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
+RUNS = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+RECIPE = ROOT / "recipes" / "pretrain-1.3b.yaml"
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total")
+ROWS = {
+    "DDP": ["parallel=ddp"],
+    "ZeRO-1": ["parallel=zero1"],
+    "ZeRO-2": ["parallel=zero2"],
+    "FSDP": ["parallel=fsdp"],
+    "HSDP, 2 x 4": ["parallel=hsdp"],
+    "FSDP, selective": ["parallel=fsdp", "train.activation_checkpointing=selective"],
+    "FSDP, full": ["parallel=fsdp", "train.activation_checkpointing=full"],
+    "FSDP, offloaded": ["parallel={dp_shard: auto, cpu_offload: true}"],
+}
+
+
+def render_row(name: str, overrides: list[str]) -> str:
+    recipe, _ = load_recipe(RECIPE, overrides)
+    assert recipe.model.config is not None
+    shape = build_shape({**recipe.model.config, "vocab_size": 32000})
+    plan = resolve_plan(recipe, shape, parse_devices("8xH100"))
+    estimate = estimate_memory(shape, plan, recipe.data.sequence_len)
+    memory = [f"{getattr(estimate, part) / 2**30:.2f}" for part in PARTS]
+    sent = expect_traffic(plan, shape).sent_bytes(plan) / 1e9
+    return f"| {name} | {' | '.join(memory)} | {sent:.1f} |"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_worked_example(name: str) -> None:
+    assert render_row(name, ROWS[name]) in PAGE
+
+
+def test_bytes_per_parameter() -> None:
+    """The rule of thumb of the page, on a model so deep that one layer is nothing beside the whole."""
+    fields = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4000, "vocab_size": 64}
+    shape = build_shape({"model_type": "llama", **fields, "num_attention_heads": 1, "max_position_embeddings": 64})
+    sharded = {"dp_shard": 8, "num_microbatches": 2}
+    plans = {
+        "DDP": ParallelPlan("ddp", dp_replicate=8, num_microbatches=2),
+        "ZeRO-1": ParallelPlan("zero1", **sharded),
+        "ZeRO-2": ParallelPlan("zero2", **sharded, reduce_gradients="each"),
+        "FSDP": ParallelPlan("fsdp", **sharded, reduce_gradients="each", reshard_after_forward=True),
+    }
+    for name, plan in plans.items():
+        shown = re.search(rf"^\| {name} \|.*\| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+        assert shown is not None, name
+        bf16 = resolve_precision(plan)
+        for figure, each in zip(shown.groups(), (plan, bf16), strict=True):
+            needed = estimate_memory(shape, each, 64).states / shape.num_parameters
+            assert needed == pytest.approx(float(figure), rel=0.01), name
+
+
+def resolve_precision(plan: ParallelPlan) -> ParallelPlan:
+    return ParallelPlan.from_dict({**plan.to_dict(), "precision": {**BF16}})
+
+
+BF16 = {
+    "param": "float32", "compute": "bfloat16", "reduce": "float32", "master": "float32", "optimizer": "float32",
+}  # fmt: skip
+
+
+def test_the_parity_table_is_described_as_it_is() -> None:
+    assert f"{len(COVERING)} of its {len(FULL):,} rows" in PAGE
+    assert (LOSS, NORM, BF16_LOSS, BF16_NORM) == (2e-5, 1e-4, 2e-2, 5e-2)
+    assert "| fp32 | 2e-5 | 1e-4 |" in PAGE and "| bf16 | 2e-2 | 5e-2 |" in PAGE
+
+
+def test_every_key_of_a_row_is_explained() -> None:
+    row = train_row(StepMetrics(0, 1.0, 1.0, True, 0.1, 1, 1, "0" * 16, 0.0, None))
+    assert set(re.findall(r"^\| `(\w+)` \|", RUNS, re.MULTILINE)) >= set(row)
+
+
+def test_every_key_that_may_differ_is_listed() -> None:
+    [table] = re.findall(r"^\| May differ \|.*?\n\n", RUNS, re.MULTILINE | re.DOTALL)
+    lengths = {"train.steps", "train.tokens", "train.epochs"}
+    assert set(re.findall(r"`([\w.]+)`", table)) == set(RESUMABLE) | lengths
+
+
+def test_every_file_of_a_run_is_explained() -> None:
+    folder = RunFolder(Path("run"))
+    for path in (folder.recipe_path, folder.plan_path, folder.estimate_path, folder.environment_path, folder.data_path,
+                 folder.metrics_path, folder.events_path, folder.outcome_path):  # fmt: skip
+        assert f"| `{path.name}` |" in RUNS
+    assert f"| `{folder.model_dir.name}/` |" in RUNS

@@ -1,0 +1,46 @@
+"""Fixtures of the tests that need a CUDA device: one process, one GPU, NCCL; and a CPU's answers to compare with."""
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.runtime import start_runtime, stop_runtime
+from training import train
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu():
+    """This process as the only rank of an NCCL group. fp32 means fp32: no TF32 anywhere."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    runtime = start_runtime()
+    assert (runtime.device.type, runtime.backend) == ("cuda", "nccl")
+    yield runtime
+    stop_runtime()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """Real text that every machine has: the source of Python's argparse."""
+    path = tmp_path_factory.mktemp("text") / "argparse.txt"
+    path.write_text(Path(argparse.__file__).read_text())
+    return path
+
+
+@pytest.fixture(scope="session")
+def references(workers, text, tmp_path_factory):
+    """A function from a reference row to the metrics of a CPU process over gloo, trained once a session."""
+    trained = {}
+
+    def find(row):
+        if row not in trained:
+            trained[row] = train(workers, row, tmp_path_factory.mktemp("reference"), text)
+        return trained[row]
+
+    return find

@@ -1,0 +1,104 @@
+"""Running the real trainer in this process, on its one GPU."""
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import echelon.parallel
+from echelon.data.loader import BatchLoader
+from echelon.data.order import SampleOrder
+from echelon.data.prepare import prepare_data
+from echelon.hardware import Accelerator, Cluster
+from echelon.parallel.data import Replicated, autocast_scope
+from echelon.plan import ParallelPlan, resolve_plan
+from echelon.recipe import load_recipe, render_recipe
+from echelon.run_folder import RunFolder
+from echelon.shape import build_shape
+from echelon.train.assemble import build_trainer
+from training import GLOBAL_BATCH, Masked, Row, read_rows, write_recipe
+
+GPU = Accelerator("test GPU", 2**36, bf16_flops=1e15, fp32_flops=5e13, memory_bandwidth=None, source="-")
+OFFLOAD = {"cpu_offload": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row, and what one GPU can add to it: `around` wraps the model as several ranks would, over a group of one.
+
+    `around` is `ddp`, or, for `fully_shard`, `fsdp` or `zero1`.
+    """
+
+    row: Row = field(default_factory=lambda: Row(micro_batch=4))
+    around: str = ""
+    overrides: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([*([f"{self.around} of one"] if self.around else []), str(self.row)])
+
+    def apply(self, plan: ParallelPlan) -> ParallelPlan:
+        """The planner's plan, with the sharding that it would not choose for one device."""
+        if self.around not in ("fsdp", "zero1"):
+            return plan
+        reshard = self.around == "fsdp"
+        return replace(plan, reshard_after_forward=reshard, reduce_gradients="each" if reshard else "last")
+
+
+def replicate(module: Any, plan: ParallelPlan, meshes: Any) -> Replicated:
+    """DDP over a group of one."""
+    return Replicated(module, meshes, autocast_scope(plan, meshes.world.device_type))
+
+
+@contextmanager
+def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: int = 4):
+    """The trainer of a case, over batches with uneven targets; everything is closed at the end."""
+    recipe, _ = load_recipe(write_recipe(case.row, folder, text, steps), case.overrides)
+    data = prepare_data(recipe, lambda line: None)
+    run = RunFolder(Path(recipe.run.dir))
+    run.create()
+    run.write_prepared_path(data.path)
+    run.recipe_path.write_text(render_recipe(recipe))
+    shape = build_shape(recipe.model.config)
+    plan = case.apply(resolve_plan(recipe, shape, Cluster(GPU, 1, 1, "cuda", True), data.train.num_samples))
+    with ExitStack() as stack:
+        console = stack.enter_context(open("/dev/null", "w"))
+        if case.around in ("fsdp", "zero1"):
+            stack.enter_context(mock.patch.object(ParallelPlan, "uses_fully_shard", property(lambda plan: True)))
+        if case.around == "ddp":
+            stack.enter_context(mock.patch.object(echelon.parallel, "build_data_parallel", replicate))
+        trainer = build_trainer(recipe, plan, run, runtime, console)
+        trainer.plan, trainer.run_folder = plan, run
+        trainer.loader.close()
+        order = SampleOrder(data.train.num_samples, recipe.run.seed)
+        trainer.loader = BatchLoader(
+            Masked(data.train, order) if recipe.data.sequence_len == 32 else data.train,
+            order,
+            recipe.global_batch_size,
+            plan.micro_batch_size,
+            start_step=trainer.state.step,
+            pin_memory=True,
+        )
+        try:
+            yield trainer
+        finally:
+            trainer.loader.close()
+            trainer.store.close()
+            trainer.journal.close()
+
+
+def train_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: int = 4, stop_at: int | None = None):
+    """Train (or go on training) a case; the rows of metrics.jsonl."""
+    assert case.row.ranks == 1 and case.row.micro_batch <= GLOBAL_BATCH
+    with trainer_on_gpu(case, runtime, folder, text, steps) as trainer:
+        trainer.num_steps = stop_at or trainer.num_steps
+        trainer.fit()
+        return read_rows(trainer.run_folder.path)
+
+
+def model_overrides(sequence_len: int, **fields: Any) -> tuple[str, ...]:
+    """Overrides that give a row another width, depth, vocabulary or length."""
+    return (
+        f"data.sequence_len={sequence_len}",
+        *(f"model.config.{name}={value}" for name, value in fields.items()),
+    )

@@ -1,0 +1,73 @@
+"""Checkpoints of CUDA tensors: copied before `save` returns, whole when read, and a resumed run is exact."""
+
+import pytest
+import torch
+
+from echelon.checkpoint.store import CheckpointStore
+from gpu_training import OFFLOAD, Case, train_on_gpu, trainer_on_gpu
+from training import Row, difference, equal_tensors, hashes, tensors_of
+
+pytestmark = pytest.mark.gpu
+
+EXACT = ("step", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate", "batch_hash", "skipped")
+# Fused attention adds up gradients with atomics, in any order; written out, it is matmuls and a softmax.
+EAGER = ("model.attn_implementation=eager",)
+
+
+def test_saving_copies_before_it_returns(gpu, tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=3, asynchronous=True)
+    tensors = {f"w{index}": torch.full((1024, 4096), float(index), device=gpu.device) for index in range(8)}
+    expected = {name: tensor.cpu() for name, tensor in tensors.items()}
+    store.save(1, tensors, {"train": {}})
+    for tensor in tensors.values():
+        tensor.fill_(-1.0)
+    store.wait()
+    checkpoint = store.newest(print)
+    store.load(checkpoint, tensors)
+    store.close()
+    assert all(torch.equal(tensors[name].cpu(), expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(overrides=EAGER),
+        Case(Row(family="gpt2", tied=True, dropout=0.1, micro_batch=4), overrides=EAGER),
+        Case(Row(precision="bf16", checkpointing="full", micro_batch=4), overrides=EAGER),
+        Case(around="fsdp", overrides=EAGER),
+        Case(Row(precision="bf16", micro_batch=4), around="zero1", overrides=EAGER),
+        Case(Row(OFFLOAD, micro_batch=4), overrides=EAGER),
+        Case(Row(compile=True, micro_batch=4), overrides=EAGER),
+    ],
+    ids=str,
+)
+def test_five_and_five_steps_are_ten_bit_for_bit(gpu, text, tmp_path, case):
+    straight = train_on_gpu(case, gpu, tmp_path / "straight", text, steps=10)
+    train_on_gpu(case, gpu, tmp_path / "resumed", text, steps=10, stop_at=5)
+    resumed = train_on_gpu(case, gpu, tmp_path / "resumed", text, steps=10)
+    ours, theirs = (
+        [tuple(each[key] for key in EXACT) for each in rows if each["kind"] == "train"] for rows in (resumed, straight)
+    )
+    assert ours == theirs
+    assert equal_tensors(*(tensors_of(tmp_path / name / "run", step=10) for name in ("straight", "resumed")))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(Case(), Case(around="fsdp")), (Case(around="zero1"), Case(Row(OFFLOAD, micro_batch=4)))],
+    ids=str,
+)
+def test_another_plan_goes_on_with_the_same_curve(gpu, text, tmp_path, first, second):
+    straight = train_on_gpu(Case(), gpu, tmp_path / "straight", text, steps=10)
+    train_on_gpu(first, gpu, tmp_path / "changed", text, steps=10, stop_at=5)
+    rows = train_on_gpu(second, gpu, tmp_path / "changed", text, steps=10)
+    losses, norms = difference(rows, straight)
+    assert losses <= 1e-4 and norms <= 1e-3
+    assert hashes(rows) == hashes(straight)
+
+
+def test_a_checkpoint_of_the_gpu_fills_a_model_on_the_host(gpu, text, tmp_path):
+    with trainer_on_gpu(Case(), gpu, tmp_path, text, steps=4) as trainer:
+        trainer.fit()
+        live = {name: value.cpu() for name, value in trainer.engine.state_dict().items()}
+    assert equal_tensors(tensors_of(tmp_path / "run", step=4), live)

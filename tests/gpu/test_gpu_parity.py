@@ -1,0 +1,75 @@
+"""One GPU against one CPU process: the same losses, norms and batches, whatever the plan."""
+
+import math
+
+import pytest
+
+from gpu_training import OFFLOAD, Case, train_on_gpu
+from training import Row, difference, hashes
+
+pytestmark = pytest.mark.gpu
+
+# Kernels of a GPU add up in another order than a CPU's; Adam's first steps divide small gradients by themselves.
+LOSS, NORM = 1e-4, 1e-3
+BF16_LOSS, BF16_NORM = 2e-2, 5e-2
+
+FP32 = [
+    Case(Row()),
+    Case(Row(family="llama", tied=True, micro_batch=2)),
+    Case(Row(family="gpt2", tied=True, micro_batch=4)),
+    Case(Row(family="qwen3", micro_batch=4)),
+    Case(Row(family="gemma2", tied=True)),
+    Case(Row(family="mistral", checkpointing="full", micro_batch=4)),
+    Case(Row(checkpointing="selective", micro_batch=4)),
+    Case(Row(micro_batch=4), around="ddp"),
+    Case(Row(micro_batch=4), around="fsdp"),
+    Case(Row(family="gpt2", tied=True, micro_batch=4), around="zero1"),
+    Case(Row(checkpointing="full", micro_batch=2), around="fsdp"),
+    Case(Row(OFFLOAD, micro_batch=4)),
+    Case(Row(OFFLOAD, family="gpt2", tied=True, micro_batch=4)),
+    Case(Row(OFFLOAD, family="gemma3_text", micro_batch=8)),
+]
+COMPILED = [
+    Case(Row(compile=True, micro_batch=4)),
+    Case(Row(compile=True, checkpointing="selective")),
+    Case(Row(compile=True, checkpointing="selective", micro_batch=4), around="ddp"),
+    Case(Row(compile=True, micro_batch=4), around="fsdp"),
+    Case(Row(compile=True, checkpointing="full"), around="zero1"),
+    Case(Row(OFFLOAD, compile=True)),
+]
+BF16 = [
+    Case(Row(precision="bf16", micro_batch=4)),
+    Case(Row(precision="bf16", family="gpt2", tied=True, checkpointing="full")),
+    Case(Row(precision="bf16", micro_batch=4), around="fsdp"),
+    Case(Row(OFFLOAD, precision="bf16", micro_batch=4)),
+    Case(Row(precision="bf16", compile=True)),
+]
+
+
+def check(case, runtime, folder, text, references, loss_bound, norm_bound):
+    rows, expected = train_on_gpu(case, runtime, folder, text), references(case.row.reference())
+    losses, norms = difference(rows, expected)
+    print(f"{case}: loss {losses:.1e}, norm {norms:.1e}")
+    assert losses <= loss_bound and norms <= norm_bound, f"{case}: loss {losses:.1e}, norm {norms:.1e}"
+    assert hashes(rows) == hashes(expected)
+    evaluations = [[each["loss"] for each in run if each["kind"] == "eval"] for run in (rows, expected)]
+    assert evaluations[0] == pytest.approx(evaluations[1], abs=loss_bound)
+    for row in rows:
+        assert math.isfinite(row["loss"])
+        if row["kind"] == "train":
+            assert row["memory_peak_bytes"] > 0 and row["step_seconds"] > 0 and not row["skipped"]
+
+
+@pytest.mark.parametrize("case", FP32, ids=str)
+def test_fp32_equals_the_cpu(gpu, references, text, tmp_path, case):
+    check(case, gpu, tmp_path, text, references, LOSS, NORM)
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiled_fp32_equals_the_cpu(gpu, references, text, tmp_path, case):
+    check(case, gpu, tmp_path, text, references, LOSS, NORM)
+
+
+@pytest.mark.parametrize("case", BF16, ids=str)
+def test_bf16_is_finite_and_close(gpu, references, text, tmp_path, case):
+    check(case, gpu, tmp_path, text, references, BF16_LOSS, BF16_NORM)

@@ -1,0 +1,82 @@
+"""Inside a step the host asks the device nothing: it runs ahead, and reads what happened one step later."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echelon.data.prepare import prepare_data
+from echelon.recipe import load_recipe, render_recipe
+from echelon.run_folder import RunFolder
+from echelon.runtime import Runtime
+from echelon.train.assemble import build_trainer
+from training import Row, resolve, with_ranks, write_recipe
+
+pytestmark = pytest.mark.dist
+
+# What bool(), int(), float(), .item() and .tolist() of a tensor come down to, and shapes that depend on values.
+READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+}
+
+
+class HostReads(TorchDispatchMode):
+    """Notes every operation that would make the host wait for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation in READS:
+            self.found.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(rank, world_size, path, plan):
+    """The reads of the third step, and, to show that they would be seen, those of reading its metrics."""
+    recipe, _ = load_recipe(Path(path))
+    runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
+    with open("/dev/null", "w") as console:
+        trainer = build_trainer(recipe, plan, RunFolder(Path(recipe.run.dir)), runtime, console)
+        trainer.train_step(0)
+        trainer.train_step(1)
+        with HostReads() as inside:
+            record = trainer.train_step(2)
+        with HostReads() as outside:
+            bool(record.commit)
+        trainer.loader.close()
+        trainer.store.close()
+        if trainer.journal is not None:
+            trainer.journal.close()
+    return inside.found, outside.found
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(micro_batch=4),
+        Row(micro_batch=4, precision="bf16", family="gpt2", tied=True, dropout=0.1),
+        with_ranks(Row("ddp", checkpointing="full"), 2, micro_batch=2),
+        with_ranks(Row("fsdp", family="gemma3_text", precision="bf16"), 2, micro_batch=2),
+        with_ranks(Row("zero1", family="mistral"), 2, micro_batch=2),
+    ],
+    ids=str,
+)
+def test_a_step_reads_nothing_back(workers, text, tmp_path, row):
+    path = write_recipe(row, tmp_path, text, steps=4)
+    recipe, _ = load_recipe(path)
+    data = prepare_data(recipe, lambda line: None)
+    run = RunFolder(Path(recipe.run.dir))
+    run.create()
+    run.write_prepared_path(data.path)
+    run.recipe_path.write_text(render_recipe(recipe))
+    plan = resolve(row, recipe, data.train.num_samples)
+    for inside, outside in workers.run(reads_of_a_step, row.ranks, str(path), plan):
+        assert inside == []
+        assert outside

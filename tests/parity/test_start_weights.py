@@ -1,0 +1,60 @@
+"""Training that starts from weights: an HF folder's or an earlier run's, whatever plan trains on."""
+
+import json
+
+import numpy as np
+import pytest
+
+from echelon.errors import ConfigError
+from echelon.model.build import find_weights
+from echelon.recipe import load_recipe
+from echelon.train.setup import check_weights
+from families import small_model
+from test_initial_weights import whole_weights
+from training import Row, resolve, tensors_of, train, with_ranks, write_recipe
+
+pytestmark = pytest.mark.dist
+
+
+def start_from(source, row, folder, text):
+    """The row's recipe with `model.checkpoint` in the place of `model.config`."""
+    path = write_recipe(row, folder, text, steps=4)
+    content = json.loads(path.read_text())
+    content["model"] = {"checkpoint": str(source)}
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 1), ("ddp", 2), ("fsdp", 4)])
+def test_a_run_gives_its_weights_to_another_plan(workers, text, tmp_path, parallel, ranks):
+    train(workers, with_ranks(Row("fsdp"), 2), tmp_path / "first", text)
+    saved = tensors_of(tmp_path / "first" / "run", step=4)
+    row = with_ranks(Row(parallel), ranks)
+    path = start_from(tmp_path / "first" / "run", row, tmp_path / "second", text)
+    recipe, _ = load_recipe(path)
+    plan = resolve(row, load_recipe(write_recipe(row, tmp_path / "plan", text, steps=4))[0], num_samples=1000)
+    for weights in workers.run(whole_weights, ranks, str(path), plan, "llama", False):
+        for name, value in weights.items():
+            assert np.array_equal(value, saved[f"model.{name}"].numpy()), name
+    assert recipe.model.checkpoint is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_hf_folder_gives_each_rank_its_slice(workers, text, tmp_path, family):
+    expected = small_model(family, tied=True, seed=9)
+    expected.save_pretrained(tmp_path / "hf")
+    row = with_ranks(Row("fsdp"), 4)
+    path = start_from(tmp_path / "hf", row, tmp_path / "second", text)
+    plan = resolve(row, load_recipe(write_recipe(row, tmp_path / "plan", text, steps=4))[0], num_samples=1000)
+    for weights in workers.run(whole_weights, 4, str(path), plan, family, True):
+        for name, value in weights.items():
+            assert np.array_equal(value, expected.get_parameter(name).detach().numpy()), name
+
+
+def test_a_checkpoint_without_weights_is_refused_before_any_worker(text, tmp_path):
+    small_model("llama").config.save_pretrained(tmp_path / "bare")
+    path = start_from(tmp_path / "bare", Row(), tmp_path / "run", text)
+    with pytest.raises(ConfigError, match=r"model\.checkpoint=.*bare: no model\.safetensors"):
+        check_weights(load_recipe(path)[0].model.checkpoint)
+    with pytest.raises(ConfigError, match=r"model\.checkpoint=no/such-model: it is no folder"):
+        find_weights("no/such-model", download=False)

@@ -1,0 +1,67 @@
+"""What a plan sends in one step: the formulas of docs/strategies.md, to be held against what the ranks really send."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echelon.plan import DTYPE_BYTES, ParallelPlan
+from echelon.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of the tensors that one rank's collectives make whole (gather) or take apart (scatter, all_reduce)."""
+
+    gather: int = 0
+    scatter: int = 0
+    all_reduce: int = 0
+
+    def sent_bytes(self, plan: ParallelPlan) -> float:
+        """Bytes that each rank sends, by ring algorithms over the plan's axes."""
+        outer = plan.dp_replicate
+        share = 1 - 1 / plan.dp_shard
+        return share * (self.gather + self.scatter) + 2 * (1 - 1 / outer) * self.all_reduce
+
+
+def expect_traffic(plan: ParallelPlan, shape: ModelShape) -> Traffic:
+    """The table "What a step sends" of docs/strategies.md, for models whose sizes divide evenly."""
+    whole, micro = shape.num_parameters, plan.num_microbatches
+    compute, reduce = DTYPE_BYTES[plan.precision.compute], DTYPE_BYTES[plan.precision.reduce]
+    if plan.dp_shard == 1:
+        return Traffic(all_reduce=4 * whole)
+    layers = shape.num_layers * shape.num_layer_parameters
+    gathered = micro * (whole + layers) if plan.reshard_after_forward else whole
+    reductions = micro if plan.reduce_gradients == "each" else 1
+    shard = whole // plan.dp_shard if plan.dp_replicate > 1 else 0
+    return Traffic(compute * gathered, reductions * reduce * whole, reduce * shard)
+
+
+class TrafficCounter(TorchDispatchMode):
+    """Counts the payload of every collective inside its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.bytes[function.__name__.split(".")[0]] += max(map(_size, _tensors(args)))
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was counted. Raises KeyError for a collective that no plan is known to use."""
+        known = {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "allreduce_": "all_reduce"}
+        return Traffic(**{known[name]: count for name, count in self.bytes.items()})
+
+
+def _tensors(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if hasattr(value, "numel") else []
+
+
+def _size(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())

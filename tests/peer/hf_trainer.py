@@ -1,0 +1,67 @@
+"""HF Trainer, unmodified, in a process of its own: the peer that echelon's losses are compared with.
+
+    python hf_trainer.py CONFIG_JSON
+
+It knows nothing of echelon: it reads the token file with numpy, the initial weights from an HF folder, and lets its own
+default collator make the batches. Prints one JSON object: the logged steps and the live optimizer's settings.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+config = json.loads(Path(sys.argv[1]).read_text())
+tokens = np.memmap(config["token_file"], dtype=config["dtype"], mode="r")
+length = config["sequence_len"]
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequence k of the token file, in the order given; the model itself shifts the labels."""
+
+    def __len__(self):
+        return len(config["order"])
+
+    def __getitem__(self, index):
+        start = config["order"][index] * length
+        row = torch.from_numpy(tokens[start : start + length + 1].astype(np.int64))
+        return {"input_ids": row, "labels": row.clone()}
+
+
+torch.set_num_threads(1)
+trainer = Trainer(
+    model=AutoModelForCausalLM.from_pretrained(config["model"], dtype=torch.float32),
+    args=TrainingArguments(
+        output_dir=config["output_dir"],
+        max_steps=config["steps"],
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-8,
+        max_grad_norm=1.0,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    ),
+    train_dataset=Rows(),
+)
+trainer.train()
+names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+groups = [
+    {key: group[key] for key in ("weight_decay", "betas", "eps")}
+    | {"names": sorted(names[id(p)] for p in group["params"])}
+    for group in trainer.optimizer.param_groups
+]
+rows = [row for row in trainer.state.log_history if "loss" in row]
+print("RESULT " + json.dumps({"rows": rows, "optimizer": type(trainer.optimizer.optimizer).__name__, "groups": groups}))

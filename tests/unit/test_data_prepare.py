@@ -1,0 +1,349 @@
+"""Preparing text once: cache, lock, split, and what is refused."""
+
+import itertools
+import json
+import re
+import threading
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from echelon.data import prepare as prepare_module
+from echelon.data.prepare import PreparedData, PrepareSpec, open_prepared, prepare, prepare_data, prepare_spec
+from echelon.data.source import PYTHON_STDLIB, Source
+from echelon.data.tokenize import Progress, hash_document
+from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
+from echelon.errors import ConfigError, DataError, EchelonError
+
+POEM = "Über allen Gipfeln\nIst Ruh,\nIn allen Wipfeln\nSpürest du\nKaum einen Hauch;\n"
+
+
+def build_spec(tmp_path: Path, *paths: Path | str, **fields: object) -> PrepareSpec:
+    defaults: dict[str, object] = {
+        "validation": (),
+        "validation_fraction": 0.1,
+        "tokenizer": "bytes",
+        "checkpoint": None,
+        "prepared_dir": tmp_path / "prepared",
+        "sequence_len": 16,
+        "workers": 1,
+    }
+    train = tuple(Source(f"data.train[{index}]", str(path)) for index, path in enumerate(paths))
+    return PrepareSpec(train=train, **{**defaults, **fields})
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def all_tokens(dataset) -> list[int]:
+    return np.concatenate(list(dataset.iter_tokens())).tolist()
+
+
+def write_documents(folder: Path, count: int, start: int = 0) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    texts = [f"document {index}: " + POEM * (index % 3 + 1) for index in range(start, start + count)]
+    for index, text in enumerate(texts, start):
+        (folder / f"{index * 7919 % 10_007:05d}.txt").write_text(text)
+    return texts
+
+
+def held_out_texts(prepared: PreparedData) -> set[str]:
+    assert prepared.validation is not None
+    joined = bytes(all_tokens(prepared.validation)).decode()
+    return {text for text in joined.split("document ") if text}
+
+
+def test_one_file_keeps_its_bytes_and_holds_out_its_end(tmp_path):
+    path = tmp_path / "poem.txt"
+    path.write_text(POEM * 20)
+    lines: list[str] = []
+    prepared = prepare(build_spec(tmp_path, path), lines.append)
+    content = list((POEM * 20).encode())
+    assert prepared.validation is not None
+    assert all_tokens(prepared.train) + all_tokens(prepared.validation) == content
+    assert prepared.train.num_tokens == int(0.9 * len(content))
+    assert prepared.vocab_size == 256
+    assert any(line.startswith("validation: the last 10.") for line in lines)
+    assert re.fullmatch(r"tokenizing: 0\.0 of 0\.0 MB, .* s in all", lines[0])
+
+
+def test_a_trained_tokenizer_gives_the_tokens_transformers_gives(tmp_path):
+    write_documents(tmp_path / "text", 4)
+    prepared = prepare(build_spec(tmp_path, tmp_path / "text", tokenizer=300, validation_fraction=0.0), silent)
+    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
+    expected = []
+    for path in sorted((tmp_path / "text").iterdir()):
+        expected += [*tokenizer(path.read_text())["input_ids"], tokenizer.eos_token_id]
+    assert all_tokens(prepared.train) == expected
+    assert prepared.validation is None
+    assert prepared.vocab_size == len(tokenizer)
+
+
+def test_the_standard_library_gives_the_same_tokens_from_any_number_of_processes(tmp_path):
+    """Real text, 30 MB; bytes keep it quick."""
+    checksums = set()
+    for workers in (1, 2):
+        lines: list[str] = []
+        spec = build_spec(
+            tmp_path, PYTHON_STDLIB, workers=workers, prepared_dir=tmp_path / str(workers), validation_fraction=0.01
+        )
+        prepared = prepare(spec, lines.append)
+        checksums.add(
+            tuple(shard.sha256 for name in ("train", "validation") for shard in prepared.manifest.shards(name))
+        )
+        assert any("chosen by a hash of their content" in line for line in lines)
+    assert len(checksums) == 1
+
+
+def test_many_documents_are_held_out_by_their_content(tmp_path):
+    folder = tmp_path / "text"
+    texts = write_documents(folder, 200)
+    first = prepare(build_spec(tmp_path, folder), silent)
+    assert first.manifest.validation_method == "hash"
+    chosen = {text for text in texts if hash_document(text.encode()) / 2**64 < 0.1}
+    assert held_out_texts(first) == {text.removeprefix("document ") for text in chosen}
+    everything = sorted(all_tokens(first.train) + all_tokens(first.validation))
+    assert everything == sorted("".join(texts).encode())
+
+    added = write_documents(folder, 200, start=200)
+    for index, path in enumerate(sorted(folder.iterdir())):
+        path.rename(folder / f"{index * 31 % 400:04d}-renamed.txt")
+    second = prepare(build_spec(tmp_path, folder), silent)
+    new = {text.removeprefix("document ") for text in added}
+    assert held_out_texts(second) - new == held_out_texts(first)
+
+
+def test_few_documents_or_an_unlucky_hash_hold_out_the_end(tmp_path):
+    folder = tmp_path / "text"
+    texts = write_documents(folder, 9)
+    assert prepare(build_spec(tmp_path, folder), silent).manifest.validation_method == "tail"
+    write_documents(folder, 1, start=9)
+    lucky = any(hash_document(text.encode()) / 2**64 < 0.1 for text in [*texts, "document 9: " + POEM])
+    prepared = prepare(build_spec(tmp_path, folder), silent)
+    assert prepared.manifest.validation_method == ("hash" if lucky else "tail")
+    same = tmp_path / "same.jsonl"
+    unlucky = next(text for text in texts if hash_document(text.encode()) / 2**64 >= 0.1)
+    same.write_text((json.dumps({"text": unlucky}) + "\n") * 10)
+    prepared = prepare(build_spec(tmp_path, same), silent)
+    assert prepared.manifest.validation_method == "tail"
+    assert prepared.validation is not None
+    assert all_tokens(prepared.train) + all_tokens(prepared.validation) == list(unlucky.encode()) * 10
+
+
+def test_given_validation_text_is_used_and_may_not_be_trained_on(tmp_path):
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text(name + POEM)
+    validation = (Source("data.validation[0]", str(tmp_path / "c.txt")),)
+    spec = build_spec(tmp_path, tmp_path / "a.txt", tmp_path / "b.txt", validation=validation, validation_fraction=0.0)
+    prepared = prepare(spec, silent)
+    assert all_tokens(prepared.train) == list(("a.txt" + POEM + "b.txt" + POEM).encode())
+    assert all_tokens(prepared.validation) == list(("c.txt" + POEM).encode())
+    assert prepared.manifest.validation_method == "sources"
+    with pytest.raises(DataError, match=r"data\.validation\[0\]\.path=.*c\.txt, which data\.train holds too"):
+        prepare(build_spec(tmp_path, tmp_path, validation=validation), silent)
+
+
+def test_a_second_call_finds_the_data_and_a_change_makes_it_anew(tmp_path):
+    path = tmp_path / "poem.txt"
+    path.write_text(POEM)
+    spec = build_spec(tmp_path, path)
+    first = prepare(spec, silent)
+    lines: list[str] = []
+    assert prepare(spec, lines.append).path == first.path
+    assert not any("tokenizing" in line for line in lines)
+    assert len(lines) == 2
+    paths = {first.path}
+    path.write_text(POEM + "x")
+    paths.add(prepare(spec, silent).path)
+    paths.add(prepare(build_spec(tmp_path, path, validation_fraction=0.2), silent).path)
+    paths.add(prepare(build_spec(tmp_path, path, tokenizer=260), silent).path)
+    assert len(paths) == 4
+    assert prepare(build_spec(tmp_path, path, sequence_len=5, workers=2), silent).path in paths
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text(POEM * 450_000)
+    assert path.stat().st_size > 30 * 2**20
+    tracemalloc.start()
+    prepare(build_spec(tmp_path, path), silent)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 12 * 2**20
+
+
+def test_shards_are_split_and_verified(tmp_path):
+    path = tmp_path / "poem.txt"
+    path.write_text(POEM * 3)
+    spec = build_spec(tmp_path, path, max_shard_tokens=50, validation_fraction=0.0)
+    prepared = prepare(spec, silent)
+    shards = prepared.manifest.shards("train")
+    assert [shard.tokens for shard in shards[:-1]] == [50] * (len(shards) - 1)
+    assert all_tokens(prepared.train) == list((POEM * 3).encode())
+    shard = prepared.path / shards[1].file
+    content = shard.read_bytes()
+    shard.write_bytes(b"\0" + content[1:])
+    prepare(spec, silent)
+    with pytest.raises(DataError, match="was altered"):
+        prepare(spec, silent, verify=True)
+    shard.write_bytes(content[:-2])
+    with pytest.raises(DataError, match="98 bytes, the manifest says 100"):
+        prepare(spec, silent)
+
+
+def test_a_wrong_tokenizer_is_refused(tmp_path):
+    path = tmp_path / "poem.txt"
+    path.write_text(POEM)
+    folder = prepare(build_spec(tmp_path, path), silent).path
+    assert open_prepared(folder, 8, tokenizer=build_bytes_tokenizer()).train.sequence_len == 8
+    other = train_tokenizer([POEM], 260)
+    with pytest.raises(DataError, match="the tokenizer given did not make the tokens"):
+        open_prepared(folder, 8, tokenizer=other)
+    other.save_pretrained(folder / "tokenizer")
+    with pytest.raises(DataError, match=r"the tokenizer in .* did not make the tokens"):
+        open_prepared(folder, 8)
+    (folder / "tokenizer" / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read"):
+        open_prepared(folder, 8)
+
+
+def test_a_bytes_tokenizer_from_a_folder_takes_the_fast_path(tmp_path):
+    path = tmp_path / "poem.txt"
+    path.write_text(POEM)
+    build_bytes_tokenizer().save_pretrained(tmp_path / "bytes")
+    named = prepare(build_spec(tmp_path, path), silent)
+    from_folder = prepare(build_spec(tmp_path, path, tokenizer=None, checkpoint=str(tmp_path / "bytes")), silent)
+    assert from_folder.path == named.path
+
+
+def test_files_that_are_not_text_are_skipped_counted_and_named(tmp_path):
+    folder = tmp_path / "text"
+    write_documents(folder, 3)
+    for index in range(5):
+        (folder / f"bad{index}.txt").write_bytes(b"\xff\xfe")
+    lines: list[str] = []
+    prepared = prepare(build_spec(tmp_path, folder), lines.append)
+    (record,) = prepared.manifest.streams["train"]
+    assert (record.documents, record.num_skipped) == (3, 5)
+    assert record.skipped == tuple(f"bad{index}.txt" for index in range(5))
+    assert "data.train[0]: skipped 5 files that are not UTF-8 text: bad0.txt, bad1.txt, bad2.txt, ..." in lines
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "x.txt").write_bytes(b"\0\0")
+    with pytest.raises(DataError, match=r"data\.train\[0\]\.path=.*binary holds no text: no file in it is UTF-8"):
+        prepare(build_spec(tmp_path, tmp_path / "binary"), silent)
+
+
+@pytest.mark.parametrize(
+    ("content", "fraction", "match"),
+    [("", 0.0, "is empty"), ("x", 0.0, "holds 1 tokens"), ("xyz", 0.7, "leaves 0 to train"), (POEM, 1.5, "no share")],
+)
+def test_too_little_text_is_refused_and_leaves_nothing(tmp_path, content, fraction, match):
+    path = tmp_path / "poem.txt"
+    path.write_text(content)
+    with pytest.raises((DataError, ConfigError), match=match):
+        prepare(build_spec(tmp_path, path, validation_fraction=fraction), silent)
+    assert [each for each in tmp_path.glob("prepared/*") if each.suffix != ".lock"] == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch, workers, started):
+    folder = tmp_path / "text"
+    write_documents(folder, 50)
+    spec = build_spec(tmp_path, folder, workers=workers)
+
+    def interrupt(self, num_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "add", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(spec, silent)
+    assert [path.suffix for path in (tmp_path / "prepared").iterdir()] == [".lock"]
+    assert not started()
+    prepare(spec, silent)
+
+
+def test_what_a_killed_process_left_is_cleared_away(tmp_path):
+    path = tmp_path / "poem.txt"
+    path.write_text(POEM)
+    spec = build_spec(tmp_path, path)
+    folder = prepare(spec, silent).path
+    folder.rename(folder.with_suffix(".partial"))
+    (folder.with_suffix(".partial") / "left-over.bin").touch()
+    assert prepare(spec, silent).path == folder
+    assert not (folder / "left-over.bin").exists()
+    assert not folder.with_suffix(".partial").exists()
+
+
+def test_a_full_disk_is_reported_in_words(tmp_path, monkeypatch):
+    path = tmp_path / "poem.txt"
+    path.write_text(POEM)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepare_module, "save_manifest", fail)
+    with pytest.raises(EchelonError, match=r"No space left on device; free some space or set") as caught:
+        prepare(build_spec(tmp_path, path), silent)
+    assert caught.value.exit_code == 1
+
+
+def test_processes_that_want_the_same_data_wait_for_one(tmp_path, monkeypatch):
+    write_documents(tmp_path / "text", 20)
+    spec = build_spec(tmp_path, tmp_path / "text")
+    write = prepare_module._write_folder
+    started, waiting = threading.Event(), threading.Event()
+    writes = itertools.count()
+
+    def slow_write(*arguments: object) -> None:
+        next(writes)
+        started.set()
+        assert waiting.wait(10)
+        write(*arguments)
+
+    def say(line: str) -> None:
+        if line.startswith("waiting: another process"):
+            waiting.set()
+
+    monkeypatch.setattr(prepare_module, "_write_folder", slow_write)
+    paths: list[Path] = []
+    first = threading.Thread(target=lambda: paths.append(prepare(spec, say).path))
+    second = threading.Thread(target=lambda: paths.append(prepare(spec, say).path))
+    first.start()
+    assert started.wait(10)
+    second.start()
+    first.join()
+    second.join()
+    assert len(paths) == 2
+    assert paths[0] == paths[1]
+    assert next(writes) == 1
+
+
+def test_a_recipe_is_read_by_its_attributes(tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"body": POEM}))
+    source = SimpleNamespace(path=str(tmp_path / "x.jsonl"), format="auto", fields={"text": "body"})
+    recipe = SimpleNamespace(
+        data=SimpleNamespace(
+            train=(source,), validation=(), validation_fraction=None, sequence_len=32, prepare_workers="auto"
+        ),
+        tokenizer=SimpleNamespace(train=SimpleNamespace(vocab_size=270)),
+        model=SimpleNamespace(checkpoint=None, trust_remote_code=False),
+        prepared_dir=tmp_path / "prepared",
+    )
+    spec = prepare_spec(recipe)
+    assert spec.train == (Source("data.train.0", source.path, "auto", "body"),)
+    assert (spec.tokenizer, spec.validation_fraction, spec.workers, spec.sequence_len) == (270, 0.0, None, 32)
+    prepared = prepare_data(recipe, silent)
+    assert prepared.tokenizer.decode(all_tokens(prepared.train)) == POEM + "<|endoftext|>"
+
+
+def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/data.md", "exec"), {"__name__": "__main__"})
