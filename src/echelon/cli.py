@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ OverridesArgument = Annotated[
 TargetArgument = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or an HF model folder.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
 
+# A launcher ends every rank when one has left: the silent ones give the one that speaks the time to do so.
+_SPEAKING_SECONDS = 1.0
+
 
 def say(line: str) -> None:
     """Print a line for the user at once, also when stdout is a pipe."""
@@ -54,6 +58,7 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Move an existing run aside instead of resuming it.")] = False,
 ) -> None:
     """Train; an existing run goes on from its newest good checkpoint."""
+    from echelon.launch.outcome import Outcome
     from echelon.runtime import find_place, launch_role
     from echelon.train.session import train_as_rank, train_locally
 
@@ -71,10 +76,15 @@ def train(
     except EchelonError as error:
         if speaks:
             raise
+        time.sleep(_SPEAKING_SECONDS)
         raise typer.Exit(error.exit_code) from error
     with _faults_logged(recipe.run.dir / "logs" / "parent.log"):
         if role == "worker":
-            _finish(train_as_rank(recipe, fresh, say), at_once=True)
+            try:
+                outcome = train_as_rank(recipe, fresh, say)
+            except EchelonError as error:
+                outcome = Outcome(error.exit_code, str(error))
+            _finish(outcome, at_once=True)
         with _stops_told():
             outcome = train_locally(recipe, num_processes, fresh, say)
         _finish(outcome)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from echelon.errors import ConfigError, DataError, EchelonError, explain_storage_error, is_disk_full
-from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipes, load_recipe
+from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipes, load_recipe, redact
 
 # Only these variables are written down: everything else may hold a secret.
 _RECORDED_VARIABLES = re.compile(
@@ -389,7 +389,9 @@ def describe_environment(variables: Mapping[str, str]) -> dict[str, Any]:
         "num_cores": os.cpu_count(),
         "packages": {name: version for name in _RECORDED_PACKAGES if (version := _find_version(name))},
         "git_revision": _find_git_revision(),
-        "variables": {key: value for key, value in sorted(variables.items()) if _RECORDED_VARIABLES.fullmatch(key)},
+        "variables": redact(
+            {key: value for key, value in sorted(variables.items()) if _RECORDED_VARIABLES.fullmatch(key)}
+        ),
     }
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, Literal
 
 from echelon.errors import ConfigError, LaunchError
@@ -28,6 +29,7 @@ Role = Literal["worker", "agent", "local"]
 AGENT_PID_VARIABLE = "ECHELON_AGENT_PID"
 
 RENDEZVOUS_SECONDS = 120.0
+_GRACE_SECONDS = 5.0
 _WATCHDOG_SECONDS = 0.5
 
 
@@ -185,10 +187,35 @@ def open_store(timeout_seconds: float = RENDEZVOUS_SECONDS) -> "Store":
             )
     try:
         url = f"env://?rank={place.rank}&world_size={place.world_size}"
-        store: Store = next(iter(rendezvous(url, timeout=timedelta(seconds=timeout_seconds))))[0]
+        return _within(
+            timeout_seconds + _GRACE_SECONDS,
+            lambda: next(iter(rendezvous(url, timeout=timedelta(seconds=timeout_seconds))))[0],
+        )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise _explain_rendezvous(error, place, timeout_seconds) from error
-    return store
+
+
+def _within(seconds: float, meet: "Callable[[], Store]") -> "Store":
+    """`meet()` in a thread: torch's client waits for ever on a port where some other program listens.
+
+    After a failure the thread may be alive still, so the process should end by `os._exit`.
+    """
+    met: Queue[Store | Exception] = Queue()
+
+    def run() -> None:
+        try:
+            met.put(meet())
+        except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
+            met.put(error)
+
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    try:
+        result = met.get(timeout=seconds)
+    except Empty:
+        raise RuntimeError("nobody answered as a store does") from None
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _explain_rendezvous(error: Exception, place: Place, timeout_seconds: float) -> LaunchError:

@@ -352,6 +352,17 @@ def test_taken_port_under_a_foreign_launcher(echelon, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_refusal_under_torchrun_is_said_before_the_ranks_are_ended(echelon, tmp_path):
+    write_recipe(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "echelon", "train", "recipe.json", "parallel={dp_shard: 8}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = [line for line in ended.stderr.splitlines() if line.startswith("echelon: ")]
+    assert ended.returncode == 1  # torchrun's own
+    assert len(said) == 1 and "dp_shard 8 makes 8 processes, and there are 2" in said[0], ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_preparing_at_once_and_being_stopped(echelon, tmp_path):
     write_recipe(tmp_path, tokenizer={"train": {"vocab_size": 2000}}, data={"prepare_workers": 2})
     text = tmp_path / "text.txt"

@@ -1,6 +1,7 @@
 """`echelon train` as a whole: on this machine with workers of its own, or as one rank under another launcher."""
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -91,8 +92,8 @@ def train_as_rank(recipe: Recipe, fresh: bool, say: Say) -> Outcome:
     folder = RunFolder(recipe.run.dir)
     if rank == 0:
         run = _prepare_for_all(recipe, fresh, store, say)
-        if run is None:
-            return Outcome(DONE)
+        if isinstance(run, Outcome):
+            return run
         folder = run.folder
     else:
         word = _await_rank_zero(store)
@@ -111,21 +112,23 @@ def train_as_rank(recipe: Recipe, fresh: bool, say: Say) -> Outcome:
     return Outcome(outcome.code)
 
 
-def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> PreparedRun | None:
-    """Rank 0's part: prepare, then tell the others how it went, also when it went wrong."""
+def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> PreparedRun | Outcome:
+    """Rank 0's part: prepare, then tell the others how it went, also when it went wrong. An Outcome ends all ranks."""
     word: dict[str, int] = {"code": FAILED, "digest": 0}
     try:
         run = prepare_run(recipe, fresh, detect_launched_cluster, read_environment(), say)
         word = {"code": DONE, "digest": digest_run(run.folder) if run else 0}
     except EchelonError as error:
         word["code"] = error.exit_code
-        raise
+        # Said before the others leave: a launcher ends this rank too as soon as one has left.
+        print(f"echelon: {error}", file=sys.stderr, flush=True)
+        return Outcome(error.exit_code)
     finally:
         store.set(_READY_KEY, json.dumps(word))
         if not word["digest"]:
             # This process may keep the store: give the others the time to read the word.
             time.sleep(3 * _POLL_SECONDS)
-    return run
+    return Outcome(DONE) if run is None else run
 
 
 def _await_rank_zero(store: "Store") -> dict[str, int]:

@@ -1,0 +1,151 @@
+"""One run on two processes, and every command that looks at it afterwards."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from command import CommandLine, assert_no_orphan, read_lines, write_recipe
+from echelon.checkpoint.export import load_run_model
+from echelon.run_folder import RunFolder
+
+pytestmark = pytest.mark.dist
+
+SECRET = "hf_AbCdEf0123456789"
+TRAIN_KEYS = {
+    "kind", "step", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate", "tokens_per_second",
+    "step_seconds", "data_wait_seconds", "mfu", "memory_peak_bytes", "batch_hash", "skipped",
+}  # fmt: skip
+
+
+@pytest.fixture
+def echelon(capfd, monkeypatch, tmp_path):
+    """The command, in a folder of its own, with a secret in its environment; nobody it started outlives the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "NCCL_PASSWORD", "SLURM_JWT"):
+        monkeypatch.setenv(name, SECRET)
+    yield CommandLine(capfd, monkeypatch)
+    assert_no_orphan()
+
+
+def test_from_text_to_a_model_that_transformers_loads(echelon, tmp_path):
+    write_recipe(
+        tmp_path, tokenizer={"train": {"vocab_size": 300}}, train={"steps": 4, "eval_every": 2}, track=["tensorboard"]
+    )
+    run = RunFolder(Path("runs/tiny"))
+    assert echelon("train", "recipe.json", "--nproc", "2").code == 0
+    # Step 4 is lost, and done again by the resumed run.
+    os.truncate(run.checkpoints_dir / "step-00000004" / ".metadata", 10)
+    ending = echelon("train", "recipe.json", "train.steps=7", "evaluate.batches=2", "--nproc", "2")
+    assert ending.code == 0 and "Resuming from step-00000003" in ending.out
+
+    check_record(run)
+    check_tensorboard(run)
+    check_secrets(tmp_path)
+    held_out = check_eval(echelon, run)
+    check_generate(echelon, run)
+    check_export(echelon, run, held_out)
+
+
+def check_record(run):
+    """metrics.jsonl, events.jsonl and the files that explain the run, as the contract has them."""
+    rows = read_lines(run.metrics_path)
+    train = [row for row in rows if row["kind"] == "train"]
+    assert [row["step"] for row in train] == [1, 2, 3, 4, 5, 6, 7]
+    assert all(set(row) == TRAIN_KEYS for row in train)
+    assert [row["tokens"] for row in train] == [step * 4 * 32 for step in range(1, 8)]
+    assert all(len(row["batch_hash"]) == 16 and int(row["batch_hash"], 16) >= 0 for row in train)
+    evals = [row for row in rows if row["kind"] == "eval"]
+    assert [row["step"] for row in evals] == [2, 4, 6, 7]
+    assert all(set(row) == {"kind", "step", "loss", "perplexity"} for row in evals)
+    assert all(math.isclose(math.exp(row["loss"]), row["perplexity"], rel_tol=1e-9) for row in evals)
+
+    events = read_lines(run.events_path)
+    assert [(row["event"], row["step"]) for row in events] == [
+        ("start", 0), ("checkpoint", 3), ("checkpoint", 4), ("done", 4),
+        ("resume", 3), ("checkpoint", 6), ("checkpoint", 7), ("done", 7),
+    ]  # fmt: skip
+    times = [row["time"] for row in events]
+    assert times == sorted(times) and times[0] > 1.7e9
+    assert json.loads(run.plan_path.read_text())["dp_replicate"] == 2
+    assert json.loads(run.estimate_path.read_text())["memory"]["parameters"] > 0
+    environment = json.loads(run.environment_path.read_text())
+    assert environment["packages"]["torch"] == torch.__version__ and environment["cluster"]["num_devices"] == 2
+    assert "steps: 7" in run.recipe_path.read_text()
+
+
+def check_tensorboard(run):
+    """The event files hold metrics.jsonl's losses, each step once, also where the run was resumed."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    for kind in ("train", "eval"):
+        expected = [(row["step"], row["loss"]) for row in read_lines(run.metrics_path) if row["kind"] == kind]
+        found = [(scalar.step, scalar.value) for scalar in events.Scalars(f"{kind}/loss")]
+        assert [step for step, _ in found] == [step for step, _ in expected]
+        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-6)  # fp32 there
+
+
+def check_secrets(folder):
+    """No file of the run, of its data or of its logs holds what the environment hides."""
+    files = [path for path in (folder / "runs").rglob("*") if path.is_file()]
+    assert len(files) > 15
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+def check_eval(echelon, run):
+    """The held-out loss of the command, in its own process and microbatches, is the one training saw at its end."""
+    ending = echelon("eval", run.path, "--json", "--data", "text.txt")
+    assert ending.code == 0, ending
+    whole = json.loads(ending.out)
+    ending = echelon("eval", run.path, "--json")
+    result = json.loads(ending.out)
+    assert set(result) == {"loss", "perplexity", "unigram_entropy", "tokens", "data"}
+    assert result["tokens"] < whole["tokens"]
+    assert echelon("eval", run.path).out.splitlines()[0] == f"loss: {result['loss']:.4f}"
+    # Training evaluates 2 batches of 4 sequences of it; all of it lies in the same range.
+    last = [row for row in read_lines(run.metrics_path) if row["kind"] == "eval"][-1]
+    assert result["loss"] == pytest.approx(last["loss"], abs=0.05)
+    return whole
+
+
+def check_generate(echelon, run):
+    """The same seed gives the same text; it goes on from the prompt."""
+    sample = ("generate", run.path, "--prompt", "12 plus", "--max-tokens", "8", "--json")
+    first, second, other = echelon(*sample), echelon(*sample), echelon(*sample, "--seed", "1")
+    assert first.code == 0 and first.out == second.out != other.out
+    text = json.loads(first.out)
+    assert text["prompt"] == "12 plus" and text["text"].startswith("12 plus") and len(text["text"]) > len("12 plus")
+
+
+def check_export(echelon, run, held_out):
+    """transformers' own loaders read the export; logits equal the live model's bit for bit, and so does the loss."""
+    out = Path("exported")
+    assert echelon("export", run.path, out).code == 0
+    assert not list(Path().glob(".writing*")) and not list(out.glob("*.bin"))
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ids = tokenizer("7 plus 7 is 14, and so on.\n", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(ids[0]) == "7 plus 7 is 14, and so on.\n"
+    live = load_run_model(run.path, torch.device("cpu"))
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, live(input_ids=ids).logits)
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in live.named_parameters()}
+
+    # An HF folder has no sequence_len: it is read as far as the model reaches, which is set to the run's here.
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    result = json.loads(echelon("eval", out, "--data", "text.txt", "--json").out)
+    assert result["tokens"] == held_out["tokens"]
+    assert result["loss"] == pytest.approx(held_out["loss"], abs=1e-6)
+    size = os.path.getsize(out / "model.safetensors")
+    assert echelon("export", run.path, "half", "--dtype", "bf16").code == 0
+    assert os.path.getsize("half/model.safetensors") < 0.6 * size
+    assert AutoModelForCausalLM.from_pretrained("half", dtype="auto").dtype == torch.bfloat16
