@@ -1,8 +1,6 @@
 """Fixtures of the tests that need a CUDA device: one process, one GPU, NCCL; and a CPU's answers to compare with."""
 
-import argparse
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,14 +21,6 @@ def gpu():
     assert (runtime.device.type, runtime.backend) == ("cuda", "nccl")
     yield runtime
     stop_runtime()
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory):
-    """Real text that every machine has: the source of Python's argparse."""
-    path = tmp_path_factory.mktemp("text") / "argparse.txt"
-    path.write_text(Path(argparse.__file__).read_text())
-    return path
 
 
 @pytest.fixture(scope="session")
