@@ -72,6 +72,7 @@ def build_trainer(
         folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops)
         trackers = build_trackers(recipe.track, folder, state.step + 1)
         journal = Journal(folder, console, trackers, num_steps, recipe.train.log_every)
+        journal.say(f"tokens: pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}")
         journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")
     return Trainer(
         recipe=recipe,
