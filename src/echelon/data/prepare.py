@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.data.corpus import CorpusEntry, CorpusWriter, corpus_bytes, describe_split, list_corpus, sample_texts
+from echelon.data.corpus import CorpusEntry, CorpusWriter, corpus_bytes, list_corpus, sample_texts
 from echelon.data.shards import (
     FORMAT_VERSION,
     MAX_SHARD_TOKENS,
@@ -30,6 +30,7 @@ from echelon.data.shards import (
     save_manifest,
 )
 from echelon.data.source import Source
+from echelon.data.split import describe_split
 from echelon.data.tokenize import Encoding, Progress
 from echelon.data.tokenizer import (
     build_bytes_tokenizer,

@@ -13,7 +13,14 @@ from echelon.recipe.inputs import (
     TrainTokenizerConfig,
 )
 from echelon.recipe.load import load_recipe
-from echelon.recipe.operation import BudgetConfig, CheckpointConfig, EvaluateConfig, FaultConfig
+from echelon.recipe.operation import (
+    BudgetConfig,
+    CheckpointConfig,
+    EvaluateConfig,
+    FaultConfig,
+    MlflowConfig,
+    WandbConfig,
+)
 from echelon.recipe.reference import render_recipe_reference
 from echelon.recipe.render import redact, render_recipe
 from echelon.recipe.schema import recipe_json_schema
@@ -31,6 +38,7 @@ __all__ = [
     "Difference",
     "EvaluateConfig",
     "FaultConfig",
+    "MlflowConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimConfig",
@@ -42,6 +50,7 @@ __all__ = [
     "TrainConfig",
     "TrainTokenizerConfig",
     "TrainedTokenizerConfig",
+    "WandbConfig",
     "blocking_differences",
     "check_built",
     "diff_recipes",

@@ -15,7 +15,15 @@ from echelon.recipe.inputs import (
     RunConfig,
     TrainedTokenizerConfig,
 )
-from echelon.recipe.operation import BudgetConfig, CheckpointConfig, EvaluateConfig, FaultConfig, Tracker
+from echelon.recipe.operation import (
+    BudgetConfig,
+    CheckpointConfig,
+    EvaluateConfig,
+    FaultConfig,
+    MlflowConfig,
+    Tracker,
+    WandbConfig,
+)
 from echelon.recipe.section import Section
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, SyncConfig, TrainConfig
 
@@ -60,6 +68,8 @@ class Recipe(Section):
     sync: SyncConfig = SyncConfig()
     engine: EngineName = Field("native", description="What runs the steps.")
     track: tuple[Tracker, ...] = Field((), description="Where metrics also go; `metrics.jsonl` is always written.")
+    mlflow: MlflowConfig = MlflowConfig()
+    wandb: WandbConfig = WandbConfig()
     launch: dict[str, Any] = Field(default_factory=dict, description="Settings of the launcher.")
     profile: dict[str, Any] = Field(default_factory=dict, description="Settings of the profiler.")
     budget: BudgetConfig = BudgetConfig()

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from echelon.recipe.section import Count, Flag, Number, Positive, Section, Whole
 
 TextFormat = Literal[
-    "auto", "text", "jsonl", "csv", "parquet", "arrow", "hub",
+    "auto", "text", "jsonl", "csv", "parquet", "arrow", "hub", "nanogpt", "npy", "megatron",
     "alpaca", "sharegpt", "messages", "prompt_completion", "preference", "tokens",
 ]  # fmt: skip
 
@@ -96,6 +96,9 @@ class AdapterConfig(Section):
 class SourceConfig(Section):
     """One source of text."""
 
+    name: str | None = Field(
+        None, description="What lines and metrics call it, for example `code`. Default: the last part of `path`."
+    )
     path: str = Field(
         description="A file, a folder (read recursively), or `python-stdlib`: the source of the running Python's "
         "standard library, without its tests."
@@ -105,7 +108,11 @@ class SourceConfig(Section):
     fields: dict[str, str] = Field(
         default_factory=dict, description="The names of the fields in your records, for example `{text: body}`."
     )
-    weight: Positive = Field(1.0, description="Share of this source among the sequences, relative to the others.")
+    weight: Positive | None = Field(
+        None,
+        description="Share of this source among the sequences, relative to the others; one source with a weight makes "
+        "all of them a mixture (1.0 where absent). Default: each sequence of each source once an epoch.",
+    )
 
     @field_validator("path")
     @classmethod
@@ -144,6 +151,17 @@ class DataConfig(Section):
         "auto", description="Keep packed documents from attending to each other. `auto`: off for plain text."
     )
     chat_template: str | None = Field(None, description="Template of conversations. Default: the tokenizer's.")
+    document_separator: str | None = Field(
+        "eos", description="The token after each document: `eos`, another token by its text, or `null` for none."
+    )
+    deduplicate: Flag = Field(False, description="Use identical documents once; how many were left out is printed.")
+    max_broken_fraction: Number = Field(
+        0.001,
+        ge=0,
+        lt=1,
+        description="Share of a source's records that may be unreadable: they are left out, counted and named. Beyond "
+        "it the source is refused.",
+    )
     prepared_dir: Path | None = Field(
         None, description="Where tokenized text is kept for every run. Default: `prepared` beside the run folder."
     )

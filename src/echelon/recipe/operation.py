@@ -25,7 +25,35 @@ class EvaluateConfig(Section):
         None, description="Global batches of held-out text per evaluation. Default: all of it, up to 200."
     )
     prompts: tuple[str, ...] = Field((), description="Prompts to continue at each evaluation.")
+    prompt_tokens: Count = Field(64, description="Tokens to sample for each prompt.")
     early_stopping: Count | None = Field(None, description="Stop after this many evaluations without a lower loss.")
+    select_by: str | None = Field(
+        None,
+        description="The validation set whose loss `early_stopping` and `checkpoint.keep_best` go by. Default: all of "
+        "them together.",
+    )
+
+
+class MlflowConfig(Section):
+    """Where `track: [mlflow]` writes to."""
+
+    tracking_uri: str | None = Field(
+        None, description="A server or a store. Default: `MLFLOW_TRACKING_URI`, else SQLite beside the run folder."
+    )
+    experiment: str = Field("echelon", description="The experiment the run belongs to.")
+    system_metrics: Flag = Field(True, description="Also record CPU, memory, disk, network and GPU use.")
+    log_model: Flag = Field(False, description="Add the exported model to the run's artifacts when it is done.")
+    register_model: str | None = Field(None, description="Register the exported model under this name.")
+
+
+class WandbConfig(Section):
+    """Where `track: [wandb]` writes to."""
+
+    project: str = Field("echelon", description="The project the run belongs to.")
+    entity: str | None = Field(None, description="The user or team. Default: that of the account.")
+    mode: Literal["online", "offline"] | None = Field(
+        None, description="`offline` keeps all of it in the run folder. Default: `WANDB_MODE`, else online."
+    )
 
 
 class FaultConfig(Section):

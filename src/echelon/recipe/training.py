@@ -14,12 +14,12 @@ EngineName = Literal["native", "deepspeed", "horovod", "smp", "tensorflow"]
 
 
 class BatchRampConfig(Section):
-    """A global batch that grows with the tokens seen."""
+    """A global batch that grows with the tokens seen, in the unit of the batch key: tokens, or sequences."""
 
-    start: Count = Field(alias="from", description="Sequences per step at the start.")
-    to: Count = Field(description="Sequences per step at the end.")
-    over_tokens: Count = Field(description="Tokens over which the batch grows.")
-    increment: Count = Field(description="Sequences by which the batch grows each time.")
+    start: Count = Field(alias="from", description="Global batch at the start.")
+    to: Count | None = Field(None, description="Global batch at the end: the batch key's, which is the default.")
+    over_tokens: Count = Field(description="Tokens over which the batch grows, in equal stretches for each size.")
+    increment: Count = Field(description="What the batch grows by each time; divides `to` less `from`.")
 
 
 class TrainConfig(Section):
@@ -40,6 +40,11 @@ class TrainConfig(Section):
     batch_ramp: BatchRampConfig | None = Field(None, description="Start with a smaller global batch.")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
         "auto", description="Of the arithmetic; master weights and reductions stay fp32. `auto`: bf16 where fast."
+    )
+    master_weights: Literal["fp32", "bf16_stochastic", "bf16_kahan"] = Field(
+        "fp32",
+        description="What the optimizer updates. With precision bf16, to save memory: bf16 parameters, rounded "
+        "stochastically, or with a bf16 remainder of each (Kahan summation).",
     )
     compile: Flag | Literal["auto"] = Field("auto", description="Compile the model with `torch.compile`.")
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
@@ -67,19 +72,48 @@ class OptimConfig(Section):
     """The optimizer and the schedule of its learning rate."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"] = Field(
-        "adamw", description="The optimizer."
+        "adamw",
+        description="The optimizer. `muon` is for the matrices of the layers; the rest takes AdamW. `adamw_8bit` keeps "
+        "moments in 8 bits.",
     )
     learning_rate: Positive = Field(description="The peak of the schedule.")
-    weight_decay: PositiveOrZero = Field(0.1, description="Decoupled weight decay, on matrices only.")
-    betas: tuple[Number, Number] = Field((0.9, 0.95), description="Decay of the first and the second moment.")
+    learning_rate_multipliers: dict[str, PositiveOrZero] = Field(
+        default_factory=dict,
+        description="Factors on the learning rate by a glob over parameter names, for example "
+        "`{'*embed_tokens*': 0.1}`; the first that matches counts, and each must match something.",
+    )
+    weight_decay: PositiveOrZero = Field(0.1, description="Decoupled weight decay, but for what `no_decay` names.")
+    no_decay: tuple[Literal["norms", "biases", "embeddings"], ...] = Field(
+        ("norms", "biases"), description="Parameters without weight decay: `norms`, `biases`, `embeddings`."
+    )
+    betas: tuple[Number, Number] = Field(
+        default_factory=lambda optim: _default_betas(optim.get("name")),
+        description="Decay of the first and the second moment. Default: [0.9, 0.95]; lion: [0.9, 0.99].",
+    )
+    momentum: Number = Field(
+        default_factory=lambda optim: _default_momentum(optim.get("name")),
+        ge=0,
+        lt=1,
+        description="Of sgd and muon. Default: 0.9; muon: 0.95.",
+    )
     eps: Positive = Field(1e-8, description="Added to the root of the second moment.")
     max_grad_norm: Positive | None = Field(
         1.0, description="Gradients are scaled down to this global norm; `null`: never."
     )
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="How the learning rate falls after the warm-up."
+    schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "polynomial", "wsd"] = Field(
+        "cosine",
+        description="How the learning rate falls after the warm-up. `wsd`: it stays, then falls in the last "
+        "`decay_fraction` of the run.",
+    )
+    schedule_unit: Literal["steps", "tokens"] = Field(
+        "steps", description="What the schedule advances by; they differ under `train.batch_ramp`."
     )
     warmup_steps: CountOrZero = Field(0, description="Steps over which the learning rate rises linearly.")
+    warmup_tokens: CountOrZero = Field(
+        0, description="The same in tokens, for `schedule_unit: tokens`; one of the two warm-ups."
+    )
+    decay_fraction: Number = Field(0.2, gt=0, le=1, description="Share of the run in which `wsd` falls.")
+    polynomial_power: Positive = Field(2.0, description="Exponent of `polynomial`.")
     min_learning_rate_fraction: Number = Field(
         0.1, ge=0, le=1, description="Where the schedule ends, as a fraction of `learning_rate`."
     )
@@ -89,6 +123,14 @@ class OptimConfig(Section):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must both be at least 0 and below 1; try [0.9, 0.95].")
         return self
+
+
+def _default_betas(name: str | None) -> tuple[float, float]:
+    return (0.9, 0.99) if name == "lion" else (0.9, 0.95)
+
+
+def _default_momentum(name: str | None) -> float:
+    return 0.95 if name == "muon" else 0.9
 
 
 class ParallelConfig(Section):
