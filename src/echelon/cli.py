@@ -104,17 +104,24 @@ def prepare(recipe_path: RecipeArgument, overrides: OverridesArgument = None) ->
 @app.command()
 def data(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Look at the data: how much there is, and the first sample as text."""
-    from echelon.data.order import SampleOrder
+    from echelon.data.mixture import MixtureDataset, build_order, describe_mixture
     from echelon.data.prepare import prepare_data
 
     recipe = _load_recipe(recipe_path, overrides)
     with _stops_told():
         prepared = prepare_data(recipe, say)
-    for name, dataset in (("train", prepared.train), *((each.name, each.dataset) for each in prepared.validation)):
+    train = prepared.train
+    named = [("train", train), *((each.name, each.dataset) for each in prepared.validation)]
+    if isinstance(train, MixtureDataset):
+        parts = zip(prepared.manifest.train, train.parts, strict=True)
+        named[:1] = [(f"train on {split.name}", part) for split, part in parts]
+    for name, dataset in named:
         samples = f"{dataset.num_samples:,} samples of {recipe.data.sequence_len}"
         say(f"{name}: {dataset.num_tokens:,} tokens, {samples}")
-    first = SampleOrder(prepared.train.num_samples, recipe.run.seed).sample_ids(0, 1)
-    inputs, labels = prepared.train.read_samples(first)
+    for line in describe_mixture(recipe, prepared):
+        say(line)
+    first = build_order(recipe, train).sample_ids(0, 1)
+    inputs, labels = train.read_samples(first)
     num_targets = int((labels[0] != -100).sum())
     say(f"first sample: id {int(first[0])}, {num_targets} of {labels.shape[1]} positions have a label")
     say(f"ids: {' '.join(str(int(token)) for token in inputs[0][:32])} ...")
@@ -135,7 +142,7 @@ def plan(
     from echelon.plan import resolve_plan
     from echelon.planner.memory import estimate_memory
     from echelon.shape import build_shape
-    from echelon.train.setup import find_model_fields, find_vocab_size
+    from echelon.train.setup import describe_steps, find_model_fields, find_vocab_size
 
     recipe = _load_recipe(recipe_path, overrides)
     fields, line = find_model_fields(recipe, find_vocab_size(recipe))
@@ -149,7 +156,9 @@ def plan(
     shape = build_shape(fields)
     chosen = resolve_plan(recipe, shape, cluster)
     say(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
-    for line in chosen.describe():
+    # How many steps an epoch has, the text alone knows.
+    steps = [] if recipe.train.epochs is not None else describe_steps(recipe, recipe.num_steps(0))
+    for line in (*chosen.describe(), *steps):
         say(line)
     _show_memory(estimate_memory(shape, chosen, recipe.data.sequence_len, cluster.kind), cluster)
 

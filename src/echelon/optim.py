@@ -1,7 +1,6 @@
-"""Optimizers, their parameter groups, and learning-rate schedules as pure functions of the step."""
+"""Optimizers and their parameter groups."""
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,8 +8,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from echelon.recipe import OptimConfig
-
-Schedule = Callable[[int], float]
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
@@ -34,23 +31,6 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConf
         eps=config.eps,
         fused=True,
     )
-
-
-def build_schedule(config: OptimConfig, num_steps: int) -> Schedule:
-    """The learning rate of each step, counted from 0: linear warm-up, then a cosine down to the stated fraction.
-
-    Step s of the warm-up takes (s + 1) / warmup_steps of the peak, so that the first step already learns; the last
-    step takes exactly min_learning_rate_fraction of it (Loshchilov & Hutter 2017).
-    """
-    peak, warmup, floor = config.learning_rate, config.warmup_steps, config.min_learning_rate_fraction
-
-    def learning_rate(step: int) -> float:
-        if step < warmup:
-            return peak * (step + 1) / warmup
-        progress = (step - warmup) / max(1, num_steps - 1 - warmup)
-        return peak * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress))))
-
-    return learning_rate
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from echelon.data.loader import BatchLoader
-from echelon.data.order import SampleOrder
+from echelon.data.mixture import build_order
+from echelon.data.order import DataOrder, SampleOrder
 from echelon.data.prepare import prepare_data
 from echelon.data.shards import NO_LABEL
 from echelon.hardware import Accelerator, Cluster
@@ -45,6 +46,8 @@ class Row:
     compile: bool = False
     precision: str = "fp32"
     dropout: float = 0.0
+    changes: Any = None
+    """Keys of the recipe that differ, by section."""
 
     def __str__(self) -> str:
         name = (
@@ -82,6 +85,8 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
         "parallel": row.parallel,
         "checkpoint": {"every_steps": steps, "async": True},
     }  # fmt: skip
+    for section, keys in (row.changes or {}).items():
+        overrides[section].update(keys)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.json"  # JSON is YAML
     path.write_text(json.dumps(overrides))
@@ -91,7 +96,7 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
 def resolve(row: Row, recipe: Any, num_samples: int) -> ParallelPlan:
     """The plan that the real planner makes of the row on this many processes of one machine."""
     cluster = Cluster(MACHINE, num_devices=row.ranks, devices_per_node=row.ranks, kind="cpu")
-    return resolve_plan(recipe, build_shape(recipe.model.config), cluster, num_samples=num_samples)
+    return resolve_plan(recipe, build_shape(small_config(row.family, row.tied)), cluster, num_samples=num_samples)
 
 
 def train(
@@ -124,7 +129,7 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
 class Masked:
     """A dataset whose targets are uneven: a stretch of each sequence has none, and some sequences have none at all."""
 
-    def __init__(self, dataset: Any, order: SampleOrder) -> None:
+    def __init__(self, dataset: Any, order: DataOrder) -> None:
         self._dataset = dataset
         self._without = set(order.sample_ids(GLOBAL_BATCH, 2).tolist())  # the first two places of step 1
         self.num_samples, self.num_tokens = dataset.num_samples, dataset.num_tokens
@@ -147,12 +152,12 @@ def train_rank(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_a
         trainer = build_trainer(recipe, plan, folder, runtime, console, compile_backend="aot_eager")
         trainer.loader.close()
         dataset = trainer.loader._dataset
-        order = SampleOrder(dataset.num_samples, recipe.run.seed)
+        order = build_order(recipe, dataset)
         masked = Masked(dataset, order)
         if mutation == "wrong sample" and rank == world_size - 1:
             order = SampleOrder(dataset.num_samples, recipe.run.seed + 1)
         trainer.loader = BatchLoader(
-            masked, order, GLOBAL_BATCH, plan.micro_batch_size, rank, world_size, trainer.state.step
+            masked, order, recipe.batches, plan.micro_batch_size, rank, world_size, trainer.state.step
         )
         if mutation == "local count":
             trainer.count_targets = lambda batch: local_count(trainer, batch)

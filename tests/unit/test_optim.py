@@ -1,25 +1,10 @@
-"""Schedules and parameter groups, against values worked out by hand."""
+"""Parameter groups and norms, against values worked out by hand."""
 
 import pytest
 import torch
 
-from echelon.optim import build_schedule, global_norm, parameter_groups
-from echelon.recipe import OptimConfig
+from echelon.optim import global_norm, parameter_groups
 from families import small_model
-
-
-def test_schedule_values_worked_out_by_hand():
-    config = OptimConfig(learning_rate=1.0, warmup_steps=4, min_learning_rate_fraction=0.1)
-    rate = build_schedule(config, num_steps=11)
-    assert [rate(step) for step in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert rate(4) == pytest.approx(1.0)  # the cosine begins at the peak
-    assert rate(7) == pytest.approx(0.55)  # half way: the mean of peak and floor
-    assert rate(10) == pytest.approx(0.1)  # the last step: the floor
-    assert rate(99) == pytest.approx(0.1)
-
-
-def test_no_warmup_starts_at_the_peak():
-    assert build_schedule(OptimConfig(learning_rate=2.0, warmup_steps=0), 10)(0) == 2.0
 
 
 def test_matrices_decay_and_vectors_do_not():

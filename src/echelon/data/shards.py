@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, BinaryIO, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -266,6 +266,30 @@ class TokenStore:
         return self._maps[index]
 
 
+class Dataset(Protocol):
+    """Samples of `sequence_len` tokens, numbered from 0."""
+
+    sequence_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that the samples are cut from."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples there are."""
+        ...
+
+    def read_samples(self, sample_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The samples `[n]` as (inputs, labels), both int64 `[n, sequence_len]`; -100 where there is no target."""
+        ...
+
+    def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
+        """All tokens in order, a chunk at a time."""
+        ...
+
+
 class TokenDataset:
     """Tokens [start, stop) of stores that follow each other, cut into samples of `sequence_len`.
 
@@ -329,7 +353,7 @@ class TokenDataset:
             yield self.read(start, min(start + chunk_tokens, self.num_tokens))
 
 
-def unigram_entropy(dataset: TokenDataset) -> float:
+def unigram_entropy(dataset: Dataset) -> float:
     """The entropy in nats of the tokens' frequencies: the loss of a model that knows these and nothing else.
 
     -sum(p log p) over the tokens that occur; Shannon, 1948. 0.0 for no tokens.

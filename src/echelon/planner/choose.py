@@ -130,7 +130,7 @@ def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan
     """The plan with the largest micro batch within the cap that fits, or with the smallest when none does."""
     recipe, cap = request.recipe, MICRO_BATCH_TOKENS[request.cluster.kind]
     per_rank = check_batch(recipe, layout.dp_size, request.num_samples)
-    sizes = micro_batch_sizes(recipe, per_rank, layout.dp_size)
+    sizes = micro_batch_sizes(recipe, layout.dp_size)
     automatic, length = recipe.train.micro_batch_size == "auto", recipe.data.sequence_len
     if automatic:
         sizes = [size for size in sizes if size * length <= cap or size == 1]
@@ -141,8 +141,9 @@ def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan
     size, needs = plan.micro_batch_size, request.estimate(plan).total
     limit = request.usable_bytes
     room = "device memory not known" if limit is None else f"of {_gigabytes(limit)} usable"
+    ramped = ", dividing every size of the ramp" if recipe.train.batch_ramp is not None else ""
     return plan, [
-        f"micro_batch_size auto: {size} of the {per_rank} sequences each rank gets, {size * length} tokens "
+        f"micro_batch_size auto: {size} of the {per_rank} sequences each rank gets{ramped}, {size * length} tokens "
         f"(at most {cap}); estimated {_gigabytes(needs)}, {room}"
     ]
 

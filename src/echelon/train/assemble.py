@@ -6,18 +6,18 @@ import torch
 
 from echelon.checkpoint.store import Checkpoint, CheckpointStore
 from echelon.data.loader import BatchLoader, Microbatch
-from echelon.data.order import SampleOrder
+from echelon.data.mixture import build_order
 from echelon.data.prepare import PreparedData, open_prepared
 from echelon.engines.native import NativeEngine, build_native_engine
 from echelon.mesh import Meshes, build_mesh
 from echelon.model.build import resolve_config
 from echelon.model.folder import write_model_folder
 from echelon.objective import CausalLM
-from echelon.optim import build_schedule
 from echelon.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder
 from echelon.runtime import Runtime, describe_peak, find_peak_flops
+from echelon.schedule import build_schedule
 from echelon.shape import build_shape
 from echelon.sync import EveryStep
 from echelon.train.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
@@ -71,7 +71,7 @@ def build_trainer(
         folder.cut_metrics(state.step)
         folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops)
         trackers = build_trackers(recipe.track, folder, state.step + 1)
-        journal = Journal(folder, console, trackers, num_steps, recipe.train.log_every)
+        journal = Journal(folder, console, trackers, num_steps, recipe.train.log_every, recipe.batches)
         journal.say(f"tokens: pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}")
         journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")
     return Trainer(
@@ -80,7 +80,7 @@ def build_trainer(
         engine=engine,
         objective=objective,
         sync=EveryStep(),
-        schedule=build_schedule(recipe.optim, num_steps),
+        schedule=build_schedule(recipe.optim, num_steps, recipe.batches),
         loader=build_loader(recipe, plan, data, meshes, state.step),
         evaluator=build_evaluator(recipe, plan, data, meshes, device),
         store=store,
@@ -123,11 +123,10 @@ def build_loader(
     recipe: Recipe, plan: ParallelPlan, data: PreparedData, meshes: Meshes, start_step: int
 ) -> BatchLoader:
     """This rank's batches from a step on."""
-    order = SampleOrder(data.train.num_samples, recipe.run.seed)
     return BatchLoader(
         data.train,
-        order,
-        recipe.global_batch_size,
+        build_order(recipe, data.train),
+        recipe.batches,
         plan.micro_batch_size,
         dp_rank=meshes.data_rank,
         dp_size=meshes.data_size,

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.data.loader import Microbatch
 from echelon.data.prepare import PrepareSpec, open_prepared, prepare
-from echelon.data.shards import TokenDataset, unigram_entropy
+from echelon.data.shards import Dataset, TokenDataset, unigram_entropy
 from echelon.data.source import PYTHON_STDLIB, Source
 from echelon.errors import ConfigError
 from echelon.loss import IGNORE
@@ -78,7 +78,7 @@ class Evaluator:
             yield read_in_order(self._dataset, start, self._micro_batch_size, self._num_sequences).to(self._device)
 
 
-def read_in_order(dataset: TokenDataset, start: int, count: int, stop: int) -> Microbatch:
+def read_in_order(dataset: Dataset, start: int, count: int, stop: int) -> Microbatch:
     """Sequences start..start+count of a dataset; those at or beyond `stop` repeat the first one without targets."""
     ids = np.arange(start, start + count, dtype=np.int64)
     inside = ids < stop
@@ -109,6 +109,7 @@ def evaluate_model(target: Path, data: Path | None = None) -> dict[str, float | 
     model, tokenizer = load_target(target, device)
     sequence_len = _sequence_len(target, model)
     with ExitStack() as stack:
+        dataset: Dataset
         if data is None:
             dataset, source = _held_out(target, sequence_len), "held-out text of the run"
         else:
@@ -145,7 +146,7 @@ def _held_out(target: Path, sequence_len: int) -> TokenDataset:
     return prepared.validation[0].dataset
 
 
-def _prepare_text(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_len: int, scratch: Path) -> TokenDataset:
+def _prepare_text(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_len: int, scratch: Path) -> Dataset:
     tokenizer.save_pretrained(scratch / "tokenizer")
     spec = PrepareSpec(
         train=(Source("--data", str(path), "auto", "text"),),
@@ -159,6 +160,6 @@ def _prepare_text(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_len: 
     return prepare(spec, lambda line: None).train
 
 
-def _read_all(dataset: TokenDataset, batch: int, device: torch.device) -> Iterator[Microbatch]:
+def _read_all(dataset: Dataset, batch: int, device: torch.device) -> Iterator[Microbatch]:
     for start in range(0, dataset.num_samples, batch):
         yield read_in_order(dataset, start, batch, dataset.num_samples).to(device)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import IO, Any, Protocol, TextIO
 
+from echelon.batch import BatchSchedule
 from echelon.errors import ConfigError
 from echelon.run_folder import RunFolder
 from echelon.train.console import render_step
@@ -67,13 +68,20 @@ class Journal:
     """Writes each step's row, and the console's line every `log_every` steps."""
 
     def __init__(
-        self, folder: RunFolder, console: TextIO, trackers: list[Tracker], num_steps: int, log_every: int
+        self,
+        folder: RunFolder,
+        console: TextIO,
+        trackers: list[Tracker],
+        num_steps: int,
+        log_every: int,
+        batches: BatchSchedule,
     ) -> None:
         self._file: IO[str] = folder.metrics_path.open("a", encoding="utf-8")
         self._console = console
         self._trackers = trackers
         self._num_steps = num_steps
         self._log_every = log_every
+        self._batches = batches
         self._started: tuple[int, float] | None = None
 
     def say(self, line: str) -> None:
@@ -107,10 +115,11 @@ class Journal:
         return step % self._log_every == 0 or step == 1 or step == self._num_steps
 
     def _remaining(self, step: int) -> float | None:
-        """Time left at the mean pace since the second step of this start; the first one is slower."""
+        """Time left at the mean pace, a sequence, since the second step of this start; the first one is slower."""
         now = time.monotonic()
         if self._started is None:
             self._started = (step, now)
             return None
         first, began = self._started
-        return (now - began) / (step - first) * (self._num_steps - step)
+        fed = self._batches.first_sequence
+        return (now - began) / (fed(step) - fed(first)) * (fed(self._num_steps) - fed(step))

@@ -23,6 +23,7 @@ from echelon.run_folder import (
     write_json,
     write_text,
 )
+from echelon.schedule import find_fault, render_schedule
 from echelon.shape import ModelShape, build_shape, resolve_vocab_size
 from echelon.train.journal import check_trackers
 
@@ -50,6 +51,7 @@ def prepare_run(
     No process group may exist: the others wait without a collective, however long the data takes. `variables` is
     the environment, of which an allow-list is written down. The folder stays locked by this process.
     """
+    from echelon.data.mixture import describe_mixture
     from echelon.data.prepare import prepare_data
 
     find_cluster = cache(find_cluster)
@@ -62,6 +64,9 @@ def prepare_run(
         data = prepare_data(recipe, say)
         if opened.state == "resumed":
             _refuse_other_text(folder, data.content_digest)
+        num_steps = recipe.num_steps(data.train.num_samples)
+        if fault := find_fault(recipe.optim, num_steps, recipe.batches):
+            raise ConfigError(fault)
         fields, line = find_model_fields(recipe, data.vocab_size)
         say(f"model: {line}")
         shape = build_shape(fields)
@@ -76,9 +81,15 @@ def prepare_run(
     except BaseException:
         folder.unlock()
         raise
-    for line in plan.describe():
+    for line in (*plan.describe(), *describe_mixture(recipe, data), *describe_steps(recipe, num_steps)):
         say(line)
     return PreparedRun(folder, plan)
+
+
+def describe_steps(recipe: Recipe, num_steps: int) -> list[str]:
+    """Lines about the run's steps: how the batch grows, where it does, and the learning rate."""
+    ramp = [recipe.batches.describe()] if recipe.train.batch_ramp is not None else []
+    return [*ramp, render_schedule(recipe.optim, num_steps, recipe.batches)]
 
 
 def check_request(recipe: Recipe, cluster: Cluster) -> None:
@@ -86,8 +97,11 @@ def check_request(recipe: Recipe, cluster: Cluster) -> None:
 
     Raises ConfigError, PlanError or DataError naming the key.
     """
+    from echelon.data.mixture import divide_slots
     from echelon.model.build import build_on_meta, load_config
 
+    if recipe.data.is_mixture:
+        divide_slots(recipe.data.weights)
     check_trackers(recipe.track)
     if recipe.model.checkpoint is not None:
         check_weights(recipe.model.checkpoint)

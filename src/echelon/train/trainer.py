@@ -15,8 +15,8 @@ from echelon.engines import Engine
 from echelon.errors import TrainingError
 from echelon.mesh import Meshes
 from echelon.objective import Objective
-from echelon.optim import Schedule
 from echelon.recipe import Recipe
+from echelon.schedule import Schedule
 from echelon.shape import ModelShape
 from echelon.sync import Synchronizer
 from echelon.train.evaluate import EvalResult, Evaluator
@@ -79,7 +79,7 @@ class Trainer:
         return self.state
 
     def train_step(self, step: int) -> StepRecord:
-        """One optimizer step over the plan's microbatches. Collective."""
+        """One optimizer step over the microbatches of its batch. Collective."""
         batch = next(self.loader).to(self.device)
         num_targets = self.count_targets(batch)
         self.sync.begin_step(step)
