@@ -62,12 +62,7 @@ def list_checkpoints(run: Path) -> list[Checkpoint]:
 
 def newest_of(run: Path) -> Checkpoint:
     """A run's newest checkpoint. Raises ConfigError where there is none, CheckpointError where it is damaged."""
-    checkpoints = list_checkpoints(run)
-    if not checkpoints and not is_run(run):
-        raise ConfigError(f"{run} is not a run folder (it has no recipe.yaml); give one, for example runs/NAME.")
-    if not checkpoints:
-        raise ConfigError(f"{run} has no checkpoint yet; run `echelon train` until one is saved.")
-    newest = checkpoints[-1]
+    newest = _some_checkpoints(run)[-1]
     try:
         check_files(newest.path)
     except CheckpointError as error:
@@ -76,6 +71,40 @@ def newest_of(run: Path) -> Checkpoint:
             "`echelon train` write it again."
         ) from error
     return newest
+
+
+def checkpoint_of(run: Path, which: str | None = None) -> Checkpoint:
+    """The checkpoint of a run that a user names: newest (the default), best, or a step.
+
+    The best one is that of the lowest evaluation loss, which `checkpoint.keep_best` keeps. Raises ConfigError where
+    there is none, naming those there are; CheckpointError where it is damaged.
+    """
+    if which is None or which == "newest":
+        return newest_of(run)
+    steps = {checkpoint.step: checkpoint for checkpoint in _some_checkpoints(run)}
+    have = f"{run} has steps {', '.join(map(str, steps))}"
+    if which == "best":
+        step = newest_of(run).read_state()["train"].get("best_step")
+        if step not in steps:
+            raise ConfigError(
+                f"--checkpoint best: no checkpoint of the lowest evaluation loss was kept; {have}. Train with "
+                "checkpoint.keep_best=true to keep it."
+            )
+    elif which.isdecimal() and int(which) in steps:
+        step = int(which)
+    else:
+        raise ConfigError(f"--checkpoint {which}: use newest, best or a step; {have}.")
+    check_files(steps[step].path)
+    return steps[step]
+
+
+def _some_checkpoints(run: Path) -> list[Checkpoint]:
+    checkpoints = list_checkpoints(run)
+    if not checkpoints and not is_run(run):
+        raise ConfigError(f"{run} is not a run folder (it has no recipe.yaml); give one, for example runs/NAME.")
+    if not checkpoints:
+        raise ConfigError(f"{run} has no checkpoint yet; run `echelon train` until one is saved.")
+    return checkpoints
 
 
 def find_newest(folder: Path, say: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
