@@ -113,10 +113,9 @@ def data(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> No
     recipe = _load_recipe(recipe_path, overrides)
     with _stops_told():
         prepared = prepare_data(recipe, say)
-    for name, dataset in (("train", prepared.train), ("validation", prepared.validation)):
-        if dataset is not None:
-            samples = f"{dataset.num_samples:,} samples of {recipe.data.sequence_len}"
-            say(f"{name}: {dataset.num_tokens:,} tokens, {samples}")
+    for name, dataset in (("train", prepared.train), *((each.name, each.dataset) for each in prepared.validation)):
+        samples = f"{dataset.num_samples:,} samples of {recipe.data.sequence_len}"
+        say(f"{name}: {dataset.num_tokens:,} tokens, {samples}")
     first = SampleOrder(prepared.train.num_samples, recipe.run.seed).sample_ids(0, 1)
     inputs, labels = prepared.train.read_samples(first)
     num_targets = int((labels[0] != -100).sum())

@@ -6,7 +6,6 @@ import re
 import threading
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +13,12 @@ from transformers import AutoTokenizer
 
 from echelon.data import prepare as prepare_module
 from echelon.data.prepare import PreparedData, PrepareSpec, open_prepared, prepare, prepare_data, prepare_spec
+from echelon.data.shards import TokenDataset
 from echelon.data.source import PYTHON_STDLIB, Source
 from echelon.data.tokenize import Progress, hash_document
 from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.errors import ConfigError, DataError, EchelonError
+from echelon.recipe import load_recipe
 
 POEM = "Über allen Gipfeln\nIst Ruh,\nIn allen Wipfeln\nSpürest du\nKaum einen Hauch;\n"
 
@@ -52,9 +53,18 @@ def write_documents(folder: Path, count: int, start: int = 0) -> list[str]:
     return texts
 
 
+def held_out(prepared: PreparedData) -> TokenDataset:
+    (only,) = prepared.validation
+    return only.dataset
+
+
+def method(prepared: PreparedData) -> str:
+    (only,) = prepared.manifest.validation
+    return only.method
+
+
 def held_out_texts(prepared: PreparedData) -> set[str]:
-    assert prepared.validation is not None
-    joined = bytes(all_tokens(prepared.validation)).decode()
+    joined = bytes(all_tokens(held_out(prepared))).decode()
     return {text for text in joined.split("document ") if text}
 
 
@@ -64,8 +74,7 @@ def test_one_file_keeps_its_bytes_and_holds_out_its_end(tmp_path):
     lines: list[str] = []
     prepared = prepare(build_spec(tmp_path, path), lines.append)
     content = list((POEM * 20).encode())
-    assert prepared.validation is not None
-    assert all_tokens(prepared.train) + all_tokens(prepared.validation) == content
+    assert all_tokens(prepared.train) + all_tokens(held_out(prepared)) == content
     assert prepared.train.num_tokens == int(0.9 * len(content))
     assert prepared.vocab_size == 256
     assert any(line.startswith("validation: the last 10.") for line in lines)
@@ -80,7 +89,7 @@ def test_a_trained_tokenizer_gives_the_tokens_transformers_gives(tmp_path):
     for path in sorted((tmp_path / "text").iterdir()):
         expected += [*tokenizer(path.read_text())["input_ids"], tokenizer.eos_token_id]
     assert all_tokens(prepared.train) == expected
-    assert prepared.validation is None
+    assert prepared.validation == ()
     assert prepared.vocab_size == len(tokenizer)
 
 
@@ -104,10 +113,10 @@ def test_many_documents_are_held_out_by_their_content(tmp_path):
     folder = tmp_path / "text"
     texts = write_documents(folder, 200)
     first = prepare(build_spec(tmp_path, folder), silent)
-    assert first.manifest.validation_method == "hash"
+    assert method(first) == "hash"
     chosen = {text for text in texts if hash_document(text.encode()) / 2**64 < 0.1}
     assert held_out_texts(first) == {text.removeprefix("document ") for text in chosen}
-    everything = sorted(all_tokens(first.train) + all_tokens(first.validation))
+    everything = sorted(all_tokens(first.train) + all_tokens(held_out(first)))
     assert everything == sorted("".join(texts).encode())
 
     added = write_documents(folder, 200, start=200)
@@ -121,18 +130,29 @@ def test_many_documents_are_held_out_by_their_content(tmp_path):
 def test_few_documents_or_an_unlucky_hash_hold_out_the_end(tmp_path):
     folder = tmp_path / "text"
     texts = write_documents(folder, 9)
-    assert prepare(build_spec(tmp_path, folder), silent).manifest.validation_method == "tail"
+    assert method(prepare(build_spec(tmp_path, folder), silent)) == "tail"
     write_documents(folder, 1, start=9)
     lucky = any(hash_document(text.encode()) / 2**64 < 0.1 for text in [*texts, "document 9: " + POEM])
     prepared = prepare(build_spec(tmp_path, folder), silent)
-    assert prepared.manifest.validation_method == ("hash" if lucky else "tail")
+    assert method(prepared) == ("hash" if lucky else "tail")
     same = tmp_path / "same.jsonl"
     unlucky = next(text for text in texts if hash_document(text.encode()) / 2**64 >= 0.1)
     same.write_text((json.dumps({"text": unlucky}) + "\n") * 10)
     prepared = prepare(build_spec(tmp_path, same), silent)
-    assert prepared.manifest.validation_method == "tail"
-    assert prepared.validation is not None
-    assert all_tokens(prepared.train) + all_tokens(prepared.validation) == list(unlucky.encode()) * 10
+    assert method(prepared) == "tail"
+    assert all_tokens(prepared.train) + all_tokens(held_out(prepared)) == list(unlucky.encode()) * 10
+
+
+def test_given_validation_sets_keep_their_names(tmp_path):
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text(name + POEM)
+    validation = (
+        Source("data.validation.0", str(tmp_path / "b.txt"), name="b.txt"),
+        Source("data.validation.1", str(tmp_path / "c.txt"), name="other"),
+    )
+    spec = build_spec(tmp_path, tmp_path / "a.txt", validation=validation, validation_fraction=0.0)
+    found = {each.name: all_tokens(each.dataset) for each in prepare(spec, silent).validation}
+    assert found == {"b.txt": list(("b.txt" + POEM).encode()), "other": list(("c.txt" + POEM).encode())}
 
 
 def test_given_validation_text_is_used_and_may_not_be_trained_on(tmp_path):
@@ -142,8 +162,8 @@ def test_given_validation_text_is_used_and_may_not_be_trained_on(tmp_path):
     spec = build_spec(tmp_path, tmp_path / "a.txt", tmp_path / "b.txt", validation=validation, validation_fraction=0.0)
     prepared = prepare(spec, silent)
     assert all_tokens(prepared.train) == list(("a.txt" + POEM + "b.txt" + POEM).encode())
-    assert all_tokens(prepared.validation) == list(("c.txt" + POEM).encode())
-    assert prepared.manifest.validation_method == "sources"
+    assert all_tokens(held_out(prepared)) == list(("c.txt" + POEM).encode())
+    assert method(prepared) == "sources"
     with pytest.raises(DataError, match=r"data\.validation\[0\]\.path=.*c\.txt, which data\.train holds too"):
         prepare(build_spec(tmp_path, tmp_path, validation=validation), silent)
 
@@ -324,19 +344,21 @@ def test_processes_that_want_the_same_data_wait_for_one(tmp_path, monkeypatch):
     assert next(writes) == 1
 
 
-def test_a_recipe_is_read_by_its_attributes(tmp_path):
+def test_a_recipe_says_what_is_prepared(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps({"body": POEM}))
-    source = SimpleNamespace(path=str(tmp_path / "x.jsonl"), format="auto", fields={"text": "body"})
-    recipe = SimpleNamespace(
-        data=SimpleNamespace(
-            train=(source,), validation=(), validation_fraction=None, sequence_len=32, prepare_workers="auto"
-        ),
-        tokenizer=SimpleNamespace(train=SimpleNamespace(vocab_size=270)),
-        model=SimpleNamespace(checkpoint=None, trust_remote_code=False),
-        prepared_dir=tmp_path / "prepared",
-    )
+    values = {
+        "run": {"name": "r", "dir": str(tmp_path / "runs" / "r")},
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": {"train": {"vocab_size": 270}},
+        "data": {"train": [{"path": str(tmp_path / "x.jsonl"), "fields": {"text": "body"}}], "sequence_len": 32,
+                 "validation_fraction": 0},
+        "train": {"steps": 1, "global_batch_size": 1},
+        "optim": {"learning_rate": 1e-3},
+    }  # fmt: skip
+    (tmp_path / "recipe.json").write_text(json.dumps(values))
+    recipe, _ = load_recipe(tmp_path / "recipe.json")
     spec = prepare_spec(recipe)
-    assert spec.train == (Source("data.train.0", source.path, "auto", "body"),)
+    assert spec.train == (Source("data.train.0", str(tmp_path / "x.jsonl"), "auto", "body", "x.jsonl"),)
     assert (spec.tokenizer, spec.validation_fraction, spec.workers, spec.sequence_len) == (270, 0.0, None, 32)
     prepared = prepare_data(recipe, silent)
     assert prepared.tokenizer.decode(all_tokens(prepared.train)) == POEM + "<|endoftext|>"

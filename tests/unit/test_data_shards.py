@@ -17,7 +17,7 @@ from echelon.data.shards import (
     ShardRecord,
     ShardWriter,
     SourceRecord,
-    SplitRange,
+    Split,
     TokenDataset,
     TokenStore,
     check_shards,
@@ -48,9 +48,11 @@ def build_manifest(shards: tuple[ShardRecord, ...]) -> Manifest:
         tokenizer_fingerprint="f" * 32,
         vocab_size=300,
         separator=None,
-        validation_method="none",
-        streams={"train": (SourceRecord("data.train[0]", "x.txt", 1, num_tokens, shards, 1, ("bad.txt",)),)},
-        splits={"train": SplitRange("train", 0, num_tokens)},
+        streams={
+            "train": (SourceRecord("data.train[0]", "x.txt", "x.txt", 1, num_tokens, 99, shards, 1, ("bad.txt",)),)
+        },
+        train=(Split("train", "train", 0, num_tokens),),
+        validation=(),
     )
 
 
@@ -169,9 +171,9 @@ def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
         with pytest.raises(DataError, match=match):
             load_manifest(tmp_path)
 
-    for text in (whole[: len(whole) // 2], "", "[]", "{}", "null", '{"format_version": 1}'):
+    for text in (whole[: len(whole) // 2], "", "[]", "{}", "null", '{"format_version": 2}'):
         refuse(text, "damaged")
-    refuse(json.dumps({**content, "format_version": 2}), "is of format 2, this version reads 1")
+    refuse(json.dumps({**content, "format_version": 1}), "is of format 1, this version reads 2")
     for field in dataclasses.fields(Manifest):
         refuse(json.dumps({key: value for key, value in content.items() if key != field.name}), "damaged")
     refuse(json.dumps({**content, "dtype": "float32"}), "damaged")

@@ -70,6 +70,7 @@ class _Sink:
 
     writer: ShardWriter
     documents: int = 0
+    text_bytes: int = 0
 
 
 class CorpusWriter:
@@ -83,7 +84,9 @@ class CorpusWriter:
         validation_fraction: float,
         max_shard_tokens: int,
         say: Say,
+        mixture: bool = False,
     ) -> None:
+        """`mixture`: each training source is divided, and later sampled, by itself."""
         self._folder = folder
         self._corpus = corpus
         self._encoding = encoding
@@ -91,7 +94,8 @@ class CorpusWriter:
         self._max_shard_tokens = max_shard_tokens
         self._say = say
         self._fraction = validation_fraction
-        self._by_hash = has_enough_documents(corpus, validation_fraction)
+        self._mixture = mixture
+        self._by_hash = choose_by_hash(corpus, validation_fraction, mixture=mixture)
         self._progress = Progress("tokenizing", corpus_bytes(corpus), say)
         self._skipped: list[list[str]] = [[] for _ in corpus]
 
@@ -114,16 +118,17 @@ class CorpusWriter:
                 reason = "no file in it is UTF-8 text" if self._skipped[index] else "it is empty"
                 raise DataError(f"{entry.source} holds no text: {reason}.")
         streams = {stream: tuple(records[stream]) for stream in STREAMS}
-        method, splits = divide_streams(streams, self._fraction, self._by_hash)
+        num_train = sum(entry.stream == "train" for entry in self._corpus)
+        train, validation = divide_streams(streams, self._fraction, self._by_hash[:num_train], mixture=self._mixture)
         return Manifest(
             format_version=FORMAT_VERSION,
             dtype=self._dtype,
             tokenizer_fingerprint=self._encoding.fingerprint,
             vocab_size=self._encoding.vocab_size,
             separator=self._encoding.separator,
-            validation_method=method,
             streams=streams,
-            splits=splits,
+            train=train,
+            validation=validation,
         )
 
     def _plan_tasks(self) -> Iterator[Task]:
@@ -136,7 +141,7 @@ class CorpusWriter:
 
     def _write_source(self, index: int, results: Iterable[tuple[Task, TokenizedTask]]) -> dict[str, _Sink]:
         home = self._corpus[index].stream
-        threshold = int(self._fraction * 2**64) if self._by_hash and home == "train" else 0
+        threshold = int(self._fraction * 2**64) if self._by_hash[index] else 0
         with ExitStack() as stack:
             sinks = {
                 stream: _Sink(
@@ -153,6 +158,7 @@ class CorpusWriter:
                         sink = sinks["validation" if piece.hash < threshold else home]
                         sink.documents += 1
                     sink.writer.append(piece.tokens)
+                    sink.text_bytes += piece.text_bytes
                 self._skipped[index] += result.skipped
                 self._progress.add(result.num_bytes)
             for sink in sinks.values():
@@ -163,9 +169,11 @@ class CorpusWriter:
         source, skipped = self._corpus[index].source, self._skipped[index]
         return SourceRecord(
             source=source.key,
+            name=source.name,
             path=source.path,
             documents=sink.documents,
             tokens=sink.writer.num_tokens,
+            text_bytes=sink.text_bytes,
             shards=sink.writer.finish(),
             num_skipped=len(skipped),
             skipped=tuple(skipped[:_LISTED_SKIPS]),
@@ -182,9 +190,15 @@ class CorpusWriter:
             )
 
 
-def has_enough_documents(corpus: Sequence[CorpusEntry], fraction: float) -> bool:
-    """Whether validation text is chosen document by document: of 1/fraction documents or more, and none was given."""
-    if fraction == 0 or any(entry.stream == "validation" for entry in corpus):
-        return False
+def choose_by_hash(corpus: Sequence[CorpusEntry], fraction: float, *, mixture: bool) -> list[bool]:
+    """For each entry, whether validation text is chosen document by document.
+
+    It is where a fraction is to be held out of 1/fraction documents or more: of one source of a mixture, else of all.
+    """
+    training = [entry for entry in corpus if entry.stream == "train"]
+    if fraction == 0 or len(training) < len(corpus) or math.ceil(1 / fraction) <= 1:
+        return [False] * len(corpus)
     enough = math.ceil(1 / fraction)
-    return enough > 1 and count_documents((file for entry in corpus for file in entry.files), enough) == enough
+    if mixture:
+        return [count_documents(entry.files, enough) == enough for entry in training]
+    return [count_documents((file for entry in training for file in entry.files), enough) == enough] * len(training)

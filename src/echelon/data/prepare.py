@@ -23,6 +23,7 @@ from echelon.data.shards import (
     FORMAT_VERSION,
     MAX_SHARD_TOKENS,
     Manifest,
+    Split,
     TokenDataset,
     TokenStore,
     check_shards,
@@ -74,6 +75,7 @@ class PrepareSpec:
     sequence_len: int
     workers: int | None = None
     trust_remote_code: bool = False
+    mixture: bool = False
     max_shard_tokens: int = MAX_SHARD_TOKENS
 
 
@@ -91,24 +93,34 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         sequence_len=data.sequence_len,
         workers=None if data.prepare_workers == "auto" else int(data.prepare_workers),
         trust_remote_code=recipe.model.trust_remote_code,
+        mixture=any(source.weight is not None for source in data.train),
     )
 
 
 def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
     return tuple(
-        Source(f"{key}.{index}", config.path, config.format, config.fields.get("text", "text"))
+        Source(f"{key}.{index}", config.path, config.format, config.fields.get("text", "text"), config.label)
         for index, config in enumerate(configs)
     )
 
 
 @dataclass(frozen=True)
+class ValidationSet:
+    """Text to evaluate on, under a name. `bytes_per_token` is None where the text was given as tokens."""
+
+    name: str
+    dataset: TokenDataset
+    bytes_per_token: float | None
+
+
+@dataclass(frozen=True)
 class PreparedData:
-    """A prepared folder, opened. `validation` is None when nothing was held out."""
+    """A prepared folder, opened. `validation` is empty when nothing was held out."""
 
     path: Path
     manifest: Manifest
     train: TokenDataset
-    validation: TokenDataset | None
+    validation: tuple[ValidationSet, ...]
 
     @property
     def tokenizer_dir(self) -> Path:
@@ -135,7 +147,8 @@ class PreparedData:
         """A hash of the tokens and of what is trained and validated on, wherever the folder lies."""
         manifest = self.manifest
         shards = {stream: [shard.sha256 for shard in manifest.shards(stream)] for stream in manifest.streams}
-        splits = {name: [split.stream, split.start, split.stop] for name, split in manifest.splits.items()}
+        parts = (manifest.train, manifest.validation)
+        splits = [[[split.stream, split.start, split.stop] for split in part] for part in parts]
         return hashlib.sha256(json.dumps([self.fingerprint, shards, splits], sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -169,8 +182,9 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
                 f"data.prepared_dir to another place."
             ) from error
     prepared = open_prepared(folder, spec.sequence_len, verify=verify)
-    held_out = prepared.validation.num_tokens if prepared.validation is not None else 0
-    say(describe_split(prepared.manifest))
+    held_out = sum(each.dataset.num_tokens for each in prepared.validation)
+    for line in describe_split(prepared.manifest):
+        say(line)
     say(f"data: {prepared.train.num_tokens:,} tokens to train on, {held_out:,} held out, in {folder}")
     return prepared
 
@@ -206,11 +220,13 @@ def open_prepared(
         name: TokenStore([(path / shard.file, shard.tokens) for shard in manifest.shards(name)], manifest.dtype)
         for name in manifest.streams
     }
-    datasets = {
-        name: TokenDataset([stores[split.stream]], sequence_len, start=split.start, stop=split.stop)
-        for name, split in manifest.splits.items()
-    }
-    return PreparedData(path, manifest, datasets["train"], datasets.get("validation"))
+
+    def cut(split: Split) -> TokenDataset:
+        return TokenDataset([stores[split.stream]], sequence_len, start=split.start, stop=split.stop)
+
+    validation = tuple(ValidationSet(each.name, cut(each), each.bytes_per_token) for each in manifest.validation)
+    (train,) = manifest.train
+    return PreparedData(path, manifest, cut(train), validation)
 
 
 def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None") -> str:
@@ -218,9 +234,9 @@ def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "Pre
     digest = hashlib.sha256()
     identity = [tokenizer_fingerprint(tokenizer), separator_id(tokenizer)] if tokenizer is not None else spec.tokenizer
     fraction = 0.0 if spec.validation else spec.validation_fraction
-    digest.update(json.dumps([FORMAT_VERSION, identity, fraction, spec.max_shard_tokens]).encode())
+    digest.update(json.dumps([FORMAT_VERSION, identity, fraction, spec.mixture, spec.max_shard_tokens]).encode())
     for entry in corpus:
-        digest.update(json.dumps([entry.stream, entry.source.key]).encode())
+        digest.update(json.dumps([entry.stream, entry.source.key, entry.source.name]).encode())
         for file in entry.files:
             row = [os.fspath(file.path), file.name, file.kind, file.field, file.size, file.mtime_ns, file.required]
             digest.update(json.dumps(row).encode())
@@ -261,7 +277,7 @@ def _write_folder(
             tokenizer = _train_on_sample(corpus, spec.tokenizer, say)
         tokenizer.save_pretrained(partial / "tokenizer")
         writer = CorpusWriter(
-            partial, corpus, _encoding(tokenizer), spec.validation_fraction, spec.max_shard_tokens, say
+            partial, corpus, _encoding(tokenizer), spec.validation_fraction, spec.max_shard_tokens, say, spec.mixture
         )
         save_manifest(partial, writer.write(_num_workers(spec, corpus)))
         os.rename(partial, folder)

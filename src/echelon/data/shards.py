@@ -12,14 +12,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from echelon.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 MAX_SHARD_TOKENS = 2**30
 NO_LABEL = -100
@@ -40,38 +40,59 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """What one source gave to one stream. `skipped` names at most the first 20 of `num_skipped` files."""
+    """What one source gave to one stream. `skipped` names at most the first 20 of `num_skipped` files.
+
+    `source` is its key in the recipe; `text_bytes` the UTF-8 bytes of its documents, None when it was given as tokens.
+    """
 
     source: str
+    name: str
     path: str
     documents: int
     tokens: int
+    text_bytes: int | None
     shards: tuple[ShardRecord, ...]
     num_skipped: int = 0
     skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class SplitRange:
-    """A split: tokens [start, stop) of a stream."""
+class Split:
+    """A text to train on: tokens [start, stop) of a stream, under a name."""
 
+    name: str
     stream: str
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
+class HeldOut(Split):
+    """A named set to validate on, and how its text was chosen: given, by a hash of each document, or the end of one.
+
+    `bytes_per_token` is None where the text was given as tokens; `documents` 0 for an end.
+    """
+
+    bytes_per_token: float | None
+    method: Literal["sources", "hash", "tail"]
+    documents: int
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """manifest.json: what a prepared folder holds and how it came to be."""
+    """manifest.json: what a prepared folder holds and how it came to be.
+
+    `train` has one split, or one for each source of a mixture; `validation` a set for each name.
+    """
 
     format_version: int
     dtype: str
     tokenizer_fingerprint: str
     vocab_size: int
     separator: int | None
-    validation_method: str
     streams: dict[str, tuple[SourceRecord, ...]]
-    splits: dict[str, SplitRange]
+    train: tuple[Split, ...]
+    validation: tuple[HeldOut, ...]
 
     def shards(self, stream: str) -> list[ShardRecord]:
         """The shards of a stream in order."""
@@ -113,13 +134,14 @@ def _parse_manifest(content: dict[str, Any]) -> Manifest:
             for source in sources
         ]
         streams[name] = tuple(SourceRecord(**record) for record in records)
-    splits = {name: SplitRange(**split) for name, split in content["splits"].items()}
-    manifest = Manifest(**{**content, "streams": streams, "splits": splits})
+    train = tuple(Split(**split) for split in content["train"])
+    validation = tuple(HeldOut(**split) for split in content["validation"])
+    manifest = Manifest(**{**content, "streams": streams, "train": train, "validation": validation})
     itemsize = _DTYPES[manifest.dtype].itemsize
     for name in streams:
         if any(shard.bytes != shard.tokens * itemsize for shard in manifest.shards(name)):
             raise ValueError("counts of tokens and bytes disagree")
-    for split in splits.values():
+    for split in (*train, *validation):
         if not 0 <= split.start <= split.stop <= sum(shard.tokens for shard in manifest.shards(split.stream)):
             raise ValueError("a split reaches beyond its stream")
     return manifest

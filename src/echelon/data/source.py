@@ -62,13 +62,14 @@ class Source:
     """One entry of `data.train` or `data.validation`.
 
     `key` is its place in the recipe, for messages; `path` a file, a folder, a glob or `python-stdlib`; `field` the
-    .jsonl field that holds the text.
+    .jsonl field that holds the text; `name` what lines and metrics call it.
     """
 
     key: str
     path: str
     format: str = "auto"
     field: str = "text"
+    name: str = ""
 
     def __str__(self) -> str:
         """The path as the user gave it, for messages: `data.train.0.path=PATH`, or `--data PATH`."""

@@ -61,11 +61,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of a document, or of a piece of it. `hash` is the document's where `is_first`, else 0."""
+    """The tokens of a document, or of a piece of it, and how many bytes of text they are.
+
+    `hash` is the document's where `is_first`, else 0.
+    """
 
     tokens: Tokens
     is_first: bool
     hash: int
+    text_bytes: int
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class TaskEncoder:
             is_whole = span.file.kind == "jsonl"
             edges += [(is_whole or span.is_first, is_whole or span.is_last)] * len(found)
         pieces = [
-            Piece(self._separate(tokens, is_last), is_first, hash_document(text) if is_first else 0)
+            Piece(self._separate(tokens, is_last), is_first, hash_document(text) if is_first else 0, len(text))
             for text, tokens, (is_first, is_last) in zip(texts, self.encode(texts), edges, strict=True)
         ]
         return TokenizedTask(pieces, sum(span.stop - span.start for span in task.spans), tuple(skipped))

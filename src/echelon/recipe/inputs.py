@@ -114,6 +114,11 @@ class SourceConfig(Section):
         "all of them a mixture (1.0 where absent). Default: each sequence of each source once an epoch.",
     )
 
+    @property
+    def label(self) -> str:
+        """What lines and metrics call the source: its name, or the last part of its path."""
+        return self.name or Path(self.path).name or self.path
+
     @field_validator("path")
     @classmethod
     def _path_is_given(cls, path: str) -> str:
@@ -173,6 +178,19 @@ class DataConfig(Section):
         if isinstance(values, dict) and not values.get("validation") and values.get("validation_fraction") is None:
             return {**values, "validation_fraction": DEFAULT_VALIDATION_FRACTION}
         return values
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        mixture = any(source.weight is not None for source in self.train)
+        for part, sources in (("train", self.train if mixture else ()), ("validation", self.validation)):
+            labels = [source.label for source in sources]
+            for index, label in enumerate(labels):
+                if label in labels[:index]:
+                    raise ValueError(
+                        f"data.{part}.{index} is called {label!r} as data.{part}.{labels.index(label)} is, and "
+                        f"metrics tell them apart by name; give it a name: data.{part}.{index}.name."
+                    )
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_hold_out(self) -> Self:

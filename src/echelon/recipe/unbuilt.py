@@ -35,8 +35,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("data.validation[].format", "auto, text and jsonl are read", built=("text", "jsonl")),
     Unbuilt("data.train[].split", "a source is read whole; list the files to read"),
     Unbuilt("data.validation[].split", "a source is read whole; list the files to read"),
-    Unbuilt("data.train[].name", "leaving this key out"),
-    Unbuilt("data.validation[].name", "leaving this key out"),
     Unbuilt("data.train[].weight", "no weight; each sequence of each source is used once an epoch"),
     Unbuilt("data.validation[].weight", "no weight; each sequence of each source is used once"),
     Unbuilt("data.document_separator", "eos"),

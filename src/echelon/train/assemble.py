@@ -140,10 +140,10 @@ def build_evaluator(
     recipe: Recipe, plan: ParallelPlan, data: PreparedData, meshes: Meshes, device: torch.device
 ) -> Evaluator | None:
     """The held-out text, where there is any: `evaluate.batches` global batches of it, or the first 200."""
-    if data.validation is None or data.validation.num_samples == 0:
+    if not data.validation:
         return None
     num_sequences = (recipe.evaluate.batches or DEFAULT_BATCHES) * recipe.global_batch_size
-    return Evaluator(data.validation, num_sequences, plan.micro_batch_size, meshes, device)
+    return Evaluator(data.validation[0].dataset, num_sequences, plan.micro_batch_size, meshes, device)
 
 
 def _any_microbatch(data: PreparedData, plan: ParallelPlan, device: torch.device) -> Microbatch:

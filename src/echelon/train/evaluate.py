@@ -140,9 +140,9 @@ def _sequence_len(target: Path, model: PreTrainedModel) -> int:
 
 def _held_out(target: Path, sequence_len: int) -> TokenDataset:
     prepared = open_prepared(RunFolder(target).read_prepared_path(), sequence_len)
-    if prepared.validation is None or prepared.validation.num_samples == 0:
+    if not prepared.validation:
         raise ConfigError(f"{target} holds no text out (data.validation_fraction is 0); give some with --data PATH.")
-    return prepared.validation
+    return prepared.validation[0].dataset
 
 
 def _prepare_text(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_len: int, scratch: Path) -> TokenDataset:
