@@ -174,18 +174,16 @@ def evaluate(
     data_path: Annotated[
         Path | None, typer.Option("--data", metavar="PATH", help="Other text than the run's held-out one.")
     ] = None,
+    checkpoint: CheckpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Loss and perplexity on held-out text."""
+    """Loss, perplexity and bits per byte on held-out text."""
     _require_folder(target)
     from echelon.train.evaluate import evaluate_model
 
-    result = evaluate_model(target, data_path)
-    if as_json:
-        say(json.dumps(result, default=str))
-        return
-    for key, value in result.items():
-        say(f"{key}: {_render_value(value)}")
+    result = evaluate_model(target, data_path, checkpoint)
+    for line in [json.dumps(result, default=str)] if as_json else _render_lines(result):
+        say(line)
 
 
 @app.command()
@@ -340,13 +338,24 @@ def _require_folder(path: Path) -> None:
         raise ConfigError(f"{path} is not a folder; give a run folder (runs/NAME) or an HF model folder.")
 
 
+def _render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """A line for each value; a mapping's below its key. One set alone is the whole."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            if key != "sets" or len(value) > 1:
+                yield f"{indent}{key}:"
+                yield from _render_lines(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {_render_value(value)}"
+
+
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def _render_value(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    return f"{value:.4f}" if isinstance(value, float) else "unknown" if value is None else str(value)
 
 
 @contextmanager

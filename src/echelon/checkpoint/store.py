@@ -171,12 +171,13 @@ class CheckpointStore:
                 shutil.rmtree(leftover)
         dist.barrier(self._group)
 
-    def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Save one checkpoint.
+    def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int | None = None) -> None:
+        """Save one checkpoint, and remove what is beyond the newest few.
 
         Args:
             tensors: name to tensor or DTensor; nothing else.
             state: JSON values, the same on every rank.
+            keep: a step whose checkpoint stays besides.
 
         Raises:
             CheckpointError: this save, or the one before it, could not be written.
@@ -190,7 +191,9 @@ class CheckpointStore:
         except (Exception, CheckpointException) as error:
             raise _save_error(final, error) from error
         assert isinstance(written, Future)
-        self._pending = self._publisher.submit(self._finish, written, writing, Checkpoint(step, final), dict(state))
+        self._pending = self._publisher.submit(
+            self._finish, written, writing, Checkpoint(step, final), dict(state), keep
+        )
         if not self._asynchronous:
             self.wait()
 
@@ -225,12 +228,19 @@ class CheckpointStore:
         check_shapes(checkpoint.path, tensors)
         load(dict(tensors), storage_reader=SafeReader(checkpoint.path), process_group=self._group)
 
-    def _finish(self, written: "Future[Any]", writing: Path, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    def _finish(
+        self,
+        written: "Future[Any]",
+        writing: Path,
+        checkpoint: Checkpoint,
+        state: dict[str, Any],
+        keep: int | None,
+    ) -> None:
         try:
             written.result()
             if self._is_publisher:
                 publish(writing, checkpoint.path, state)
-                prune(self._folder, self._keep_last)
+                prune(self._folder, self._keep_last, keep)
         except (Exception, CheckpointException) as error:  # DCP's own is no Exception
             if self._is_publisher:
                 shutil.rmtree(writing, ignore_errors=True)
@@ -253,10 +263,11 @@ def publish(writing: Path, final: Path, state: Mapping[str, Any]) -> None:
     sync_folder(final.parent)
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Remove all but the newest checkpoints."""
+def prune(folder: Path, keep_last: int, keep: int | None = None) -> None:
+    """Remove all but the newest checkpoints, and the one of the step `keep`."""
     for checkpoint in find_checkpoints(folder)[:-keep_last]:
-        shutil.rmtree(checkpoint.path)
+        if checkpoint.step != keep:
+            shutil.rmtree(checkpoint.path)
 
 
 def check_shapes(folder: Path, tensors: Mapping[str, Any]) -> None:

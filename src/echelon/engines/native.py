@@ -1,11 +1,13 @@
 """The Engine made of echelon's own parts: PyTorch's DDP, `fully_shard` and fused optimizers."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -17,7 +19,7 @@ from echelon.mesh import Meshes
 from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta, find_weights
 from echelon.model.weights import initialize_buffers, initialize_weights, load_pretrained
-from echelon.objective import Objective
+from echelon.objective import NextToken, Objective
 from echelon.optim import build_optimizer, global_norm
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.data import DataParallel
@@ -66,11 +68,11 @@ class NativeEngine:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+    @contextmanager
+    def evaluation(self) -> Iterator["ModuleEvaluation"]:
         """See Engine."""
         with self._parallel.evaluation() as module:
-            loss: Tensor = module(microbatch, self._objective)
-            return loss
+            yield ModuleEvaluation(module, self._objective)
 
     def rehearse(self, microbatch: Microbatch) -> None:
         """Run one whole step on a microbatch without targets, and apply nothing. Collective.
@@ -95,6 +97,25 @@ class NativeEngine:
         for name in persistent_buffers(self._decoder):
             state[f"model.{name}"] = self._decoder.get_buffer(name)
         return state
+
+
+class ModuleEvaluation:
+    """See Evaluation."""
+
+    def __init__(self, module: nn.Module, objective: Objective) -> None:
+        self._module = module
+        self._objective = objective
+
+    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+        """See Evaluation."""
+        loss: Tensor = self._module(microbatch, self._objective)
+        return loss
+
+    def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """See Evaluation."""
+        ids = np.arange(len(input_ids))
+        logits: Tensor = self._module(Microbatch(input_ids, input_ids, ids, ids), NextToken(places))
+        return logits
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:

@@ -147,9 +147,11 @@ class _Row:
     number: int
     ids: list[int]
 
-    def seed(self, seed: int) -> int:
-        text = f"{seed}\0{self.number}\0{self.prompt}"
-        return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little") >> 1
+
+def row_seed(seed: int, prompt: str, number: int) -> int:
+    """The seed of a prompt's sample, whatever stands beside it."""
+    text = f"{seed}\0{number}\0{prompt}"
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little") >> 1
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
@@ -193,7 +195,9 @@ def _continue(
         input_ids=ids,
         attention_mask=mask,
         generation_config=config,
-        logits_processor=build_processors(sampling, [row.seed(sampling.seed) for row in rows], mask),
+        logits_processor=build_processors(
+            sampling, [row_seed(sampling.seed, row.prompt, row.number) for row in rows], mask
+        ),
         stopping_criteria=StoppingCriteriaList([_StopTexts(decoders, width, sampling.stop)] if sampling.stop else []),
         streamer=stream,
     )

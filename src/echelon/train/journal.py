@@ -3,12 +3,13 @@
 import importlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol, TextIO
 
 from echelon.errors import ConfigError
 from echelon.run_folder import RunFolder
-from echelon.train.console import render_step
+from echelon.train.console import render_evaluation, render_sample_line, render_step
 
 
 class Tracker(Protocol):
@@ -70,6 +71,7 @@ class Journal:
         self, folder: RunFolder, console: TextIO, trackers: list[Tracker], num_steps: int, log_every: int
     ) -> None:
         self._file: IO[str] = folder.metrics_path.open("a", encoding="utf-8")
+        self._samples_path = folder.samples_path
         self._console = console
         self._trackers = trackers
         self._num_steps = num_steps
@@ -89,7 +91,15 @@ class Journal:
     def evaluation(self, row: dict[str, Any]) -> None:
         """One evaluation."""
         self._write(row)
-        self.say(f"eval at step {row['step']}: loss {row['loss']:.4f}  perplexity {row['perplexity']:.2f}")
+        for line in render_evaluation(row):
+            self.say(line)
+
+    def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        """What the prompts became at one evaluation: into samples.jsonl, and a line each for the console."""
+        with self._samples_path.open("a", encoding="utf-8") as file:
+            for prompt, text in zip(prompts, texts, strict=True):
+                file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+                self.say(render_sample_line(text))
 
     def close(self) -> None:
         """Flush everything."""

@@ -51,6 +51,7 @@ def prepare_run(
     the environment, of which an allow-list is written down. The folder stays locked by this process.
     """
     from echelon.data.prepare import prepare_data
+    from echelon.train.evaluate import check_evaluation
 
     find_cluster = cache(find_cluster)
     opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()))
@@ -62,6 +63,7 @@ def prepare_run(
         data = prepare_data(recipe, say)
         if opened.state == "resumed":
             _refuse_other_text(folder, data.content_digest)
+        check_evaluation(recipe, data)
         fields, line = find_model_fields(recipe, data.vocab_size)
         say(f"model: {line}")
         shape = build_shape(fields)
