@@ -1,7 +1,7 @@
 """The run folder: where each file of a run stands, who may write there, and how a run is found again.
 
 `recipe.yaml plan.json estimate.json environment.json data.json metrics.jsonl events.jsonl outcome.json
-checkpoints/step-00000100/ model/ export/ logs/rank-00000.log`
+checkpoints/step-00000100/ model/ export/ logs/rank-00000.log trackers/mlflow.json`
 """
 
 import errno
@@ -119,6 +119,10 @@ class RunFolder:
     def outcomes_dir(self) -> Path:
         """How each rank of the current attempt ended, for the command that waits on them."""
         return self.path / ".outcomes"
+
+    def tracker_path(self, name: str) -> Path:
+        """What this tracker was given of the run."""
+        return self.path / "trackers" / f"{name}.json"
 
     def log_path(self, rank: int) -> Path:
         """Where this rank's stdout and stderr go."""

@@ -136,6 +136,12 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
+def set_default_variables(variables: Mapping[str, str]) -> None:
+    """Set each variable that this process's environment does not have: the settings of a library that reads it."""
+    for key, value in variables.items():
+        os.environ.setdefault(key, value)
+
+
 def use_one_tokenizer_thread() -> None:
     """Keep `tokenizers` to one thread in this process: the processes beside it have the other cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

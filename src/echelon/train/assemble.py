@@ -21,9 +21,10 @@ from echelon.runtime import Runtime, describe_peak, find_peak_flops
 from echelon.shape import build_shape
 from echelon.sync import EveryStep
 from echelon.train.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
-from echelon.train.journal import Journal, build_trackers
+from echelon.train.journal import Journal
 from echelon.train.sampler import PromptSampler
 from echelon.train.state import TrainState
+from echelon.train.trackers import start_trackers
 from echelon.train.trainer import Trainer
 
 
@@ -32,15 +33,17 @@ def run_training(
 ) -> TrainState:
     """Train in this rank until the run's last step, from the newest checkpoint if there is one. Collective."""
     trainer = build_trainer(recipe, plan, folder, runtime, console)
+    done = False
     try:
         state = trainer.fit()
         trainer.store.close()
+        done = True
+        if runtime.rank == 0:
+            finish(trainer, folder, console)
     finally:
         trainer.loader.close()
         if trainer.journal is not None:
-            trainer.journal.close()
-    if runtime.rank == 0:
-        finish(trainer, folder, console)
+            trainer.journal.close(done)
     return state
 
 
@@ -98,8 +101,8 @@ def build_trainer(
     if runtime.rank == 0:
         folder.cut_metrics(state.step)
         folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops)
-        trackers = build_trackers(recipe.track, folder, state.step + 1)
-        journal = Journal(folder, console, trackers, num_steps, recipe.train.log_every)
+        journal = Journal(folder, console, num_steps, recipe.train.log_every)
+        journal.add_couriers(start_trackers(recipe, folder, state.step, journal.say))
         journal.say(f"tokens: pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}")
         journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")
         if sampler is not None:

@@ -24,7 +24,7 @@ from echelon.run_folder import (
     write_text,
 )
 from echelon.shape import ModelShape, build_shape, resolve_vocab_size
-from echelon.train.journal import check_trackers
+from echelon.train.trackers import catch_up, check_trackers
 
 # A resumed run keeps the choices made at its start, unless one of these was changed by hand.
 _PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch")
@@ -55,11 +55,12 @@ def prepare_run(
 
     find_cluster = cache(find_cluster)
     opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()))
-    if opened.state == "finished":
-        return None
     folder = opened.folder
+    if opened.state == "finished":
+        catch_up(recipe, folder, say)
+        return None
     try:
-        check_trackers(recipe.track)
+        check_trackers(recipe)
         data = prepare_data(recipe, say)
         if opened.state == "resumed":
             _refuse_other_text(folder, data.content_digest)
@@ -91,7 +92,7 @@ def check_request(recipe: Recipe, cluster: Cluster) -> None:
     from echelon.model.build import build_on_meta, load_config, parameter_names
     from echelon.optimizer import check_groups
 
-    check_trackers(recipe.track)
+    check_trackers(recipe)
     _check_deterministic(recipe)
     if recipe.model.checkpoint is not None:
         check_weights(recipe.model.checkpoint)
