@@ -72,21 +72,18 @@ class _ChunkedLoss(torch.autograd.Function):
         head = [tensor.detach().to(dtype) for tensor in (weight, bias) if tensor is not None]
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         row_gradient = torch.empty_like(rows) if wants_gradient else None
-        head_gradient: list[Tensor] = []
+        head_gradient = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_gradient else []
         chunk = logits_chunk_tokens(weight.shape[0])
         factor = gradient_factor(dtype, min(chunk, rows.shape[0]))
         for start in range(0, rows.shape[0], chunk):
             piece = slice(start, start + chunk)
-            inputs = [rows[piece].detach().to(dtype), *head]
+            inputs = rows[piece].detach().to(dtype).requires_grad_(wants_gradient)
             with torch.set_grad_enabled(wants_gradient):
-                for tensor in inputs:
-                    tensor.requires_grad_(wants_gradient)
-                loss = token_loss_sum(arithmetic.apply(F.linear(*inputs)), targets[piece])
+                loss = token_loss_sum(arithmetic.apply(_head_logits(inputs, head, head_gradient)), targets[piece])
                 enlarged = loss * factor
             total += loss.detach()
             if row_gradient is not None:
-                row_gradient[piece], *gradients = torch.autograd.grad(enlarged, inputs)
-                head_gradient = _accumulate(head_gradient, gradients)
+                [row_gradient[piece]] = torch.autograd.grad(enlarged, [inputs])
         ctx.gradients, ctx.factor = (row_gradient, head_gradient), factor
         ctx.dtypes = [tensor.dtype for tensor in (weight, bias) if tensor is not None]
         return total
@@ -105,8 +102,22 @@ class _ChunkedLoss(torch.autograd.Function):
         return rows, None, head[0], bias, None, None
 
 
-def _accumulate(totals: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-    """Add a chunk's gradients of the head; in fp32 from the second chunk on, so that many chunks lose nothing."""
-    if not totals:
-        return list(gradients)
-    return [total.float().add_(gradient) for total, gradient in zip(totals, gradients, strict=True)]
+def _head_logits(inputs: Tensor, head: list[Tensor], totals: list[Tensor]) -> Tensor:
+    """A chunk's raw logits [tokens, vocabulary]; as they are differentiated, the head's gradients go into `totals`.
+
+    The sums are fp32, so that many chunks lose nothing. In fp32 the product is added in place; in another dtype it
+    exists beside the sum for a moment.
+    """
+    logits = F.linear(inputs, *head)
+
+    def accumulate(gradient: Tensor) -> None:
+        if gradient.dtype == totals[0].dtype:
+            totals[0].addmm_(gradient.T, inputs.detach())
+        else:
+            totals[0].add_(gradient.T @ inputs.detach())
+        for bias in totals[1:]:
+            bias.add_(gradient.sum(0, dtype=bias.dtype))
+
+    if logits.requires_grad:
+        logits.register_hook(accumulate)  # type: ignore[no-untyped-call]
+    return logits

@@ -62,8 +62,8 @@ class Run:
             for step in steps:
                 file.write(json.dumps({"kind": kind, "step": step, "loss": 1 / step}) + "\n")
 
-    def start(self, tracker: Any) -> Courier:
-        courier = Courier(tracker, self.ledger, self.metrics, self.lines.append)
+    def start(self, tracker: Any, resumed_step: int = 0) -> Courier:
+        courier = Courier(tracker, self.ledger, self.metrics, self.lines.append, resumed_step)
         courier.start()
         return courier
 
@@ -166,7 +166,8 @@ def test_a_resumed_run_goes_on_in_the_same_tracking_run_without_a_step_twice(run
     run.start(shelf).close(done=False)
     run.metrics.unlink()
     run.write(1, 2, 3, 4, 5, 6, 7)
-    run.start(shelf).close(done=True)
+    run.start(shelf, resumed_step=3).close(done=True)
+    assert run.said("keeps steps 4 to 5 as they were") == run.lines[-1:]
     assert steps(shelf) == [1, 2, 3, 4, 5, 6, 7]
     assert len(set(shelf.keys)) == 1 and shelf.finished == [False, True]
 

@@ -151,8 +151,8 @@ def test_wandb_keeps_one_run_in_files_across_resumes(tmp_path, no_store):
 
 
 def read_wandb(path):
-    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format, blocks of 32 KiB in which each piece
-    has a checksum, a length and a kind (1 whole, 2 first, 3 middle, 4 last)."""
+    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format, blocks of 32 KiB in which each
+    piece has a checksum, a length and a kind (1 whole, 2 first, 3 middle, 4 last)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, position, payload = path.read_bytes(), 7, b""

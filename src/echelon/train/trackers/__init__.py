@@ -70,15 +70,16 @@ def catch_up(recipe: Recipe, folder: RunFolder, say: Say) -> None:
     check_trackers(recipe)
     folder.lock()
     try:
-        couriers = [_start(name, recipe, folder, 0, say) for name in names]
+        couriers = [_start(name, recipe, folder, None, say) for name in names]
         for courier in couriers:
             courier.close(done=True)
     finally:
         folder.unlock()
 
 
-def _start(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int, say: Say) -> Courier:
-    courier = Courier(_build(name, recipe, folder, resumed_step), folder.tracker_path(name), folder.metrics_path, say)
+def _start(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int | None, say: Say) -> Courier:
+    tracker = _build(name, recipe, folder, resumed_step or 0)
+    courier = Courier(tracker, folder.tracker_path(name), folder.metrics_path, say, resumed_step)
     courier.start()
     return courier
 

@@ -22,7 +22,7 @@ from echelon.train.trackers.tracker import Held, Tracker, hide_logins
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 10.0
 # At the end of a run: for how long a tracker that fails is tried again, and how long one is awaited after a failed run.
-PATIENCE_SECONDS = 15.0
+PATIENCE_SECONDS = 5.0
 HURRY_SECONDS = 3.0
 _RETRY_AT_END_SECONDS = 1.0
 _ROWS_AT_ONCE = 50
@@ -60,7 +60,16 @@ class Ledger:
 class Courier:
     """Brings the rows of one run to one tracker. Whatever the tracker raises becomes a line on the console."""
 
-    def __init__(self, tracker: Tracker, ledger_path: Path, metrics_path: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tracker: Tracker,
+        ledger_path: Path,
+        metrics_path: Path,
+        say: Callable[[str], None],
+        resumed_step: int | None = None,
+    ) -> None:
+        """`resumed_step`: the checkpoint's that the run goes on from; None when it does not go on."""
+        self._resumed_step = resumed_step
         self._tracker = tracker
         self._ledger = Ledger.read(ledger_path)
         self._metrics_path = metrics_path
@@ -131,9 +140,18 @@ class Courier:
         if opened.where != self._where:
             self._where = opened.where
             self._say(f"track: {opened.where}")
+            self._say_ahead(max(opened.held.values(), default=0))
         self._held = opened.held
         # From the first row: a store that was changed or restored may lack more than the newest rows.
         self._reader = RowReader(self._metrics_path)
+
+    def _say_ahead(self, held_step: int) -> None:
+        """Trackers take nothing back, so steps that a crash lost and that are done again keep their first values."""
+        if self._resumed_step is not None and held_step > self._resumed_step:
+            self._say(
+                f"track: {self._tracker.name} keeps steps {self._resumed_step + 1} to {held_step} as they were before "
+                "the run was interrupted"
+            )
 
     def _finish(self) -> None:
         self._tracker.finish(self._done)
