@@ -1,39 +1,15 @@
-"""Optimizers, their parameter groups, and learning-rate schedules as pure functions of the step."""
+"""Learning-rate schedules as pure functions of the step, and the global norm."""
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from echelon.recipe import OptimConfig
 
 Schedule = Callable[[int], float]
-
-
-def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices, which decay, and vectors (norms, biases), which do not.
-
-    Embeddings are matrices and decay, as in GPT-2 and GPT-3 (Brown et al. 2020, appendix B).
-    """
-    parameters = [parameter for _, parameter in named if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019), fused. Sharded parameters get sharded state."""
-    return torch.optim.AdamW(
-        parameter_groups(named, config.weight_decay),
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
 
 
 def build_schedule(config: OptimConfig, num_steps: int) -> Schedule:

@@ -27,6 +27,7 @@ from workers import WorkerPool
 
 GLOBAL_BATCH = 8
 SEQUENCE_LEN = 32
+LEARNING_RATES = {"lion": 1e-4, "sgd": 0.1, "adafactor": 0.02}
 MACHINE = Accelerator(
     "test machine", memory_bytes=2**33, bf16_flops=None, fp32_flops=None, memory_bandwidth=None, source="-"
 )
@@ -45,6 +46,8 @@ class Row:
     compile: bool = False
     precision: str = "fp32"
     dropout: float = 0.0
+    optimizer: str = "adamw"
+    master_weights: str = "fp32"
 
     def __str__(self) -> str:
         name = (
@@ -54,11 +57,13 @@ class Row:
             f"{self.ranks} ranks", f"mb {self.micro_batch}", self.family, "tied" if self.tied else "untied",
             f"ac {self.checkpointing}", "compile" if self.compile else "eager", self.precision,
         ]  # fmt: skip
+        extras += [self.optimizer] if self.optimizer != "adamw" else []
+        extras += [self.master_weights] if self.master_weights != "fp32" else []
         return " ".join([name, *extras])
 
     def reference(self) -> "Row":
         """The same training in one process, whole batch at once, nothing switched on."""
-        return Row(family=self.family, tied=self.tied, dropout=self.dropout)
+        return Row(family=self.family, tied=self.tied, dropout=self.dropout, optimizer=self.optimizer)
 
 
 def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
@@ -75,9 +80,9 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
         "train": {
             "steps": steps, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": row.micro_batch,
             "precision": row.precision, "compile": row.compile, "activation_checkpointing": row.checkpointing,
-            "eval_every": steps,
+            "eval_every": steps, "master_weights": row.master_weights,
         },
-        "optim": {"learning_rate": 1e-3, "warmup_steps": 2},
+        "optim": {"name": row.optimizer, "learning_rate": LEARNING_RATES.get(row.optimizer, 1e-3), "warmup_steps": 2},
         "evaluate": {"batches": 1},
         "parallel": row.parallel,
         "checkpoint": {"every_steps": steps, "async": True},
@@ -189,6 +194,17 @@ def mutations(name: str, world_size: int) -> list[Any]:
                 FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, float(world_size))
             ),
         ]
+    if name == "local matrices":
+        from echelon.optimizer.layout import Layout
+
+        return [
+            mock.patch.object(Layout, "gather", lambda self, part: part),
+            mock.patch.object(Layout, "keep_part", lambda self, whole: whole),
+        ]
+    if name == "local statistics":
+        from echelon.optimizer.layout import Layout
+
+        return [mock.patch.object(Layout, "add_up", lambda self, partial, dim=None: partial)]
     return []
 
 

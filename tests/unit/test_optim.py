@@ -1,11 +1,10 @@
-"""Schedules and parameter groups, against values worked out by hand."""
+"""Schedules and the global norm, against values worked out by hand."""
 
 import pytest
 import torch
 
-from echelon.optim import build_schedule, global_norm, parameter_groups
+from echelon.optim import build_schedule, global_norm
 from echelon.recipe import OptimConfig
-from families import small_model
 
 
 def test_schedule_values_worked_out_by_hand():
@@ -20,15 +19,6 @@ def test_schedule_values_worked_out_by_hand():
 
 def test_no_warmup_starts_at_the_peak():
     assert build_schedule(OptimConfig(learning_rate=2.0, warmup_steps=0), 10)(0) == 2.0
-
-
-def test_matrices_decay_and_vectors_do_not():
-    model = small_model("gpt2")
-    matrices, vectors = parameter_groups(model.named_parameters(), weight_decay=0.1)
-    assert matrices["weight_decay"] == 0.1 and vectors["weight_decay"] == 0.0
-    assert all(parameter.ndim == 2 for parameter in matrices["params"])
-    assert all(parameter.ndim == 1 for parameter in vectors["params"])
-    assert len(matrices["params"]) + len(vectors["params"]) == len(list(model.parameters()))
 
 
 def test_global_norm_is_the_norm_of_everything_joined():

@@ -28,11 +28,18 @@ def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None,
     if isinstance(parallel, dict):
         mapping = {"dp_replicate": None, "dp_shard": None, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "cpu_offload": False}
         parallel = SimpleNamespace(**{**mapping, "reshard_after_forward": None, "reduce_gradients": None, **parallel})
-    defaults = {"micro_batch_size": "auto", "precision": "auto", "compile": "auto", "activation_checkpointing": "none"}
+    defaults = {
+        "micro_batch_size": "auto",
+        "precision": "auto",
+        "compile": "auto",
+        "activation_checkpointing": "none",
+        "master_weights": "fp32",
+    }
     return SimpleNamespace(
         parallel=parallel,
         global_batch_size=batch_tokens // sequence_len if batch_tokens else batch,
         data=SimpleNamespace(sequence_len=sequence_len),
+        optim=SimpleNamespace(name="adamw"),
         train=SimpleNamespace(global_batch_tokens=batch_tokens, **{**defaults, **train}),
     )
 

@@ -31,11 +31,6 @@ REFUSED = {
     "objective.name": "objective.name=dpo",
     "train.batch_ramp": "train.batch_ramp={from: 8, to: 16, over_tokens: 1e6, increment: 8}",
     "train.precision": "train.precision=fp8",
-    "train.master_weights": "train.master_weights=bf16_kahan",
-    "train.deterministic": "train.deterministic=true",
-    "optim.name": "optim.name=muon",
-    "optim.learning_rate_multipliers": "optim.learning_rate_multipliers={x: 2}",
-    "optim.no_decay": "optim.no_decay=[]",
     "optim.schedule": "optim.schedule=linear",
     "optim.schedule_unit": "optim.schedule_unit=tokens",
     "optim.warmup_tokens": "optim.warmup_tokens=10",
@@ -65,7 +60,9 @@ REFUSED = {
 
 BUILT = [
     "data.train.0.format=jsonl", "data.train.0.fields={text: body}", "data.document_mask=false", "train.precision=bf16",
-    "train.precision=fp32", "train.compile=true", "train.activation_checkpointing=selective",
+    "train.precision=fp32", "train.precision=fp16", "train.deterministic=true", "train.master_weights=bf16_kahan",
+    "optim.name=muon", "optim.no_decay=[]", "optim.learning_rate_multipliers={x: 2}",
+    "train.compile=true", "train.activation_checkpointing=selective",
     "train.activation_checkpointing=full", "train.micro_batch_size=2", "parallel=hsdp", "parallel.cpu_offload=true",
     "parallel={dp_replicate: 2, dp_shard: auto, reshard_after_forward: false, reduce_gradients: last}",
     "checkpoint={every_steps: 7, keep_last: 1, async: false}", "evaluate.batches=3",
@@ -89,7 +86,7 @@ def test_each_row_refuses_a_value(tmp_path: Path, row: Unbuilt) -> None:
 def test_the_message_states_key_value_and_what_is_possible(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, SMALL, "train.precision=fp8")
-    assert str(caught.value) == "train.precision=fp8 is not built yet; possible now: auto, fp32 and bf16."
+    assert str(caught.value) == "train.precision=fp8 is not built yet; possible now: auto, fp32, bf16 and fp16."
 
 
 def test_only_the_text_field_can_be_named(tmp_path: Path) -> None:

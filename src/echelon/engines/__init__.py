@@ -36,6 +36,11 @@ class Engine(Protocol):
         """Apply the gradients where `commit` (a boolean scalar on the device) is true, and drop them in any case."""
         ...
 
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The factor on the loss that the next step will use, a live scalar on the device; None where there is none."""
+        ...
+
     def evaluation(self) -> AbstractContextManager["Evaluation"]:
         """Scope of forward passes without gradients or dropout; weights that are gathered stay so within it."""
         ...

@@ -88,9 +88,11 @@ def check_request(recipe: Recipe, cluster: Cluster) -> None:
 
     Raises ConfigError, PlanError or DataError naming the key.
     """
-    from echelon.model.build import build_on_meta, load_config
+    from echelon.model.build import build_on_meta, load_config, parameter_names
+    from echelon.optimizer import check_groups
 
     check_trackers(recipe.track)
+    _check_deterministic(recipe)
     if recipe.model.checkpoint is not None:
         check_weights(recipe.model.checkpoint)
     fields, _ = find_model_fields(recipe, find_vocab_size(recipe) or _load_vocab_size(recipe))
@@ -99,7 +101,18 @@ def check_request(recipe: Recipe, cluster: Cluster) -> None:
     _check_positions(recipe, shape)
     trusted = recipe.model.trust_remote_code
     config = load_config(recipe.model.checkpoint or fields, trusted)
-    build_on_meta(config, recipe.model.attn_implementation, trusted)
+    model = build_on_meta(config, recipe.model.attn_implementation, trusted)
+    check_groups(parameter_names(model), recipe.optim)
+
+
+def _check_deterministic(recipe: Recipe) -> None:
+    """Flash attention's packages add up the gradients of a query in whatever order its blocks finish."""
+    attention = recipe.model.attn_implementation or ""
+    if recipe.train.deterministic and "flash" in attention:
+        raise ConfigError(
+            f"train.deterministic=true: the backward pass of model.attn_implementation={attention} does not repeat bit "
+            "for bit; use sdpa or eager, or set train.deterministic=false."
+        )
 
 
 def _check_positions(recipe: Recipe, shape: ModelShape) -> None:

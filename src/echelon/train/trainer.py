@@ -91,6 +91,8 @@ class Trainer:
         grad_norm = self.engine.clip(self.recipe.optim.max_grad_norm)
         commit = self.sync.should_commit(grad_norm)
         learning_rate = self.schedule(step)
+        loss_scale = self.engine.loss_scale
+        loss_scale = None if loss_scale is None else loss_scale.clone()
         self.engine.step(learning_rate, commit)
         self.sync.end_step(step)
         return StepRecord(
@@ -99,6 +101,7 @@ class Trainer:
             num_targets=num_targets,
             grad_norm=grad_norm,
             commit=commit,
+            loss_scale=loss_scale,
             learning_rate=learning_rate,
             num_tokens=batch.num_tokens,
             batch_hash=batch.hash,
@@ -166,7 +169,7 @@ class Trainer:
             self._peak_bytes = metrics.memory_peak_bytes
         if self.journal is not None:
             self.journal.train(self._row(metrics, seconds))
-        if not metrics.committed:
+        if not metrics.committed and not metrics.overflowed:
             self.store.wait()  # every rank stops here, so the save under way can be whole first
             raise TrainingError(
                 f"step {metrics.step + 1}: loss={metrics.loss} and gradient norm={metrics.grad_norm}, and both must be "
