@@ -38,9 +38,7 @@ def evaluate_with_harness(
     device = find_device()
     model, tokenizer = load_target(target, device, checkpoint)
     wrapped = models.HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=8)
-    report = evaluator.simple_evaluate(
-        wrapped, tasks=list(tasks), task_manager=known, limit=limit, log_samples=False, bootstrap_iters=0
-    )
+    report = evaluator.simple_evaluate(wrapped, tasks=list(tasks), task_manager=known, limit=limit, log_samples=False)
     return {task: dict(_numbers(values)) for task, values in report["results"].items()}
 
 
