@@ -174,14 +174,37 @@ def evaluate(
     data_path: Annotated[
         Path | None, typer.Option("--data", metavar="PATH", help="Other text than the run's held-out one.")
     ] = None,
+    task: Annotated[
+        Path | None, typer.Option("--tasks", metavar="FILE.jsonl", help="Multiple-choice questions to score instead.")
+    ] = None,
+    harness: Annotated[
+        str | None, typer.Option("--lm-eval", metavar="TASK[,TASK]", help="Tasks of lm-eval to run instead.")
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", metavar="FOLDER", help="Task files of your own, for --lm-eval.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Examples of each task, for --lm-eval.")] = None,
     checkpoint: CheckpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Loss, perplexity and bits per byte on held-out text."""
+    """Loss, perplexity and bits per byte on held-out text; or accuracy on tasks."""
     _require_folder(target)
-    from echelon.train.evaluate import evaluate_model
+    if sum(each is not None for each in (data_path, task, harness)) > 1:
+        raise ConfigError("--data, --tasks and --lm-eval are three evaluations; give one at a time.")
+    if harness is None and (include_path is not None or limit is not None):
+        raise ConfigError("--include-path and --limit go with --lm-eval TASK; add it, or leave them out.")
+    if task is not None:
+        from echelon.train.tasks import evaluate_task
 
-    result = evaluate_model(target, data_path, checkpoint)
+        result = evaluate_task(target, task, checkpoint)
+    elif harness is not None:
+        from echelon.train.harness import evaluate_with_harness
+
+        result = evaluate_with_harness(target, harness.split(","), include_path, limit, checkpoint)
+    else:
+        from echelon.train.evaluate import evaluate_model
+
+        result = evaluate_model(target, data_path, checkpoint)
     for line in [json.dumps(result, default=str)] if as_json else _render_lines(result):
         say(line)
 
