@@ -38,8 +38,9 @@ def num_blocks(width: int) -> int:
 def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes (uint8, the shape of `values` [..., width]) and scales (fp32 [..., blocks]) of a tensor."""
     table = torch.tensor(code_values(signed), device=values.device)
-    padded = F.pad(values, (0, num_blocks(values.shape[-1]) * BLOCK - values.shape[-1]))
-    blocks = padded.reshape(*values.shape[:-1], -1, BLOCK)
+    count = num_blocks(values.shape[-1])
+    padded = F.pad(values, (0, count * BLOCK - values.shape[-1]))
+    blocks = padded.reshape(*values.shape[:-1], count, BLOCK)
     scales = blocks.abs().amax(-1).clamp(min=SMALLEST)
     nearest = torch.bucketize(blocks / scales.unsqueeze(-1), (table[:-1] + table[1:]) / 2, out_int32=True, right=True)
     return nearest.to(torch.uint8).flatten(-2)[..., : values.shape[-1]], scales
