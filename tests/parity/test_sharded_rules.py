@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from echelon.errors import ConfigError
+from echelon.model.weights import local_slices
 from echelon.optimizer.groups import Member
 from echelon.optimizer.layout import Layout
 from echelon.optimizer.rounding import random_bits
@@ -14,7 +15,7 @@ from echelon.recipe import OptimConfig
 
 pytestmark = pytest.mark.dist
 
-# For three ranks: uneven, and one of them empty. Rows are multiples of a CPU's vectors: its kernels round the rest anew.
+# For three ranks: uneven, one of them empty. Rows are whole vectors of a CPU, whose kernels round leftovers anew.
 SHAPES = {"matrix": (7, 16), "wide": (2, 304), "vector": (5,)}
 PLACEMENTS = {"rows": [Shard(0)], "columns": [Shard(1)], "replicas": [Replicate()]}
 
@@ -86,8 +87,10 @@ def test_rows_that_are_cut_cannot_be_packed(workers):
 def parts_of_bits(rank, world_size, placement):
     mesh = init_device_mesh("cpu", (world_size,))
     tensor = distribute_tensor(torch.zeros(7, 10), mesh, PLACEMENTS[placement])
-    whole = random_bits(torch.zeros(7, 10), "w", 1, 2)
-    return torch.equal(random_bits(tensor, "w", 1, 2), Layout(tensor).keep_part(whole))
+    whole, part = (
+        random_bits(local_slices(each), each.device, "w", seed=1, step=2) for each in (torch.zeros(7, 10), tensor)
+    )
+    return torch.equal(part, Layout(tensor).keep_part(whole))
 
 
 @pytest.mark.parametrize("placement", ["rows", "columns"])

@@ -30,6 +30,12 @@ def code_values(signed: bool) -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
+@functools.cache
+def _code_table(signed: bool, device: torch.device) -> Tensor:
+    """The values on a device, sent there once."""
+    return torch.tensor(code_values(signed), device=device)
+
+
 def num_blocks(width: int) -> int:
     """Blocks of a row of this width; the last may be short."""
     return -(-width // BLOCK)
@@ -37,7 +43,7 @@ def num_blocks(width: int) -> int:
 
 def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes (uint8, the shape of `values` [..., width]) and scales (fp32 [..., blocks]) of a tensor."""
-    table = torch.tensor(code_values(signed), device=values.device)
+    table = _code_table(signed, values.device)
     count = num_blocks(values.shape[-1])
     padded = F.pad(values, (0, count * BLOCK - values.shape[-1]))
     blocks = padded.reshape(*values.shape[:-1], count, BLOCK)
@@ -48,5 +54,5 @@ def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 def unpack(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """The fp32 values that codes and scales stand for."""
-    table = torch.tensor(code_values(signed), device=codes.device)
-    return table[codes.int()] * scales.repeat_interleave(BLOCK, dim=-1)[..., : codes.shape[-1]]
+    spread = scales.unsqueeze(-1).expand(*scales.shape, BLOCK).flatten(-2)[..., : codes.shape[-1]]
+    return _code_table(signed, codes.device)[codes.int()] * spread
