@@ -47,7 +47,7 @@ def test_an_overflow_is_skipped_and_training_goes_on(workers, references, text, 
     assert pool.raised == [None, None]
     skipped = [each["skipped"] for each in rows]
     count = skipped.index(False)
-    assert 2 <= count and sum(skipped) < 14, "it halves until it fits"
+    assert count >= 2 and sum(skipped) < 14, "it halves until it fits"
     assert [each["loss_scale"] for each in rows] == [2.0 ** (28 - sum(skipped[:index])) for index in range(14)]
     # A skipped step has its number, its batch and its loss; the loss after it is that of the same weights.
     expected = train(workers, row.reference(), tmp_path / "fp32", text, steps=14)
