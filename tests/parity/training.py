@@ -33,6 +33,11 @@ MACHINE = Accelerator(
 )
 
 
+LOSS, NORM = 2e-5, 1e-4
+MUON_LOSS, MUON_NORM = 1e-4, 1e-3  # it orthogonalises in bf16, which enlarges roundings
+HALF_LOSS, HALF_NORM = 2e-2, 5e-2  # bf16 and fp16
+
+
 @dataclass(frozen=True)
 class Row:
     """One combination of options: what a plan, a model and a precision can be."""
@@ -216,6 +221,13 @@ def difference(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> tu
     norms = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(ours, theirs, strict=True))
     assert math.isfinite(losses) and math.isfinite(norms)
     return losses, norms
+
+
+def bounds(row: Row) -> tuple[float, float]:
+    """How far a row's losses, and its norms relatively, may be from the reference."""
+    if row.precision != "fp32":
+        return HALF_LOSS, HALF_NORM
+    return (MUON_LOSS, MUON_NORM) if row.optimizer == "muon" else (LOSS, NORM)
 
 
 def hashes(rows: list[dict[str, Any]]) -> list[str]:

@@ -4,17 +4,22 @@ import numpy as np
 import pytest
 import torch
 
+from echelon.model.weights import local_slices
 from echelon.optimizer import build_optimizer
 from echelon.optimizer.rounding import random_bits, round_stochastically
 from echelon.recipe import OptimConfig
 from test_optimizer import YES, one_layer
 
 
+def bits_of(tensor, name, seed, step):
+    return random_bits(local_slices(tensor), tensor.device, name, seed, step)
+
+
 def test_rounds_to_a_neighbour_with_the_chances_its_nearness_gives():
     low, high = 1.0, 1.0 + 2**-7  # neighbours in bf16
     for share in (0.1, 0.5, 0.9):
         values = torch.full((100, 400), low + share * (high - low))
-        rounded = round_stochastically(values, random_bits(values, "w", seed=0, step=3)).float()
+        rounded = round_stochastically(values, bits_of(values, "w", seed=0, step=3)).float()
         assert set(rounded.unique().tolist()) == {low, high}
         # 40000 draws: a standard deviation of at most 0.0025
         assert (rounded == high).float().mean().item() == pytest.approx(share, abs=0.01)
@@ -22,11 +27,11 @@ def test_rounds_to_a_neighbour_with_the_chances_its_nearness_gives():
 
 def test_what_bf16_can_hold_is_kept():
     values = torch.randn(50, 50).bfloat16().float()
-    assert torch.equal(round_stochastically(values, random_bits(values, "w", 0, 0)).float(), values)
+    assert torch.equal(round_stochastically(values, bits_of(values, "w", 0, 0)).float(), values)
 
 
 def test_bits_are_spread_and_differ_by_step_parameter_and_seed():
-    draws = [random_bits(torch.empty(64, 96), *which) for which in (("w", 0, 0), ("w", 0, 1), ("w", 1, 0), ("v", 0, 0))]
+    draws = [bits_of(torch.empty(64, 96), *which) for which in (("w", 0, 0), ("w", 0, 1), ("w", 1, 0), ("v", 0, 0))]
     for index, bits in enumerate(draws):
         assert bits.min() >= 0 and bits.max() < 2**16
         counts = np.bincount(bits.flatten().numpy() >> 12, minlength=16)

@@ -30,6 +30,12 @@ def code_values(signed: bool) -> tuple[float, ...]:
     return tuple(sorted(values))
 
 
+@functools.cache
+def _code_table(signed: bool, device: torch.device) -> Tensor:
+    """The values on a device, sent there once."""
+    return torch.tensor(code_values(signed), device=device)
+
+
 def num_blocks(width: int) -> int:
     """Blocks of a row of this width; the last may be short."""
     return -(-width // BLOCK)
@@ -37,9 +43,10 @@ def num_blocks(width: int) -> int:
 
 def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes (uint8, the shape of `values` [..., width]) and scales (fp32 [..., blocks]) of a tensor."""
-    table = torch.tensor(code_values(signed), device=values.device)
-    padded = F.pad(values, (0, num_blocks(values.shape[-1]) * BLOCK - values.shape[-1]))
-    blocks = padded.reshape(*values.shape[:-1], -1, BLOCK)
+    table = _code_table(signed, values.device)
+    count = num_blocks(values.shape[-1])
+    padded = F.pad(values, (0, count * BLOCK - values.shape[-1]))
+    blocks = padded.reshape(*values.shape[:-1], count, BLOCK)
     scales = blocks.abs().amax(-1).clamp(min=SMALLEST)
     nearest = torch.bucketize(blocks / scales.unsqueeze(-1), (table[:-1] + table[1:]) / 2, out_int32=True, right=True)
     return nearest.to(torch.uint8).flatten(-2)[..., : values.shape[-1]], scales
@@ -47,5 +54,5 @@ def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 def unpack(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """The fp32 values that codes and scales stand for."""
-    table = torch.tensor(code_values(signed), device=codes.device)
-    return table[codes.int()] * scales.repeat_interleave(BLOCK, dim=-1)[..., : codes.shape[-1]]
+    spread = scales.unsqueeze(-1).expand(*scales.shape, BLOCK).flatten(-2)[..., : codes.shape[-1]]
+    return _code_table(signed, codes.device)[codes.int()] * spread

@@ -7,7 +7,7 @@ a number, under every plan, and after a resume.
 import torch
 from torch import Tensor
 
-from echelon.model.weights import derive_seed, local_slices
+from echelon.model.weights import derive_seed
 
 _LOW_BITS = 0xFFFF
 
@@ -21,14 +21,13 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
     return ((values.view(torch.int32) + bits) & ~_LOW_BITS).view(torch.float32).bfloat16()
 
 
-def random_bits(parameter: Tensor, name: str, seed: int, step: int) -> Tensor:
-    """16 random bits for each number of this rank's part of a parameter, as int32."""
+def random_bits(slices: tuple[slice, ...], device: torch.device, name: str, seed: int, step: int) -> Tensor:
+    """16 random bits, as int32, for each number of a part of the parameter `name`: the part that `slices` cut out."""
     key = derive_seed(seed, "rounding", step, name)
-    words = (key & 0x7FFFFFFF, key >> 31)
-    bits = torch.zeros((), dtype=torch.int32, device=parameter.device)
-    slices = local_slices(parameter)
+    words = (key & 0x7FFFFFFF, (key >> 31) & 0x7FFFFFFF)
+    bits = torch.zeros((), dtype=torch.int32, device=device)
     for dim, piece in enumerate(slices):
-        places = torch.arange(piece.start, piece.stop, dtype=torch.int32, device=parameter.device)
+        places = torch.arange(piece.start, piece.stop, dtype=torch.int32, device=device)
         shape = [-1 if other == dim else 1 for other in range(len(slices))]
         bits = _mix(bits + (_mix(places ^ words[dim % 2]) + dim).view(shape))
     return bits & _LOW_BITS

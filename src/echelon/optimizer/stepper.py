@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ConfigError
-from echelon.model.weights import local_part
+from echelon.model.weights import local_part, local_slices
 from echelon.optimizer.adafactor import Adafactor
 from echelon.optimizer.groups import Member, find_members
 from echelon.optimizer.layout import Layout
@@ -32,6 +32,7 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.layout = Layout(parameter)
+        self._slices = local_slices(parameter)
         self.state = rule.build_state(parameter, self.layout)
         self._packed = PACKED_MOMENTS if packs and parameter.ndim >= 2 else {}
         for key in self._packed:
@@ -70,7 +71,7 @@ class Slot:
             rounded = item.weight.to(weight.dtype)
             assign(local_part(self.state["remainder"]), (item.weight - rounded.float()).to(weight.dtype), commit)
         else:
-            rounded = round_stochastically(item.weight, random_bits(self.parameter, self.name, seed, step))
+            rounded = round_stochastically(item.weight, random_bits(self._slices, weight.device, self.name, seed, step))
         assign(weight, rounded, commit)
 
     def _build_scales(self) -> Tensor:
