@@ -109,10 +109,14 @@ def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
 
 
 def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int) -> int:
-    """Bytes of the chunked loss: fp32 logits of one chunk, and the hidden states with their gradient."""
+    """Bytes of the chunked loss: fp32 logits of one chunk, the hidden states with their gradient, and the head's
+    gradient, which is summed over the chunks in fp32 before the parameter gets it."""
+    compute = DTYPE_BYTES[plan.precision.compute]
     chunk = min(tokens, logits_chunk_tokens(shape.vocab_size))
-    hidden = 2 * tokens * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
-    return LOGITS_COPIES * chunk * shape.vocab_size * FP32_BYTES + hidden
+    hidden = 2 * tokens * shape.hidden_size * compute
+    # A chunk's share is added in place where the dtypes agree; else it exists beside the sum.
+    head = shape.vocab_size * shape.hidden_size * (FP32_BYTES + (compute if compute != FP32_BYTES else 0))
+    return LOGITS_COPIES * chunk * shape.vocab_size * FP32_BYTES + hidden + head
 
 
 def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> int:

@@ -21,7 +21,7 @@ set_default_variables(
     {
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     }
