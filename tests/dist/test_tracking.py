@@ -163,20 +163,20 @@ def server(tmp_path):
 @pytest.mark.parametrize("returns", [True, False], ids=["comes back", "stays away"])
 def test_killing_the_server_in_the_middle_of_a_run_loses_nothing(echelon, tmp_path, server, returns):
     write_recipe(
-        tmp_path, train={"steps": 6000, "log_every": 100}, checkpoint={"every_steps": 3000}, track=["mlflow"],
+        tmp_path, train={"steps": 1200, "log_every": 100}, checkpoint={"every_steps": 600}, track=["mlflow"],
         mlflow={"tracking_uri": server.uri, "log_model": True},
     )  # fmt: skip
     run = RunFolder(tmp_path / "runs" / "tiny")
     process = start("train", "recipe.json", "--nproc", "1")
     await_line(run.path / "trackers" / "mlflow.json", '"train"', process, seconds=120)
     server.kill()
-    assert len(read_lines(run.metrics_path)) < 5000, "the run was nearly over"
+    assert len(read_lines(run.metrics_path)) < 1000, "the run was nearly over"
     if returns:
         server.start()
-    ending = finish(process, 300)
+    ending = finish(process, 500)
     assert ending.code == 0, ending
     rows = read_lines(run.metrics_path)
-    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 6001))
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 1201))
     if not returns:
         assert "track: mlflow lacks" in ending.out and "the same command sends it again" in ending.out
         server.start()

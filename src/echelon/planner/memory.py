@@ -116,7 +116,8 @@ def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int) -> int:
     hidden = 2 * tokens * shape.hidden_size * compute
     # A chunk's share is added in place where the dtypes agree; else it exists beside the sum.
     head = shape.vocab_size * shape.hidden_size * (FP32_BYTES + (compute if compute != FP32_BYTES else 0))
-    return LOGITS_COPIES * chunk * shape.vocab_size * FP32_BYTES + hidden + head
+    copies = LOGITS_COPIES + shape.parts.logits_softcap
+    return copies * chunk * shape.vocab_size * FP32_BYTES + hidden + head
 
 
 def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> int:
