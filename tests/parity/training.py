@@ -28,9 +28,15 @@ from workers import WorkerPool
 
 GLOBAL_BATCH = 8
 SEQUENCE_LEN = 32
+LEARNING_RATES = {"lion": 1e-4, "sgd": 0.1, "adafactor": 0.02}
 MACHINE = Accelerator(
     "test machine", memory_bytes=2**33, bf16_flops=None, fp32_flops=None, memory_bandwidth=None, source="-"
 )
+
+
+LOSS, NORM = 2e-5, 1e-4
+MUON_LOSS, MUON_NORM = 1e-4, 1e-3  # it orthogonalises in bf16, which enlarges roundings
+HALF_LOSS, HALF_NORM = 2e-2, 5e-2  # bf16 and fp16
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Row:
     compile: bool = False
     precision: str = "fp32"
     dropout: float = 0.0
+    optimizer: str = "adamw"
+    master_weights: str = "fp32"
     changes: Any = None
     """Keys of the recipe that differ, by section."""
 
@@ -57,11 +65,13 @@ class Row:
             f"{self.ranks} ranks", f"mb {self.micro_batch}", self.family, "tied" if self.tied else "untied",
             f"ac {self.checkpointing}", "compile" if self.compile else "eager", self.precision,
         ]  # fmt: skip
+        extras += [self.optimizer] if self.optimizer != "adamw" else []
+        extras += [self.master_weights] if self.master_weights != "fp32" else []
         return " ".join([name, *extras])
 
     def reference(self) -> "Row":
         """The same training in one process, whole batch at once, nothing switched on."""
-        return Row(family=self.family, tied=self.tied, dropout=self.dropout)
+        return Row(family=self.family, tied=self.tied, dropout=self.dropout, optimizer=self.optimizer)
 
 
 def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
@@ -78,9 +88,9 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
         "train": {
             "steps": steps, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": row.micro_batch,
             "precision": row.precision, "compile": row.compile, "activation_checkpointing": row.checkpointing,
-            "eval_every": steps,
+            "eval_every": steps, "master_weights": row.master_weights,
         },
-        "optim": {"learning_rate": 1e-3, "warmup_steps": 2},
+        "optim": {"name": row.optimizer, "learning_rate": LEARNING_RATES.get(row.optimizer, 1e-3), "warmup_steps": 2},
         "evaluate": {"batches": 1},
         "parallel": row.parallel,
         "checkpoint": {"every_steps": steps, "async": True},
@@ -194,6 +204,17 @@ def mutations(name: str, world_size: int) -> list[Any]:
                 FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, float(world_size))
             ),
         ]
+    if name == "local matrices":
+        from echelon.optimizer.layout import Layout
+
+        return [
+            mock.patch.object(Layout, "gather", lambda self, part: part),
+            mock.patch.object(Layout, "keep_part", lambda self, whole: whole),
+        ]
+    if name == "local statistics":
+        from echelon.optimizer.layout import Layout
+
+        return [mock.patch.object(Layout, "add_up", lambda self, partial, dim=None: partial)]
     return []
 
 
@@ -205,6 +226,13 @@ def difference(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> tu
     norms = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(ours, theirs, strict=True))
     assert math.isfinite(losses) and math.isfinite(norms)
     return losses, norms
+
+
+def bounds(row: Row) -> tuple[float, float]:
+    """How far a row's losses, and its norms relatively, may be from the reference."""
+    if row.precision != "fp32":
+        return HALF_LOSS, HALF_NORM
+    return (MUON_LOSS, MUON_NORM) if row.optimizer == "muon" else (LOSS, NORM)
 
 
 def hashes(rows: list[dict[str, Any]]) -> list[str]:

@@ -37,12 +37,14 @@ def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None,
         "precision": "auto",
         "compile": "auto",
         "activation_checkpointing": "none",
+        "master_weights": "fp32",
     }
     return SimpleNamespace(
         parallel=parallel,
         global_batch_size=batch,
         batches=constant_batch(batch, sequence_len),
         data=SimpleNamespace(sequence_len=sequence_len),
+        optim=SimpleNamespace(name="adamw"),
         train=SimpleNamespace(global_batch_tokens=batch_tokens, **{**defaults, **train}),
     )
 

@@ -111,7 +111,7 @@ class ValidationSet:
     """Text to evaluate on, under a name. `bytes_per_token` is None where the text was given as tokens."""
 
     name: str
-    dataset: TokenDataset
+    dataset: Dataset
     bytes_per_token: float | None
 
 

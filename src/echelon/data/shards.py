@@ -353,15 +353,15 @@ class TokenDataset:
             yield self.read(start, min(start + chunk_tokens, self.num_tokens))
 
 
-def unigram_entropy(dataset: Dataset) -> float:
+def unigram_entropy(datasets: Sequence[Dataset]) -> float:
     """The entropy in nats of the tokens' frequencies: the loss of a model that knows these and nothing else.
 
     -sum(p log p) over the tokens that occur; Shannon, 1948. 0.0 for no tokens.
     """
     counts = np.zeros(0, dtype=np.int64)
-    for chunk in dataset.iter_tokens():
+    for chunk in itertools.chain.from_iterable(dataset.iter_tokens() for dataset in datasets):
         found = np.bincount(chunk)
         counts = np.pad(counts, (0, max(0, found.size - counts.size)))
         counts[: found.size] += found
-    shares = counts[counts > 0] / max(1, dataset.num_tokens)
+    shares = counts[counts > 0] / max(1, counts.sum())
     return abs(float(-(shares * np.log(shares)).sum()))

@@ -79,7 +79,7 @@ class OptimConfig(Section):
     name: Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"] = Field(
         "adamw",
         description="The optimizer. `muon` is for the matrices of the layers; the rest takes AdamW. `adamw_8bit` keeps "
-        "moments in 8 bits.",
+        "moments in 8 bits. The learning rate of `adafactor` is relative to each parameter's size.",
     )
     learning_rate: Positive = Field(description="The peak of the schedule.")
     learning_rate_multipliers: dict[str, PositiveOrZero] = Field(
@@ -101,7 +101,7 @@ class OptimConfig(Section):
         lt=1,
         description="Of sgd and muon. Default: 0.9; muon: 0.95.",
     )
-    eps: Positive = Field(1e-8, description="Added to the root of the second moment.")
+    eps: Positive = Field(1e-8, description="Added to the root of the second moment, by AdamW in its three forms.")
     max_grad_norm: Positive | None = Field(
         1.0, description="Gradients are scaled down to this global norm; `null`: never."
     )
