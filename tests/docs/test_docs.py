@@ -195,7 +195,7 @@ def test_what_is_named_exists(page: Path) -> None:
         elif match := re.fullmatch(r"(\w+)/(?:\w+\.py)?", name):
             assert match[1] not in os.listdir(PACKAGE) or (PACKAGE / name).exists(), name
         elif re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", name) and name.split(".")[0] in sections:
-            assert name in keys or name.endswith((".json", ".yaml", ".py", ".md")), f"{name} is not a recipe key"
+            assert name in keys or name.endswith((".json", ".yaml", ".py", ".md", ".db")), f"{name} is not a recipe key"
 
 
 def test_the_layout_is_the_one_there_is() -> None:
@@ -203,7 +203,7 @@ def test_the_layout_is_the_one_there_is() -> None:
     [layout] = re.findall(r"## Layout.*?```text\n(.*?)^```", content, re.MULTILINE | re.DOTALL)
     listed, package = set(), ""
     for line in layout.splitlines():
-        if match := re.match(r"(\w+/)|\w+\.py", line):
+        if match := re.match(r"((?:\w+/)+)|\w+\.py", line):
             package = match[1] or ""
         listed |= {package + name for name in re.findall(r"\b\w+\.py\b", line)}
     existing = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
