@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from echelon.data import prepare as prepare_module
 from echelon.data.prepare import PreparedData, PrepareSpec, open_prepared, prepare, prepare_data, prepare_spec
-from echelon.data.shards import TokenDataset
 from echelon.data.readers.record import Fields, hash_for_split
+from echelon.data.shards import TokenDataset
 from echelon.data.source import PYTHON_STDLIB, Source
 from echelon.data.tokenize import Progress
 from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer

@@ -103,14 +103,16 @@ class ParquetReader(ColumnReader):
     def batches(self, path: Path, column: str, start: int) -> Iterator[tuple[int, Any]]:
         """See ColumnReader."""
         with _pyarrow_parquet().ParquetFile(path, memory_map=False, pre_buffer=False) as parquet:
-            first, row = 0, 0
-            while first < parquet.num_row_groups and row + parquet.metadata.row_group(first).num_rows <= start:
-                row += parquet.metadata.row_group(first).num_rows
-                first += 1
-            groups = list(range(first, parquet.num_row_groups))
-            for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=groups, columns=[column], use_threads=False):
-                yield row, batch.column(0)
-                row += batch.num_rows
+            row = 0
+            # A group at a time: a batch across groups would be lost with the first damaged one.
+            for index in range(parquet.num_row_groups):
+                stop = row + parquet.metadata.row_group(index).num_rows
+                if stop > start:
+                    chosen = {"row_groups": [index], "columns": [column], "use_threads": False}
+                    for batch in parquet.iter_batches(_BATCH_ROWS, **chosen):
+                        yield row, batch.column(0)
+                        row += batch.num_rows
+                row = stop
 
 
 class ArrowReader(ColumnReader):

@@ -2,15 +2,17 @@
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from echelon.data.readers.record import SourceFile
 from echelon.errors import ConfigError, DataError
 
 COMPRESSIONS = (".gz", ".zst")
+
+_PACKED_BYTES = 2**16
 
 
 class DamagedStreamError(Exception):
@@ -45,17 +47,13 @@ class Decompressed:
 
     def __init__(self, raw: BinaryIO, suffix: str) -> None:
         self._raw = raw
-        self._stream: BinaryIO
+        self._read: Callable[[int], bytes] = raw.read
         self._damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
         if suffix == ".gz":
-            self._stream = cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+            self._read = gzip.GzipFile(fileobj=raw).read
         elif suffix == ".zst":
-            zstandard = _import_zstandard()
-            # Many tools write a file as several frames, one after the other.
-            self._stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-            self._damages = (zstandard.ZstdError,)
-        else:
-            self._stream = raw
+            self._read = _ZstdFrames(raw).read
+            self._damages = (EOFError, _import_zstandard().ZstdError)
 
     @property
     def consumed(self) -> int:
@@ -66,12 +64,37 @@ class Decompressed:
         """Up to `size` bytes; fewer only at the end. Raises DamagedStreamError."""
         parts, left = [], size
         try:
-            while left and (part := self._stream.read(left)):
+            while left and (part := self._read(left)):
                 parts.append(part)
                 left -= len(part)
         except self._damages as error:
             raise DamagedStreamError(f"does not decompress ({error})") from error
         return b"".join(parts)
+
+
+class _ZstdFrames:
+    """A .zst file, of one frame or several. zstandard's own reader takes a file that is cut off for a whole one."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._decompressor = _import_zstandard().ZstdDecompressor()
+        self._frame: Any = None
+        self._ready = b""
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes; none at the end. Raises EOFError where a frame is cut off."""
+        while not self._ready:
+            ended = self._frame is not None and self._frame.eof
+            packed = (self._frame.unused_data if ended else b"") or self._raw.read(_PACKED_BYTES)
+            if not packed:
+                if self._frame is not None and not ended:
+                    raise EOFError("the file ends in the middle of a frame")
+                return b""
+            if self._frame is None or ended:
+                self._frame = self._decompressor.decompressobj()
+            self._ready = self._frame.decompress(packed)
+        part, self._ready = self._ready[:size], self._ready[size:]
+        return part
 
 
 @contextmanager
