@@ -63,19 +63,19 @@ def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
     return path
 
 
-def write_formats(folder: Path) -> dict[str, Path]:
+def write_formats(folder: Path, texts: list[str]) -> dict[str, Path]:
     """The same documents in every format of text."""
     import datasets
 
-    lines = write_jsonl(folder / "lines.jsonl", TEXTS)
+    lines = write_jsonl(folder / "lines.jsonl", texts)
     (folder / "packed.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes(), compresslevel=1))
-    table = pa.table({"text": TEXTS})
+    table = pa.table({"text": texts})
     pq.write_table(table, folder / "x.parquet", row_group_size=700)
     with pa.ipc.new_file(str(folder / "x.arrow"), table.schema) as writer:
         writer.write_table(table, max_chunksize=500)
     with (folder / "x.csv").open("w", newline="") as stream:
-        csv.writer(stream).writerows([["text"], *([text] for text in TEXTS)])
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "saved")
+        csv.writer(stream).writerows([["text"], *([text] for text in texts)])
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder / "saved")
     names = ["lines.jsonl", "packed.jsonl.gz", "x.parquet", "x.arrow", "x.csv", "saved"]
     return {name: folder / name for name in names}
 
@@ -84,15 +84,16 @@ def test_every_format_gives_the_same_tokens_from_any_number_of_processes(tmp_pat
     monkeypatch.setattr("echelon.data.tokenize.PIECE_BYTES", 2**16)
     tokenizer = trained_tokenizer(tmp_path)
     seen = set()
-    for name, path in write_formats(tmp_path).items():
-        for workers in (1, 2) if name != "x.arrow" else (2,):
+    texts = TEXTS[:1000]
+    for name, path in write_formats(tmp_path, texts).items():
+        for workers in (1, 2):
             spec = build_spec(
                 tmp_path, path, tokenizer=tokenizer, workers=workers, prepared_dir=tmp_path / f"{name}-{workers}"
             )
             prepared = prepare(spec, silent)
             (record,) = prepared.manifest.streams["train"]
-            assert (record.documents, record.num_broken) == (len(TEXTS), 0), name
-            assert record.text_bytes == sum(len(text.encode()) for text in TEXTS)
+            assert (record.documents, record.num_broken) == (len(texts), 0), name
+            assert record.text_bytes == sum(len(text.encode()) for text in texts)
             seen.add(prepared.content_digest)
     assert len(seen) == 1
 
@@ -322,7 +323,7 @@ def write_resumable(folder: Path) -> None:
     (folder / "x.jsonl").write_text("\n".join(lines))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_was_killed_goes_on_and_ends_the_same(tmp_path, workers):
     write_resumable(tmp_path)
     whole = prepare(resumable_spec(tmp_path, tmp_path / "whole", 1), silent)
@@ -375,13 +376,13 @@ def test_a_worker_that_dies_and_a_full_disk_keep_what_was_done(tmp_path, monkeyp
 
         monkeypatch.setattr(writing.CorpusWriter, "_take", take_some)
 
-    fail_with(WorkerDiedError("died"), 2)
+    fail_with(WorkerDiedError("died"), 1)
     with pytest.raises(WorkerDiedError):
         prepare(spec, silent)
     fail_with(OSError(28, "No space left on device"), 1)
     with pytest.raises(EchelonError, match=r"No space left .* What was done so far is kept in .*\.partial"):
         prepare(spec, silent)
-    fail_with(KeyboardInterrupt(), 1)
+    fail_with(KeyboardInterrupt(), 0)
     with pytest.raises(KeyboardInterrupt):
         prepare(spec, silent)
     assert len(list((tmp_path / "prepared").glob("*.partial"))) == 1
