@@ -203,7 +203,7 @@ def test_the_layout_is_the_one_there_is() -> None:
     [layout] = re.findall(r"## Layout.*?```text\n(.*?)^```", content, re.MULTILINE | re.DOTALL)
     listed, package = set(), ""
     for line in layout.splitlines():
-        if match := re.match(r"(\w+/)|\w+\.py", line):
+        if match := re.match(r"((?:\w+/)+)|\w+\.py", line):
             package = match[1] or ""
         listed |= {package + name for name in re.findall(r"\b\w+\.py\b", line)}
     existing = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}

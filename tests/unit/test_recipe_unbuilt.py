@@ -64,15 +64,15 @@ REFUSED = {
 }
 
 BUILT = [
-    "data.train.0.format=jsonl", "data.train.0.format=parquet", "data.train.0.split=train", "data.deduplicate=true",
-    "data.document_separator=null", "data.max_broken_fraction=0", "data.train.0.fields={input_ids: ids}",
-    "data.train.0.fields={text: body}", "data.document_mask=false", "train.precision=bf16",
+    "data.train.0.format=jsonl", "data.train.0.fields={text: body}", "data.document_mask=false", "train.precision=bf16",
     "train.precision=fp32", "train.compile=true", "train.activation_checkpointing=selective",
     "train.activation_checkpointing=full", "train.micro_batch_size=2", "parallel=hsdp", "parallel.cpu_offload=true",
     "parallel={dp_replicate: 2, dp_shard: auto, reshard_after_forward: false, reduce_gradients: last}",
     "checkpoint={every_steps: 7, keep_last: 1, async: false}", "evaluate.batches=3", "track=[tensorboard]",
     "tokenizer.train.vocab_size=500", "tokenizer=some/folder", "model.attn_implementation=eager", "train.epochs=2",
     "model.trust_remote_code=true", "fault.max_restarts=0", "adapter.method=full",
+    "data.train.0.format=parquet", "data.train.0.split=train", "data.train.0.fields={input_ids: ids}",
+    "data.deduplicate=true", "data.document_separator=null", "data.max_broken_fraction=0",
 ]  # fmt: skip
 
 
