@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from echelon.data.readers import count_documents, read_records
 from echelon.data.readers.record import Reading, Record, SourceFile
@@ -24,10 +25,12 @@ def list_corpus(train: Sequence[Source], validation: Sequence[Source]) -> tuple[
     """List the files of all sources. Raises DataError for text both to train and to validate on."""
     training = [CorpusEntry("train", source, list_files(source)) for source in train]
     validating = [CorpusEntry("validation", source, list_files(source)) for source in validation]
-    trained_on = [file for entry in training for file in entry.files]
+    trained_on: dict[tuple[Path, str | None], list[SourceFile]] = {}
+    for file in (file for entry in training for file in entry.files):
+        trained_on.setdefault((file.path, file.split), []).append(file)
     for entry in validating:
         for file in entry.files:
-            if any(_overlap(file, other) for other in trained_on):
+            if any(_share_rows(file, other) for other in trained_on.get((file.path, file.split), ())):
                 raise DataError(
                     f"{entry.source} holds {file.path}, which data.train holds too; text to "
                     f"validate on must not be trained on. Leave it out of one, or use data.validation_fraction."
@@ -35,9 +38,7 @@ def list_corpus(train: Sequence[Source], validation: Sequence[Source]) -> tuple[
     return (*training, *validating)
 
 
-def _overlap(one: SourceFile, other: SourceFile) -> bool:
-    if (one.path, one.split) != (other.path, other.split):
-        return False
+def _share_rows(one: SourceFile, other: SourceFile) -> bool:
     (first, last), (start, stop) = (file.rows or (0, math.inf) for file in (one, other))
     return first < stop and start < last
 
@@ -49,8 +50,12 @@ def corpus_bytes(corpus: Iterable[CorpusEntry]) -> int:
 
 
 def sample_texts(files: Sequence[SourceFile], max_bytes: int, progress: Progress) -> Iterator[str]:
-    """Text taken evenly from all files: every n-th task, for the smallest n that stays at about `max_bytes`."""
+    """Text taken evenly from all files: every n-th task, for the smallest n that stays at about `max_bytes`.
+
+    Of files whose size is not known, or that hold far more than their size, as much as comes first.
+    """
     stride = max(1, math.ceil(sum(file.size for file in files) / max_bytes))
+    taken = 0
     for index, task in enumerate(plan_tasks(0, files)):
         if index % stride:
             continue
@@ -58,7 +63,10 @@ def sample_texts(files: Sequence[SourceFile], max_bytes: int, progress: Progress
             progress.add(span.num_bytes)
             for record in read_records(span, Reading()):
                 if isinstance(record, Record) and isinstance(record.content, bytes):
+                    taken += len(record.content)
                     yield record.content.decode("utf-8")
+        if taken >= 2 * max_bytes:
+            return
 
 
 def choose_by_hash(
