@@ -80,7 +80,7 @@ REFUSALS = [
     (["data.train.0.path=nope.txt"], ["data.train.0.path=nope.txt", "no such file", "give a text file"]),
     (["data.train.0.path=empty.txt"], ["data.train.0.path=empty.txt", "empty", "Give text"]),
     (["data.train.0.path=no_text"], ["data.train.0.path=no_text", "holds no text file", "glob"]),
-    (["data.train.0.path=letter.txt"], ["data.train holds 1 tokens", "at least 2", "Give more text"]),
+    (["data.train.0.path=letter.txt"], ["data.train.0 holds 1 tokens", "at least 2", "Give more text"]),
     (["data.train.0.path=short.txt", "--nproc", "2"], ["1 samples of data.sequence_len=32", "at most 1 process"]),
     (["train.global_batch_size=1", "--nproc", "2"], ["train.global_batch_size=1", "2 ranks", "use 2"]),
     (["tokenizer=./nope"], ["tokenizer=./nope", "no such folder", "give a folder"]),
