@@ -112,7 +112,9 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="as the recipe's key; default: the demo's, trained on the corpus")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--folder", type=Path, help="where there is room for three times the size; default: a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="where there is room for three times the size; default: a temporary one"
+    )
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="large-corpus-", dir=arguments.folder))
     corpus = folder / "corpus.jsonl"

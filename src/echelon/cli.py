@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -36,6 +36,9 @@ OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win over the file, dotted.")
 ]
 TargetArgument = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or an HF model folder.")]
+CheckpointOption = Annotated[
+    str | None, typer.Option("--checkpoint", metavar="newest|best|STEP", help="Of a run. Default: the newest.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
 
 # A launcher ends every rank when one has left: the silent ones give the one that speaks the time to do so.
@@ -104,17 +107,24 @@ def prepare(recipe_path: RecipeArgument, overrides: OverridesArgument = None) ->
 @app.command()
 def data(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Look at the data: how much there is, and the first sample as text."""
-    from echelon.data.order import SampleOrder
+    from echelon.data.mixture import MixtureDataset, build_order, describe_mixture
     from echelon.data.prepare import prepare_data
 
     recipe = _load_recipe(recipe_path, overrides)
     with _stops_told():
         prepared = prepare_data(recipe, say)
-    for name, dataset in (("train", prepared.train), *((each.name, each.dataset) for each in prepared.validation)):
+    train = prepared.train
+    named = [("train", train), *((each.name, each.dataset) for each in prepared.validation)]
+    if isinstance(train, MixtureDataset):
+        parts = zip(prepared.manifest.train, train.parts, strict=True)
+        named[:1] = [(f"train on {split.name}", part) for split, part in parts]
+    for name, dataset in named:
         samples = f"{dataset.num_samples:,} samples of {recipe.data.sequence_len}"
         say(f"{name}: {dataset.num_tokens:,} tokens, {samples}")
-    first = SampleOrder(prepared.train.num_samples, recipe.run.seed).sample_ids(0, 1)
-    inputs, labels = prepared.train.read_samples(first)
+    for line in describe_mixture(recipe, prepared):
+        say(line)
+    first = build_order(recipe, train).sample_ids(0, 1)
+    inputs, labels = train.read_samples(first)
     num_targets = int((labels[0] != -100).sum())
     say(f"first sample: id {int(first[0])}, {num_targets} of {labels.shape[1]} positions have a label")
     say(f"ids: {' '.join(str(int(token)) for token in inputs[0][:32])} ...")
@@ -135,7 +145,7 @@ def plan(
     from echelon.plan import resolve_plan
     from echelon.planner.memory import estimate_memory
     from echelon.shape import build_shape
-    from echelon.train.setup import find_model_fields, find_vocab_size
+    from echelon.train.setup import describe_steps, find_model_fields, find_vocab_size
 
     recipe = _load_recipe(recipe_path, overrides)
     fields, line = find_model_fields(recipe, find_vocab_size(recipe))
@@ -149,7 +159,9 @@ def plan(
     shape = build_shape(fields)
     chosen = resolve_plan(recipe, shape, cluster)
     say(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
-    for line in chosen.describe():
+    # How many steps an epoch has, the text alone knows.
+    steps = [] if recipe.train.epochs is not None else describe_steps(recipe, recipe.num_steps(0))
+    for line in (*chosen.describe(), *steps):
         say(line)
     _show_memory(estimate_memory(shape, chosen, recipe.data.sequence_len, cluster.kind), cluster)
 
@@ -171,36 +183,94 @@ def evaluate(
     data_path: Annotated[
         Path | None, typer.Option("--data", metavar="PATH", help="Other text than the run's held-out one.")
     ] = None,
+    task: Annotated[
+        Path | None, typer.Option("--tasks", metavar="FILE.jsonl", help="Multiple-choice questions to score instead.")
+    ] = None,
+    harness: Annotated[
+        str | None, typer.Option("--lm-eval", metavar="TASK[,TASK]", help="Tasks of lm-eval to run instead.")
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", metavar="FOLDER", help="Task files of your own, for --lm-eval.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Examples of each task, for --lm-eval.")] = None,
+    checkpoint: CheckpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Loss and perplexity on held-out text."""
+    """Loss, perplexity and bits per byte on held-out text; or accuracy on tasks."""
     _require_folder(target)
-    from echelon.train.evaluate import evaluate_model
+    if sum(each is not None for each in (data_path, task, harness)) > 1:
+        raise ConfigError("--data, --tasks and --lm-eval are three evaluations; give one at a time.")
+    if harness is None and (include_path is not None or limit is not None):
+        raise ConfigError("--include-path and --limit go with --lm-eval TASK; add it, or leave them out.")
+    if task is not None:
+        from echelon.train.tasks import evaluate_task
 
-    result = evaluate_model(target, data_path)
-    if as_json:
-        say(json.dumps(result, default=str))
-        return
-    for key, value in result.items():
-        say(f"{key}: {_render_value(value)}")
+        result = evaluate_task(target, task, checkpoint)
+    elif harness is not None:
+        from echelon.train.harness import evaluate_with_harness
+
+        result = evaluate_with_harness(target, harness.split(","), include_path, limit, checkpoint)
+    else:
+        from echelon.train.evaluate import evaluate_model
+
+        result = evaluate_model(target, data_path, checkpoint)
+    for line in [json.dumps(result, default=str)] if as_json else _render_lines(result):
+        say(line)
 
 
 @app.command()
 def generate(
     target: TargetArgument,
-    prompt: Annotated[str, typer.Option("--prompt", help="The text to go on from.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The text to go on from.")] = None,
+    prompts_path: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="Prompts: .txt, one a line, or .jsonl.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to sample.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="Sample among the k likeliest; 0: among all.")] = 50,
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0.0, max=1.0, help="Sample among the likeliest with this probability.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option("--min-p", min=0.0, max=1.0, help="Leave out tokens below this share of the likeliest.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: tokens seen before become less likely.")
+    ] = 1.0,
+    num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Samples of each prompt.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a sample; may be repeated.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
+    checkpoint: CheckpointOption = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples generated at a time.")] = 8,
+    stream: Annotated[
+        bool | None, typer.Option("--stream/--no-stream", help="Show each token at once. Default: on a terminal.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write JSON, a sample a line.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Sample from a run or an HF folder."""
     _require_folder(target)
-    from echelon.train.generate import generate_text
+    from echelon.train.generate import Sampling, generate_samples, read_prompts, render_sample
 
-    text = generate_text(target, prompt, max_tokens, temperature, top_k, seed)
-    say(json.dumps({"prompt": prompt, "text": text}) if as_json else text)
+    if (prompt is None) == (prompts_path is None):
+        raise ConfigError("generate needs one of --prompt TEXT and --prompts FILE; give one.")
+    records: list[dict[str, Any]] = [{"prompt": prompt}] if prompts_path is None else read_prompts(prompts_path)
+    sampling = Sampling(
+        max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop or ()), seed
+    )
+    plain = not as_json and out is None
+    streams = plain and (sys.stdout.isatty() if stream is None else stream)
+    samples = generate_samples(
+        target, [each["prompt"] for each in records], sampling, checkpoint, batch_size, _write if streams else None
+    )
+    with out.open("w", encoding="utf-8") if out is not None else nullcontext(sys.stdout) as lines:
+        for index, sample in enumerate(samples):
+            if plain:
+                say("" if streams else sample.text)
+            else:
+                print(render_sample(records[index // num_samples], sample), file=lines, flush=True)
+    if out is not None:
+        say(f"generate: {len(records) * num_samples} samples in {out}")
 
 
 @app.command()
@@ -208,12 +278,13 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The HF folder to write.")],
     dtype: Annotated[str, typer.Option("--dtype", help="fp32, bf16 or fp16.")] = "fp32",
+    checkpoint: CheckpointOption = None,
 ) -> None:
-    """Write the newest checkpoint as an HF folder: safetensors, config, tokenizer."""
+    """Write a checkpoint as an HF folder: safetensors, config, tokenizer."""
     _require_folder(run)
     from echelon.checkpoint.export import export_run
 
-    export_run(run, out, dtype)
+    export_run(run, out, dtype, checkpoint)
     say(f"export: {out} is ready for transformers' from_pretrained")
 
 
@@ -241,13 +312,37 @@ def schema() -> None:
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(metavar="[RECIPE]", help="The file to write.")] = Path("recipe.yaml"),
+    params: Annotated[
+        str | None, typer.Option("--params", metavar="1.3b", help="Parameters; the shape and the rest follow.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="50b", help="Tokens to train on. Default: 20 a parameter.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", min=257, help="Of the tokenizer, with --params or --tokens.")
+    ] = None,
 ) -> None:
-    """Write a recipe to start from: your own text, a small model, a laptop's patience."""
+    """Write a recipe to start from: a small one, or one for a number of parameters and tokens."""
     from echelon.recipe import render_starter
 
     if path.exists():
         raise ConfigError(f"{path} exists; name another file, or remove it first.")
-    path.write_text(render_starter(name=path.stem), encoding="utf-8")
+    if params is None and tokens is None:
+        if vocab_size is not None:
+            raise ConfigError(f"--vocab-size {vocab_size} goes with --params or --tokens; add one of them.")
+        recipe, lines = render_starter(name=path.stem), list[str]()
+    else:
+        from echelon.recipe.scaling import parse_count, render_scaled, scale_recipe
+
+        scaled = scale_recipe(
+            None if params is None else parse_count("--params", params),
+            None if tokens is None else parse_count("--tokens", tokens),
+            vocab_size,
+        )
+        recipe, lines = render_scaled(scaled, path.stem, path.name), [*map(str, scaled.choices), *scaled.notes]
+    path.write_text(recipe, encoding="utf-8")
+    for line in lines:
+        say(line)
     say(f"wrote {path}: set data.train to your text, then run: echelon train {path}")
 
 
@@ -275,8 +370,24 @@ def _require_folder(path: Path) -> None:
         raise ConfigError(f"{path} is not a folder; give a run folder (runs/NAME) or an HF model folder.")
 
 
+def _render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """A line for each value; a mapping's below its key. One set alone is the whole."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            if key != "sets" or len(value) > 1:
+                yield f"{indent}{key}:"
+                yield from _render_lines(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {_render_value(value)}"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def _render_value(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    return f"{value:.4f}" if isinstance(value, float) else "unknown" if value is None else str(value)
 
 
 @contextmanager

@@ -26,8 +26,8 @@ class Accelerator:
     source: str
 
     def peak_flops(self, compute_dtype: str) -> float | None:
-        """Dense peak in FLOP/s for a dtype name ("bfloat16" or "float32"): the denominator of MFU."""
-        return self.bf16_flops if compute_dtype == "bfloat16" else self.fp32_flops
+        """Dense peak in FLOP/s for a dtype name: the denominator of MFU. Where bf16 has a rate, fp16 has the same."""
+        return self.fp32_flops if compute_dtype == "float32" else self.bf16_flops
 
 
 def _gpu(

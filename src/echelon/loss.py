@@ -48,6 +48,15 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype
 
 
+def gradient_factor(dtype: torch.dtype, num_rows: int) -> float:
+    """What a chunk's gradients are taken times, before the loss scale is known: a power of two, 1 but for fp16.
+
+    The head's gradient is a sum over rows, which in fp16 could overflow whatever the loss scale is. At most 1024 times
+    a hidden value cannot, unless that is above 63, and few rows leave small gradients room to be larger.
+    """
+    return 1.0 if dtype != torch.float16 else 2.0 ** (10 - max(0, num_rows - 1).bit_length())
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -63,20 +72,19 @@ class _ChunkedLoss(torch.autograd.Function):
         head = [tensor.detach().to(dtype) for tensor in (weight, bias) if tensor is not None]
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         row_gradient = torch.empty_like(rows) if wants_gradient else None
-        head_gradient: list[Tensor] = []
+        head_gradient = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_gradient else []
         chunk = logits_chunk_tokens(weight.shape[0])
+        factor = gradient_factor(dtype, min(chunk, rows.shape[0]))
         for start in range(0, rows.shape[0], chunk):
             piece = slice(start, start + chunk)
-            inputs = [rows[piece].detach().to(dtype), *head]
+            inputs = rows[piece].detach().to(dtype).requires_grad_(wants_gradient)
             with torch.set_grad_enabled(wants_gradient):
-                for tensor in inputs:
-                    tensor.requires_grad_(wants_gradient)
-                loss = token_loss_sum(arithmetic.apply(F.linear(*inputs)), targets[piece])
+                loss = token_loss_sum(arithmetic.apply(_head_logits(inputs, head, head_gradient)), targets[piece])
+                enlarged = loss * factor
             total += loss.detach()
             if row_gradient is not None:
-                row_gradient[piece], *gradients = torch.autograd.grad(loss, inputs)
-                head_gradient = _accumulate(head_gradient, gradients)
-        ctx.gradients = (row_gradient, head_gradient)
+                [row_gradient[piece]] = torch.autograd.grad(enlarged, [inputs])
+        ctx.gradients, ctx.factor = (row_gradient, head_gradient), factor
         ctx.dtypes = [tensor.dtype for tensor in (weight, bias) if tensor is not None]
         return total
 
@@ -84,17 +92,32 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         row_gradient, head_gradient = ctx.gradients
         ctx.gradients = None
-        rows = row_gradient.mul_(upstream[0].to(row_gradient.dtype))
+        remaining = upstream[0] / ctx.factor
+        rows = row_gradient.mul_(remaining.to(row_gradient.dtype))
         head = [
-            gradient.mul_(upstream[0].to(gradient.dtype)).to(dtype)
+            gradient.mul_(remaining.to(gradient.dtype)).to(dtype)
             for gradient, dtype in zip(head_gradient, ctx.dtypes, strict=True)
         ]
         bias = head[1] if len(head) == 2 else None
         return rows, None, head[0], bias, None, None
 
 
-def _accumulate(totals: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-    """Add a chunk's gradients of the head; in fp32 from the second chunk on, so that many chunks lose nothing."""
-    if not totals:
-        return list(gradients)
-    return [total.float().add_(gradient) for total, gradient in zip(totals, gradients, strict=True)]
+def _head_logits(inputs: Tensor, head: list[Tensor], totals: list[Tensor]) -> Tensor:
+    """A chunk's raw logits [tokens, vocabulary]; as they are differentiated, the head's gradients go into `totals`.
+
+    The sums are fp32, so that many chunks lose nothing. In fp32 the product is added in place; in another dtype it
+    exists beside the sum for a moment.
+    """
+    logits = F.linear(inputs, *head)
+
+    def accumulate(gradient: Tensor) -> None:
+        if gradient.dtype == totals[0].dtype:
+            totals[0].addmm_(gradient.T, inputs.detach())
+        else:
+            totals[0].add_(gradient.T @ inputs.detach())
+        for bias in totals[1:]:
+            bias.add_(gradient.sum(0, dtype=bias.dtype))
+
+    if logits.requires_grad:
+        logits.register_hook(accumulate)  # type: ignore[no-untyped-call]
+    return logits

@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from echelon.data.loader import Microbatch
@@ -33,6 +34,16 @@ class DecoderOutputs:
         assert head is not None
         return chunked_loss_sum(self._hidden, labels, head.weight, head.bias, self._parts.arithmetic)
 
+    def logits_at(self, places: Tensor) -> Tensor:
+        """Logits of the token after position `places` [batch] of each sequence: [batch, vocabulary], fp32."""
+        rows = torch.arange(len(places), device=places.device)
+        if self._hidden is None:
+            assert self._logits is not None
+            return self._logits[rows, places].float()
+        head = self._parts.head
+        assert head is not None
+        return self._parts.arithmetic.apply(head(self._hidden[rows, places])).float()
+
 
 class Objective(Protocol):
     """A loss that is a sum over countable things: target tokens for language modelling, pairs for DPO."""
@@ -56,6 +67,21 @@ class CausalLM:
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
         """Summed cross-entropy of the labelled tokens."""
         return outputs.token_loss_sum(batch.labels)
+
+
+class NextToken:
+    """Hands out logits where an objective would hand out its loss: what sampling needs of the module below."""
+
+    def __init__(self, places: Tensor) -> None:
+        self._places = places
+
+    def count(self, batch: Microbatch) -> Tensor:
+        """How many sequences there are."""
+        return torch.tensor(len(self._places), device=self._places.device)
+
+    def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """Not a loss: the logits after `places` of each sequence, [batch, vocabulary]."""
+        return outputs.logits_at(self._places)
 
 
 class ObjectiveModule(nn.Module):

@@ -11,11 +11,13 @@ from echelon.shape import ModelShape
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
 
-DtypeName = Literal["float32", "bfloat16"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+Rounding = Literal["nearest", "stochastic", "kahan"]
+OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
 ReduceGradients = Literal["each", "last"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 
-DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Precision:
 
     param: what parameters are stored in. compute: matrix products; where it differs from `param`, a plan that shards
     casts the gathered parameters and one that does not runs under autocast. reduce: gradient sums between ranks.
-    master: what the optimizer updates. optimizer: its moments.
+    master: what the optimizer updates. optimizer: its moments, unless it packs them. rounding: how an update that
+    `master` cannot hold gets there; `kahan` keeps what is left over in a second number.
     """
 
     param: DtypeName = "float32"
@@ -32,11 +35,12 @@ class Precision:
     reduce: DtypeName = "float32"
     master: DtypeName = "float32"
     optimizer: DtypeName = "float32"
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        """Raises PlanError for a dtype name that is not known."""
+        """Raises PlanError for a dtype or a rounding that is not known."""
         for name, value in asdict(self).items():
-            _check_choice(f"precision.{name}", value, get_args(DtypeName))
+            _check_choice(f"precision.{name}", value, get_args(Rounding if name == "rounding" else DtypeName))
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class ParallelPlan:
     activation_checkpointing: ActivationCheckpointing = "none"
     compile: bool = False
     precision: Precision = field(default_factory=Precision)
+    optimizer: OptimizerName = "adamw"
     lossy: bool = False
     why: tuple[str, ...] = ()
 
@@ -75,6 +80,7 @@ class ParallelPlan:
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"plan.{name}={getattr(self, name)!r} is not true or false.")
         _check_choice("reduce_gradients", self.reduce_gradients, get_args(ReduceGradients))
+        _check_choice("optimizer", self.optimizer, get_args(OptimizerName))
         _check_choice("activation_checkpointing", self.activation_checkpointing, get_args(ActivationCheckpointing))
 
     @property
@@ -113,12 +119,14 @@ class ParallelPlan:
         when = "each microbatch" if self.reduce_gradients == "each" else "the last microbatch"
         reduction = f"; gradients reduced after {when}" if self.dp_size > 1 else ""
         policy = self.precision
+        rounding = "" if policy.rounding == "nearest" else f" ({policy.rounding} rounding)"
+        moments = f"moments {policy.optimizer}" if self.optimizer != "adamw_8bit" else "moments in 8 bits"
         return [
             f"plan: {self.strategy} on {processes} (dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard})"
             f"{sharding}{reduction}; activation checkpointing {self.activation_checkpointing}; "
             f"compile {'on' if self.compile else 'off'}",
             f"precision: parameters {policy.param}, compute {policy.compute}, reduction {policy.reduce}, "
-            f"master weights {policy.master}, optimizer {policy.optimizer}",
+            f"master weights {policy.master}{rounding}, optimizer {self.optimizer} with {moments}",
             f"batch: {self.global_batch_size} sequences = {self.num_replicas * self.dp_size} ranks x "
             f"{self.num_microbatches} microbatches x {self.micro_batch_size} sequences",
             *(f"why: {line}" for line in self.why),

@@ -1,7 +1,7 @@
 """The run folder: where each file of a run stands, who may write there, and how a run is found again.
 
 `recipe.yaml plan.json estimate.json environment.json data.json metrics.jsonl events.jsonl outcome.json
-checkpoints/step-00000100/ model/ export/ logs/rank-00000.log`
+checkpoints/step-00000100/ model/ export/ logs/rank-00000.log trackers/mlflow.json`
 """
 
 import errno
@@ -38,7 +38,7 @@ _EARLY_FILES = {
 }  # fmt: skip
 _TEMPORARY = re.compile(r"\..+\.tmp")
 # A finished run goes on only when one of these asks for more.
-_LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
+_LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs", "evaluate.early_stopping")
 
 RunState = Literal["new", "resumed", "finished"]
 
@@ -74,6 +74,11 @@ class RunFolder:
     def metrics_path(self) -> Path:
         """One JSON object a logged step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def samples_path(self) -> Path:
+        """What the model made of `evaluate.prompts` at each evaluation."""
+        return self.path / "samples.jsonl"
 
     @property
     def events_path(self) -> Path:
@@ -114,6 +119,10 @@ class RunFolder:
     def outcomes_dir(self) -> Path:
         """How each rank of the current attempt ended, for the command that waits on them."""
         return self.path / ".outcomes"
+
+    def tracker_path(self, name: str) -> Path:
+        """What this tracker was given of the run."""
+        return self.path / "trackers" / f"{name}.json"
 
     def log_path(self, rank: int) -> Path:
         """Where this rank's stdout and stderr go."""
@@ -199,14 +208,8 @@ class RunFolder:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.events_path))
 
     def cut_metrics(self, step: int) -> int:
-        """Drop the rows of metrics.jsonl beyond `step`, and a torn last line; returns how many lines went."""
-        if not self.metrics_path.exists():
-            return 0
-        lines = self.metrics_path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        kept = [line for line in lines if _is_row_up_to(line, step)]
-        if len(kept) < len(lines):
-            write_text(self.metrics_path, "".join(kept))
-        return len(lines) - len(kept)
+        """Drop the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; returns their number."""
+        return sum(_cut_rows(path, step) for path in (self.metrics_path, self.samples_path) if path.exists())
 
     def newest_step(self) -> int | None:
         """The step of the newest published checkpoint, by name alone; None when there is none."""
@@ -217,9 +220,22 @@ class RunFolder:
         """Whether the run reached its last step and said so."""
         return self.outcome_path.exists()
 
-    def mark_finished(self, step: int | None = None) -> None:
-        """Say that the run reached its last step. Only the process that holds the lock, or its rank 0, calls it."""
-        write_json(self.outcome_path, {"time": time.time(), "outcome": "done", "step": step})
+    def mark_finished(self, step: int | None = None, reason: str = "done") -> None:
+        """Say that the run reached its last step, or stopped early for good (`reason`: early_stop).
+
+        Only the process that holds the lock, or its rank 0, calls it.
+        """
+        write_json(self.outcome_path, {"time": time.time(), "outcome": reason, "step": step})
+
+    def remedy(self) -> str:
+        """What makes a finished run go on, to follow "has finished"."""
+        try:
+            outcome = json.loads(self.outcome_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            outcome = {}
+        if outcome.get("outcome") == "early_stop":
+            return f" early, at step {outcome['step']}; raise evaluate.early_stopping, or set it to null, to go on"
+        return "; raise train.steps to go on"
 
     def clear_outcomes(self) -> None:
         """Forget how earlier attempts ended, before a new one starts."""
@@ -313,7 +329,7 @@ def _reopen(folder: RunFolder, recipe: Recipe, say: Callable[[str], None]) -> Op
     differences = tuple(diff_recipes(old, recipe))
     if folder.is_finished() and not any(difference.key in _LENGTH_KEYS for difference in differences):
         folder.unlock()
-        say(f"run: {folder.path} has finished; raise train.steps to go on, or pass --fresh to start again.")
+        say(f"run: {folder.path} has finished{folder.remedy()}, or pass --fresh to start again.")
         return OpenedRun(folder, "finished", differences)
     for line in _render_differences(differences):
         say(f"run: changed {line}")
@@ -340,6 +356,14 @@ def _refuse_foreign_folder(folder: RunFolder) -> None:
 
 def _list_directory(path: Path) -> list[Path]:
     return sorted(path.iterdir()) if path.is_dir() else []
+
+
+def _cut_rows(path: Path, step: int) -> int:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if _is_row_up_to(line, step)]
+    if len(kept) < len(lines):
+        write_text(path, "".join(kept))
+    return len(lines) - len(kept)
 
 
 def _is_row_up_to(line: str, step: int) -> bool:

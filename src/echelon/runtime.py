@@ -28,6 +28,9 @@ Role = Literal["worker", "agent", "local"]
 # Set for the workers that `echelon train` starts itself: the process they must not outlive.
 AGENT_PID_VARIABLE = "ECHELON_AGENT_PID"
 
+# cuBLAS adds up in a fixed order only in workspaces of its own; of what NVIDIA's documentation offers, the faster one.
+CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
 RENDEZVOUS_SECONDS = 120.0
 _GRACE_SECONDS = 5.0
 _WATCHDOG_SECONDS = 0.5
@@ -103,14 +106,18 @@ def read_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def worker_environment(num_processes: int) -> dict[str, str]:
-    """The variables of `num_processes` local workers: their share of the cores, and the process they belong to."""
+def worker_environment(num_processes: int, deterministic: bool = False) -> dict[str, str]:
+    """The variables of `num_processes` local workers: their share of the cores, and the process they belong to.
+
+    `deterministic`: with what cuBLAS must find before CUDA starts, for `use_deterministic_algorithms`.
+    """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes))),
         # One machine talks to itself: no host name to resolve, no firewall to ask.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
         AGENT_PID_VARIABLE: str(os.getpid()),
+        **(CUBLAS_WORKSPACES if deterministic else {}),
     }
 
 
@@ -129,9 +136,28 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
+def set_default_variables(variables: Mapping[str, str]) -> None:
+    """Set each variable that this process's environment does not have: the settings of a library that reads it."""
+    for key, value in variables.items():
+        os.environ.setdefault(key, value)
+
+
 def use_one_tokenizer_thread() -> None:
     """Keep `tokenizers` to one thread in this process: the processes beside it have the other cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def use_deterministic_algorithms() -> None:
+    """Let this process compute with operations alone whose results repeat bit for bit; any other one raises.
+
+    Call it before anything ran on a GPU: cuBLAS reads its setting once.
+    """
+    import torch
+
+    os.environ.update(CUBLAS_WORKSPACES)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
 
 
 def num_cores() -> int:

@@ -29,6 +29,7 @@ class LayerParts:
     norm: "rms" multiplies by its weight in the input's dtype (Llama), "rms_fp32" in fp32 (Gemma), "layer" is LayerNorm.
     mlp_saved: tensors of the intermediate width that backward needs. attention_matrix: the scores are kept, because
     soft-capping rules out fused attention. separate_projections: q, k and v (gate and up) are modules of their own.
+    logits_softcap: the head's logits go through a tanh, whose result is kept.
     """
 
     norm: NormKind = "rms"
@@ -38,6 +39,7 @@ class LayerParts:
     mlp_saved: int = 4
     separate_projections: bool = True
     attention_matrix: bool = False
+    logits_softcap: bool = False
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
 
@@ -196,6 +198,7 @@ def _defaults(
         "mlp_bias": False,
         "attention_dropout": 0.0,
         "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
     }
 
 
@@ -223,7 +226,8 @@ FAMILIES: dict[str, Family] = {
         output_bias="attention_bias",
     ),
     "gemma2": Family(
-        {**_defaults(256000, 2304, 9216, 26, (8, 4), 256, 8192, tied=True), "attn_logit_softcapping": 50.0},
+        {**_defaults(256000, 2304, 9216, 26, (8, 4), 256, 8192, tied=True), "attn_logit_softcapping": 50.0}
+        | {"final_logit_softcapping": 30.0},
         LayerParts(norm="rms_fp32", num_norms=4),
         qkv_bias="attention_bias",
         output_bias="attention_bias",
@@ -305,6 +309,7 @@ def _llama_like_shape(config: Mapping[str, Any], family: Family) -> ModelShape:
         attention_dropout=fields.share("attention_dropout"),
         # Gemma2 alone has soft-capped scores by default; Gemma3 configs may carry the key but the model ignores it.
         attention_matrix=family is FAMILIES["gemma2"] and fields.get("attn_logit_softcapping") is not None,
+        logits_softcap=fields.get("final_logit_softcapping") is not None,
     )
     return ModelShape(
         model_type=str(config["model_type"]),

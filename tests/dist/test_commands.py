@@ -18,7 +18,7 @@ pytestmark = pytest.mark.dist
 SECRET = "hf_AbCdEf0123456789"
 TRAIN_KEYS = {
     "kind", "step", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate", "tokens_per_second",
-    "step_seconds", "data_wait_seconds", "mfu", "memory_peak_bytes", "batch_hash", "skipped",
+    "step_seconds", "data_wait_seconds", "mfu", "memory_peak_bytes", "batch_hash", "skipped", "loss_scale",
 }  # fmt: skip
 
 
@@ -62,7 +62,9 @@ def check_record(run):
     assert all(len(row["batch_hash"]) == 16 and int(row["batch_hash"], 16) >= 0 for row in train)
     evals = [row for row in rows if row["kind"] == "eval"]
     assert [row["step"] for row in evals] == [2, 4, 6, 7]
-    assert all(set(row) == {"kind", "step", "loss", "perplexity"} for row in evals)
+    numbers = {"loss", "perplexity", "bits_per_byte", "target_tokens"}
+    assert all(set(row) == {"kind", "step", "sets"} | numbers for row in evals)
+    assert all(list(row["sets"]) == ["validation"] and set(row["sets"]["validation"]) == numbers for row in evals)
     assert all(math.isclose(math.exp(row["loss"]), row["perplexity"], rel_tol=1e-9) for row in evals)
 
     events = read_lines(run.events_path)
@@ -106,7 +108,9 @@ def check_eval(echelon, run):
     whole = json.loads(ending.out)
     ending = echelon("eval", run.path, "--json")
     result = json.loads(ending.out)
-    assert set(result) == {"loss", "perplexity", "unigram_entropy", "tokens", "data"}
+    assert set(result) == {
+        "loss", "perplexity", "bits_per_byte", "unigram_entropy", "tokens", "data", "sets",
+    }  # fmt: skip
     assert result["tokens"] < whole["tokens"]
     assert echelon("eval", run.path).out.splitlines()[0] == f"loss: {result['loss']:.4f}"
     # Training evaluates 2 batches of 4 sequences of it; all of it lies in the same range.

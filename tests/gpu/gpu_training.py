@@ -8,7 +8,7 @@ from unittest import mock
 
 import echelon.parallel
 from echelon.data.loader import BatchLoader
-from echelon.data.order import SampleOrder
+from echelon.data.mixture import build_order
 from echelon.data.prepare import prepare_data
 from echelon.hardware import Accelerator, Cluster
 from echelon.parallel.data import Replicated, autocast_scope
@@ -70,11 +70,11 @@ def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: in
         trainer = build_trainer(recipe, plan, run, runtime, console)
         trainer.plan, trainer.run_folder = plan, run
         trainer.loader.close()
-        order = SampleOrder(data.train.num_samples, recipe.run.seed)
+        order = build_order(recipe, data.train)
         trainer.loader = BatchLoader(
             Masked(data.train, order) if recipe.data.sequence_len == 32 else data.train,
             order,
-            recipe.global_batch_size,
+            recipe.batches,
             plan.micro_batch_size,
             start_step=trainer.state.step,
             pin_memory=True,

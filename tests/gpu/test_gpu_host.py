@@ -25,6 +25,11 @@ CASES = [
     Case(Row(micro_batch=4, family="gemma3_text"), around="zero1"),
     Case(Row(micro_batch=4, precision="bf16", compile=True)),
     Case(Row(micro_batch=4, compile=True), around="fsdp"),
+    Case(Row(micro_batch=4, optimizer="muon", precision="fp16"), around="fsdp"),
+    Case(Row(micro_batch=4, optimizer="adafactor"), around="zero1"),
+    Case(Row(micro_batch=4, optimizer="adamw_8bit", precision="bf16", master_weights="bf16_stochastic")),
+    Case(Row(micro_batch=4, optimizer="lion", precision="bf16", master_weights="bf16_kahan"), around="fsdp"),
+    Case(Row(micro_batch=4, optimizer="sgd")),
 ]
 
 

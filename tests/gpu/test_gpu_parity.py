@@ -45,6 +45,26 @@ BF16 = [
     Case(Row(precision="bf16", compile=True)),
 ]
 
+OPTIMIZERS = [
+    Case(Row(optimizer="lion", micro_batch=4)),
+    Case(Row(optimizer="sgd", micro_batch=4), around="fsdp"),
+    Case(Row(optimizer="muon", micro_batch=4), around="fsdp"),
+    Case(Row(optimizer="muon", micro_batch=4), around="ddp"),
+    Case(Row(OFFLOAD, optimizer="muon", micro_batch=4)),
+    Case(Row(optimizer="adafactor", micro_batch=4), around="zero1"),
+    Case(Row(OFFLOAD, optimizer="adafactor", micro_batch=4)),
+    Case(Row(optimizer="adamw_8bit", micro_batch=4), around="fsdp"),
+    Case(Row(OFFLOAD, optimizer="adamw_8bit", micro_batch=4)),
+]
+HALF = [
+    Case(Row(precision="fp16", micro_batch=4)),
+    Case(Row(precision="fp16", micro_batch=4), around="ddp"),
+    Case(Row(precision="fp16", micro_batch=4), around="fsdp"),
+    Case(Row(precision="bf16", master_weights="bf16_kahan", micro_batch=4), around="ddp"),
+    Case(Row(precision="bf16", master_weights="bf16_stochastic", micro_batch=4), around="fsdp"),
+    Case(Row(precision="bf16", master_weights="bf16_kahan", optimizer="adamw_8bit", micro_batch=4)),
+]
+
 
 def check(case, runtime, folder, text, references, loss_bound, norm_bound):
     rows, expected = train_on_gpu(case, runtime, folder, text), references(case.row.reference())
@@ -70,6 +90,12 @@ def test_compiled_fp32_equals_the_cpu(gpu, references, text, tmp_path, case):
     check(case, gpu, tmp_path, text, references, LOSS, NORM)
 
 
-@pytest.mark.parametrize("case", BF16, ids=str)
-def test_bf16_is_finite_and_close(gpu, references, text, tmp_path, case):
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=str)
+def test_every_optimizer_is_close(gpu, references, text, tmp_path, case):
+    bounds = (5e-4, 5e-3) if case.row.optimizer == "muon" else (LOSS, NORM)
+    check(case, gpu, tmp_path, text, references, *bounds)
+
+
+@pytest.mark.parametrize("case", BF16 + HALF, ids=str)
+def test_half_precision_is_finite_and_close(gpu, references, text, tmp_path, case):
     check(case, gpu, tmp_path, text, references, BF16_LOSS, BF16_NORM)

@@ -2,7 +2,7 @@
 
 import itertools
 
-from training import GLOBAL_BATCH, Row
+from training import GLOBAL_BATCH, Row, with_ranks
 
 OPTIONS = {
     "plan": [("ddp", 1), ("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero1", 4), ("zero2", 2), ("zero2", 4),
@@ -46,4 +46,37 @@ def pairs_of(names: list[str], point: tuple[int, ...]) -> set:
 
 
 COVERING = cover_pairs()
+# Every optimizer under replication and both kinds of sharding; every precision under both.
+OPTIMIZERS = [
+    with_ranks(Row("ddp", optimizer="lion", family="gpt2", tied=True), 2),
+    with_ranks(Row("zero1", optimizer="lion"), 4, micro_batch=1),
+    with_ranks(Row("fsdp", optimizer="lion"), 2),
+    with_ranks(Row("ddp", optimizer="sgd"), 2, micro_batch=2),
+    with_ranks(Row("zero2", optimizer="sgd", family="gpt2", tied=True), 2, micro_batch=2),
+    with_ranks(Row("fsdp", optimizer="sgd"), 4),
+    with_ranks(Row("ddp", optimizer="muon"), 2),
+    with_ranks(Row("zero1", optimizer="muon", family="gpt2", tied=True), 2),
+    with_ranks(Row("hsdp", optimizer="muon", family="qwen3"), 4),
+    with_ranks(Row("fsdp", optimizer="muon"), 4, micro_batch=1),
+    with_ranks(Row("ddp", optimizer="adafactor"), 2),
+    with_ranks(Row("zero2", optimizer="adafactor", family="gpt2", tied=True), 4),
+    with_ranks(Row("hsdp", optimizer="adafactor"), 4),
+    with_ranks(Row("fsdp", optimizer="adafactor", family="qwen3"), 2, micro_batch=2),
+    with_ranks(Row("ddp", optimizer="adamw_8bit"), 2),
+    with_ranks(Row("zero1", optimizer="adamw_8bit"), 4),
+    with_ranks(Row("fsdp", optimizer="adamw_8bit", family="gpt2", tied=True), 4),
+]
+PRECISIONS = [
+    Row(precision="fp16", family="gpt2", tied=True),
+    with_ranks(Row("ddp", precision="fp16"), 2, micro_batch=2),
+    with_ranks(Row("zero1", precision="fp16", checkpointing="full"), 2, micro_batch=2),
+    with_ranks(Row("fsdp", precision="fp16", family="gemma2", tied=True), 4),
+    with_ranks(Row("fsdp", precision="fp16", optimizer="muon"), 2),
+    with_ranks(Row("ddp", precision="bf16", master_weights="bf16_kahan"), 2, micro_batch=2),
+    with_ranks(Row("zero1", precision="bf16", master_weights="bf16_kahan", family="gpt2", tied=True), 2, micro_batch=2),
+    with_ranks(Row("fsdp", precision="bf16", master_weights="bf16_kahan", optimizer="adamw_8bit"), 4),
+    with_ranks(Row("ddp", precision="bf16", master_weights="bf16_stochastic", optimizer="lion"), 2),
+    with_ranks(Row("zero2", precision="bf16", master_weights="bf16_stochastic"), 4, micro_batch=1),
+    with_ranks(Row("fsdp", precision="bf16", master_weights="bf16_stochastic", optimizer="muon"), 2),
+]
 FULL = [build_row(*values) for values in itertools.product(*OPTIONS.values())]

@@ -65,6 +65,11 @@ def reads_of_a_step(rank, world_size, path, plan):
         with_ranks(Row("ddp", checkpointing="full"), 2, micro_batch=2),
         with_ranks(Row("fsdp", family="gemma3_text", precision="bf16"), 2, micro_batch=2),
         with_ranks(Row("zero1", family="mistral"), 2, micro_batch=2),
+        with_ranks(Row("fsdp", optimizer="muon", precision="fp16"), 2),
+        with_ranks(Row("zero1", optimizer="adafactor"), 2),
+        with_ranks(Row("fsdp", optimizer="adamw_8bit", precision="bf16", master_weights="bf16_stochastic"), 2),
+        Row(optimizer="lion", precision="bf16", master_weights="bf16_kahan"),
+        Row(optimizer="sgd"),
     ],
     ids=str,
 )

@@ -5,11 +5,8 @@ The rows here are a covering array: every pair of options stands in at least one
 
 import pytest
 
-from parity_rows import COVERING, FULL
-from training import Row, difference, hashes, train, with_ranks
-
-LOSS, NORM = 2e-5, 1e-4
-BF16_LOSS, BF16_NORM = 2e-2, 5e-2
+from parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS
+from training import Row, bounds, difference, hashes, train, with_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -18,7 +15,7 @@ def check(workers, references, text, folder, row):
     rows = train(workers, row, folder, text)
     expected = references(row.reference())
     losses, norms = difference(rows, expected)
-    loss_bound, norm_bound = (BF16_LOSS, BF16_NORM) if row.precision == "bf16" else (LOSS, NORM)
+    loss_bound, norm_bound = bounds(row)
     assert losses <= loss_bound and norms <= norm_bound, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
     assert hashes(rows) == hashes(expected)
     evaluations = [[each["loss"] for each in run if each["kind"] == "eval"] for run in (rows, expected)]
@@ -27,6 +24,11 @@ def check(workers, references, text, folder, row):
 
 @pytest.mark.parametrize("row", COVERING, ids=str)
 def test_equals_one_process(workers, references, text, tmp_path, row):
+    check(workers, references, text, tmp_path, row)
+
+
+@pytest.mark.parametrize("row", OPTIMIZERS + PRECISIONS, ids=str)
+def test_every_optimizer_and_precision_equals_one_process(workers, references, text, tmp_path, row):
     check(workers, references, text, tmp_path, row)
 
 
@@ -41,7 +43,17 @@ def test_equals_one_process_whole_product(workers, references, text, tmp_path, r
 def test_a_planted_mistake_turns_rows_red(workers, references, text, tmp_path, parallel, mutation):
     row = with_ranks(Row(parallel=parallel), ranks=2)
     losses, norms = difference(train(workers, row, tmp_path, text, mutation=mutation), references(row.reference()))
-    assert losses > LOSS or norms > NORM
+    assert losses > bounds(row)[0] or norms > bounds(row)[1]
+
+
+@pytest.mark.parametrize(("optimizer", "mutation"), [("muon", "local matrices"), ("adafactor", "local statistics")])
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_a_rule_of_whole_matrices_on_parts_turns_rows_red(
+    workers, references, text, tmp_path, parallel, optimizer, mutation
+):
+    row = with_ranks(Row(parallel=parallel, optimizer=optimizer), ranks=2)
+    losses, _ = difference(train(workers, row, tmp_path, text, mutation=mutation), references(row.reference()))
+    assert losses > bounds(row)[0]
 
 
 def test_a_wrong_sample_on_one_rank_changes_the_batch_hash(workers, references, text, tmp_path):

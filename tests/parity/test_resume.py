@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from training import Row, difference, equal_tensors, hashes, tensors_of, train, with_ranks
+from training import Row, bounds, difference, equal_tensors, hashes, tensors_of, train, with_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -22,6 +22,11 @@ PLANS = [
     with_ranks(Row("ddp", family="gpt2", tied=True, dropout=0.1), 2, micro_batch=2),
     with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1), 4),
     with_ranks(Row("ddp", precision="bf16", checkpointing="full"), 2),
+    with_ranks(Row("fsdp", optimizer="muon"), 2),
+    with_ranks(Row("ddp", optimizer="adamw_8bit", precision="bf16", master_weights="bf16_kahan"), 2),
+    with_ranks(Row("zero1", optimizer="adafactor", precision="fp16"), 2),
+    with_ranks(Row("fsdp", optimizer="lion", precision="bf16", master_weights="bf16_stochastic"), 2),
+    Row(optimizer="sgd", family="gpt2", tied=True, dropout=0.1),
 ]
 
 
@@ -61,6 +66,32 @@ def test_another_plan_goes_on_with_the_same_curve(workers, text, tmp_path, unint
     losses, norms = difference(rows, uninterrupted)
     assert losses <= 2e-5 and norms <= 1e-4
     assert hashes(rows) == hashes(uninterrupted)
+
+
+OPTIMIZERS = [
+    (Row("ddp", optimizer="sgd"), Row("fsdp", optimizer="sgd")),
+    (Row("ddp", optimizer="lion"), Row("fsdp", optimizer="lion")),
+    (Row("fsdp", optimizer="muon"), Row("ddp", optimizer="muon")),
+    (Row("zero1", optimizer="adafactor"), Row("hsdp", optimizer="adafactor")),
+    (Row("ddp", optimizer="adamw_8bit"), Row("fsdp", optimizer="adamw_8bit")),
+    (Row("zero2", precision="fp16"), Row("ddp", precision="fp16")),
+    (
+        Row("ddp", precision="bf16", master_weights="bf16_kahan"),
+        Row("fsdp", precision="bf16", master_weights="bf16_kahan"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), OPTIMIZERS, ids=str)
+def test_every_optimizer_goes_on_under_another_plan(workers, text, tmp_path, references, first, second):
+    """Two ranks, then four: what was saved is the same whichever plan reads it."""
+    train(workers, with_ranks(first, 2), tmp_path, text, steps=4, stop_at=2)
+    rows = train(workers, with_ranks(second, 4), tmp_path, text, steps=4)
+    expected = references(second.reference())
+    losses, norms = difference(rows, expected)
+    loss_bound, norm_bound = bounds(second)
+    assert losses <= loss_bound and norms <= norm_bound
+    assert hashes(rows) == hashes(expected)
 
 
 def test_two_ranks_then_four_then_one(workers, text, tmp_path, uninterrupted):

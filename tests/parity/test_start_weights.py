@@ -39,6 +39,27 @@ def test_a_run_gives_its_weights_to_another_plan(workers, text, tmp_path, parall
     assert recipe.model.checkpoint is not None
 
 
+def test_a_run_goes_on_under_a_new_schedule(workers, text, tmp_path):
+    """Continued pretraining: a run that begins with the weights of another, at its own first step of warm-up."""
+    first = train(workers, Row(), tmp_path / "first", text)
+    held_out = [row["loss"] for row in first if row["kind"] == "eval"]
+    changes = {
+        "model": {"checkpoint": str(tmp_path / "first" / "run"), "config": None},
+        "train": {"eval_every": 1},
+        "optim": {"learning_rate": 1e-9, "warmup_steps": 4, "schedule": "constant", "weight_decay": 0.0},
+    }
+    rows = train(workers, Row(changes=changes), tmp_path / "second", text)
+    trained = [row for row in rows if row["kind"] == "train"]
+    assert [row["step"] for row in trained] == [1, 2, 3, 4] and trained[0]["tokens"] < first[-2]["tokens"]
+    assert [row["learning_rate"] for row in trained] == pytest.approx([0.25e-9, 0.5e-9, 0.75e-9, 1e-9])
+    # at a rate of nothing the weights stay what the first run made of them
+    assert [row["loss"] for row in rows if row["kind"] == "eval"] == pytest.approx(held_out * 4, abs=1e-5)
+    before, after = (tensors_of(tmp_path / name / "run", step=4) for name in ("first", "second"))
+    for name, value in before.items():
+        if name.startswith("model."):
+            assert (after[name] - value).abs().max() < 1e-7, name
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_an_hf_folder_gives_each_rank_its_slice(workers, text, tmp_path, family):
     expected = small_model(family, tied=True, seed=9)

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from echelon.data.loader import BatchLoader
-from echelon.data.order import SampleOrder
+from echelon.data.mixture import build_order
+from echelon.data.order import DataOrder, SampleOrder
 from echelon.data.prepare import prepare_data
 from echelon.data.shards import NO_LABEL
 from echelon.hardware import Accelerator, Cluster
@@ -27,9 +28,15 @@ from workers import WorkerPool
 
 GLOBAL_BATCH = 8
 SEQUENCE_LEN = 32
+LEARNING_RATES = {"lion": 1e-4, "sgd": 0.1, "adafactor": 0.02}
 MACHINE = Accelerator(
     "test machine", memory_bytes=2**33, bf16_flops=None, fp32_flops=None, memory_bandwidth=None, source="-"
 )
+
+
+LOSS, NORM = 2e-5, 1e-4
+MUON_LOSS, MUON_NORM = 1e-4, 1e-3  # it orthogonalises in bf16, which enlarges roundings
+HALF_LOSS, HALF_NORM = 2e-2, 5e-2  # bf16 and fp16
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,10 @@ class Row:
     compile: bool = False
     precision: str = "fp32"
     dropout: float = 0.0
+    optimizer: str = "adamw"
+    master_weights: str = "fp32"
+    changes: Any = None
+    """Keys of the recipe that differ, by section."""
 
     def __str__(self) -> str:
         name = (
@@ -54,11 +65,13 @@ class Row:
             f"{self.ranks} ranks", f"mb {self.micro_batch}", self.family, "tied" if self.tied else "untied",
             f"ac {self.checkpointing}", "compile" if self.compile else "eager", self.precision,
         ]  # fmt: skip
+        extras += [self.optimizer] if self.optimizer != "adamw" else []
+        extras += [self.master_weights] if self.master_weights != "fp32" else []
         return " ".join([name, *extras])
 
     def reference(self) -> "Row":
         """The same training in one process, whole batch at once, nothing switched on."""
-        return Row(family=self.family, tied=self.tied, dropout=self.dropout)
+        return Row(family=self.family, tied=self.tied, dropout=self.dropout, optimizer=self.optimizer)
 
 
 def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
@@ -75,13 +88,15 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
         "train": {
             "steps": steps, "global_batch_size": GLOBAL_BATCH, "micro_batch_size": row.micro_batch,
             "precision": row.precision, "compile": row.compile, "activation_checkpointing": row.checkpointing,
-            "eval_every": steps,
+            "eval_every": steps, "master_weights": row.master_weights,
         },
-        "optim": {"learning_rate": 1e-3, "warmup_steps": 2},
+        "optim": {"name": row.optimizer, "learning_rate": LEARNING_RATES.get(row.optimizer, 1e-3), "warmup_steps": 2},
         "evaluate": {"batches": 1},
         "parallel": row.parallel,
         "checkpoint": {"every_steps": steps, "async": True},
     }  # fmt: skip
+    for section, keys in (row.changes or {}).items():
+        overrides[section].update(keys)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.json"  # JSON is YAML
     path.write_text(json.dumps(overrides))
@@ -91,7 +106,7 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
 def resolve(row: Row, recipe: Any, num_samples: int) -> ParallelPlan:
     """The plan that the real planner makes of the row on this many processes of one machine."""
     cluster = Cluster(MACHINE, num_devices=row.ranks, devices_per_node=row.ranks, kind="cpu")
-    return resolve_plan(recipe, build_shape(recipe.model.config), cluster, num_samples=num_samples)
+    return resolve_plan(recipe, build_shape(small_config(row.family, row.tied)), cluster, num_samples=num_samples)
 
 
 def train(
@@ -124,7 +139,7 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
 class Masked:
     """A dataset whose targets are uneven: a stretch of each sequence has none, and some sequences have none at all."""
 
-    def __init__(self, dataset: Any, order: SampleOrder) -> None:
+    def __init__(self, dataset: Any, order: DataOrder) -> None:
         self._dataset = dataset
         self._without = set(order.sample_ids(GLOBAL_BATCH, 2).tolist())  # the first two places of step 1
         self.num_samples, self.num_tokens = dataset.num_samples, dataset.num_tokens
@@ -147,12 +162,12 @@ def train_rank(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_a
         trainer = build_trainer(recipe, plan, folder, runtime, console, compile_backend="aot_eager")
         trainer.loader.close()
         dataset = trainer.loader._dataset
-        order = SampleOrder(dataset.num_samples, recipe.run.seed)
+        order = build_order(recipe, dataset)
         masked = Masked(dataset, order)
         if mutation == "wrong sample" and rank == world_size - 1:
             order = SampleOrder(dataset.num_samples, recipe.run.seed + 1)
         trainer.loader = BatchLoader(
-            masked, order, GLOBAL_BATCH, plan.micro_batch_size, rank, world_size, trainer.state.step
+            masked, order, recipe.batches, plan.micro_batch_size, rank, world_size, trainer.state.step
         )
         if mutation == "local count":
             trainer.count_targets = lambda batch: local_count(trainer, batch)
@@ -189,6 +204,17 @@ def mutations(name: str, world_size: int) -> list[Any]:
                 FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, float(world_size))
             ),
         ]
+    if name == "local matrices":
+        from echelon.optimizer.layout import Layout
+
+        return [
+            mock.patch.object(Layout, "gather", lambda self, part: part),
+            mock.patch.object(Layout, "keep_part", lambda self, whole: whole),
+        ]
+    if name == "local statistics":
+        from echelon.optimizer.layout import Layout
+
+        return [mock.patch.object(Layout, "add_up", lambda self, partial, dim=None: partial)]
     return []
 
 
@@ -200,6 +226,13 @@ def difference(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> tu
     norms = max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(ours, theirs, strict=True))
     assert math.isfinite(losses) and math.isfinite(norms)
     return losses, norms
+
+
+def bounds(row: Row) -> tuple[float, float]:
+    """How far a row's losses, and its norms relatively, may be from the reference."""
+    if row.precision != "fp32":
+        return HALF_LOSS, HALF_NORM
+    return (MUON_LOSS, MUON_NORM) if row.optimizer == "muon" else (LOSS, NORM)
 
 
 def hashes(rows: list[dict[str, Any]]) -> list[str]:

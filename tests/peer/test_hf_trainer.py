@@ -24,12 +24,11 @@ STEPS = 20  # HF's cosine ends one step after the last one, echelon's at it: 21 
 SEED = 3
 
 
-def settings(optimizer, named):
-    names = {id(parameter): name for name, parameter in named}
+def settings(optimizer):
     return [
-        {key: group[key] for key in ("weight_decay", "betas", "eps")}
-        | {"names": sorted(names[id(parameter)] for parameter in group["params"])}
-        for group in optimizer.param_groups
+        {"weight_decay": group.weight_decay, "betas": group.rule.betas, "eps": group.rule.eps}
+        | {"names": sorted(slot.name for slot in group.slots)}
+        for group in optimizer.groups
     ]
 
 
@@ -42,7 +41,7 @@ def train_rank(rank, world_size, path, plan):
         trainer.fit()
         trainer.loader.close()
         trainer.store.close()
-    return settings(trainer.engine._optimizer, trainer.engine._decoder.named_parameters())
+    return settings(trainer.engine._optimizer)
 
 
 def run_echelon(workers, row, folder, text):

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from echelon.batch import BatchSchedule, constant_batch, ramp_batch
 from echelon.data.loader import BatchLoader, StepBatch, hash_microbatch, hash_sequences
 from echelon.data.order import Permutation, SampleOrder
 from echelon.data.shards import ShardWriter, TokenDataset, TokenStore
 from echelon.errors import ConfigError, DataError
 
 GLOBAL_BATCH = 12
+TWELVE, FOUR = constant_batch(12, 8), constant_batch(4, 8)
 
 
 @pytest.fixture
@@ -29,10 +31,17 @@ def build_dataset(folder: Path, num_tokens: int) -> TokenDataset:
 
 
 def load(
-    dataset: TokenDataset, steps: int, *, micro: int = 4, rank: int = 0, ranks: int = 1, start: int = 0
+    dataset: TokenDataset,
+    steps: int,
+    *,
+    micro: int = 4,
+    rank: int = 0,
+    ranks: int = 1,
+    start: int = 0,
+    batches: BatchSchedule = TWELVE,
 ) -> list[StepBatch]:
     order = SampleOrder(dataset.num_samples, seed=1)
-    with BatchLoader(dataset, order, GLOBAL_BATCH, micro, rank, ranks, start) as loader:
+    with BatchLoader(dataset, order, batches, micro, rank, ranks, start) as loader:
         return list(itertools.islice(loader, steps))
 
 
@@ -78,6 +87,22 @@ def test_resume_is_exact_and_immediate(dataset):
     assert [batch.hash for batch in resumed] == [batch.hash for batch in whole[7:]]
     assert torch.equal(join(resumed, "input_ids"), join(whole[7:], "input_ids"))
     assert load(dataset, 1, start=10**12)[0].step == 10**12
+
+
+def test_a_ramp_feeds_the_same_sequences_in_the_order_of_the_run(dataset):
+    ramp = ramp_batch(4, 12, 4, over_tokens=200, sequence_len=8)  # 100 tokens of 4 sequences, 100 of 8, then 12
+    sizes = [4, 4, 4, 4, 8, 8, 12, 12]
+    batches = load(dataset, 8, batches=ramp)
+    assert [sum(len(each.positions) for each in batch.microbatches) for batch in batches] == sizes
+    assert join(batches, "positions").tolist() == [place for size in sizes for place in range(size)]
+    ids = SampleOrder(dataset.num_samples, seed=1).sample_ids(0, sum(sizes))
+    assert join(batches, "sample_ids").tolist() == ids.tolist()
+    assert [batch.hash for batch in load(dataset, 3, batches=ramp, start=5)] == [batch.hash for batch in batches[5:]]
+    for ranks in (2, 4):
+        shares = [load(dataset, 8, micro=1, rank=rank, ranks=ranks, batches=ramp) for rank in range(ranks)]
+        for step, batch in enumerate(batches):
+            assert sum(share[step].hash for share in shares) % 2**64 == batch.hash
+            assert [len(share[step].microbatches) for share in shares] == [sizes[step] // ranks] * ranks
 
 
 def test_the_hash_is_the_sum_over_sequences_in_any_order(dataset):
@@ -155,7 +180,7 @@ def test_a_batch_larger_than_the_data_runs_on_into_the_next_epoch(tmp_path):
 def test_no_samples_and_uneven_ranks_are_refused(dataset, tmp_path):
     empty = TokenDataset([], 8)
     with pytest.raises(DataError, match="a sample takes at least two"):
-        BatchLoader(empty, SampleOrder(0, 0), 4, 1)
+        BatchLoader(empty, SampleOrder(0, 0), FOUR, 1)
     with pytest.raises(ConfigError, match="not a multiple of the 5 data-parallel ranks; use 10 or 15"):
         load(dataset, 1, ranks=5)
 
@@ -167,13 +192,13 @@ def test_an_error_in_the_thread_is_raised_by_next(dataset):
 
     broken = Broken(dataset._stores, 8)
     with (
-        BatchLoader(broken, SampleOrder(broken.num_samples, 0), 4, 1) as loader,
+        BatchLoader(broken, SampleOrder(broken.num_samples, 0), FOUR, 1) as loader,
         pytest.raises(OSError, match="the disk is gone"),
     ):
         next(loader)
 
 
 def test_waiting_is_measured(dataset):
-    with BatchLoader(dataset, SampleOrder(dataset.num_samples, 0), 4, 1) as loader:
+    with BatchLoader(dataset, SampleOrder(dataset.num_samples, 0), FOUR, 1) as loader:
         next(loader)
         assert 0 <= loader.wait_seconds < 5

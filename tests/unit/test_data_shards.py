@@ -129,8 +129,8 @@ def test_unigram_entropy(tmp_path):
     tokens = np.random.default_rng(2).zipf(1.5, 5000) % 900
     dataset = TokenDataset([build_store(tmp_path, tokens, 999)], 8)
     shares = [count / 5000 for count in Counter(tokens.tolist()).values()]
-    assert unigram_entropy(dataset) == pytest.approx(-sum(share * math.log(share) for share in shares), rel=1e-12)
-    assert unigram_entropy(TokenDataset([], 8)) == 0.0
+    assert unigram_entropy([dataset]) == pytest.approx(-sum(share * math.log(share) for share in shares), rel=1e-12)
+    assert unigram_entropy([TokenDataset([], 8)]) == 0.0
 
 
 def test_the_manifest_round_trips(tmp_path):

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from echelon.batch import constant_batch, ramp_batch
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware import ACCELERATORS, Cluster, parse_devices
 from echelon.plan import ParallelPlan, Precision, resolve_plan
+from echelon.recipe import BatchRampConfig
 from echelon.shape import build_shape
 
 TINY = build_shape(
@@ -28,11 +30,21 @@ def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None,
     if isinstance(parallel, dict):
         mapping = {"dp_replicate": None, "dp_shard": None, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "cpu_offload": False}
         parallel = SimpleNamespace(**{**mapping, "reshard_after_forward": None, "reduce_gradients": None, **parallel})
-    defaults = {"micro_batch_size": "auto", "precision": "auto", "compile": "auto", "activation_checkpointing": "none"}
+    batch = batch_tokens // sequence_len if batch_tokens else batch
+    defaults = {
+        "micro_batch_size": "auto",
+        "batch_ramp": None,
+        "precision": "auto",
+        "compile": "auto",
+        "activation_checkpointing": "none",
+        "master_weights": "fp32",
+    }
     return SimpleNamespace(
         parallel=parallel,
-        global_batch_size=batch_tokens // sequence_len if batch_tokens else batch,
+        global_batch_size=batch,
+        batches=constant_batch(batch, sequence_len),
         data=SimpleNamespace(sequence_len=sequence_len),
+        optim=SimpleNamespace(name="adamw"),
         train=SimpleNamespace(global_batch_tokens=batch_tokens, **{**defaults, **train}),
     )
 
@@ -134,6 +146,35 @@ def test_batches_that_do_not_divide():
         micro_batch_size=5,
     )
     refusal(PlanError, "micro_batch_size=64", "use 32", micro_batch_size=64)
+
+
+def build_ramped(start, size, increment, tokens=False, **train):
+    recipe = build_recipe("ddp", batch=size, batch_tokens=size * 128 if tokens else None, **train)
+    recipe.batches = ramp_batch(start, size, increment, 10**6, 128)
+    recipe.train.batch_ramp = BatchRampConfig.model_validate(
+        {"from": start * (128 if tokens else 1), "over_tokens": 10**6, "increment": increment * (128 if tokens else 1)}
+    )
+    return recipe
+
+
+def test_every_size_of_a_ramp_divides_or_is_named():
+    # shares of 4, 8, 12 and 16 on 2 ranks: the largest size that divides them all
+    plan = resolve_plan(build_ramped(8, 32, 8), TINY, cpus(2))
+    assert (plan.micro_batch_size, plan.num_microbatches) == (4, 4)
+    assert any("dividing every size of the ramp" in line for line in plan.why)
+    for recipe, message in [
+        (build_ramped(8, 32, 3), "train.batch_ramp: steps of 11, 14, 17 and 3 more sequences do not divide by the 4 "
+         "ranks; use from: 8 with an increment of 4, 8, 12 or 24, or 1 processes."),
+        (build_ramped(6, 32, 2), "train.batch_ramp: steps of 6, 10, 14 and 4 more sequences do not divide by the 4 "
+         "ranks; use from: 4 with an increment of 4 or 28, or from: 8 with an increment of 4, 8, 12 or 24, or 1 or 2 "
+         "processes."),
+        (build_ramped(6, 8, 2, tokens=True), "use from: 512 with an increment of 512, or 1 or 2 processes."),
+        (build_ramped(8, 32, 8, micro_batch_size=4), "train.micro_batch_size=4 does not divide the 2 and 6 sequences "
+         "each of the 4 ranks gets in a step; use 2."),
+    ]:  # fmt: skip
+        with pytest.raises(PlanError) as caught:
+            resolve_plan(recipe, TINY, cpus(4))
+        assert message in str(caught.value)
 
 
 def test_micro_batch_auto_obeys_the_cap_and_the_memory():

@@ -46,7 +46,8 @@ def test_what_a_resumed_run_may_change(tmp_path: Path, override: str) -> None:
     "override",
     ["train.steps=99", "optim.learning_rate=1e-3", "data.sequence_len=32", "train.global_batch_size=16",
      "tokenizer=other", "model.config.hidden_size=128", "data.train.0.path=other.txt", "train.precision=bf16",
-     "train.activation_checkpointing=full", "train.compile=false", "data.validation_fraction=0.1"],
+     "train.activation_checkpointing=full", "train.compile=false", "data.validation_fraction=0.1",
+     "data.train.0.weight=2", "optim.schedule=linear"],
 )  # fmt: skip
 def test_what_it_may_not(tmp_path: Path, override: str) -> None:
     assert blocked(tmp_path, [], [override]) == [override.partition("=")[0]]
@@ -70,3 +71,13 @@ def test_a_run_may_grow_and_not_shrink(tmp_path: Path, before: str, after: str, 
 
 def test_a_longer_run_does_not_excuse_another_difference(tmp_path: Path) -> None:
     assert blocked(tmp_path, [], ["train.steps=200", "optim.eps=1e-6"]) == ["optim.eps"]
+
+
+def test_a_mixture_and_a_ramp_stay_what_they_are(tmp_path: Path) -> None:
+    before = [
+        "data.train=[{path: a, weight: 1}, {path: b}]",
+        "train.batch_ramp={from: 4, over_tokens: 1e6, increment: 2}",
+    ]
+    for change in ("data.train.0.weight=2", "data.train.1.weight=3", "train.batch_ramp.over_tokens=2e6"):
+        assert blocked(tmp_path, before, [*before, change]) == [change.partition("=")[0]]
+    assert blocked(tmp_path, before, [*before, "train.steps=200"]) == []

@@ -18,22 +18,11 @@ REFUSED = {
     "adapter.target_modules": "adapter.target_modules=[q_proj]",
     "data.train[].format": "data.train.0.format=alpaca",
     "data.validation[].format": "data.validation=[{path: x, format: messages}]",
-    "data.train[].weight": "data.train.0.weight=2",
-    "data.validation[].weight": "data.validation=[{path: x, weight: 2}]",
     "data.packing": "data.packing=false",
     "data.document_mask": "data.document_mask=true",
     "data.chat_template": "data.chat_template=chatml",
     "objective.name": "objective.name=dpo",
-    "train.batch_ramp": "train.batch_ramp={from: 8, to: 16, over_tokens: 1e6, increment: 8}",
     "train.precision": "train.precision=fp8",
-    "train.master_weights": "train.master_weights=bf16_kahan",
-    "train.deterministic": "train.deterministic=true",
-    "optim.name": "optim.name=muon",
-    "optim.learning_rate_multipliers": "optim.learning_rate_multipliers={x: 2}",
-    "optim.no_decay": "optim.no_decay=[]",
-    "optim.schedule": "optim.schedule=linear",
-    "optim.schedule_unit": "optim.schedule_unit=tokens",
-    "optim.warmup_tokens": "optim.warmup_tokens=10",
     "parallel.cp": "parallel.cp=2",
     "parallel.tp": "parallel.tp=2",
     "parallel.pp": "parallel.pp=2",
@@ -43,20 +32,12 @@ REFUSED = {
     "parallel.placement": "parallel.placement=tp",
     "parallel.order": "parallel.order=[tp, dp_shard]",
     "checkpoint.every_steps": "checkpoint.every_steps=auto",
-    "checkpoint.keep_best": "checkpoint.keep_best=true",
-    "evaluate.prompts": "evaluate.prompts=[Once]",
-    "evaluate.prompt_tokens": "evaluate.prompt_tokens=3",
-    "evaluate.select_by": "evaluate.select_by=code",
-    "evaluate.early_stopping": "evaluate.early_stopping=3",
     "fault.notice_seconds": "fault.notice_seconds=30",
     "fault.on_bad_step": "fault.on_bad_step=skip",
     "fault.max_restarts": "fault.max_restarts=1",
     "fault.verify_replicas_every": "fault.verify_replicas_every=10",
     "sync.name": "sync.name=diloco",
     "engine": "engine=deepspeed",
-    "track": "track=[tensorboard, wandb]",
-    "mlflow": "mlflow.experiment=other",
-    "wandb": "wandb.project=other",
     "launch": "launch.nodes=2",
     "profile": "profile.steps=2",
     "budget.max_usd": "budget.max_usd=50",
@@ -65,14 +46,21 @@ REFUSED = {
 
 BUILT = [
     "data.train.0.format=jsonl", "data.train.0.fields={text: body}", "data.document_mask=false", "train.precision=bf16",
-    "train.precision=fp32", "train.compile=true", "train.activation_checkpointing=selective",
+    "train.precision=fp32", "train.precision=fp16", "train.deterministic=true", "train.master_weights=bf16_kahan",
+    "optim.name=muon", "optim.no_decay=[]", "optim.learning_rate_multipliers={x: 2}",
+    "train.compile=true", "train.activation_checkpointing=selective",
     "train.activation_checkpointing=full", "train.micro_batch_size=2", "parallel=hsdp", "parallel.cpu_offload=true",
     "parallel={dp_replicate: 2, dp_shard: auto, reshard_after_forward: false, reduce_gradients: last}",
-    "checkpoint={every_steps: 7, keep_last: 1, async: false}", "evaluate.batches=3", "track=[tensorboard]",
+    "checkpoint={every_steps: 7, keep_last: 1, async: false}", "evaluate.batches=3",
+    "evaluate={prompts: [Once], prompt_tokens: 3, select_by: code, early_stopping: 3}",
+    "checkpoint.keep_best=true",
+    "track=[tensorboard, mlflow, wandb]", "mlflow.experiment=other", "wandb.mode=offline",
     "tokenizer.train.vocab_size=500", "tokenizer=some/folder", "model.attn_implementation=eager", "train.epochs=2",
     "model.trust_remote_code=true", "fault.max_restarts=0", "adapter.method=full",
     "data.train.0.format=parquet", "data.train.0.split=train", "data.train.0.fields={input_ids: ids}",
     "data.deduplicate=true", "data.document_separator=null", "data.max_broken_fraction=0",
+    "data.train.0.weight=2", "train.batch_ramp={from: 4, to: 8, over_tokens: 1e6, increment: 2}", "optim.schedule=wsd",
+    "optim={learning_rate: 1, schedule_unit: tokens, warmup_tokens: 10}",
 ]  # fmt: skip
 
 
@@ -89,7 +77,7 @@ def test_each_row_refuses_a_value(tmp_path: Path, row: Unbuilt) -> None:
 def test_the_message_states_key_value_and_what_is_possible(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, SMALL, "train.precision=fp8")
-    assert str(caught.value) == "train.precision=fp8 is not built yet; possible now: auto, fp32 and bf16."
+    assert str(caught.value) == "train.precision=fp8 is not built yet; possible now: auto, fp32, bf16 and fp16."
 
 
 def test_only_the_text_field_can_be_named(tmp_path: Path) -> None:

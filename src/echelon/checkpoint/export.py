@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.checkpoint.safety import read_metadata
-from echelon.checkpoint.store import load_alone, newest_of
+from echelon.checkpoint.store import checkpoint_of, load_alone
 from echelon.errors import CheckpointError, ConfigError
 from echelon.model.build import build_on_meta, parameter_names
 from echelon.model.weights import initialize_buffers
@@ -31,9 +31,9 @@ def run_skeleton(run: Path) -> PreTrainedModel:
     return build_on_meta(config)
 
 
-def load_run_model(run: Path, device: torch.device) -> PreTrainedModel:
-    """The live model of a run's newest checkpoint, whole, in evaluation mode."""
-    checkpoint = newest_of(run)
+def load_run_model(run: Path, device: torch.device, which: str | None = None) -> PreTrainedModel:
+    """The live model of a run's checkpoint (see `checkpoint_of`), whole, in evaluation mode."""
+    checkpoint = checkpoint_of(run, which)
     skeleton = run_skeleton(run)
     model = run_skeleton(run).to_empty(device=device)
     model.tie_weights()
@@ -43,8 +43,8 @@ def load_run_model(run: Path, device: torch.device) -> PreTrainedModel:
     return model.eval()
 
 
-def export_run(run: Path, out: Path, dtype: str = "fp32") -> Path:
-    """Write the newest checkpoint of a run as an HF folder: config, safetensors, tokenizer.
+def export_run(run: Path, out: Path, dtype: str = "fp32", which: str | None = None) -> Path:
+    """Write a checkpoint of a run (see `checkpoint_of`) as an HF folder: config, safetensors, tokenizer.
 
     Memory stays within one file of weights (4 GiB) whatever the model's size. The folder appears whole or not at all.
 
@@ -56,7 +56,7 @@ def export_run(run: Path, out: Path, dtype: str = "fp32") -> Path:
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty folder; give a new one.")
-    checkpoint = newest_of(run)
+    checkpoint = checkpoint_of(run, which)
     out = out.absolute()
     writing = out.with_name(f".writing-{out.name}")
     shutil.rmtree(writing, ignore_errors=True)

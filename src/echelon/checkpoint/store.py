@@ -62,12 +62,7 @@ def list_checkpoints(run: Path) -> list[Checkpoint]:
 
 def newest_of(run: Path) -> Checkpoint:
     """A run's newest checkpoint. Raises ConfigError where there is none, CheckpointError where it is damaged."""
-    checkpoints = list_checkpoints(run)
-    if not checkpoints and not is_run(run):
-        raise ConfigError(f"{run} is not a run folder (it has no recipe.yaml); give one, for example runs/NAME.")
-    if not checkpoints:
-        raise ConfigError(f"{run} has no checkpoint yet; run `echelon train` until one is saved.")
-    newest = checkpoints[-1]
+    newest = _some_checkpoints(run)[-1]
     try:
         check_files(newest.path)
     except CheckpointError as error:
@@ -76,6 +71,40 @@ def newest_of(run: Path) -> Checkpoint:
             "`echelon train` write it again."
         ) from error
     return newest
+
+
+def checkpoint_of(run: Path, which: str | None = None) -> Checkpoint:
+    """The checkpoint of a run that a user names: newest (the default), best, or a step.
+
+    The best one is that of the lowest evaluation loss, which `checkpoint.keep_best` keeps. Raises ConfigError where
+    there is none, naming those there are; CheckpointError where it is damaged.
+    """
+    if which is None or which == "newest":
+        return newest_of(run)
+    steps = {checkpoint.step: checkpoint for checkpoint in _some_checkpoints(run)}
+    have = f"{run} has steps {', '.join(map(str, steps))}"
+    if which == "best":
+        step = newest_of(run).read_state()["train"].get("best_step")
+        if step not in steps:
+            raise ConfigError(
+                f"--checkpoint best: no checkpoint of the lowest evaluation loss was kept; {have}. Train with "
+                "checkpoint.keep_best=true to keep it."
+            )
+    elif which.isdecimal() and int(which) in steps:
+        step = int(which)
+    else:
+        raise ConfigError(f"--checkpoint {which}: use newest, best or a step; {have}.")
+    check_files(steps[step].path)
+    return steps[step]
+
+
+def _some_checkpoints(run: Path) -> list[Checkpoint]:
+    checkpoints = list_checkpoints(run)
+    if not checkpoints and not is_run(run):
+        raise ConfigError(f"{run} is not a run folder (it has no recipe.yaml); give one, for example runs/NAME.")
+    if not checkpoints:
+        raise ConfigError(f"{run} has no checkpoint yet; run `echelon train` until one is saved.")
+    return checkpoints
 
 
 def find_newest(folder: Path, say: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
@@ -142,12 +171,13 @@ class CheckpointStore:
                 shutil.rmtree(leftover)
         dist.barrier(self._group)
 
-    def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Save one checkpoint.
+    def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int | None = None) -> None:
+        """Save one checkpoint, and remove what is beyond the newest few.
 
         Args:
             tensors: name to tensor or DTensor; nothing else.
             state: JSON values, the same on every rank.
+            keep: a step whose checkpoint stays besides.
 
         Raises:
             CheckpointError: this save, or the one before it, could not be written.
@@ -161,7 +191,9 @@ class CheckpointStore:
         except (Exception, CheckpointException) as error:
             raise _save_error(final, error) from error
         assert isinstance(written, Future)
-        self._pending = self._publisher.submit(self._finish, written, writing, Checkpoint(step, final), dict(state))
+        self._pending = self._publisher.submit(
+            self._finish, written, writing, Checkpoint(step, final), dict(state), keep
+        )
         if not self._asynchronous:
             self.wait()
 
@@ -196,12 +228,19 @@ class CheckpointStore:
         check_shapes(checkpoint.path, tensors)
         load(dict(tensors), storage_reader=SafeReader(checkpoint.path), process_group=self._group)
 
-    def _finish(self, written: "Future[Any]", writing: Path, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    def _finish(
+        self,
+        written: "Future[Any]",
+        writing: Path,
+        checkpoint: Checkpoint,
+        state: dict[str, Any],
+        keep: int | None,
+    ) -> None:
         try:
             written.result()
             if self._is_publisher:
                 publish(writing, checkpoint.path, state)
-                prune(self._folder, self._keep_last)
+                prune(self._folder, self._keep_last, keep)
         except (Exception, CheckpointException) as error:  # DCP's own is no Exception
             if self._is_publisher:
                 shutil.rmtree(writing, ignore_errors=True)
@@ -224,10 +263,11 @@ def publish(writing: Path, final: Path, state: Mapping[str, Any]) -> None:
     sync_folder(final.parent)
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Remove all but the newest checkpoints."""
+def prune(folder: Path, keep_last: int, keep: int | None = None) -> None:
+    """Remove all but the newest checkpoints, and the one of the step `keep`."""
     for checkpoint in find_checkpoints(folder)[:-keep_last]:
-        shutil.rmtree(checkpoint.path)
+        if checkpoint.step != keep:
+            shutil.rmtree(checkpoint.path)
 
 
 def check_shapes(folder: Path, tensors: Mapping[str, Any]) -> None:

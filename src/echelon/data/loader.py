@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from echelon.data.order import SampleOrder, Words, mix
-from echelon.data.shards import NO_LABEL, TokenDataset
+from echelon.batch import BatchSchedule
+from echelon.data.order import DataOrder, Words, mix
+from echelon.data.shards import NO_LABEL, Dataset
 from echelon.errors import ConfigError, DataError
 
 _PREFETCH = 2
@@ -27,7 +28,7 @@ class Microbatch:
     """The sequences of one forward pass.
 
     input_ids and labels are int64 `[batch, seq]`, labels -100 where there is no target; sample_ids and positions, which
-    are places in the global batch, int64 `[batch]`.
+    are places in the global batch of the step, int64 `[batch]`.
     """
 
     input_ids: torch.Tensor
@@ -89,7 +90,7 @@ def hash_microbatch(microbatch: Microbatch) -> int:
 class BatchLoader(Iterator[StepBatch]):
     """The batches of one data-parallel rank from `start_step` on, without end.
 
-    Rank r of R takes places [r*B/R, (r+1)*B/R) of every global batch of B sequences, in microbatches of
+    Of a step that feeds B sequences, rank r of R takes places [r*B/R, (r+1)*B/R), in microbatches of
     `micro_batch_size` (the last one smaller if that does not divide). No state: starting at any step costs nothing.
     A background thread keeps two steps ready; an error in it is raised by `next`. Use as a context manager or call
     `close`. `pin_memory` puts tensors where a GPU can fetch them while the host goes on.
@@ -97,9 +98,9 @@ class BatchLoader(Iterator[StepBatch]):
 
     def __init__(
         self,
-        dataset: TokenDataset,
-        order: SampleOrder,
-        global_batch_size: int,
+        dataset: Dataset,
+        order: DataOrder,
+        batches: BatchSchedule,
         micro_batch_size: int,
         dp_rank: int = 0,
         dp_size: int = 1,
@@ -111,20 +112,20 @@ class BatchLoader(Iterator[StepBatch]):
             raise DataError(
                 f"data.train holds {dataset.num_tokens} tokens: a sample takes at least two; give more text."
             )
-        if global_batch_size % dp_size:
-            below = global_batch_size // dp_size * dp_size
-            raise ConfigError(
-                f"train.global_batch_size={global_batch_size} is not a multiple of the {dp_size} data-parallel ranks; "
-                f"use {f'{below} or ' if below else ''}{below + dp_size}."
-            )
+        for size in batches.sizes:
+            if size % dp_size:
+                below = size // dp_size * dp_size
+                raise ConfigError(
+                    f"a global batch of {size} sequences is not a multiple of the {dp_size} data-parallel ranks; "
+                    f"use {f'{below} or ' if below else ''}{below + dp_size}."
+                )
         assert order.num_samples == dataset.num_samples, "the order is of another dataset"
         assert micro_batch_size > 0 and 0 <= dp_rank < dp_size, "no such microbatch or rank"
         self._dataset = dataset
         self._order = order
-        self._global_batch_size = global_batch_size
+        self._batches = batches
         self._micro_batch_size = micro_batch_size
-        self._local_batch_size = global_batch_size // dp_size
-        self._first_position = dp_rank * self._local_batch_size
+        self._dp_rank, self._dp_size = dp_rank, dp_size
         self._next_step = start_step
         self._pin_memory = pin_memory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch-loader")
@@ -157,12 +158,13 @@ class BatchLoader(Iterator[StepBatch]):
         self._next_step += 1
 
     def _build(self, step: int) -> StepBatch:
-        start = step * self._global_batch_size + self._first_position
-        sample_ids = self._order.sample_ids(start, self._local_batch_size)
-        positions = np.arange(self._first_position, self._first_position + self._local_batch_size)
+        count = self._batches.sequences(step) // self._dp_size
+        first_position = self._dp_rank * count
+        sample_ids = self._order.sample_ids(self._batches.first_sequence(step) + first_position, count)
+        positions = np.arange(first_position, first_position + count)
         inputs, labels = self._dataset.read_samples(sample_ids)
         microbatches = []
-        for first in range(0, self._local_batch_size, self._micro_batch_size):
+        for first in range(0, count, self._micro_batch_size):
             rows = slice(first, first + self._micro_batch_size)
             input_ids, targets = (self._tensor(each[rows]) for each in (inputs, labels))
             microbatches.append(Microbatch(input_ids, targets, sample_ids[rows], positions[rows]))

@@ -8,6 +8,8 @@ Domains", 2002). Any position is found in O(1).
 The values are frozen by a test: another order for the same seed would change every resumed run.
 """
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,6 +26,12 @@ def mix(words: Words) -> Words:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
+
+
+def branch_seed(seed: int, branch: int) -> int:
+    """The seed of an order of its own, for each branch of a run's seed: a source of a mixture, say. 64 bits."""
+    state = mix(np.full(1, (seed + _GOLDEN) & _MASK, dtype=np.uint64))
+    return int(mix(state + np.uint64((branch + 1) * _GOLDEN & _MASK))[0])
 
 
 def _round_keys(seed: int, epochs: Words) -> Words:
@@ -68,10 +76,20 @@ class Permutation:
         return _permute(indices.astype(np.uint64), self.size, keys).astype(np.int64)
 
 
+class DataOrder(Protocol):
+    """Says which sample stands at any position of the whole run, counted in sequences from its start."""
+
+    num_samples: int
+
+    def sample_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """The samples at positions [start, start + count), `[count]`."""
+        ...
+
+
 class SampleOrder:
     """The endless order of samples: epoch after epoch, each a permutation of its own of all samples.
 
-    Position g of the whole run (step * global batch + place in the batch) takes sample
+    Position g of the whole run (sequences fed before the step + place in its batch) takes sample
     `Permutation(num_samples, (seed, g // num_samples)).apply(g % num_samples)`.
     """
 
@@ -82,6 +100,9 @@ class SampleOrder:
 
     def sample_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """The samples at positions [start, start + count), `[count]`."""
-        positions = np.arange(start, start + count, dtype=np.uint64)
-        epochs, indices = np.divmod(positions, np.uint64(self.num_samples))
+        return self.samples_at(np.arange(start, start + count, dtype=np.int64))
+
+    def samples_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The samples at any positions `[n]`."""
+        epochs, indices = np.divmod(positions.astype(np.uint64), np.uint64(self.num_samples))
         return _permute(indices, self.num_samples, _round_keys(self.seed, epochs)).astype(np.int64)

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.data.corpus import CorpusEntry, corpus_bytes, list_corpus, sample_texts
+from echelon.data.mixture import MixtureDataset
 from echelon.data.readers.record import EITHER_FIELD, Fields
 from echelon.data.resume import has_progress
 from echelon.data.shards import (
     FORMAT_VERSION,
     MAX_SHARD_TOKENS,
+    Dataset,
     Manifest,
     Split,
     TokenDataset,
@@ -101,7 +103,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         sequence_len=data.sequence_len,
         workers=None if data.prepare_workers == "auto" else int(data.prepare_workers),
         trust_remote_code=recipe.model.trust_remote_code,
-        mixture=any(source.weight is not None for source in data.train),
+        mixture=data.is_mixture,
         separator=data.document_separator,
         deduplicate=data.deduplicate,
         max_broken_fraction=data.max_broken_fraction,
@@ -125,17 +127,21 @@ class ValidationSet:
     """Text to evaluate on, under a name. `bytes_per_token` is None where the text was given as tokens."""
 
     name: str
-    dataset: TokenDataset
+    dataset: Dataset
     bytes_per_token: float | None
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A prepared folder, opened. `validation` is empty when nothing was held out."""
+    """A prepared folder, opened.
+
+    `train` is a MixtureDataset where `manifest.train` has several splits, its parts in their order. `validation` is
+    empty when nothing was held out.
+    """
 
     path: Path
     manifest: Manifest
-    train: TokenDataset
+    train: Dataset
     validation: tuple[ValidationSet, ...]
 
     @property
@@ -242,8 +248,8 @@ def open_prepared(
         return TokenDataset([stores[split.stream]], sequence_len, start=split.start, stop=split.stop)
 
     validation = tuple(ValidationSet(each.name, cut(each), each.bytes_per_token) for each in manifest.validation)
-    (train,) = manifest.train
-    return PreparedData(path, manifest, cut(train), validation)
+    parts = [cut(split) for split in manifest.train]
+    return PreparedData(path, manifest, parts[0] if len(parts) == 1 else MixtureDataset(parts), validation)
 
 
 def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None") -> str:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, BinaryIO, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -301,6 +301,30 @@ class TokenStore:
         return self._maps[index]
 
 
+class Dataset(Protocol):
+    """Samples of `sequence_len` tokens, numbered from 0."""
+
+    sequence_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that the samples are cut from."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples there are."""
+        ...
+
+    def read_samples(self, sample_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The samples `[n]` as (inputs, labels), both int64 `[n, sequence_len]`; -100 where there is no target."""
+        ...
+
+    def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
+        """All tokens in order, a chunk at a time."""
+        ...
+
+
 class TokenDataset:
     """Tokens [start, stop) of stores that follow each other, cut into samples of `sequence_len`.
 
@@ -364,15 +388,15 @@ class TokenDataset:
             yield self.read(start, min(start + chunk_tokens, self.num_tokens))
 
 
-def unigram_entropy(dataset: TokenDataset) -> float:
+def unigram_entropy(datasets: Sequence[Dataset]) -> float:
     """The entropy in nats of the tokens' frequencies: the loss of a model that knows these and nothing else.
 
     -sum(p log p) over the tokens that occur; Shannon, 1948. 0.0 for no tokens.
     """
     counts = np.zeros(0, dtype=np.int64)
-    for chunk in dataset.iter_tokens():
+    for chunk in itertools.chain.from_iterable(dataset.iter_tokens() for dataset in datasets):
         found = np.bincount(chunk)
         counts = np.pad(counts, (0, max(0, found.size - counts.size)))
         counts[: found.size] += found
-    shares = counts[counts > 0] / max(1, dataset.num_tokens)
+    shares = counts[counts > 0] / max(1, counts.sum())
     return abs(float(-(shares * np.log(shares)).sum()))

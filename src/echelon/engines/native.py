@@ -1,11 +1,13 @@
 """The Engine made of echelon's own parts: PyTorch's DDP, `fully_shard` and fused optimizers."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -16,9 +18,9 @@ from echelon.loss import IGNORE
 from echelon.mesh import Meshes
 from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta, find_weights
-from echelon.model.weights import initialize_buffers, initialize_weights, load_pretrained
-from echelon.objective import Objective
-from echelon.optim import build_optimizer, global_norm
+from echelon.model.weights import initialize_buffers, initialize_weights, load_pretrained, local_part
+from echelon.objective import NextToken, Objective
+from echelon.optimizer import LossScale, Optimizer, build_optimizer, global_norm
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.data import DataParallel
 from echelon.parallel.step import SingleStage
@@ -34,72 +36,111 @@ class NativeEngine:
         self,
         parallel: DataParallel,
         decoder: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         objective: Objective,
         seed: int,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self._parallel = parallel
         self._decoder = decoder
         self._optimizer = optimizer
         self._objective = objective
+        self._loss_scale = loss_scale
         self._device = next(decoder.parameters()).device  # where the optimizer works
         self._forward_backward = SingleStage(parallel, seed)
+        self._step = 0
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """See Engine."""
+        return None if self._loss_scale is None else self._loss_scale.value
 
     def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> Tensor:
-        """See Engine."""
-        return self._forward_backward(step, microbatches, num_targets, self._objective)
+        """See Engine. A loss scale is a smaller number of targets: a power of two, so nothing is rounded."""
+        self._step = step
+        divisor = num_targets if self.loss_scale is None else num_targets / self.loss_scale
+        return self._forward_backward(step, microbatches, divisor, self._objective)
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See Engine."""
         parameters = [parameter for parameter in self._decoder.parameters() if parameter.grad is not None]
-        norm = global_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self._loss_scale is not None:
+            self._loss_scale.unscale(local_part(gradient) for gradient in gradients)
+        norm = global_norm(gradients)
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     def step(self, learning_rate: float, commit: Tensor) -> None:
-        """See Engine. A fused optimizer reads `found_inf` on the device: no host waits for the answer."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        """See Engine."""
         # Offloaded parameters are stepped on the host, which then has to wait: the optimizer itself would not.
-        self._optimizer.found_inf = (~commit).float().to(self._device)  # type: ignore[attr-defined]
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._optimizer.step(self._step, learning_rate, commit.to(self._device))
+        if self._loss_scale is not None:
+            self._loss_scale.update(commit)
 
-    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+    @contextmanager
+    def evaluation(self) -> Iterator["ModuleEvaluation"]:
         """See Engine."""
         with self._parallel.evaluation() as module:
-            loss: Tensor = module(microbatch, self._objective)
-            return loss
+            yield ModuleEvaluation(module, self._objective)
 
     def rehearse(self, microbatch: Microbatch) -> None:
         """Run one whole step on a microbatch without targets, and apply nothing. Collective.
 
         DDP lays out its buckets anew after its first backward pass, and sums depend on the layout; after a rehearsal a
-        fresh start and a resumed one add up in the same order. It is also where memory runs out if it will, and
-        where the optimizer makes the state that a checkpoint is loaded into.
+        fresh start and a resumed one add up in the same order. It is also where memory runs out if it will.
         """
         masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
         one = torch.ones((), device=masked.labels.device)
         self.forward_backward(0, [masked], one)
         self.clip(None)
         self.step(0.0, commit=torch.zeros((), dtype=torch.bool, device=one.device))
+        if self._loss_scale is not None:
+            self._loss_scale.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """See Engine. `model.NAME`, and `optimizer.NAME.KEY` for each tensor the optimizer keeps for a parameter."""
+        """See Engine. `model.NAME`, `optimizer.NAME.KEY` for what is kept for a parameter, and `loss_scale.KEY`."""
         state: dict[str, Any] = {}
         for name, parameter in self._decoder.named_parameters():
             state[f"model.{name}"] = parameter.detach()
-            for key, value in self._optimizer.state[parameter].items():
-                state[f"optimizer.{name}.{key}"] = value
+        for name, tensor in self._optimizer.tensors():
+            state[f"optimizer.{name}"] = tensor
+        if self._loss_scale is not None:
+            state |= {f"loss_scale.{key}": tensor for key, tensor in self._loss_scale.state_dict().items()}
         for name in persistent_buffers(self._decoder):
             state[f"model.{name}"] = self._decoder.get_buffer(name)
         return state
 
 
+class ModuleEvaluation:
+    """See Evaluation."""
+
+    def __init__(self, module: nn.Module, objective: Objective) -> None:
+        self._module = module
+        self._objective = objective
+
+    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+        """See Evaluation."""
+        loss: Tensor = self._module(microbatch, self._objective)
+        return loss
+
+    def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """See Evaluation."""
+        ids = np.arange(len(input_ids))
+        logits: Tensor = self._module(Microbatch(input_ids, input_ids, ids, ids), NextToken(places))
+        return logits
+
+
 def persistent_buffers(model: nn.Module) -> list[str]:
     """Names of the buffers that belong to a checkpoint."""
     return [name for name, _ in model.named_buffers() if name in model.state_dict(keep_vars=True)]
+
+
+def store_parameters_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give a model on meta parameters of another dtype. Buffers stay: rotary tables need fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
@@ -139,6 +180,7 @@ def build_native_engine(
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
     apply_plain_causal(skeleton, recipe.data.sequence_len)
     model = copy.deepcopy(skeleton)
+    store_parameters_in(model, getattr(torch, plan.precision.param))
     module = shard_model(model, plan, meshes, compile_backend)
     module.to_empty(device="cpu" if plan.cpu_offload else device)
     place_buffers(model, device)
@@ -146,5 +188,6 @@ def build_native_engine(
     fill_weights(model, skeleton, recipe)
     module.train()
     parallel = parallelize(module, plan, meshes)
-    optimizer = build_optimizer(model.named_parameters(), recipe.optim)
-    return NativeEngine(parallel, model, optimizer, objective, recipe.run.seed)
+    optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed)
+    loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
+    return NativeEngine(parallel, model, optimizer, objective, recipe.run.seed, loss_scale)

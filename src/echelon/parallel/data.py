@@ -115,11 +115,12 @@ class Replicated:
 
 
 def sum_gradients(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: the sum over ranks, where DDP's own default would average."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    """DDP communication hook: the sum over ranks, in fp32, where DDP's own default would average."""
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer.float(), group=group, async_op=True)
     assert work is not None
     future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
-    return future.then(lambda done: done.value()[0])
+    return future.then(lambda done: buffer.copy_(done.value()[0]))
 
 
 class FullyShard:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware import Cluster
-from echelon.plan import ParallelPlan, Precision
+from echelon.plan import ParallelPlan, Precision, Rounding
 from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.shape import ModelShape
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe import Recipe, TrainConfig
 
 MEMORY_HEADROOM = 0.10  # share of a device left to workspace, fragmentation and what the estimate leaves out
 # Beyond these a longer microbatch was not seen to be faster, and it only costs memory.
@@ -46,7 +46,7 @@ class _Request:
 def choose_plan(recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None) -> ParallelPlan:
     """See `echelon.plan.resolve_plan`, whose body this is."""
     _check_positions(recipe, shape)
-    precision, precision_why = _choose_precision(recipe.train.precision, cluster)
+    precision, precision_why = _choose_precision(recipe.train, cluster)
     compile_model, compile_why = _choose_compile(recipe.train.compile, cluster)
     request = _Request(recipe, shape, cluster, num_samples, precision, compile_model)
     if recipe.parallel == "auto":
@@ -66,18 +66,31 @@ def _check_positions(recipe: "Recipe", shape: ModelShape) -> None:
         )
 
 
-def _choose_precision(wanted: str, cluster: Cluster) -> tuple[Precision, list[str]]:
-    name = cluster.accelerator.name
-    if wanted not in ("auto", "fp32", "bf16"):
-        raise ConfigError(f"train.precision={wanted} is not built yet; use auto, fp32 or bf16.")
+def _choose_precision(train: "TrainConfig", cluster: Cluster) -> tuple[Precision, list[str]]:
+    wanted, name = train.precision, cluster.accelerator.name
+    if wanted not in ("auto", "fp32", "bf16", "fp16"):
+        raise ConfigError(f"train.precision={wanted} is not built yet; use auto, fp32, bf16 or fp16.")
     if wanted == "bf16" and cluster.kind == "cuda" and not cluster.has_bf16:
-        raise PlanError(f"train.precision=bf16: {name} has no bf16 arithmetic; use fp32.")
+        raise PlanError(f"train.precision=bf16: {name} has no bf16 arithmetic; use fp16 or fp32.")
     compute_bf16 = wanted == "bf16" or (wanted == "auto" and cluster.has_bf16)
-    precision = Precision(compute="bfloat16") if compute_bf16 else Precision()
+    if train.master_weights != "fp32":
+        return _choose_master_weights(train, compute_bf16), []
+    precision = Precision(compute="bfloat16" if compute_bf16 else "float16" if wanted == "fp16" else "float32")
     if wanted != "auto":
         return precision, []
     reason = "has fast bf16" if compute_bf16 else "has no fast bf16"
     return precision, [f"precision auto: compute in {precision.compute}, {name} {reason}"]
+
+
+def _choose_master_weights(train: "TrainConfig", compute_bf16: bool) -> Precision:
+    """Parameters stored in bf16 and nowhere else."""
+    if not compute_bf16:
+        raise ConfigError(
+            f"train.master_weights={train.master_weights} stores parameters in bf16 alone, and train.precision="
+            f"{train.precision} does not compute in bf16 here; set train.precision=bf16 or train.master_weights=fp32."
+        )
+    rounding: Rounding = "kahan" if train.master_weights == "bf16_kahan" else "stochastic"
+    return Precision(param="bfloat16", compute="bfloat16", master="bfloat16", rounding=rounding)
 
 
 def _choose_compile(wanted: bool | str, cluster: Cluster) -> tuple[bool, list[str]]:
@@ -130,7 +143,7 @@ def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan
     """The plan with the largest micro batch within the cap that fits, or with the smallest when none does."""
     recipe, cap = request.recipe, MICRO_BATCH_TOKENS[request.cluster.kind]
     per_rank = check_batch(recipe, layout.dp_size, request.num_samples)
-    sizes = micro_batch_sizes(recipe, per_rank, layout.dp_size)
+    sizes = micro_batch_sizes(recipe, layout.dp_size)
     automatic, length = recipe.train.micro_batch_size == "auto", recipe.data.sequence_len
     if automatic:
         sizes = [size for size in sizes if size * length <= cap or size == 1]
@@ -141,8 +154,9 @@ def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan
     size, needs = plan.micro_batch_size, request.estimate(plan).total
     limit = request.usable_bytes
     room = "device memory not known" if limit is None else f"of {_gigabytes(limit)} usable"
+    ramped = ", dividing every size of the ramp" if recipe.train.batch_ramp is not None else ""
     return plan, [
-        f"micro_batch_size auto: {size} of the {per_rank} sequences each rank gets, {size * length} tokens "
+        f"micro_batch_size auto: {size} of the {per_rank} sequences each rank gets{ramped}, {size * length} tokens "
         f"(at most {cap}); estimated {_gigabytes(needs)}, {room}"
     ]
 
@@ -160,6 +174,7 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
         activation_checkpointing=request.recipe.train.activation_checkpointing,
         compile=request.compile,
         precision=request.precision,
+        optimizer=request.recipe.optim.name,
     )
 
 

@@ -1,5 +1,6 @@
 """Degrees of data parallelism: from the names and the mapping under `parallel`, and the batch arithmetic over them."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,10 @@ def _strategy_name(replicate: int, shard: int, reshard: bool, reduce: ReduceGrad
 
 
 def check_batch(recipe: "Recipe", dp_size: int, num_samples: int | None) -> int:
-    """Sequences of one step that each rank gets. Raises PlanError naming batches and process counts that divide."""
+    """Sequences that each rank gets of a whole global batch.
+
+    Raises PlanError, naming batches and process counts that divide, for that batch and for every size of a ramp.
+    """
     batch: int = recipe.global_batch_size
     if num_samples is not None and num_samples < dp_size:
         raise PlanError(
@@ -128,6 +132,7 @@ def check_batch(recipe: "Recipe", dp_size: int, num_samples: int | None) -> int:
             f"the {dp_size} ranks that share them; use at most {num_samples} processes, more text or shorter sequences."
         )
     if batch % dp_size == 0:
+        _check_ramp(recipe, dp_size)
         return batch // dp_size
     multiples = [multiple for multiple in (batch // dp_size * dp_size, (batch // dp_size + 1) * dp_size) if multiple]
     processes = _join([str(n) for n in _near(_divisors(batch), dp_size)])
@@ -141,20 +146,47 @@ def check_batch(recipe: "Recipe", dp_size: int, num_samples: int | None) -> int:
     raise PlanError(f"{given} {rule} the {dp_size} ranks; use {fits}, or {processes} processes.")
 
 
-def micro_batch_sizes(recipe: "Recipe", per_rank: int, dp_size: int) -> list[int]:
-    """Micro batch sizes to choose from, largest first: the one given, or all that divide a rank's share of the batch.
+def _check_ramp(recipe: "Recipe", dp_size: int) -> None:
+    """Raise PlanError unless every size of the ramp divides, naming those that do not and increments that fit."""
+    failing = [size for size in recipe.batches.sizes if size % dp_size]
+    ramp = recipe.train.batch_ramp
+    if ramp is None or not failing:
+        return
+    size = recipe.global_batch_size
+    unit = recipe.data.sequence_len if recipe.train.global_batch_tokens is not None else 1
+    start = ramp.start // unit
+    starts = [n for n in (start // dp_size * dp_size, -(-start // dp_size) * dp_size) if 0 < n < size]
+    # The whole batch divides: so does every size, if the first one and the increment do.
+    ways = [
+        f"from: {first * unit} with an increment of "
+        + _join([str(n * dp_size * unit) for n in _divisors((size - first) // dp_size)[:4]])
+        for first in dict.fromkeys(starts)
+    ]
+    remedy = ", or ".join(ways) if ways else "one global batch"
+    processes = _join([str(n) for n in _near(_divisors(math.gcd(*recipe.batches.sizes)), dp_size)])
+    raise PlanError(
+        f"train.batch_ramp: steps of {_join_some(failing)} sequences do not divide by the {dp_size} ranks; "
+        f"use {remedy}, or {processes} processes."
+    )
+
+
+def micro_batch_sizes(recipe: "Recipe", dp_size: int) -> list[int]:
+    """Micro batch sizes to choose from, largest first: the one given, or all that divide a rank's share of every step.
 
     Raises PlanError naming the nearest sizes that divide.
     """
     given = recipe.train.micro_batch_size
+    shares = [size // dp_size for size in recipe.batches.sizes]
+    fitting = _divisors(math.gcd(*shares))
     if given == "auto":
-        return _divisors(per_rank)[::-1]
-    if per_rank % given:
-        fits = _join([str(n) for n in _near(_divisors(per_rank), given, each_side=1)])
+        return fitting[::-1]
+    failing = [share for share in shares if share % given]
+    if failing:
+        fits = _join([str(n) for n in _near(fitting, given, each_side=1)])
         ranks = "the one rank" if dp_size == 1 else f"each of the {dp_size} ranks"
         raise PlanError(
-            f"train.micro_batch_size={given} does not divide the {per_rank} sequences {ranks} gets in a step; "
-            f"use {fits}."
+            f"train.micro_batch_size={given} does not divide the {_join_some(failing)} sequences "
+            f"{ranks} gets in a step; use {fits}."
         )
     return [given]
 
@@ -170,5 +202,11 @@ def _near(values: list[int], target: int, each_side: int = 2) -> list[int]:
     return below[-each_side:] + above[:each_side]
 
 
-def _join(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+def _join(words: list[str], last: str = "or") -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def _join_some(numbers: list[int]) -> str:
+    """The first three, and how many more there are."""
+    words = [str(number) for number in numbers]
+    return _join(words if len(words) <= 4 else [*words[:3], f"{len(words) - 3} more"], last="and")

@@ -18,7 +18,7 @@ LOGITS_COPIES = 3
 ASSUMPTIONS = (
     "eager execution; a compiled model keeps less",
     "DDP's gradients are views into its buckets",
-    "optimizer: two moments per parameter (AdamW)",
+    "optimizer: statistics of rows and columns and scales of 8-bit moments are left out; Muon has whole layers",
     "no attention mask: a document mask adds its own bytes",
     "selective checkpointing keeps the outputs of matrix products and attention, a rough count",
     "temporary workspace, allocator fragmentation and gradients of activations are left to the headroom",
@@ -68,11 +68,11 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int, int]:
     """(parameters, gradients, optimizer, communication buffers) in bytes."""
     policy, total = plan.precision, shape.num_parameters
     stored = total * DTYPE_BYTES[policy.param]
-    reduced, moments = DTYPE_BYTES[policy.reduce], 2 * DTYPE_BYTES[policy.optimizer]
+    reduced, gradient, moments = DTYPE_BYTES[policy.reduce], DTYPE_BYTES[policy.param], _optimizer_bytes(shape, plan)
     if not plan.uses_fully_shard:
         # autocast keeps a cast copy of every matrix until backward is done with it
         copies = shape.num_matmul_parameters * DTYPE_BYTES[policy.compute] if plan.uses_autocast else 0
-        return stored + copies, total * FP32_BYTES, total * moments, 0
+        return stored + copies, total * gradient, moments, 0
 
     shard = -(-total // plan.dp_shard)
     layer = shape.num_layer_parameters
@@ -83,17 +83,41 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int, int]:
     resident = 0 if plan.cpu_offload else shard
     return (
         resident * DTYPE_BYTES[policy.param] + gathered * DTYPE_BYTES[policy.compute],
-        resident * FP32_BYTES + whole_gradients,
-        resident * moments,
+        resident * gradient + whole_gradients,
+        0 if plan.cpu_offload else -(-moments // plan.dp_shard),
         max(layer, outside) * (DTYPE_BYTES[policy.compute] + reduced),  # all-gather input, reduce-scatter input
     )
 
 
+def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
+    """Bytes kept beside the parameters for one whole copy of the model."""
+    total, number = shape.num_parameters, DTYPE_BYTES[plan.precision.optimizer]
+    match plan.optimizer:
+        case "adamw":
+            moments = 2 * number * total
+        case "adamw_8bit":
+            moments = 2 * total
+        case "lion" | "sgd":
+            moments = number * total
+        case "muon":
+            layers = shape.num_layers * shape.num_layer_parameters
+            moments = number * layers + 2 * number * (total - layers)
+        case "adafactor":
+            moments = 0
+    remainders = DTYPE_BYTES[plan.precision.master] * total if plan.precision.rounding == "kahan" else 0
+    return moments + remainders
+
+
 def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int) -> int:
-    """Bytes of the chunked loss: fp32 logits of one chunk, and the hidden states with their gradient."""
+    """Bytes of the chunked loss: fp32 logits of one chunk, the hidden states with their gradient, and the head's
+    gradient, which is summed over the chunks in fp32 before the parameter gets it."""
+    compute = DTYPE_BYTES[plan.precision.compute]
     chunk = min(tokens, logits_chunk_tokens(shape.vocab_size))
-    hidden = 2 * tokens * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
-    return LOGITS_COPIES * chunk * shape.vocab_size * FP32_BYTES + hidden
+    hidden = 2 * tokens * shape.hidden_size * compute
+    # A chunk's share is added in place where the dtypes agree; else it exists beside the sum.
+    head = shape.vocab_size * shape.hidden_size * (FP32_BYTES + (compute if compute != FP32_BYTES else 0))
+    copies = LOGITS_COPIES + shape.parts.logits_softcap
+    return copies * chunk * shape.vocab_size * FP32_BYTES + hidden + head
 
 
 def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> int:

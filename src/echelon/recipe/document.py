@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from echelon.batch import BatchSchedule, constant_batch, ramp_batch
 from echelon.recipe.inputs import (
     AdapterConfig,
     DataConfig,
@@ -26,6 +27,7 @@ from echelon.recipe.operation import (
 )
 from echelon.recipe.section import Section
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, SyncConfig, TrainConfig
+from echelon.schedule import find_fault
 
 
 def _name_or_mapping(value: Any) -> str:
@@ -96,21 +98,62 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _warmup_fits(self) -> Self:
-        if self.train.epochs is None and self.optim.warmup_steps > (steps := self.num_steps(0)):
+    def _ramp_ends_at_the_batch(self) -> Self:
+        ramp, key = self.train.batch_ramp, self.train.batch_key
+        if ramp is None:
+            return self
+        size, length = getattr(self.train, key), self.data.sequence_len
+        if ramp.to is not None and ramp.to != size:
             raise ValueError(
-                f"optim.warmup_steps={self.optim.warmup_steps} is more than the {steps} steps of the whole run; "
-                f"use at most {steps}."
+                f"train.batch_ramp.to={ramp.to} is not train.{key}={size}, where the ramp ends; make them equal, or "
+                "leave train.batch_ramp.to out."
             )
+        if ramp.start >= size:
+            raise ValueError(f"train.batch_ramp.from={ramp.start} must be less than train.{key}={size}.")
+        for name, value in (("from", ramp.start), ("increment", ramp.increment)):
+            if key == "global_batch_tokens" and value % length:
+                raise ValueError(
+                    f"train.batch_ramp.{name}={value} tokens is not a whole number of sequences of "
+                    f"data.sequence_len={length}; use {-(-value // length) * length}."
+                )
+        if (size - ramp.start) % ramp.increment:
+            raise ValueError(
+                f"train.batch_ramp.increment={ramp.increment} does not divide the {size - ramp.start} from "
+                f"train.batch_ramp.from={ramp.start} to train.{key}={size}; use a divisor of it."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_mixture_has_no_epoch(self) -> Self:
+        if self.data.is_mixture and self.train.epochs is not None:
+            raise ValueError(
+                f"train.epochs={self.train.epochs:g} is not defined for sources with a weight, which pass at different "
+                "rates; use train.steps or train.tokens."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        if self.train.epochs is None and (fault := find_fault(self.optim, self.num_steps(0), self.batches)):
+            raise ValueError(fault)
         return self
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences per optimizer step, over all processes."""
+        """Sequences per optimizer step, over all processes: at the end of the ramp, where there is one."""
         if self.train.global_batch_size is not None:
             return self.train.global_batch_size
         assert self.train.global_batch_tokens is not None
         return self.train.global_batch_tokens // self.data.sequence_len
+
+    @property
+    def batches(self) -> BatchSchedule:
+        """The sequences of every step."""
+        ramp, size, length = self.train.batch_ramp, self.global_batch_size, self.data.sequence_len
+        if ramp is None:
+            return constant_batch(size, length)
+        unit = length if self.train.global_batch_tokens is not None else 1
+        return ramp_batch(ramp.start // unit, size, ramp.increment // unit, ramp.over_tokens, length)
 
     @property
     def prepared_dir(self) -> Path:
@@ -122,7 +165,7 @@ class Recipe(Section):
         if self.train.steps is not None:
             return self.train.steps
         if self.train.tokens is not None:
-            return -(-self.train.tokens // (self.global_batch_size * self.data.sequence_len))
+            return self.batches.num_steps(-(-self.train.tokens // self.data.sequence_len))
         assert self.train.epochs is not None
         # As a decimal: in binary, 0.1 of 30 samples is a little more than 3 and would add a step.
-        return math.ceil(Fraction(str(self.train.epochs)) * num_samples / self.global_batch_size)
+        return self.batches.num_steps(math.ceil(Fraction(str(self.train.epochs)) * num_samples))

@@ -115,7 +115,8 @@ class SourceConfig(Section):
     weight: Positive | None = Field(
         None,
         description="Share of this source among the sequences, relative to the others; one source with a weight makes "
-        "all of them a mixture (1.0 where absent). Default: each sequence of each source once an epoch.",
+        "all of them a mixture (1.0 where absent). Only for training. Default: each sequence of each source once an "
+        "epoch.",
     )
 
     @property
@@ -176,6 +177,16 @@ class DataConfig(Section):
     )
     prepare_workers: Count | Literal["auto"] = Field("auto", description="Processes that tokenize.")
 
+    @property
+    def is_mixture(self) -> bool:
+        """Whether the training sources are read in shares, each at its own pace."""
+        return len(self.train) > 1 and any(source.weight is not None for source in self.train)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each source of a mixture."""
+        return tuple(1.0 if source.weight is None else source.weight for source in self.train)
+
     @model_validator(mode="before")
     @classmethod
     def _hold_out_by_default(cls, values: Any) -> Any:
@@ -185,8 +196,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
-        mixture = any(source.weight is not None for source in self.train)
-        for part, sources in (("train", self.train if mixture else ()), ("validation", self.validation)):
+        for part, sources in (("train", self.train if self.is_mixture else ()), ("validation", self.validation)):
             labels = [source.label for source in sources]
             for index, label in enumerate(labels):
                 if label in labels[:index]:
@@ -194,6 +204,16 @@ class DataConfig(Section):
                         f"data.{part}.{index} is called {label!r} as data.{part}.{labels.index(label)} is, and "
                         f"metrics tell them apart by name; give it a name: data.{part}.{index}.name."
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _validation_has_no_shares(self) -> Self:
+        for index, source in enumerate(self.validation):
+            if source.weight is not None:
+                raise ValueError(
+                    f"data.validation.{index}.weight={source.weight:g} has no meaning: each validation text is "
+                    "measured by itself; remove it."
+                )
         return self
 
     @model_validator(mode="after")

@@ -54,6 +54,11 @@ class TrainConfig(Section):
     log_every: Count = Field(1, description="Steps between two lines of the log.")
     eval_every: Count | None = Field(100, description="Steps between two evaluations; `null`: only at the end.")
 
+    @property
+    def batch_key(self) -> str:
+        """The key that says the global batch."""
+        return next(key for key in BATCH_KEYS if getattr(self, key) is not None)
+
     @model_validator(mode="after")
     def _exactly_one_length_and_one_batch(self) -> Self:
         for keys, what in ((STEP_KEYS, "how long to train"), (BATCH_KEYS, "the global batch")):
@@ -74,7 +79,7 @@ class OptimConfig(Section):
     name: Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"] = Field(
         "adamw",
         description="The optimizer. `muon` is for the matrices of the layers; the rest takes AdamW. `adamw_8bit` keeps "
-        "moments in 8 bits.",
+        "moments in 8 bits. The learning rate of `adafactor` is relative to each parameter's size.",
     )
     learning_rate: Positive = Field(description="The peak of the schedule.")
     learning_rate_multipliers: dict[str, PositiveOrZero] = Field(
@@ -96,32 +101,60 @@ class OptimConfig(Section):
         lt=1,
         description="Of sgd and muon. Default: 0.9; muon: 0.95.",
     )
-    eps: Positive = Field(1e-8, description="Added to the root of the second moment.")
+    eps: Positive = Field(1e-8, description="Added to the root of the second moment, by AdamW in its three forms.")
     max_grad_norm: Positive | None = Field(
         1.0, description="Gradients are scaled down to this global norm; `null`: never."
     )
     schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "polynomial", "wsd"] = Field(
         "cosine",
-        description="How the learning rate falls after the warm-up. `wsd`: it stays, then falls in the last "
-        "`decay_fraction` of the run.",
+        description="How the learning rate falls after the warm-up. `constant`: not at all. `wsd`: it stays, then "
+        "falls in the last `decay_fraction` of the run.",
     )
     schedule_unit: Literal["steps", "tokens"] = Field(
         "steps", description="What the schedule advances by; they differ under `train.batch_ramp`."
     )
     warmup_steps: CountOrZero = Field(0, description="Steps over which the learning rate rises linearly.")
-    warmup_tokens: CountOrZero = Field(
-        0, description="The same in tokens, for `schedule_unit: tokens`; one of the two warm-ups."
-    )
+    warmup_tokens: CountOrZero = Field(0, description="The same in tokens: the warm-up of `schedule_unit: tokens`.")
     decay_fraction: Number = Field(0.2, gt=0, le=1, description="Share of the run in which `wsd` falls.")
     polynomial_power: Positive = Field(2.0, description="Exponent of `polynomial`.")
     min_learning_rate_fraction: Number = Field(
-        0.1, ge=0, le=1, description="Where the schedule ends, as a fraction of `learning_rate`."
+        0.1,
+        ge=0,
+        le=1,
+        description="Where the schedule ends, as a fraction of `learning_rate`; `inverse_sqrt` never falls below it.",
     )
 
     @model_validator(mode="after")
     def _betas_below_one(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must both be at least 0 and below 1; try [0.9, 0.95].")
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_is_in_the_schedule_unit(self) -> Self:
+        other = "steps" if self.schedule_unit == "tokens" else "tokens"
+        if (warmup := getattr(self, f"warmup_{other}")) != 0:
+            raise ValueError(
+                f"optim.warmup_{other}={warmup} is a warm-up in {other}, and optim.schedule_unit is "
+                f"{self.schedule_unit}; set optim.warmup_{self.schedule_unit} instead, or "
+                f"optim.schedule_unit={other}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_has_what_it_needs(self) -> Self:
+        for key, schedule in (("decay_fraction", "wsd"), ("polynomial_power", "polynomial")):
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default and self.schedule != schedule:
+                raise ValueError(
+                    f"optim.{key}={value:g} is for optim.schedule={schedule}, and the schedule is {self.schedule}; "
+                    "remove one."
+                )
+        if self.schedule == "inverse_sqrt" and self.warmup_steps == self.warmup_tokens == 0:
+            raise ValueError(
+                "optim.schedule=inverse_sqrt falls with the square root of the warm-up's length, and there is none; "
+                f"set optim.warmup_{self.schedule_unit}."
+            )
         return self
 
 

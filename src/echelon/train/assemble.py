@@ -6,23 +6,25 @@ import torch
 
 from echelon.checkpoint.store import Checkpoint, CheckpointStore
 from echelon.data.loader import BatchLoader, Microbatch
-from echelon.data.order import SampleOrder
+from echelon.data.mixture import build_order
 from echelon.data.prepare import PreparedData, open_prepared
 from echelon.engines.native import NativeEngine, build_native_engine
 from echelon.mesh import Meshes, build_mesh
 from echelon.model.build import resolve_config
 from echelon.model.folder import write_model_folder
 from echelon.objective import CausalLM
-from echelon.optim import build_schedule
 from echelon.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder
 from echelon.runtime import Runtime, describe_peak, find_peak_flops
+from echelon.schedule import build_schedule
 from echelon.shape import build_shape
 from echelon.sync import EveryStep
 from echelon.train.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
-from echelon.train.journal import Journal, build_trackers
+from echelon.train.journal import Journal
+from echelon.train.sampler import PromptSampler
 from echelon.train.state import TrainState
+from echelon.train.trackers import start_trackers
 from echelon.train.trainer import Trainer
 
 
@@ -31,17 +33,44 @@ def run_training(
 ) -> TrainState:
     """Train in this rank until the run's last step, from the newest checkpoint if there is one. Collective."""
     trainer = build_trainer(recipe, plan, folder, runtime, console)
+    done = False
     try:
         state = trainer.fit()
         trainer.store.close()
+        done = True
+        if runtime.rank == 0:
+            finish(trainer, folder, console)
     finally:
         trainer.loader.close()
         if trainer.journal is not None:
-            trainer.journal.close()
-    if runtime.rank == 0:
+            trainer.journal.close(done)
+    return state
+
+
+def finish(trainer: Trainer, folder: RunFolder, console: TextIO) -> None:
+    """Note that the run reached its last step, or stopped early for good."""
+    state = trainer.state
+    if state.step == trainer.num_steps or not trainer.stopped_early:
         folder.append_event("done", step=state.step)
         folder.mark_finished(state.step)
-    return state
+        return
+    numbers = {
+        "best_step": state.best_step,
+        "best_loss": state.best_loss,
+        "evaluations_since_best": state.evaluations_since_best,
+    }
+    folder.append_event("early_stop", step=state.step, **numbers)
+    folder.mark_finished(state.step, "early_stop")
+    best = (
+        "none was finite"
+        if state.best_loss is None
+        else f"the lowest was {state.best_loss:.4f} at step {state.best_step}"
+    )
+    print(
+        f"early stopping at step {state.step}: no lower loss in {state.evaluations_since_best} evaluations; {best}",
+        file=console,
+        flush=True,
+    )
 
 
 def build_trainer(
@@ -64,25 +93,30 @@ def build_trainer(
     engine.rehearse(_any_microbatch(data, plan, device))
     store = build_store(recipe, folder)
     state = load_newest(store, engine, runtime, console)
+    state = state.judged_by(recipe.evaluate.select_by)
+    sampler = build_sampler(recipe, data, device)
     journal = None
     num_steps = recipe.num_steps(data.train.num_samples)
     peak_flops = find_peak_flops(device, plan.precision.compute)
     if runtime.rank == 0:
         folder.cut_metrics(state.step)
         folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops)
-        trackers = build_trackers(recipe.track, folder, state.step + 1)
-        journal = Journal(folder, console, trackers, num_steps, recipe.train.log_every)
+        journal = Journal(folder, console, num_steps, recipe.train.log_every, recipe.batches)
+        journal.add_couriers(start_trackers(recipe, folder, state.step, journal.say))
         journal.say(f"tokens: pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}")
         journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")
+        if sampler is not None:
+            journal.say(sampler.describe())
     return Trainer(
         recipe=recipe,
         num_steps=num_steps,
         engine=engine,
         objective=objective,
         sync=EveryStep(),
-        schedule=build_schedule(recipe.optim, num_steps),
+        schedule=build_schedule(recipe.optim, num_steps, recipe.batches),
         loader=build_loader(recipe, plan, data, meshes, state.step),
         evaluator=build_evaluator(recipe, plan, data, meshes, device),
+        sampler=sampler,
         store=store,
         meshes=meshes,
         device=device,
@@ -123,11 +157,10 @@ def build_loader(
     recipe: Recipe, plan: ParallelPlan, data: PreparedData, meshes: Meshes, start_step: int
 ) -> BatchLoader:
     """This rank's batches from a step on."""
-    order = SampleOrder(data.train.num_samples, recipe.run.seed)
     return BatchLoader(
         data.train,
-        order,
-        recipe.global_batch_size,
+        build_order(recipe, data.train),
+        recipe.batches,
         plan.micro_batch_size,
         dp_rank=meshes.data_rank,
         dp_size=meshes.data_size,
@@ -139,11 +172,19 @@ def build_loader(
 def build_evaluator(
     recipe: Recipe, plan: ParallelPlan, data: PreparedData, meshes: Meshes, device: torch.device
 ) -> Evaluator | None:
-    """The held-out text, where there is any: `evaluate.batches` global batches of it, or the first 200."""
+    """The held-out text, where there is any: `evaluate.batches` global batches of each set, or the first 200."""
     if not data.validation:
         return None
     num_sequences = (recipe.evaluate.batches or DEFAULT_BATCHES) * recipe.global_batch_size
-    return Evaluator(data.validation[0].dataset, num_sequences, plan.micro_batch_size, meshes, device)
+    return Evaluator(data.validation, num_sequences, plan.micro_batch_size, meshes, device)
+
+
+def build_sampler(recipe: Recipe, data: PreparedData, device: torch.device) -> PromptSampler | None:
+    """What continues `evaluate.prompts` at each evaluation, where there are any."""
+    wanted = recipe.evaluate
+    if not wanted.prompts:
+        return None
+    return PromptSampler(wanted.prompts, wanted.prompt_tokens, data.tokenizer, recipe.run.seed, device)
 
 
 def _any_microbatch(data: PreparedData, plan: ParallelPlan, device: torch.device) -> Microbatch:

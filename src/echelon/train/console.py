@@ -2,6 +2,8 @@
 
 from typing import Any
 
+_SAMPLE_WIDTH = 100
+
 
 def render_step(row: dict[str, Any], num_steps: int, remaining_seconds: float | None) -> str:
     """The console line of a train row: step, loss, norm, rate, speed, MFU, memory, data wait, time left."""
@@ -22,6 +24,27 @@ def render_step(row: dict[str, Any], num_steps: int, remaining_seconds: float | 
     if row["skipped"]:
         fields.append("SKIPPED")
     return "  ".join(fields)
+
+
+def render_evaluation(row: dict[str, Any]) -> list[str]:
+    """The console lines of an eval row: the whole, and each set where there are several."""
+    lines = [f"eval at step {row['step']}: {_losses(row)}"]
+    if len(row["sets"]) > 1:
+        lines += [f"  {name}: {_losses(values)}" for name, values in row["sets"].items()]
+    return lines
+
+
+def _losses(values: dict[str, Any]) -> str:
+    parts = [f"loss {values['loss']:.4f}", f"perplexity {values['perplexity']:.2f}"]
+    if values["bits_per_byte"] is not None:
+        parts.append(f"bits_per_byte {values['bits_per_byte']:.4f}")
+    return "  ".join(parts)
+
+
+def render_sample_line(text: str) -> str:
+    """The console line of a sample: the beginning of it, on one line."""
+    line = " ".join(text.split())
+    return f"  sample: {line if len(line) <= _SAMPLE_WIDTH else line[:_SAMPLE_WIDTH] + '...'}"
 
 
 def render_duration(seconds: float | None) -> str:

@@ -23,6 +23,7 @@ class StepRecord:
     num_targets: Tensor
     grad_norm: Tensor
     commit: Tensor
+    loss_scale: Tensor | None
     learning_rate: float
     num_tokens: int
     batch_hash: int
@@ -37,12 +38,18 @@ class StepMetrics:
     loss: float
     grad_norm: float
     committed: bool
+    loss_scale: float | None
     learning_rate: float
     tokens: int
     target_tokens: int
     batch_hash: str
     data_wait_seconds: float
     memory_peak_bytes: int | None
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the step was skipped because a loss scale above 1 may have been too large, which it mends itself."""
+        return not self.committed and self.loss_scale is not None and self.loss_scale >= 1
 
 
 class Stamp:
@@ -88,7 +95,8 @@ class PendingMetrics:
         peak = _to_device([-1 if peak_bytes is None else peak_bytes], device)
         if peak_bytes is not None:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        agreed = [each.double() for each in (record.num_targets, record.grad_norm, record.commit)]
+        scale = record.commit.new_zeros((), dtype=torch.double) if record.loss_scale is None else record.loss_scale
+        agreed = [each.double() for each in (record.num_targets, record.grad_norm, record.commit, scale)]
         self._record = record
         self._world_size = dist.get_world_size(group)
         self._values = _to_host(torch.cat([torch.stack(agreed), peak, sums]))
@@ -97,13 +105,14 @@ class PendingMetrics:
     def read(self) -> StepMetrics:
         """The step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
-        num_targets, grad_norm, committed, peak, loss_sum, tokens, wait, *limbs = self._values.tolist()
+        num_targets, grad_norm, committed, scale, peak, loss_sum, tokens, wait, *limbs = self._values.tolist()
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
             step=self._record.step,
             loss=loss_sum / max(1.0, num_targets),
             grad_norm=grad_norm,
             committed=bool(committed),
+            loss_scale=None if self._record.loss_scale is None else scale,
             learning_rate=self._record.learning_rate,
             tokens=int(tokens),
             target_tokens=int(num_targets),
@@ -157,4 +166,5 @@ def train_row(metrics: StepMetrics, **measured: Any) -> dict[str, Any]:
         "memory_peak_bytes": measured.get("memory_peak_bytes"),
         "batch_hash": metrics.batch_hash,
         "skipped": not metrics.committed,
+        "loss_scale": metrics.loss_scale,
     }

@@ -22,6 +22,7 @@ from echelon.runtime import (
     open_store,
     read_environment,
     start_watchdog,
+    use_deterministic_algorithms,
     worker_environment,
 )
 from echelon.train.setup import PreparedRun, digest_run, prepare_run
@@ -48,7 +49,7 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: S
         worker_argv("echelon.train.worker", str(folder.path)),
         count,
         folder.path,
-        worker_environment(count),
+        worker_environment(count, recipe.train.deterministic),
         recipe.fault.max_restarts or 0,
     )
     try:
@@ -87,6 +88,8 @@ def train_as_rank(recipe: Recipe, fresh: bool, say: Say) -> Outcome:
     from echelon.train.worker import redirect_output, run_rank
 
     start_watchdog()
+    if recipe.train.deterministic:
+        use_deterministic_algorithms()
     store = open_store()
     rank = find_place().rank
     folder = RunFolder(recipe.run.dir)

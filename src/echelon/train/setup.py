@@ -23,8 +23,9 @@ from echelon.run_folder import (
     write_json,
     write_text,
 )
+from echelon.schedule import find_fault, render_schedule
 from echelon.shape import ModelShape, build_shape, resolve_vocab_size
-from echelon.train.journal import check_trackers
+from echelon.train.trackers import catch_up, check_trackers
 
 # A resumed run keeps the choices made at its start, unless one of these was changed by hand.
 _PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch")
@@ -50,18 +51,25 @@ def prepare_run(
     No process group may exist: the others wait without a collective, however long the data takes. `variables` is
     the environment, of which an allow-list is written down. The folder stays locked by this process.
     """
+    from echelon.data.mixture import describe_mixture
     from echelon.data.prepare import prepare_data
+    from echelon.train.evaluate import check_evaluation
 
     find_cluster = cache(find_cluster)
     opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()))
-    if opened.state == "finished":
-        return None
     folder = opened.folder
+    if opened.state == "finished":
+        catch_up(recipe, folder, say)
+        return None
     try:
-        check_trackers(recipe.track)
+        check_trackers(recipe)
         data = prepare_data(recipe, say)
         if opened.state == "resumed":
             _refuse_other_text(folder, data.content_digest)
+        num_steps = recipe.num_steps(data.train.num_samples)
+        if fault := find_fault(recipe.optim, num_steps, recipe.batches):
+            raise ConfigError(fault)
+        check_evaluation(recipe, data)
         fields, line = find_model_fields(recipe, data.vocab_size)
         say(f"model: {line}")
         shape = build_shape(fields)
@@ -76,9 +84,15 @@ def prepare_run(
     except BaseException:
         folder.unlock()
         raise
-    for line in plan.describe():
+    for line in (*plan.describe(), *describe_mixture(recipe, data), *describe_steps(recipe, num_steps)):
         say(line)
     return PreparedRun(folder, plan)
+
+
+def describe_steps(recipe: Recipe, num_steps: int) -> list[str]:
+    """Lines about the run's steps: how the batch grows, where it does, and the learning rate."""
+    ramp = [recipe.batches.describe()] if recipe.train.batch_ramp is not None else []
+    return [*ramp, render_schedule(recipe.optim, num_steps, recipe.batches)]
 
 
 def check_request(recipe: Recipe, cluster: Cluster) -> None:
@@ -86,9 +100,14 @@ def check_request(recipe: Recipe, cluster: Cluster) -> None:
 
     Raises ConfigError, PlanError or DataError naming the key.
     """
-    from echelon.model.build import build_on_meta, load_config
+    from echelon.data.mixture import divide_slots
+    from echelon.model.build import build_on_meta, load_config, parameter_names
+    from echelon.optimizer import check_groups
 
-    check_trackers(recipe.track)
+    if recipe.data.is_mixture:
+        divide_slots(recipe.data.weights)
+    check_trackers(recipe)
+    _check_deterministic(recipe)
     if recipe.model.checkpoint is not None:
         check_weights(recipe.model.checkpoint)
     fields, _ = find_model_fields(recipe, find_vocab_size(recipe) or _load_vocab_size(recipe))
@@ -97,7 +116,18 @@ def check_request(recipe: Recipe, cluster: Cluster) -> None:
     _check_positions(recipe, shape)
     trusted = recipe.model.trust_remote_code
     config = load_config(recipe.model.checkpoint or fields, trusted)
-    build_on_meta(config, recipe.model.attn_implementation, trusted)
+    model = build_on_meta(config, recipe.model.attn_implementation, trusted)
+    check_groups(parameter_names(model), recipe.optim)
+
+
+def _check_deterministic(recipe: Recipe) -> None:
+    """Flash attention's packages add up the gradients of a query in whatever order its blocks finish."""
+    attention = recipe.model.attn_implementation or ""
+    if recipe.train.deterministic and "flash" in attention:
+        raise ConfigError(
+            f"train.deterministic=true: the backward pass of model.attn_implementation={attention} does not repeat bit "
+            "for bit; use sdpa or eager, or set train.deterministic=false."
+        )
 
 
 def _check_positions(recipe: Recipe, shape: ModelShape) -> None:

@@ -1,5 +1,6 @@
 """What a run has done so far: the part of a checkpoint that is not a tensor."""
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,17 +13,35 @@ class TrainState:
         step: optimizer steps done, committed or not.
         tokens: positions fed to the model other than padding, over all ranks.
         target_tokens: positions with a label.
+        best_loss: the lowest evaluation loss so far, at `best_step`, of the set `best_set` (None: of all together).
+        evaluations_since_best: how many evaluations in a row were not better.
     """
 
     step: int = 0
     tokens: int = 0
     target_tokens: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+    best_set: str | None = None
+    evaluations_since_best: int = 0
 
     def advanced(self, tokens: int, target_tokens: int) -> "TrainState":
         """The state one step later."""
         return replace(
             self, step=self.step + 1, tokens=self.tokens + tokens, target_tokens=self.target_tokens + target_tokens
         )
+
+    def evaluated(self, loss: float) -> "TrainState":
+        """The state after an evaluation at this step."""
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            return replace(self, best_loss=loss, best_step=self.step, evaluations_since_best=0)
+        return replace(self, evaluations_since_best=self.evaluations_since_best + 1)
+
+    def judged_by(self, name: str | None) -> "TrainState":
+        """The state for a run that goes by this validation set; losses of another one say nothing about it."""
+        if name == self.best_set:
+            return self
+        return replace(self, best_loss=None, best_step=None, best_set=name, evaluations_since_best=0)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""

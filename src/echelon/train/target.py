@@ -1,4 +1,4 @@
-"""What `eval` and `generate` are pointed at: a run (its newest checkpoint) or an HF folder."""
+"""What `eval` and `generate` are pointed at: a checkpoint of a run, or an HF folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from echelon.checkpoint.export import load_run_model
-from echelon.checkpoint.store import newest_of
+from echelon.checkpoint.store import checkpoint_of
 from echelon.errors import ConfigError
 from echelon.model.attention import choose_attention
 from echelon.model.build import is_model_folder
@@ -22,15 +22,20 @@ def find_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_target(target: Path, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_target(
+    target: Path, device: torch.device, checkpoint: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, in evaluation mode, and its tokenizer.
 
+    Args:
+        checkpoint: newest, best or a step of a run; None: the newest.
+
     Raises:
-        ConfigError: the path is neither a run nor an HF folder, or the run has no checkpoint yet.
+        ConfigError: the path is neither a run nor an HF folder, or the run has no such checkpoint.
     """
+    tokenizer = load_target_tokenizer(target, checkpoint)
     if not is_model_folder(target):
-        return load_run_model(target, device), load_target_tokenizer(target)
-    tokenizer = load_target_tokenizer(target)
+        return load_run_model(target, device, checkpoint), tokenizer
     logging.disable_progress_bar()
     with _explained(target):
         attention = choose_attention(AutoConfig.from_pretrained(target), None)
@@ -40,14 +45,18 @@ def load_target(target: Path, device: torch.device) -> tuple[PreTrainedModel, Pr
     return model.to(device).eval(), tokenizer
 
 
-def load_target_tokenizer(target: Path) -> PreTrainedTokenizerBase:
+def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer alone, which is quick to load. Raises ConfigError as `load_target` does."""
     if is_model_folder(target):
+        if checkpoint is not None:
+            raise ConfigError(
+                f"--checkpoint {checkpoint}: {target} is an HF folder and has no checkpoints; leave it out."
+            )
         with _explained(target):
             return AutoTokenizer.from_pretrained(target, local_files_only=True)
     if not is_run(target):
         raise ConfigError(f"{target} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
-    newest_of(target)
+    checkpoint_of(target, checkpoint)
     return AutoTokenizer.from_pretrained(RunFolder(target).model_dir)
 
 

@@ -15,11 +15,11 @@ from echelon.engines import Engine
 from echelon.errors import TrainingError
 from echelon.mesh import Meshes
 from echelon.objective import Objective
-from echelon.optim import Schedule
 from echelon.recipe import Recipe
+from echelon.schedule import Schedule
 from echelon.shape import ModelShape
 from echelon.sync import Synchronizer
-from echelon.train.evaluate import EvalResult, Evaluator
+from echelon.train.evaluate import EvalResults, Evaluator
 from echelon.train.journal import Journal
 from echelon.train.metrics import (
     PendingMetrics,
@@ -29,6 +29,7 @@ from echelon.train.metrics import (
     peak_memory_bytes,
     train_row,
 )
+from echelon.train.sampler import PromptSampler
 from echelon.train.state import TrainState
 
 
@@ -44,6 +45,7 @@ class Trainer:
     schedule: Schedule
     loader: BatchLoader
     evaluator: Evaluator | None
+    sampler: PromptSampler | None
     store: CheckpointStore
     meshes: Meshes
     device: torch.device
@@ -53,7 +55,7 @@ class Trainer:
     state: TrainState = field(default_factory=TrainState)
 
     def fit(self) -> TrainState:
-        """Train to the last step. Collective.
+        """Train to the last step, or until `evaluate.early_stopping` says so. Collective.
 
         Raises:
             TrainingError: the loss or the gradient norm was not finite; nothing of that step was applied.
@@ -63,6 +65,8 @@ class Trainer:
         self._peak_bytes: int | None = None
         pending: PendingMetrics | None = None
         for step in range(self.state.step, self.num_steps):
+            if self.stopped_early:
+                break
             self.store.check()
             running = PendingMetrics(self.train_step(step), self.meshes.loss, self._peak_if_due(step))
             # The host reads one step late, so that it never waits for the step it has just launched.
@@ -79,7 +83,7 @@ class Trainer:
         return self.state
 
     def train_step(self, step: int) -> StepRecord:
-        """One optimizer step over the plan's microbatches. Collective."""
+        """One optimizer step over the microbatches of its batch. Collective."""
         batch = next(self.loader).to(self.device)
         num_targets = self.count_targets(batch)
         self.sync.begin_step(step)
@@ -87,6 +91,8 @@ class Trainer:
         grad_norm = self.engine.clip(self.recipe.optim.max_grad_norm)
         commit = self.sync.should_commit(grad_norm)
         learning_rate = self.schedule(step)
+        loss_scale = self.engine.loss_scale
+        loss_scale = None if loss_scale is None else loss_scale.clone()
         self.engine.step(learning_rate, commit)
         self.sync.end_step(step)
         return StepRecord(
@@ -95,6 +101,7 @@ class Trainer:
             num_targets=num_targets,
             grad_norm=grad_norm,
             commit=commit,
+            loss_scale=loss_scale,
             learning_rate=learning_rate,
             num_tokens=batch.num_tokens,
             batch_hash=batch.hash,
@@ -107,10 +114,23 @@ class Trainer:
         dist.all_reduce(count, group=self.meshes.loss)
         return count
 
-    def evaluate(self) -> EvalResult:
-        """Loss on the held-out text. Collective."""
+    def evaluate(self) -> EvalResults:
+        """Losses on the held-out text, and samples of the prompts. Collective."""
         assert self.evaluator is not None
-        return self.evaluator.run(self.engine.loss_sum)
+        with self.engine.evaluation() as evaluation:
+            results = self.evaluator.run(evaluation)
+            texts = None if self.sampler is None else self.sampler.run(evaluation)
+        if self.journal is not None:
+            self.journal.evaluation(results.row(self.state.step))
+            if self.sampler is not None and texts is not None:
+                self.journal.samples(self.state.step, self.sampler.prompts, texts)
+        return results
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the loss has not become lower for `evaluate.early_stopping` evaluations."""
+        patience = self.recipe.evaluate.early_stopping
+        return patience is not None and self.state.evaluations_since_best >= patience
 
     def _peak_if_due(self, step: int) -> int | None:
         """This rank's memory, as this start begins and at the steps that are logged."""
@@ -129,15 +149,15 @@ class Trainer:
         return self.evaluator is not None and (done == self.num_steps or (every is not None and done % every == 0))
 
     def _pause(self, done: int) -> None:
-        """Evaluate and save between two steps; their time does not count as a step's."""
+        """Evaluate, then save, between two steps; their time does not count as a step's."""
+        is_best = False
         if self._evaluates_at(done):
-            result = self.evaluate()
-            if self.journal is not None:
-                row = {"kind": "eval", "step": done, "loss": result.loss, "perplexity": result.perplexity}
-                self.journal.evaluation(row)
-        if self._saves_at(done):
+            self.state = self.state.evaluated(self.evaluate().select(self.recipe.evaluate.select_by).loss)
+            is_best = self.state.best_step == done
+        keeps_best = self.recipe.checkpoint.keep_best
+        if self._saves_at(done) or self.stopped_early or (is_best and keeps_best):
             state = {"train": self.state.to_dict(), "sync": self.sync.state_dict()}
-            self.store.save(done, self.engine.state_dict(), state)
+            self.store.save(done, self.engine.state_dict(), state, self.state.best_step if keeps_best else None)
         self._mark = Stamp(self.device)
 
     def _account(self, pending: PendingMetrics) -> None:
@@ -149,7 +169,7 @@ class Trainer:
             self._peak_bytes = metrics.memory_peak_bytes
         if self.journal is not None:
             self.journal.train(self._row(metrics, seconds))
-        if not metrics.committed:
+        if not metrics.committed and not metrics.overflowed:
             self.store.wait()  # every rank stops here, so the save under way can be whole first
             raise TrainingError(
                 f"step {metrics.step + 1}: loss={metrics.loss} and gradient norm={metrics.grad_norm}, and both must be "

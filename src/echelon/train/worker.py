@@ -4,6 +4,7 @@ Its output goes to logs/rank-N.log, and how it ended to .outcomes/rank-N.json; w
 """
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -24,13 +25,24 @@ from echelon.launch.outcome import (
     write_outcome,
 )
 from echelon.run_folder import RunFolder
-from echelon.runtime import Runtime, find_place, start_runtime, start_watchdog, stop_runtime
+from echelon.runtime import (
+    Runtime,
+    find_place,
+    start_runtime,
+    start_watchdog,
+    stop_runtime,
+    use_deterministic_algorithms,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from echelon.plan import ParallelPlan
     from echelon.recipe import Recipe
+
+
+# What torch says of an operation that `torch.use_deterministic_algorithms` rules out.
+_UNREPEATABLE = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -55,6 +67,8 @@ def run_rank(folder: RunFolder, console: TextIO, store: "Store | None" = None) -
     with OutcomeReport(folder, find_place().rank) as ending:
         runtime = start_runtime(store=store)
         recipe, plan = load_agreed_run(folder, runtime)
+        if recipe.train.deterministic:
+            use_deterministic_algorithms()
         from echelon.train.assemble import run_training
 
         run_training(recipe, plan, folder, runtime, console)
@@ -141,6 +155,11 @@ def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
             f"or shard more (parallel: fsdp); {where}"
         )
     summary = (str(error).strip().splitlines() or [""])[0]
+    if operation := _UNREPEATABLE.match(summary):
+        return (
+            f"rank {rank}: train.deterministic=true, and {operation[1]} has no way here to give the same result every "
+            f"time; use another model.attn_implementation or model, or set train.deterministic=false; {where}"
+        )
     return f"rank {rank} failed: {type(error).__name__}: {summary}; {where}"
 
 

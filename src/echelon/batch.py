@@ -1,0 +1,88 @@
+"""How many sequences each step feeds, and which: a pure function of the tokens fed before it."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class BatchStage:
+    """Steps of one size, from `first_step` on, which feeds the sequences of the run from `first_sequence` on."""
+
+    first_step: int
+    first_sequence: int
+    size: int
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """The global batch of every step. Made by `constant_batch` or `ramp_batch`; every size in it occurs.
+
+    Steps and sequences count from 0, over all ranks. Tokens are positions fed: the few positions of padding at the end
+    of a text count, so that the place in the text is not needed to know the step.
+    """
+
+    sequence_len: int
+    stages: tuple[BatchStage, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sequences of a step that occur, smallest first."""
+        return tuple(stage.size for stage in self.stages)
+
+    def sequences(self, step: int) -> int:
+        """Sequences that a step feeds."""
+        return self._stage(step).size
+
+    def first_sequence(self, step: int) -> int:
+        """Sequences fed before a step: it feeds those from this one on."""
+        stage = self._stage(step)
+        return stage.first_sequence + (step - stage.first_step) * stage.size
+
+    def first_token(self, step: int) -> int:
+        """Tokens fed before a step."""
+        return self.first_sequence(step) * self.sequence_len
+
+    def num_steps(self, num_sequences: int) -> int:
+        """The least number of steps that feed so many sequences."""
+        starts = [stage.first_sequence for stage in self.stages]
+        stage = self.stages[max(0, bisect_right(starts, num_sequences - 1) - 1)]
+        return stage.first_step + -(-(num_sequences - stage.first_sequence) // stage.size)
+
+    def describe(self) -> str:
+        """A line for people, of a batch that grows."""
+        first, last = self.stages[0], self.stages[-1]
+        return (
+            f"batch ramp: {first.size:,} -> {last.size:,} sequences in {len(self.stages)} sizes over "
+            f"{self.first_token(last.first_step):,} tokens; {last.size:,} from step {last.first_step + 1:,} on"
+        )
+
+    def _stage(self, step: int) -> BatchStage:
+        return self.stages[bisect_right([stage.first_step for stage in self.stages], step) - 1]
+
+
+def constant_batch(size: int, sequence_len: int) -> BatchSchedule:
+    """The same number of sequences in every step."""
+    return BatchSchedule(sequence_len, (BatchStage(0, 0, size),))
+
+
+@cache
+def ramp_batch(start: int, size: int, increment: int, over_tokens: int, sequence_len: int) -> BatchSchedule:
+    """From `start` sequences up to `size` by `increment`, in stretches of equally many tokens; `size` from then on.
+
+    The rule of Megatron-LM's `--rampup-batch-size`: with K = (size - start) / increment, a step before which t tokens
+    were fed takes start + floor(t K / over_tokens) * increment sequences. `increment` divides size - start.
+    """
+    num_increments, rest = divmod(size - start, increment)
+    assert num_increments > 0 and rest == 0, f"a batch from {start} to {size} by {increment}"
+    stages: list[BatchStage] = []
+    step = sequence = 0
+    for index in range(num_increments):
+        # Integers alone: the first place whose tokens reach the end of this stretch.
+        stop = -(-(index + 1) * over_tokens // (num_increments * sequence_len))
+        if sequence < stop:
+            stage = BatchStage(step, sequence, start + index * increment)
+            stages.append(stage)
+            num_steps = -(-(stop - sequence) // stage.size)
+            step, sequence = step + num_steps, sequence + num_steps * stage.size
+    return BatchSchedule(sequence_len, (*stages, BatchStage(step, sequence, size)))

@@ -1,0 +1,152 @@
+"""A mixture: sources that take turns in stated shares, each at its own pace through its own epochs.
+
+The shares are exact: a table of P slots gives each source a whole number of them, in an order drawn from the seed, and
+is walked through over and over. Prefix counts of the table say the how-manieth sequence of its source stands at any
+position of the run, so any position is found in O(1), and no rank keeps state.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.data.order import DataOrder, Permutation, SampleOrder, branch_seed
+from echelon.data.shards import Dataset, TokenDataset
+from echelon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from echelon.data.prepare import PreparedData
+    from echelon.recipe import Recipe
+
+MIN_SLOTS = 1000
+MAX_SLOTS = 1_000_000
+
+Ids = npt.NDArray[np.int64]
+
+
+def divide_slots(weights: Sequence[float]) -> tuple[int, ...]:
+    """How many slots of the table each source gets.
+
+    Weights count as the decimals they are written in. The table has the least number of slots, at least 1000, in which
+    every share is a whole number; where that is more than a million, it has a million, shared out by largest remainder.
+    Raises ConfigError for a source that would get none.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    unit = math.lcm(*(share.denominator for share in shares))
+    num_slots = MAX_SLOTS if unit > MAX_SLOTS else unit * -(-MIN_SLOTS // unit)
+    slots = [math.floor(share * num_slots) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda source: (slots[source] - shares[source] * num_slots, source))
+    for source in by_remainder[: num_slots - sum(slots)]:
+        slots[source] += 1
+    for source, count in enumerate(slots):
+        if count == 0:
+            raise ConfigError(
+                f"data.train.{source}.weight={weights[source]:g} gives less than one sequence in a million; use a "
+                "larger weight, or leave the source out."
+            )
+    return tuple(slots)
+
+
+class MixtureOrder:
+    """The endless order of a mixture's samples, which are numbered through: source after source.
+
+    Position g of the run is slot g mod P of the table's round g div P. The n-th sequence that a source gives is the
+    n-th of its own `SampleOrder`: epoch after epoch, each a permutation of its own of the source's samples.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
+        """`sizes`: how many samples each source has."""
+        assert len(sizes) == len(weights) and min(sizes) > 0, f"a mixture of {sizes} samples"
+        self.sizes = tuple(sizes)
+        self.slots = divide_slots(weights)
+        self.num_samples = sum(sizes)
+        self._orders = [SampleOrder(size, branch_seed(seed, 1 + source)) for source, size in enumerate(sizes)]
+        self._offsets = np.cumsum([0, *sizes])
+        num_slots = sum(self.slots)
+        shuffled = Permutation(num_slots, (branch_seed(seed, 0), 0)).apply(np.arange(num_slots))
+        self._sources = np.repeat(np.arange(len(sizes)), self.slots)[shuffled]
+        self._earlier = np.empty(num_slots, dtype=np.int64)
+        for source, count in enumerate(self.slots):
+            self._earlier[self._sources == source] = np.arange(count)
+
+    def sample_ids(self, start: int, count: int) -> Ids:
+        """The samples at positions [start, start + count), `[count]`."""
+        rounds, places = np.divmod(np.arange(start, start + count, dtype=np.int64), len(self._sources))
+        sources = self._sources[places]
+        uses = rounds * np.array(self.slots)[sources] + self._earlier[places]
+        ids = np.empty(count, dtype=np.int64)
+        for source in np.unique(sources):
+            chosen = sources == source
+            ids[chosen] = self._offsets[source] + self._orders[source].samples_at(uses[chosen])
+        return ids
+
+    def uses_before(self, position: int) -> list[int]:
+        """How many sequences each source gives to positions [0, position)."""
+        rounds, rest = divmod(position, len(self._sources))
+        counts = np.bincount(self._sources[:rest], minlength=len(self.slots))
+        return [rounds * slots + int(count) for slots, count in zip(self.slots, counts, strict=True)]
+
+
+class MixtureDataset:
+    """The samples of several sources, numbered through: the id of one is its own within its source, plus an offset."""
+
+    def __init__(self, parts: Sequence[TokenDataset]) -> None:
+        self.parts = tuple(parts)
+        self.sequence_len = parts[0].sequence_len
+        self._stops = np.cumsum([part.num_samples for part in parts])
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all sources."""
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_samples(self) -> int:
+        """The windows of all sources; none runs from one source into another."""
+        return int(self._stops[-1])
+
+    def read_samples(self, sample_ids: Ids) -> tuple[Ids, Ids]:
+        """The samples `[n]`, of any sources, as (inputs, labels), both int64 `[n, sequence_len]`."""
+        inputs = np.empty((sample_ids.size, self.sequence_len), dtype=np.int64)
+        labels = np.empty_like(inputs)
+        sources = np.searchsorted(self._stops, sample_ids, side="right")
+        for source in np.unique(sources):
+            chosen, part = sources == source, self.parts[source]
+            first = self._stops[source] - part.num_samples
+            inputs[chosen], labels[chosen] = part.read_samples(sample_ids[chosen] - first)
+        return inputs, labels
+
+    def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
+        """All tokens, source after source, a chunk at a time."""
+        for part in self.parts:
+            yield from part.iter_tokens(chunk_tokens)
+
+
+def build_order(recipe: "Recipe", dataset: Dataset) -> DataOrder:
+    """The order in which a run of the recipe reads its training data."""
+    if isinstance(dataset, MixtureDataset):
+        return MixtureOrder([part.num_samples for part in dataset.parts], recipe.data.weights, recipe.run.seed)
+    return SampleOrder(dataset.num_samples, recipe.run.seed)
+
+
+def describe_mixture(recipe: "Recipe", data: "PreparedData") -> list[str]:
+    """A line for each source of a mixture: its share, the size of its epoch, how often the run repeats it."""
+    order = build_order(recipe, data.train)
+    if not isinstance(order, MixtureOrder):
+        return []
+    num_sequences = recipe.batches.first_sequence(recipe.num_steps(order.num_samples))
+    weights = [Fraction(str(weight)) for weight in recipe.data.weights]
+    lines = []
+    for source, uses in enumerate(order.uses_before(num_sequences)):
+        share, asked = Fraction(order.slots[source], sum(order.slots)), weights[source] / sum(weights)
+        rounded = "" if share == asked else f" (by its weight {float(asked):.6%})"
+        digits = 2 if share == asked and share >= Fraction(1, 100) else 4
+        lines.append(
+            f"mixture: {data.manifest.train[source].name} {float(share):.{digits}%}{rounded}; "
+            f"{order.sizes[source]:,} sequences an epoch, {uses:,} in the run: {uses / order.sizes[source]:.2f} epochs"
+        )
+    return lines

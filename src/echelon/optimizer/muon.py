@@ -1,0 +1,58 @@
+"""Muon: the momentum of a matrix, orthogonalised."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echelon.optimizer.layout import Layout
+from echelon.optimizer.rules import Item, assign
+
+# Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": five quintic steps.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NUM_ITERATIONS = 5
+EPS = 1e-7
+# The root mean square of AdamW's updates, which Muon's are scaled to (Liu et al. 2025, arXiv:2502.16982, section 2.2).
+UPDATE_RMS = 0.2
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon with Nesterov momentum, its updates as large as AdamW's, so that one learning rate and decay serve both.
+
+    A sharded matrix is gathered, orthogonalised whole on every rank, and each keeps its part: a part's own
+    orthogonalisation would be another update.
+    """
+
+    momentum: float
+
+    def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """The momentum."""
+        return {"momentum": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
+
+    def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
+        """See Rule. Collective where matrices are sharded."""
+        for item in items:
+            momentum = item.state["momentum"]
+            mixed = momentum.lerp(item.gradient, 1 - self.momentum)
+            direction = item.gradient.lerp(mixed, self.momentum)
+            update = item.layout.keep_part(orthogonalize(item.layout.gather(direction))).float()
+            scale = rate * UPDATE_RMS * math.sqrt(max(item.layout.shape))
+            assign(item.weight, item.weight * (1 - rate * weight_decay) - scale * update, commit)
+            assign(momentum, mixed, commit)
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Bring the singular values of a whole matrix near 1 by Newton-Schulz iterations in bf16, which is enough."""
+    a, b, c = COEFFICIENTS
+    x = matrix.bfloat16()
+    is_tall = x.size(0) > x.size(1)
+    if is_tall:
+        x = x.T
+    x = x / x.norm().clamp(min=EPS)
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x

@@ -1,0 +1,58 @@
+"""Moments in 8 bits: a code for each number, and a scale for each block of a row.
+
+The dynamic tree code of Dettmers et al. 2022 ("8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861). Blocks
+lie within rows, and rows are never cut by sharding, so codes and scales are the same under every plan, and a checkpoint
+of them goes on under another bit for bit.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 256
+SMALLEST = 1e-12
+_NUM_EXPONENTS = 7
+
+
+@functools.cache
+def code_values(signed: bool) -> tuple[float, ...]:
+    """The 256 values of a code, ascending: ever finer towards zero, 0 and 1 among them."""
+    values: list[float] = [0.0, 1.0]
+    for exponent in range(_NUM_EXPONENTS):
+        num_fractions = 2**exponent if signed else 2 ** (exponent + 1)
+        edges = torch.linspace(0.1, 1.0, num_fractions + 1)
+        fractions = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - _NUM_EXPONENTS + 1)).tolist()
+        values += fractions
+        if signed:
+            values += [-value for value in fractions]
+    return tuple(sorted(values))
+
+
+@functools.cache
+def _code_table(signed: bool, device: torch.device) -> Tensor:
+    """The values on a device, sent there once."""
+    return torch.tensor(code_values(signed), device=device)
+
+
+def num_blocks(width: int) -> int:
+    """Blocks of a row of this width; the last may be short."""
+    return -(-width // BLOCK)
+
+
+def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes (uint8, the shape of `values` [..., width]) and scales (fp32 [..., blocks]) of a tensor."""
+    table = _code_table(signed, values.device)
+    count = num_blocks(values.shape[-1])
+    padded = F.pad(values, (0, count * BLOCK - values.shape[-1]))
+    blocks = padded.reshape(*values.shape[:-1], count, BLOCK)
+    scales = blocks.abs().amax(-1).clamp(min=SMALLEST)
+    nearest = torch.bucketize(blocks / scales.unsqueeze(-1), (table[:-1] + table[1:]) / 2, out_int32=True, right=True)
+    return nearest.to(torch.uint8).flatten(-2)[..., : values.shape[-1]], scales
+
+
+def unpack(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """The fp32 values that codes and scales stand for."""
+    spread = scales.unsqueeze(-1).expand(*scales.shape, BLOCK).flatten(-2)[..., : codes.shape[-1]]
+    return _code_table(signed, codes.device)[codes.int()] * spread

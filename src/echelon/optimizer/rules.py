@@ -1,0 +1,131 @@
+"""What every update rule is, and those that work on each number by itself: AdamW, SGD with momentum, Lion.
+
+A rule never asks the host whether a step counts: `commit` stays on the device, and where it is false nothing changes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from echelon.optimizer.layout import Layout
+
+
+@dataclass(frozen=True)
+class Item:
+    """This rank's part of one parameter as a rule sees it: all fp32, weight and state to be changed in place."""
+
+    weight: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+    layout: Layout
+
+
+class Rule(Protocol):
+    """How gradients move weights."""
+
+    def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """The first state of one parameter, fp32, sharded like it."""
+        ...
+
+    def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
+        """One step of some parameters, in place, unless `commit` (a boolean scalar on their device) is false.
+
+        Weight decay is decoupled: weights shrink by rate * weight_decay (Loshchilov & Hutter 2019). Every rank calls
+        it with the same parameters in the same order.
+        """
+        ...
+
+
+def assign(target: Tensor, value: Tensor, commit: Tensor) -> None:
+    """Put a value in place where `commit` is true."""
+    target.copy_(torch.where(commit, value, target))
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW (Loshchilov & Hutter 2019), by PyTorch's fused kernel."""
+
+    betas: tuple[float, float]
+    eps: float
+
+    def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """`step`, and the two moments."""
+        return {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False),
+        }
+
+    def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
+        """See Rule. All items in one call."""
+        adamw(
+            [item.weight for item in items],
+            [item.gradient for item in items],
+            [item.state["exp_avg"] for item in items],
+            [item.state["exp_avg_sq"] for item in items],
+            [],
+            [item.state["step"] for item in items],
+            fused=True,
+            found_inf=(~commit).float(),
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=rate,
+            weight_decay=weight_decay,
+            eps=self.eps,
+            maximize=False,
+        )
+
+
+@dataclass(frozen=True)
+class MomentumSGD:
+    """SGD with momentum, b = momentum * b + g, w -= rate * b, by PyTorch's fused kernel; weight decay decoupled."""
+
+    momentum: float
+
+    def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """The momentum, which begins at zero: then the first step takes the gradient as it is."""
+        return {"momentum": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
+
+    def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
+        """See Rule. All items in one call."""
+        weights = [item.weight for item in items]
+        if weights and weight_decay:
+            torch._foreach_mul_(weights, torch.where(commit, 1.0 - rate * weight_decay, 1.0))
+        sgd(
+            weights,
+            [item.gradient for item in items],
+            [item.state["momentum"] for item in items],
+            fused=True,
+            found_inf=(~commit).float(),
+            weight_decay=0.0,
+            momentum=self.momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+
+
+@dataclass(frozen=True)
+class Lion:
+    """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2)."""
+
+    betas: tuple[float, float]
+
+    def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
+        """The momentum."""
+        return {"momentum": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
+
+    def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
+        """See Rule: the sign of a mix of momentum and gradient; the momentum itself mixes by the second beta."""
+        for item in items:
+            momentum = item.state["momentum"]
+            sign = momentum.lerp(item.gradient, 1 - self.betas[0]).sign_()
+            assign(item.weight, item.weight * (1 - rate * weight_decay) - rate * sign, commit)
+            assign(momentum, momentum.lerp(item.gradient, 1 - self.betas[1]), commit)

@@ -1,0 +1,74 @@
+"""What a tracker is, and how a row of metrics.jsonl becomes the numbers it takes."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+# The last step that a tracker holds of each kind of row; 0 where it holds none.
+Held = defaultdict[str, int]
+
+# Everything before the @ of an address: a password, or a token on its own.
+_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A tracker ready for rows: what it holds already, and where a person looks at it."""
+
+    held: Held
+    where: str
+
+
+class Tracker(Protocol):
+    """A place beside metrics.jsonl where metrics go. Used by the thread of its courier alone; every call may raise."""
+
+    name: str
+
+    def open(self, run_key: str, given: Mapping[str, int]) -> Opened:
+        """Make the tracking run of this key, or find it again. Also called to reconnect after any failure.
+
+        `given` is what the run folder notes as sent: the answer of a tracker that cannot be asked what it holds.
+        """
+        ...
+
+    def send(self, rows: list[dict[str, Any]]) -> None:
+        """Store these rows, whole and in order."""
+        ...
+
+    def finish(self, done: bool) -> None:
+        """Store what belongs to the end, and close the tracking run. `done`: the run reached its last step."""
+        ...
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row, named KIND/KEY, and KIND/SET/KEY for those of its named `sets`; the step is left out."""
+    return {
+        f"{row['kind']}/{name}": value
+        for name, value in [*_numbers(row), *_numbers_of_sets(row.get("sets") or {})]
+        if name != "step"
+    }
+
+
+def _numbers_of_sets(sets: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    for set_name, values in sets.items():
+        for key, value in _numbers(values):
+            yield f"{set_name}/{key}", value
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, value
+
+
+def hide_logins(text: str) -> str:
+    """The text with whatever stands before the @ of an address replaced. For messages: unlike the recipe's redaction
+    it may take away what is no secret."""
+    return _LOGIN.sub("***", text)
+
+
+def has_login(address: str) -> bool:
+    """Whether an address carries a name or a password."""
+    return bool(_LOGIN.search(address))

@@ -1,0 +1,102 @@
+"""The best checkpoint is kept, and a run without progress stops, through resumes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command import MARK, CommandLine, assert_no_orphan, read_lines, write_recipe
+
+pytestmark = pytest.mark.dist
+
+# Bytes that the training text lacks: the longer it is trained on, the less they are expected.
+STRANGE = "αβγδεζηθ" * 20
+
+
+@pytest.fixture
+def echelon(capfd, monkeypatch, tmp_path):
+    """The command, in a folder of its own; nobody it started outlives the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(MARK, str(tmp_path))
+    yield CommandLine(capfd, monkeypatch)
+    assert_no_orphan()
+
+
+def steps(run):
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+
+
+def test_the_best_is_kept_and_patience_ends(echelon, tmp_path):
+    (tmp_path / "strange.txt").write_text(STRANGE)
+    (tmp_path / "even.txt").write_text("2 plus 4 is 6, and so on.\n" * 9)
+    write_recipe(
+        tmp_path,
+        data={"validation_fraction": None, "validation": [{"path": "even.txt"}, {"path": "strange.txt", "name": "odd"}]},
+        train={"steps": 3, "eval_every": 1},
+        optim={"learning_rate": 0.1},
+        evaluate={"select_by": "odd", "early_stopping": 3},
+        checkpoint={"every_steps": 3, "keep_last": 1, "keep_best": True},
+    )
+    run = tmp_path / "runs" / "tiny"
+    ending = echelon("train", "recipe.json", "--nproc", "1")
+    assert ending.code == 0, ending
+    assert "eval at step 1: loss" in ending.out and "  odd: loss" in ending.out
+    assert steps(run) == [1, 3]
+
+    # Steps 2 and 3 were not better: with step 4 patience is at its end, also after the resume.
+    ending = echelon("train", "recipe.json", "--nproc", "1", "train.steps=20")
+    assert ending.code == 0 and "early stopping at step 4: no lower loss in 3 evaluations" in ending.out, ending
+    assert steps(run) == [1, 4]
+    evals = [row["sets"]["odd"]["loss"] for row in read_lines(run / "metrics.jsonl") if row["kind"] == "eval"]
+    assert evals == sorted(evals) and len(evals) == 4
+    events = read_lines(run / "events.jsonl")
+    assert events[-1]["event"] == "early_stop" and events[-1]["step"] == 4
+    assert events[-1]["best_step"] == 1 and events[-1]["best_loss"] == evals[0]
+    state = json.loads((run / "checkpoints" / "step-00000004" / "state.json").read_text())["train"]
+    assert (state["best_step"], state["best_loss"], state["evaluations_since_best"]) == (1, evals[0], 3)
+
+    ending = echelon("train", "recipe.json", "--nproc", "1", "train.steps=20")
+    assert ending.code == 0 and "has finished early, at step 4; raise evaluate.early_stopping" in ending.out
+
+    check_choice_of_checkpoints(echelon, run, evals)
+
+    ending = echelon("train", "recipe.json", "--nproc", "1", "train.steps=20", "evaluate.early_stopping=5")
+    assert ending.code == 0 and "early stopping at step 6" in ending.out, ending
+    assert steps(run) == [1, 6]
+
+
+def check_choice_of_checkpoints(echelon, run, evals):
+    """eval, generate and export take the best one, or one by its step."""
+    losses = {}
+    for which in ("best", "1", "4"):
+        ending = echelon("eval", run, "--checkpoint", which, "--json")
+        assert ending.code == 0, ending
+        losses[which] = json.loads(ending.out)["sets"]["odd"]["loss"]
+    assert losses["best"] == losses["1"] == pytest.approx(evals[0], abs=0.02)  # one batch of it there, all of it here
+    assert losses["4"] == pytest.approx(evals[3], abs=0.02)
+    sample = ("generate", run, "--prompt", "1", "--max-tokens", "20", "--temperature", "0")
+    texts = [echelon(*sample, "--checkpoint", which).out for which in ("best", "newest")]
+    assert texts[0] != texts[1]
+    assert echelon("export", run, "out", "--checkpoint", "best").code == 0
+    assert echelon("generate", "out", *sample[2:]).out == texts[0]
+    ending = echelon("eval", run, "--checkpoint", "2")
+    assert ending.code == 2 and "--checkpoint 2: use newest, best or a step" in ending.err and "steps 1, 4" in ending.err
+    ending = echelon("eval", "out", "--data", "text.txt", "--checkpoint", "best")
+    assert ending.code == 2 and "is an HF folder and has no checkpoints" in ending.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["evaluate.select_by=other"], "evaluate.select_by=other: no validation set has this name; use one of validation"),
+        (["checkpoint.keep_best=true", "data.validation_fraction=0"], "checkpoint.keep_best goes with evaluations"),
+        (["evaluate.early_stopping=2"], "evaluate.early_stopping needs evaluations on the way"),
+        (["evaluate.prompts=['']"], "evaluate.prompts: '' holds no token"),
+        (["evaluate.prompts=[abc]", "evaluate.prompt_tokens=30"], "longer than data.sequence_len=32"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(echelon, tmp_path, overrides, words):
+    write_recipe(tmp_path)
+    ending = echelon("train", "recipe.json", "--nproc", "1", *overrides)
+    assert ending.code == 2 and words in ending.err, ending
+    assert not list(Path("runs").glob("*/metrics.jsonl"))

@@ -1,0 +1,56 @@
+"""`train.deterministic`: what a worker runs under, and what it says of an operation that it may not run."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from command import LAUNCHER_KEYS, finish, start, write_recipe
+from echelon.run_folder import RunFolder
+from echelon.runtime import worker_environment
+
+pytestmark = pytest.mark.dist
+
+# A rank of a prepared run, its training replaced by a look around and an operation that torch rules out.
+PROBE = """
+import json, os, sys
+from pathlib import Path
+import torch
+import echelon.train.assemble as assemble
+from echelon.run_folder import RunFolder
+from echelon.train.worker import run_rank
+
+def look_around(recipe, plan, folder, runtime, console):
+    flags = [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic]
+    print(json.dumps([*flags, os.environ.get("CUBLAS_WORKSPACE_CONFIG")]))
+    torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
+
+assemble.run_training = look_around
+print(json.dumps(run_rank(RunFolder(Path(sys.argv[1])), sys.stdout).message))
+"""
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_worker_is_told_and_says_what_it_cannot_run(tmp_path, monkeypatch, deterministic):
+    monkeypatch.chdir(tmp_path)
+    for key in (*LAUNCHER_KEYS, "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(key, raising=False)
+    write_recipe(tmp_path, train={"steps": 1, "global_batch_size": 4, "deterministic": deterministic})
+    assert finish(start("train", "recipe.json", "--nproc", "1")).code == 0
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(run.path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    found, message = (json.loads(line) for line in done.stdout.splitlines()[-2:])
+    if deterministic:
+        assert found == [True, True, ":4096:8"]
+        assert message.startswith("rank 0: train.deterministic=true, and put_ has no way here")
+        assert "set train.deterministic=false" in message
+    else:
+        assert found == [False, False, None] and message == ""
+
+
+def test_cublas_finds_its_setting_before_a_worker_starts():
+    assert worker_environment(2, deterministic=True)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in worker_environment(2)

@@ -1,0 +1,49 @@
+"""`echelon init`: the starter, and a recipe from two numbers that really trains."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command import MARK, TEXT, CommandLine, assert_no_orphan, read_lines
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def echelon(capfd, monkeypatch, tmp_path):
+    """The command, in a folder of its own; nobody it started outlives the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(MARK, str(tmp_path))
+    yield CommandLine(capfd, monkeypatch)
+    assert_no_orphan()
+
+
+def test_a_recipe_from_two_numbers_trains(echelon):
+    Path("text.txt").write_text(TEXT)
+    ending = echelon("init", "small.yaml", "--params", "1m", "--tokens", "200k", "--vocab-size", "300")
+    assert ending.code == 0, ending
+    for words in ("learning_rate: 0.0013  (Kaplan, 0.003239", "global_batch_tokens: 4096  (49 steps; DeepSeek, 0.2920",
+                  "0.2 tokens for each parameter: few.", "wrote small.yaml"):  # fmt: skip
+        assert words in ending.out
+    ending = echelon("train", "small.yaml", "data.train.0.path=text.txt", "data.sequence_len=64", "train.tokens=16384")
+    assert ending.code == 0, ending
+    rows = read_lines("runs/small/metrics.jsonl")
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert len(losses) == 4 and losses[-1] < losses[0] < 6.5
+    config = json.loads(Path("runs/small/model/config.json").read_text())
+    assert config["vocab_size"] == 320
+
+
+def test_what_init_refuses(echelon):
+    Path("there.yaml").write_text("mine")
+    for arguments, words in [
+        (["there.yaml"], "there.yaml exists"),
+        (["new.yaml", "--params", "much"], "--params much is not a count; write it like 1.3b, 350m or 2e9."),
+        (["new.yaml", "--tokens", "9"], "--tokens 9 is out of range; use 100k to 100t."),
+        (["new.yaml", "--vocab-size", "300"], "--vocab-size 300 goes with --params or --tokens"),
+    ]:
+        ending = echelon("init", *arguments)
+        assert ending.code == 2 and words in ending.err and not Path("new.yaml").exists()
+    assert Path("there.yaml").read_text() == "mine"
+    assert echelon("init").code == 0 and "num_hidden_layers: 4" in Path("recipe.yaml").read_text()

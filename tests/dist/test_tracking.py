@@ -1,0 +1,191 @@
+"""Runs with trackers: what the stores hold after a crash and a resume, and a server that is killed in the middle."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from command import CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from echelon.run_folder import RunFolder
+
+pytestmark = pytest.mark.dist
+
+SECRET = "hf_AbCdEf0123456789"
+
+
+@pytest.fixture
+def echelon(capfd, monkeypatch, tmp_path):
+    """The command, in a folder of its own, with secrets in its environment; nobody it started outlives the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
+    for name in ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.setenv(name, SECRET)
+    for name in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    yield CommandLine(capfd, monkeypatch)
+    assert_no_orphan()
+
+
+def open_client(uri):
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
+
+
+def read_points(client, run_id, key):
+    return [(point.step, point.value) for point in client.get_metric_history(run_id, key)]
+
+
+def expected_points(run, kind, key):
+    return [(row["step"], row[key]) for row in read_lines(run.metrics_path) if row["kind"] == kind]
+
+
+def test_one_tracking_run_across_a_resume_and_its_model_registered(echelon, tmp_path):
+    """Step 4 is lost, and done again by the resumed run; the finished run then gets a tracker more."""
+    # A learning rate that does not depend on the number of steps.
+    flat = {"learning_rate": 1e-3, "min_learning_rate_fraction": 1.0}
+    write_recipe(
+        tmp_path, train={"steps": 4, "eval_every": 2}, optim=flat, track=["mlflow"], mlflow={"register_model": "tiny"}
+    )
+    run = RunFolder(Path("runs/tiny"))
+    first = echelon("train", "recipe.json", "--nproc", "1")
+    assert first.code == 0, first
+    os.truncate(run.checkpoints_dir / "step-00000004" / ".metadata", 10)
+    ending = echelon("train", "recipe.json", "train.steps=7", "--nproc", "1")
+    assert ending.code == 0 and "Resuming from step-00000003" in ending.out
+    assert "track: mlflow keeps steps 4 to 4 as they were" in ending.out
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert f"look with: mlflow ui --backend-store-uri {uri}" in ending.out
+
+    client = open_client(uri)
+    [found] = client.search_runs([client.get_experiment_by_name("echelon").experiment_id])
+    for kind in ("train", "eval"):
+        assert read_points(client, found.info.run_id, f"{kind}/loss") == expected_points(run, kind, "loss")
+    assert found.info.status == "FINISHED"
+    check_model(client, found.info.run_id)
+    # Nothing is missing, so nothing is opened.
+    assert "track:" not in echelon("train", "recipe.json", "train.steps=7").out
+    ending = echelon("train", "recipe.json", "train.steps=7", "track=[mlflow, wandb]", "wandb.mode=offline")
+    assert ending.code == 0 and "track: wandb run" in ending.out
+    assert list((run.path / "wandb").glob("offline-run-*/*.wandb"))
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+def check_model(client, run_id):
+    """A version for each end of the run; transformers reads the newest, which is the newest checkpoint's."""
+    from echelon.checkpoint.export import load_run_model
+
+    versions = sorted(client.search_model_versions("name = 'tiny'"), key=lambda each: int(each.version))
+    assert [version.source for version in versions] == [f"runs:/{run_id}/model/step-{n:08d}" for n in (4, 7)]
+    path = client.download_artifacts(run_id, versions[-1].source.removeprefix(f"runs:/{run_id}/"))
+    stored = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    live = load_run_model(Path("runs/tiny"), torch.device("cpu")).state_dict()
+    assert all(torch.equal(stored[name], live[name]) for name in live)
+
+
+def test_a_server_that_is_not_there_stops_nothing(echelon, tmp_path):
+    """Its address has a password, which nothing shows."""
+    write_recipe(tmp_path, train={"steps": 3}, track=["mlflow"])
+    address = f"http://me:{SECRET}@127.0.0.1:{free_port()}"
+    ending = finish(start("train", "recipe.json", "--nproc", "1", MLFLOW_TRACKING_URI=address))
+    assert ending.code == 0, ending
+    [line] = [line for line in ending.out.splitlines() if "mlflow fails" in line]
+    assert "training goes on" in line and "http://***@127.0.0.1" in line
+    assert "track: mlflow lacks 4 of 4 rows; the same command sends it again" in ending.out
+    assert len(read_lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")) == 4
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert SECRET not in ending.out + ending.err
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_says_why_in_spite_of_its_tracker(echelon, tmp_path):
+    write_recipe(tmp_path, train={"steps": 30}, optim={"learning_rate": 1e30, "max_grad_norm": None}, track=["mlflow"])
+    ending = echelon("train", "recipe.json", "--nproc", "2")
+    assert ending.code == 1 and "both must be finite" in ending.err, ending
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class MlflowServer:
+    """A real `mlflow server` on a SQLite store, which can be killed and started again."""
+
+    def __init__(self, folder):
+        self._folder, self._port = folder, free_port()
+        self.uri = f"http://127.0.0.1:{self._port}"
+
+    def start(self):
+        command = [sys.executable, "-m", "mlflow", "server", "--port", str(self._port), "--workers", "1"]
+        command += ["--backend-store-uri", f"sqlite:///{self._folder}/server.db"]
+        command += ["--artifacts-destination", str(self._folder / "artifacts")]
+        with (self._folder / "server.log").open("a") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + 90
+        while not self._is_healthy():
+            assert time.monotonic() < deadline and self._process.poll() is None
+            time.sleep(0.2)
+
+    def kill(self):
+        """SIGKILL, to it and all its workers."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _is_healthy(self):
+        try:
+            return urllib.request.urlopen(f"{self.uri}/health", timeout=1).status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = MlflowServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("returns", [True, False], ids=["comes back", "stays away"])
+def test_killing_the_server_in_the_middle_of_a_run_loses_nothing(echelon, tmp_path, server, returns):
+    write_recipe(
+        tmp_path, train={"steps": 1200, "log_every": 100}, checkpoint={"every_steps": 600}, track=["mlflow"],
+        mlflow={"tracking_uri": server.uri, "log_model": True},
+    )  # fmt: skip
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    process = start("train", "recipe.json", "--nproc", "1")
+    await_line(run.path / "trackers" / "mlflow.json", '"train"', process, seconds=120)
+    server.kill()
+    assert len(read_lines(run.metrics_path)) < 1000, "the run was nearly over"
+    if returns:
+        server.start()
+    ending = finish(process, 500)
+    assert ending.code == 0, ending
+    rows = read_lines(run.metrics_path)
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 1201))
+    if not returns:
+        assert "track: mlflow lacks" in ending.out and "the same command sends it again" in ending.out
+        server.start()
+        ending = echelon("train", "recipe.json")
+    assert ending.code == 0, ending
+
+    client = open_client(server.uri)
+    [found] = client.search_runs([client.get_experiment_by_name("echelon").experiment_id])
+    for kind in ("train", "eval"):
+        assert read_points(client, found.info.run_id, f"{kind}/loss") == expected_points(run, kind, "loss")
+    assert found.info.status == "FINISHED"
+    assert "model" in {each.path for each in client.list_artifacts(found.info.run_id)}

@@ -1,0 +1,39 @@
+"""`train.deterministic` on a GPU: two runs are one, bit for bit, with backward passes that race without it."""
+
+import pytest
+import torch
+
+from echelon.runtime import use_deterministic_algorithms
+from gpu_training import Case, train_on_gpu
+from training import Row, equal_tensors, tensors_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def deterministic():
+    use_deterministic_algorithms()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(Row(micro_batch=4, precision="bf16")),
+        Case(Row(micro_batch=4, precision="fp16", family="gpt2", tied=True, dropout=0.1), around="fsdp"),
+        Case(Row(micro_batch=4, family="gemma2", tied=True, compile=True)),
+        Case(Row(micro_batch=4, optimizer="adamw_8bit", family="qwen3"), around="ddp"),
+    ],
+    ids=str,
+)
+def test_two_runs_are_one(gpu, deterministic, text, tmp_path, case):
+    for name in ("first", "second"):
+        train_on_gpu(case, gpu, tmp_path / name, text)
+    assert equal_tensors(*(tensors_of(tmp_path / name / "run", step=4) for name in ("first", "second")))
+
+
+def test_an_operation_without_a_fixed_order_raises(gpu, deterministic):
+    with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+        torch.histc(torch.ones(4, device=gpu.device, requires_grad=False), bins=2)

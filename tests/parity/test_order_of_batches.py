@@ -1,0 +1,94 @@
+"""Mixtures and batch ramps feed the same batches at every world size, and go on exactly where they stopped."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from echelon.data.loader import BatchLoader
+from echelon.data.mixture import build_order
+from echelon.data.prepare import prepare_data
+from echelon.recipe import load_recipe
+from mixtures import write_sources
+from test_resume import EXACT
+from training import Row, difference, equal_tensors, hashes, tensors_of, train, with_ranks, write_recipe
+
+pytestmark = pytest.mark.dist
+
+STEPS = 10
+# Three stretches of 384 tokens, which are 12 sequences of 32.
+RAMP = {"from": 4, "over_tokens": 1152, "increment": 4}
+SIZES = [4, 4, 4, 8, 8, 12, 16, 16, 16, 16]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """What differs in the recipe: the three sources, a ramp, and a schedule that follows the tokens."""
+    folder = tmp_path_factory.mktemp("sources")
+    return {
+        "data": {"train": write_sources(folder), "prepared_dir": str(folder / "prepared")},
+        "train": {"global_batch_size": 16, "batch_ramp": RAMP},
+        "optim": {"schedule": "wsd", "schedule_unit": "tokens", "warmup_steps": 0, "warmup_tokens": 512},
+    }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(workers, text, tmp_path_factory, mixture):
+    """Ten steps on one process, where they lie."""
+    folder = tmp_path_factory.mktemp("one")
+    return train(workers, Row(micro_batch=4, changes=mixture), folder, text, STEPS), folder
+
+
+@pytest.mark.parametrize(("parallel", "ranks", "micro"), [("ddp", 2, 2), ("zero1", 4, 1)])
+def test_ranks_make_no_difference(workers, text, tmp_path, mixture, uninterrupted, parallel, ranks, micro):
+    rows = train(workers, Row(parallel, ranks, micro, changes=mixture), tmp_path, text, STEPS)
+    losses, norms = difference(rows, uninterrupted[0])
+    assert losses <= 2e-5 and norms <= 1e-4
+    assert hashes(rows) == hashes(uninterrupted[0])
+
+
+def test_the_batches_are_those_of_the_order(text, tmp_path, mixture, uninterrupted):
+    """The hashes and the schedule of the run are those of the sequences that the mixture's order names."""
+    recipe, _ = load_recipe(write_recipe(Row(micro_batch=4, changes=mixture), tmp_path, text, STEPS))
+    data = prepare_data(recipe, lambda line: None)
+    assert [recipe.batches.sequences(step) for step in range(STEPS)] == SIZES
+    ids = build_order(recipe, data.train).sample_ids(0, sum(SIZES)).tolist()
+    with BatchLoader(data.train, build_order(recipe, data.train), recipe.batches, 4) as loader:
+        fed = [[each.sample_ids.tolist() for each in batch.microbatches] for batch in itertools.islice(loader, STEPS)]
+    assert list(itertools.chain(*itertools.chain(*fed))) == ids
+    assert [len(each) for each in fed] == [size // 4 for size in SIZES]
+    rates = [row["learning_rate"] for row in uninterrupted[0] if row["kind"] == "train"]
+    # 128, 256, 384 and then all of the 512 tokens of the warm-up; the last of 3328 tokens, of which 512 are the last
+    # step's, at the floor
+    assert rates[:7] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, *[1e-3] * 4])
+    assert rates[9] == pytest.approx(0.1e-3)
+
+
+def test_a_resume_in_the_middle_is_exact(workers, text, tmp_path, mixture):
+    row = with_ranks(Row("ddp", changes=mixture), 2, micro_batch=2)
+    straight = train(workers, row, tmp_path / "straight", text, STEPS)
+    train(workers, row, tmp_path / "resumed", text, STEPS, stop_at=4)
+    resumed = train(workers, row, tmp_path / "resumed", text, STEPS)
+    ours, theirs = (
+        [tuple(each[key] for key in EXACT) for each in rows if each["kind"] == "train"] for rows in (resumed, straight)
+    )
+    assert ours == theirs
+    assert equal_tensors(*(tensors_of(tmp_path / name / "run", STEPS) for name in ("straight", "resumed")))
+
+
+def test_a_resume_on_other_ranks_is_the_same_curve(workers, text, tmp_path, mixture, uninterrupted):
+    one = Row(micro_batch=4, changes=mixture)
+    train(workers, replace(one, ranks=4, micro_batch=1), tmp_path, text, STEPS, stop_at=3)
+    train(workers, one, tmp_path, text, STEPS, stop_at=6)
+    rows = train(workers, replace(one, parallel="fsdp", ranks=2, micro_batch=1), tmp_path, text, STEPS)
+    losses, norms = difference(rows, uninterrupted[0])
+    assert losses <= 2e-5 and norms <= 1e-4
+    assert hashes(rows) == hashes(uninterrupted[0])
+
+
+def test_other_weights_are_another_order(workers, text, tmp_path, mixture, uninterrupted):
+    """The comparison can fail."""
+    sources = [{**source, "weight": 1.0} for source in mixture["data"]["train"]]
+    changes = {**mixture, "data": {**mixture["data"], "train": sources}}
+    rows = train(workers, Row(micro_batch=4, changes=changes), tmp_path, text, STEPS, stop_at=3)
+    assert not set(hashes(rows)) & set(hashes(uninterrupted[0]))

@@ -1,0 +1,73 @@
+"""Schedules are those of `transformers` and torch, from the end of the warm-up on: within it we are one step ahead."""
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from echelon.batch import constant_batch
+from echelon.recipe import OptimConfig
+from echelon.schedule import build_schedule
+
+PEAK, WARMUP, STEPS = 0.5, 10, 100
+ONE = constant_batch(1, 1)
+
+
+def rates_of(build):
+    """The learning rate of each step under a scheduler of torch's kind."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    scheduler, rates = build(optimizer), []
+    for _ in range(STEPS):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def ours(num_steps, **config):
+    rate = build_schedule(OptimConfig(learning_rate=PEAK, warmup_steps=WARMUP, **config), num_steps, ONE)
+    return [rate(step) for step in range(STEPS)]
+
+
+# Theirs reach the floor in the step after the last, ours in the last: a run of ours is one step longer.
+@pytest.mark.parametrize(
+    ("name", "settings", "config"),
+    [
+        ("linear", {}, {"schedule": "linear", "min_learning_rate_fraction": 0.0}),
+        ("cosine", {}, {"schedule": "cosine", "min_learning_rate_fraction": 0.0}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.2}, {"schedule": "cosine", "min_learning_rate_fraction": 0.2}),
+        ("constant_with_warmup", {}, {"schedule": "constant"}),
+        ("polynomial", {"power": 3.0, "lr_end": 0.1},
+         {"schedule": "polynomial", "polynomial_power": 3.0, "min_learning_rate_fraction": 0.2}),
+        ("inverse_sqrt", {}, {"schedule": "inverse_sqrt", "min_learning_rate_fraction": 0.0}),
+    ],
+)  # fmt: skip
+def test_the_same_as_transformers(name, settings, config):
+    theirs = rates_of(
+        lambda optimizer: get_scheduler(name, optimizer, WARMUP, STEPS, scheduler_specific_kwargs=settings)
+    )
+    rates = ours(STEPS + 1, **config)
+    assert rates[WARMUP:] == pytest.approx(theirs[WARMUP:], abs=1e-12)
+    assert rates[: WARMUP - 1] == pytest.approx(theirs[1:WARMUP])
+
+
+def test_wsd_is_the_same_as_transformers():
+    settings = {"num_decay_steps": 25, "decay_type": "1-sqrt", "min_lr_ratio": 0.1}
+    # Theirs still takes the peak in the first step of the decay: 25 steps of ours are 25 of the 26 from there on.
+    theirs = rates_of(
+        lambda optimizer: get_scheduler(
+            "warmup_stable_decay", optimizer, WARMUP, STEPS, scheduler_specific_kwargs=settings
+        )
+    )
+    rate = build_schedule(
+        OptimConfig(learning_rate=PEAK, warmup_steps=WARMUP, schedule="wsd", decay_fraction=0.25), STEPS, ONE
+    )
+    assert [rate(step - 1) for step in range(WARMUP + 1, STEPS)] == pytest.approx(theirs[WARMUP + 1 :], abs=1e-12)
+    assert rate(STEPS - 1) == pytest.approx(0.1 * PEAK)
+
+
+def test_the_same_as_torch():
+    theirs = rates_of(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 90, eta_min=0.05))
+    assert ours(STEPS + 1)[WARMUP:] == pytest.approx(theirs[:90], abs=1e-12)
+    theirs = rates_of(lambda optimizer: torch.optim.lr_scheduler.PolynomialLR(optimizer, 90, power=2.0))
+    polynomial = ours(STEPS + 1, schedule="polynomial", min_learning_rate_fraction=0.0)
+    assert polynomial[WARMUP:] == pytest.approx(theirs[:90], abs=1e-12)

@@ -1,0 +1,100 @@
+"""The size of every step's batch, against a loop that adds up tokens step by step."""
+
+import pytest
+
+from echelon.batch import constant_batch, ramp_batch
+from echelon.errors import ConfigError
+from recipe_samples import SMALL, load_text
+
+
+def sizes_by_addition(start, size, increment, over_tokens, length, steps):
+    """Megatron-LM's rule, one step after the other: (size, sequences fed before) of each."""
+    fed, found = 0, []
+    num_increments = (size - start) // increment
+    for _ in range(steps):
+        tokens = fed * length
+        grown = size if tokens >= over_tokens else start + tokens * num_increments // over_tokens * increment
+        found.append((grown, fed))
+        fed += grown
+    return found
+
+
+@pytest.mark.parametrize(
+    "ramp",
+    [
+        (32, 256, 32, 1_000_000, 128),
+        (4, 12, 4, 200, 8),
+        (1, 7, 3, 1000, 10),
+        (2, 100, 1, 3000, 16),  # stretches of 30 tokens, shorter than one step: sizes are passed over
+        (1, 1000, 333, 1, 2048),  # over before the second step
+        (8, 1536, 8, 12_000_000_000, 2048),
+    ],
+)
+def test_every_step_is_what_adding_up_tokens_gives(ramp):
+    batches = ramp_batch(*ramp)
+    slow = sizes_by_addition(*ramp, steps=3000)
+    assert [(batches.sequences(step), batches.first_sequence(step)) for step in range(3000)] == slow
+    occurring = {size for size, _ in slow}
+    assert occurring <= set(batches.sizes) and list(batches.sizes) == sorted(set(batches.sizes))
+    if slow[-1][0] == ramp[1]:
+        assert occurring == set(batches.sizes)
+    for fed in (0, 1, slow[1][1], slow[7][1] - 1, slow[7][1], slow[7][1] + 1, slow[-1][1]):
+        assert batches.num_steps(fed) == next(step for step, (_, before) in enumerate(slow) if before >= fed)
+
+
+def test_gpt_3_grows_from_32_thousand_to_3_million_tokens():
+    """Brown et al. 2020, appendix B: from 32k tokens to 3.2M, here in 98 steps of 32k over 8 billion tokens."""
+    batches = ramp_batch(16, 16 * 99, 16, 8_000_000_000, 2048)
+    assert batches.sequences(0) * 2048 == 32_768
+    assert batches.sequences(10**6) * 2048 == 99 * 32_768
+    full = next(stage for stage in batches.stages if stage.size == 16 * 99)
+    assert 8_000_000_000 <= batches.first_token(full.first_step) < 8_000_000_000 + 98 * 32_768
+    assert batches.describe().startswith("batch ramp: 16 -> 1,584 sequences in 99 sizes over 8,00")
+
+
+def test_a_constant_batch():
+    batches = constant_batch(12, 8)
+    assert batches.sizes == (12,) and batches.sequences(10**9) == 12
+    assert batches.first_sequence(7) == 84 and batches.first_token(7) == 672
+    assert [batches.num_steps(n) for n in (0, 1, 12, 13)] == [0, 1, 1, 2]
+
+
+def ramped(folder, *overrides):
+    return load_text(folder, SMALL, "train.batch_ramp={from: 2, over_tokens: 1280, increment: 2}", *overrides)[0]
+
+
+def test_a_recipe_counts_steps_through_its_ramp(tmp_path):
+    # 64 tokens a sequence; three stretches of 426 2/3 tokens = 6 2/3 sequences: 4 steps of 2, 2 of 4, 1 of 6, then 8
+    recipe = ramped(tmp_path)
+    assert recipe.batches.sizes == (2, 4, 6, 8) and recipe.global_batch_size == 8
+    assert [recipe.batches.sequences(step) for step in range(9)] == [2, 2, 2, 2, 4, 4, 6, 8, 8]
+    # 30 sequences after 8 steps
+    for tokens, steps in ((1, 1), (30 * 64, 8), (30 * 64 + 1, 9)):
+        assert ramped(tmp_path, f"train.tokens={tokens}", "train.steps=null").num_steps(0) == steps
+    assert ramped(tmp_path, "train.epochs=1.5", "train.steps=null").num_steps(20) == 8
+
+
+def test_the_ramp_is_in_the_unit_of_the_batch_key(tmp_path):
+    ramp = "train.batch_ramp={from: 128, to: 512, over_tokens: 1280, increment: 128}"
+    recipe = load_text(tmp_path, SMALL, "train.global_batch_size=null", "train.global_batch_tokens=512", ramp)[0]
+    assert recipe.batches == ramped(tmp_path).batches
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.batch_ramp.to=16", "train.batch_ramp.to=16 is not train.global_batch_size=8, where the ramp ends"),
+        ("train.batch_ramp.from=8", "train.batch_ramp.from=8 must be less than train.global_batch_size=8."),
+        ("train.batch_ramp.increment=4", "increment=4 does not divide the 6 from train.batch_ramp.from=2 to"),
+    ],
+)
+def test_a_ramp_that_does_not_meet_the_batch_is_refused(tmp_path, override, message):
+    with pytest.raises(ConfigError) as caught:
+        ramped(tmp_path, override)
+    assert message in str(caught.value)
+
+
+def test_a_ramp_in_tokens_is_of_whole_sequences(tmp_path):
+    ramp = "train.batch_ramp={from: 100, over_tokens: 1280, increment: 128}"
+    with pytest.raises(ConfigError, match=r"batch_ramp\.from=100 tokens is not a whole number .* use 128\."):
+        load_text(tmp_path, SMALL, "train.global_batch_size=null", "train.global_batch_tokens=512", ramp)

@@ -1,0 +1,218 @@
+"""Couriers: what a tracker is given, when it fails, hangs, comes back, or belongs to a resumed run."""
+
+import json
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.train.trackers import courier as courier_module
+from echelon.train.trackers.courier import Courier, Ledger, RowReader
+from echelon.train.trackers.tracker import Opened, hide_logins, scalars
+
+
+class Shelf:
+    """A tracker in memory that keeps what it is sent, also across couriers, and fails when told to."""
+
+    name = "shelf"
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.error: Exception | None = None
+        self.lose_answer = False
+        self.finished: list[bool] = []
+
+    def open(self, run_key: str, given: dict[str, int]) -> Opened:
+        self._fail()
+        self.keys.append(run_key)
+        held: defaultdict[str, int] = defaultdict(int)
+        held.update({row["kind"]: row["step"] for row in self.rows})
+        return Opened(held, "shelf in memory")
+
+    def send(self, rows: list[dict[str, Any]]) -> None:
+        self._fail()
+        self.rows += rows
+        if self.lose_answer:
+            self.lose_answer = False
+            raise ConnectionError("the answer was lost")
+
+    def finish(self, done: bool) -> None:
+        self._fail()
+        self.finished.append(done)
+
+    def _fail(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class Run:
+    """A run's metrics.jsonl and the lines that its console got."""
+
+    def __init__(self, folder: Path) -> None:
+        self.metrics = folder / "metrics.jsonl"
+        self.ledger = folder / "trackers" / "shelf.json"
+        self.lines: list[str] = []
+
+    def write(self, *steps: int, kind: str = "train") -> None:
+        with self.metrics.open("a") as file:
+            for step in steps:
+                file.write(json.dumps({"kind": kind, "step": step, "loss": 1 / step}) + "\n")
+
+    def start(self, tracker: Any, resumed_step: int = 0) -> Courier:
+        courier = Courier(tracker, self.ledger, self.metrics, self.lines.append, resumed_step)
+        courier.start()
+        return courier
+
+    def said(self, words: str) -> list[str]:
+        return [line for line in self.lines if words in line]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(courier_module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(courier_module, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(courier_module, "_RETRY_AT_END_SECONDS", 0.02)
+    monkeypatch.setattr(courier_module, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(courier_module, "HURRY_SECONDS", 0.1)
+    return Run(tmp_path)
+
+
+def until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def steps(shelf, kind="train"):
+    return [row["step"] for row in shelf.rows if row["kind"] == kind]
+
+
+def test_rows_arrive_while_the_run_goes_on_and_the_rest_at_its_end(run):
+    shelf = Shelf()
+    courier = run.start(shelf)
+    run.write(1, 2)
+    until(lambda: steps(shelf) == [1, 2])
+    run.write(3)
+    run.write(3, kind="eval")
+    courier.close(done=True)
+    assert (steps(shelf), steps(shelf, "eval"), shelf.finished) == ([1, 2, 3], [3], [True])
+    assert run.lines == ["track: shelf in memory"]
+    assert Ledger.read(run.ledger).complete
+
+
+def test_an_outage_is_said_once_and_loses_nothing(run):
+    shelf = Shelf()
+    courier = run.start(shelf)
+    run.write(1)
+    until(lambda: steps(shelf) == [1])
+    shelf.error = ConnectionError("refused by https://me:secret@host/api")
+    run.write(*range(2, 200))
+    until(lambda: run.said("fails"))
+    time.sleep(0.2)
+    assert steps(shelf) == [1]
+    shelf.error = None
+    until(lambda: run.said("works again, and"))
+    run.write(200)
+    courier.close(done=True)
+    assert steps(shelf) == list(range(1, 201))
+    [failed], [again] = run.said("fails"), run.said("works again, and")
+    assert "refused by https://***@host/api" in failed and "198 rows" in again
+    assert "secret" not in "".join(run.lines)
+
+
+def test_a_batch_whose_answer_was_lost_is_not_sent_twice(run):
+    shelf = Shelf()
+    shelf.lose_answer = True
+    run.write(1, 2, 3)
+    run.start(shelf).close(done=True)
+    assert steps(shelf) == [1, 2, 3]
+
+
+def test_what_is_missing_at_the_end_is_said_and_sent_by_the_next_start(run):
+    shelf = Shelf()
+    shelf.error = OSError("no such host")
+    run.write(1, 2, 3)
+    started = time.monotonic()
+    run.start(shelf).close(done=True)
+    assert time.monotonic() - started < 2.0
+    [line] = run.said("lacks")
+    assert line == "track: shelf lacks 3 of 3 rows; the same command sends it again"
+    assert not Ledger.read(run.ledger).complete
+    shelf.error = None
+    run.start(shelf).close(done=True)
+    assert steps(shelf) == [1, 2, 3] and Ledger.read(run.ledger).complete
+
+
+def test_a_failed_run_does_not_wait_for_a_tracker_that_hangs(run):
+    shelf = Shelf()
+    released = threading.Event()
+    shelf.send = lambda rows: released.wait(10)
+    run.write(1)
+    started = time.monotonic()
+    run.start(shelf).close(done=False)
+    assert time.monotonic() - started < 2.0
+    released.set()
+
+
+def test_a_resumed_run_goes_on_in_the_same_tracking_run_without_a_step_twice(run):
+    """Steps 4 and 5 were lost and are done again: they stay as they were first measured."""
+    shelf = Shelf()
+    run.write(1, 2, 3, 4, 5)
+    run.start(shelf).close(done=False)
+    run.metrics.unlink()
+    run.write(1, 2, 3, 4, 5, 6, 7)
+    run.start(shelf, resumed_step=3).close(done=True)
+    assert run.said("keeps steps 4 to 5 as they were") == run.lines[-1:]
+    assert steps(shelf) == [1, 2, 3, 4, 5, 6, 7]
+    assert len(set(shelf.keys)) == 1 and shelf.finished == [False, True]
+
+
+def test_a_crash_before_the_tracking_run_exists_leaves_its_key_behind(run):
+    """The key is on disk before anything is made under it."""
+    seen: list[str] = []
+
+    class Crashing(Shelf):
+        def open(self, run_key, given):
+            seen.append(json.loads(run.ledger.read_text())["run_key"])
+            raise ConnectionError("gone")
+
+    run.start(Crashing()).close(done=False)
+    shelf = Shelf()
+    run.start(shelf).close(done=True)
+    assert set(seen) == {shelf.keys[0]}
+
+
+def test_a_ledger_that_cannot_be_written_is_an_outage_too(run):
+    run.ledger.parent.write_text("a file where a folder should be")
+    run.write(1)
+    run.start(Shelf()).close(done=True)
+    assert run.said("fails (FileExistsError") and run.said("lacks 1 of 1 rows")
+
+
+def test_the_reader_waits_for_the_end_of_a_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    reader = RowReader(path)
+    assert reader.read(10) == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert reader.read(1) == [{"step": 1}]
+    assert reader.read(10) == [{"step": 2}]
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    assert reader.read(10) == [{"step": 3}] and reader.read(10) == []
+
+
+def test_numbers_of_a_row_and_of_its_sets():
+    row = {
+        "kind": "eval", "step": 7, "loss": 2.0, "perplexity": None, "skipped": False, "batch_hash": "00",
+        "sets": {"code": {"loss": 1.5, "tokens": 3}, "prose": {"loss": None}},
+    }  # fmt: skip
+    assert scalars(row) == {"eval/loss": 2.0, "eval/code/loss": 1.5, "eval/code/tokens": 3}
+
+
+def test_logins_are_hidden_wherever_they_stand():
+    assert hide_logins("at http://me:pw@a/b and https://token@c:5") == "at http://***@a/b and https://***@c:5"
+    assert hide_logins("sqlite:////home/me@work/mlflow.db") == "sqlite:////home/me@work/mlflow.db"

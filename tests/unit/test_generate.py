@@ -1,0 +1,127 @@
+"""Sampling: batches, limits, streams and stop texts, against transformers' own generate and values worked by hand."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
+from echelon.errors import ConfigError
+from echelon.train.generate import RowNoise, Sampling, TextStream, build_processors, generate_samples, read_prompts
+from families import small_config
+
+TEXT = "The café serves naïve résumés, 東京 and 👍🏽 to all. " * 20
+PROMPTS = ["The café", "a", "naïve résumés, 東京 and more"]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def folder(request, tmp_path_factory):
+    """An HF folder of a small random model with a byte-level BPE tokenizer, which cuts through characters."""
+    path = tmp_path_factory.mktemp(request.param)
+    tokenizer = train_tokenizer([TEXT], 300)
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    fields = small_config(request.param, True) | {"vocab_size": 320}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    for parameter in model.parameters():  # far from uniform, so that greedy choices are no near ties
+        parameter.data.mul_(4)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(path)
+    return path
+
+
+def texts(folder, prompts, batch_size=8, **options):
+    sampling = Sampling(**{"max_tokens": 12, "temperature": 0.0, **options})
+    return [each.text for each in generate_samples(folder, prompts, sampling, batch_size=batch_size)]
+
+
+def test_a_batch_is_what_its_prompts_are_alone(folder):
+    alone = [texts(folder, [prompt])[0] for prompt in PROMPTS]
+    assert texts(folder, PROMPTS) == alone
+    assert texts(folder, PROMPTS[::-1], batch_size=2) == alone[::-1]
+    options = {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "num_samples": 2}
+    sampled = [text for prompt in PROMPTS for text in texts(folder, [prompt], **options)]
+    assert texts(folder, PROMPTS, **options) == sampled
+    assert len(set(sampled)) == 6
+    assert texts(folder, PROMPTS, **options, seed=1) != sampled
+
+
+def test_greedy_is_transformers_own(folder):
+    from transformers import AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    for penalty in (1.0, 1.5):
+        for prompt in PROMPTS:
+            inputs = tokenizer(prompt, return_tensors="pt")
+            ids = model.generate(**inputs, max_new_tokens=12, do_sample=False, repetition_penalty=penalty)
+            [text] = texts(folder, [prompt], repetition_penalty=penalty)
+            assert text == tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def test_learned_positions_end(folder):
+    if "gpt2" in folder.name:
+        words = r"--max-tokens 1024: a prompt of 1 tokens .* the 1024 positions of the model; use --max-tokens 1023 or"
+        with pytest.raises(ConfigError, match=words):
+            texts(folder, ["a"], max_tokens=1024)
+
+
+def test_streamed_is_whole_characters_and_the_same_text(folder):
+    for options in ({}, {"temperature": 1.5, "top_k": 0, "num_samples": 2}):
+        pieces = []
+        sampling = Sampling(**{"max_tokens": 40, "temperature": 0.0, **options})
+        streamed = list(generate_samples(folder, PROMPTS, sampling, write=pieces.append))
+        assert "".join(pieces) == "".join(each.text for each in streamed)
+        assert [each.text for each in streamed] == texts(folder, PROMPTS, max_tokens=40, **options)
+
+
+def test_a_stream_holds_back_half_characters_and_half_stops():
+    pieces = []
+    decode = build_bytes_tokenizer().decode
+    stream = TextStream(decode, ("\n\n", "END"), pieces.append)
+    stream.put(torch.tensor([[1, 2, 3]]))  # the prompt
+    for byte in "é👍\nE!\nEND more".encode():
+        stream.put(torch.tensor([byte]))
+    stream.end()
+    assert pieces == ["é", "👍", "\n", "E!", "\n"] and "".join(pieces) == "é👍\nE!\n"
+
+
+def test_a_stop_text_ends_its_own_sample_alone(folder):
+    whole = texts(folder, PROMPTS, max_tokens=30)
+    stop = next(each for each in whole[0][len(PROMPTS[0]) + 2 :] if each.isascii())
+    sampling = Sampling(max_tokens=30, temperature=0.0, stop=(stop,))
+    samples = list(generate_samples(folder, PROMPTS, sampling))
+    assert samples[0].ended_by == "stop"
+    for sample, prompt, text in zip(samples, PROMPTS, whole, strict=True):
+        continuation = text[len(prompt) :]
+        assert sample.text == prompt + continuation.split(stop)[0]
+        assert (sample.ended_by == "stop") == (stop in continuation)
+
+
+def test_draws_follow_the_softmax_of_what_the_limits_leave():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0])
+    rows = logits.repeat(20000, 1)
+    sampling = Sampling(temperature=0.5, top_k=4, top_p=0.99)
+    processors = build_processors(sampling, range(20000), torch.ones(20000, 1))
+    draws = processors(torch.zeros(20000, 1, dtype=torch.long), rows).argmax(-1)
+    shares = torch.bincount(draws, minlength=5) / 20000
+    # exp(2 * logit): 54.60, 7.389, 1, 0.1353 of 63.12; the first three have 99.8 %, the first two 98.2 %.
+    kept = torch.tensor([54.598, 7.389, 1.0, 0.0, 0.0])
+    assert shares.tolist() == pytest.approx((kept / kept.sum()).tolist(), abs=0.01)
+    assert not torch.isinf(RowNoise([0], logits.device)(rows[:1].long(), rows[:1])).any()
+
+
+def test_files_of_prompts(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo \n")
+    assert read_prompts(tmp_path / "a.txt") == [{"prompt": "one"}, {"prompt": "two "}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x\ny", "id": 3}) + "\n")
+    assert read_prompts(tmp_path / "a.jsonl") == [{"prompt": "x\ny", "id": 3}]
+    for name, content, words in [
+        ("b.jsonl", '{"prompt": "a"}\n{"text": 1}', "line 2 has no text `prompt`"),
+        ("b.jsonl", "{", "line 1 is not JSON"), ("b.txt", "\n \n", "holds no prompt"), ("b.csv", "x", "give a .txt"),
+    ]:  # fmt: skip
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ConfigError, match=words):
+            read_prompts(tmp_path / name)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_prompts(tmp_path / "none.txt")

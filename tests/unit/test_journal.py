@@ -1,0 +1,32 @@
+"""What the console says of a run that goes on."""
+
+import io
+
+import pytest
+
+from echelon.batch import BatchSchedule, constant_batch, ramp_batch
+from echelon.run_folder import RunFolder
+from echelon.train import journal as journal_module
+from echelon.train.journal import Journal
+
+
+@pytest.mark.parametrize(
+    ("batches", "remaining"),
+    [
+        (constant_batch(8, 64), "8s"),  # two steps took 2 s: 8 more
+        # 2 sequences in each of the first five steps, then 8: 4 of them took 2 s, and 2 * 2 + 6 * 8 are left
+        (ramp_batch(2, 8, 6, over_tokens=640, sequence_len=64), "26s"),
+    ],
+)
+def test_the_time_left_counts_sequences(tmp_path, monkeypatch, batches: BatchSchedule, remaining: str):
+    clock = iter([100.0, 101.0, 102.0])
+    monkeypatch.setattr(journal_module.time, "monotonic", lambda: next(clock))
+    folder, console = RunFolder(tmp_path / "run"), io.StringIO()
+    folder.create()
+    journal = Journal(folder, console, [], num_steps=11, log_every=1, batches=batches)
+    row = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu", "memory_peak_bytes"))
+    for step in (1, 2, 3):
+        more = {"step": step, "step_seconds": 1.0, "data_wait_seconds": 0.0, "learning_rate": 1.0, "skipped": False}
+        journal.train({"kind": "train", **row, **more})
+    journal.close()
+    assert [line.split("eta ")[1] for line in console.getvalue().splitlines()][::2] == ["-", remaining]

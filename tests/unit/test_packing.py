@@ -1,0 +1,82 @@
+"""Moments in 8 bits against torchao's, and the optimizer on them against torchao's AdamW8bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.optimizer import build_optimizer
+from echelon.optimizer.packing import BLOCK, code_values, num_blocks, pack, unpack
+from echelon.recipe import OptimConfig
+from test_optimizer import YES, one_layer
+
+torchao_codes = pytest.importorskip("torchao.optim.quant_utils")
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_code_is_that_of_the_paper(signed):
+    assert code_values(signed) == pytest.approx(torchao_codes.create_dynamic_map(signed))
+    assert len(set(code_values(signed))) == 256
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_and_scales_are_torchaos(signed):
+    values = random(32, 2 * BLOCK) if signed else random(32, 2 * BLOCK).square()
+    codes, scales = pack(values, signed)
+    scaled, expected_scales = torchao_codes.scale_tensor(values, BLOCK)
+    expected = torchao_codes.quantize_8bit_with_qmap(scaled, torch.tensor(code_values(signed)))
+    assert torch.equal(scales.flatten(), expected_scales)
+    assert (codes != expected).sum() <= 2, "but for ties, which rounding decides"
+
+
+@pytest.mark.parametrize("width", [3, BLOCK - 1, BLOCK, BLOCK + 1, 700])
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_value_comes_back_as_the_nearest_code_of_its_block(width, signed):
+    values = random(5, width, seed=width) if signed else random(5, width, seed=width).square()
+    codes, scales = pack(values, signed)
+    assert codes.dtype == torch.uint8 and codes.shape == values.shape and scales.shape == (5, num_blocks(width))
+    back, table = unpack(codes, scales, signed).numpy(), np.array(code_values(signed), dtype=np.float32)
+    for row in range(5):
+        for start in range(0, width, BLOCK):
+            block = values[row, start : start + BLOCK].numpy()
+            scale = np.abs(block).max()
+            nearest = table[np.abs(block[:, None] / scale - table[None]).argmin(1)] * scale
+            assert np.allclose(back[row, start : start + BLOCK], nearest, rtol=2e-2, atol=1e-7 * scale)
+
+
+def test_zero_is_kept_and_nothing_divides_by_it():
+    codes, scales = pack(torch.zeros(2, 300), signed=True)
+    assert torch.equal(unpack(codes, scales, signed=True), torch.zeros(2, 300))
+
+
+def test_rows_are_packed_alone_so_that_sharding_changes_nothing():
+    values = random(7, 300)
+    whole, parts = pack(values, signed=True), [pack(values[:3], signed=True), pack(values[3:], signed=True)]
+    for index in (0, 1):
+        assert torch.equal(whole[index], torch.cat([part[index] for part in parts]))
+
+
+def test_a_matrix_moves_as_under_torchaos_adamw8bit():
+    from torchao.optim.adam import single_param_adam
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    shape = (16, 2 * BLOCK)
+    theirs, moments = random(*shape), [OptimState8bit.zeros(shape, signed=signed) for signed in (True, False)]
+    model = one_layer(theirs.clone())
+    optimizer = build_optimizer(model, OptimConfig(name="adamw_8bit", learning_rate=1.0), "fp32", seed=0)
+    for step in range(1, 6):
+        gradient, rate = random(*shape, seed=step), torch.tensor(1e-2)
+        # What AdamW8bit.step() compiles for each parameter.
+        arguments = (torch.tensor(float(step)), *moments, None, rate, 0.9, 0.95, 0.1, 1e-8, True, False)
+        single_param_adam(theirs, gradient, *arguments)
+        model.layers[0].weight.grad = gradient
+        optimizer.step(step, 1e-2, YES)
+    assert torch.allclose(model.layers[0].weight, theirs, atol=1e-5)
+    state = dict(optimizer.tensors())
+    assert state["layers.0.weight.exp_avg.codes"].element_size() == 1
+    assert sorted(name.removeprefix("layers.0.weight.") for name in state) == [
+        "exp_avg.codes", "exp_avg.scales", "exp_avg_sq.codes", "exp_avg_sq.scales", "step",
+    ]  # fmt: skip

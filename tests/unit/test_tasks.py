@@ -1,0 +1,200 @@
+"""Multiple-choice tasks: likelihoods against a plain loop, accuracies worked by hand, lm-eval where it is installed."""
+
+import importlib.util
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from echelon.data.tokenizer import train_tokenizer
+from echelon.errors import ConfigError
+from echelon.train.tasks import (
+    Scored,
+    cut_left,
+    encode_pair,
+    evaluate_task,
+    read_task,
+    score_continuations,
+    standard_error,
+)
+from families import small_config
+
+TEXT = "What colour is the sky? It is blue. What colour is grass? It is green. été 東京 " * 20
+EXAMPLES = [
+    {"question": "What colour is the sky? ", "choices": ["blue", "green", "a kind of grass"], "answer": "blue"},
+    {"context": "What colour is grass?", "choices": ["blue", "green"], "answer": 1},
+    {"prompt": "It is", "choices": ["été", "東京", "colour colour", "sky"], "answer": 0},
+    {"prompt": "the sky", "choices": ["is blue", "is the sky"], "answer": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An HF folder of a small random model, far from uniform."""
+    path = tmp_path_factory.mktemp("model")
+    train_tokenizer([TEXT], 300).save_pretrained(path)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small_config("llama", vocab_size=320)))
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def task(tmp_path):
+    path = tmp_path / "colours.jsonl"
+    path.write_text("\n".join(json.dumps(each) for each in EXAMPLES) + "\n")
+    return path
+
+
+def plain_scores(folder):
+    """The log-likelihood of every choice, one at a time, token by token."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    scores = []
+    for example in EXAMPLES:
+        context = next(example[name] for name in ("question", "context", "prompt") if name in example)
+        known = len(tokenizer(context.rstrip())["input_ids"])
+        row = []
+        for choice in example["choices"]:
+            ids = tokenizer(context + " " + choice, return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                steps = model(input_ids=ids).logits[0].log_softmax(-1)
+            row.append(sum(float(steps[place - 1, ids[0, place]]) for place in range(known, ids.shape[1])))
+        scores.append(row)
+    return scores
+
+
+def test_accuracies_are_those_of_a_plain_loop(folder, task):
+    scores = plain_scores(folder)
+    answers = [0, 1, 0, 1]
+    sizes = {
+        "acc": [[1] * len(each["choices"]) for each in EXAMPLES],
+        "acc_norm": [[len(choice) for choice in each["choices"]] for each in EXAMPLES],
+        "acc_bytes": [[len(choice.encode()) for choice in each["choices"]] for each in EXAMPLES],
+    }
+    assert sizes["acc_norm"][2] == [3, 2, 13, 3] and sizes["acc_bytes"][2] == [5, 6, 13, 3]
+    result = evaluate_task(folder, task)
+    for name, divisors in sizes.items():
+        hits = []
+        for row, divided, answer in zip(scores, divisors, answers, strict=True):
+            normed = [score / size for score, size in zip(row, divided, strict=True)]
+            hits.append(max(range(len(normed)), key=normed.__getitem__) == answer)
+        assert result[name] == sum(hits) / 4
+        assert result[f"{name}_stderr"] == pytest.approx(float(torch.tensor(hits).double().std()) / 2)
+    assert result["random"] == pytest.approx((1 / 3 + 1 / 2 + 1 / 4 + 1 / 2) / 4)
+    assert (result["task"], result["examples"]) == ("colours", 4)
+
+
+def test_likelihoods_do_not_depend_on_the_batch(folder):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    pairs = [
+        encode_pair(tokenizer, next(each[name] for name in each if name not in ("choices", "answer")), f" {choice}", "")
+        for each in EXAMPLES
+        for choice in each["choices"]
+    ]
+    together = score_continuations(model, pairs)
+    assert together == pytest.approx([score for row in plain_scores(folder) for score in row], abs=1e-4)
+
+
+def test_the_border_of_context_and_choice(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pair = encode_pair(tokenizer, "the sky  ", " is", "")
+    assert tokenizer.decode(pair.ids) == "the sky   is"
+    assert tokenizer.decode(pair.ids[: pair.start]) == "the sky"
+    assert cut_left(Scored((1, 2, 3, 4, 5), 3), 3) == Scored((2, 3, 4, 5), 2)
+    with pytest.raises(ConfigError, match="a choice of 4 tokens is longer than the model's 3"):
+        cut_left(Scored((1, 2, 3, 4, 5, 6), 2), 3)
+
+
+def test_standard_errors_by_hand():
+    # mean 1/4, variance (3 * 1/16 + 9/16) / 3 = 1/4, of the mean 1/16.
+    assert standard_error([True, False, False, False]) == pytest.approx(0.25)
+    assert standard_error([True]) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[]", "line 2 needs exactly one text of context, question, prompt"),
+        ('{"context": "a", "prompt": "b", "choices": ["a", "b"], "answer": 0}', "line 2 needs exactly one"),
+        ('{"context": " ", "choices": ["a", "b"], "answer": 0}', "must not be empty"),
+        ('{"context": "a", "choices": ["a"], "answer": 0}', "line 2: `choices` must be a list of two"),
+        ('{"context": "a", "choices": ["a", ""], "answer": 0}', "none of them empty"),
+        ('{"context": "a", "choices": ["a", "b"], "answer": 2}', "line 2: `answer` is 2; .* 0 to 1, or its text"),
+        ('{"context": "a", "choices": ["a", "b"], "answer": "c"}', "`answer` is 'c'"),
+        ('{"context": "a", "choices": ["a", "a"], "answer": "a"}', "`answer` is 'a'"),
+        ('{"context": "a", "choices": ["a", "b"], "answer": true}', "`answer` is True"),
+        ('{"context": "a", "choices": ["a", "b"]}', "`answer` is None"),
+    ],
+)
+def test_broken_lines_are_refused_by_number(tmp_path, line, words):
+    path = tmp_path / "task.jsonl"
+    path.write_text(json.dumps(EXAMPLES[0]) + "\n" + line + "\n")
+    with pytest.raises(ConfigError, match=words):
+        read_task(path)
+
+
+def test_files_without_examples_are_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="holds no example"):
+        read_task(tmp_path / "empty.jsonl")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_task(tmp_path / "none.jsonl")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
+def test_without_lm_eval_its_extra_is_named(folder):
+    from echelon.train.harness import evaluate_with_harness
+
+    with pytest.raises(ConfigError, match=r"pip install 'echelon\[lm-eval\]'"):
+        evaluate_with_harness(folder, ["hellaswag"])
+
+
+TASK = """\
+task: colours
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{context}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
+def test_lm_eval_finds_the_same(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    from echelon.train.harness import evaluate_with_harness
+
+    words = TEXT.split()[:14]
+    drawn = random.Random(0)
+    more = [
+        {
+            "context": " ".join(drawn.choices(words, k=5)) + drawn.choice(["", " ", "  "]),
+            "choices": [" ".join(drawn.choices(words, k=drawn.randint(1, 4))) for _ in range(3)],
+            "answer": drawn.randrange(3),
+        }
+        for _ in range(40)
+    ]
+    examples = [
+        {"context": next(each[name] for name in each if name not in ("choices", "answer")), "choices": each["choices"],
+         "answer": each["choices"].index(each["answer"]) if isinstance(each["answer"], str) else each["answer"]}
+        for each in [*EXAMPLES, *more]
+    ]  # fmt: skip
+    data = tmp_path / "mine.jsonl"
+    data.write_text("\n".join(map(json.dumps, examples)))
+    (tmp_path / "colours.yaml").write_text(TASK % data)
+    ours = evaluate_task(folder, data)
+    theirs = evaluate_with_harness(folder, ["colours"], tmp_path)["colours"]
+    for name in ("acc", "acc_norm", "acc_bytes"):
+        assert theirs[name] == pytest.approx(ours[name])
+        assert theirs[f"{name}_stderr"] == pytest.approx(ours[f"{name}_stderr"])
+    assert 0.1 < ours["acc"] < 0.9 and len({ours[name] for name in ("acc", "acc_norm", "acc_bytes")}) > 1
+    with pytest.raises(ConfigError, match="lm-eval knows no such task"):
+        evaluate_with_harness(folder, ["no_such_task_at_all"], tmp_path)
