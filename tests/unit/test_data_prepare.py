@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 
 from echelon.data import prepare as prepare_module
 from echelon.data.prepare import PreparedData, PrepareSpec, open_prepared, prepare, prepare_data, prepare_spec
+from echelon.data.readers.record import Fields, hash_for_split
 from echelon.data.shards import TokenDataset
 from echelon.data.source import PYTHON_STDLIB, Source
-from echelon.data.tokenize import Progress, hash_document
+from echelon.data.tokenize import Progress
 from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.recipe import load_recipe
@@ -114,7 +115,7 @@ def test_many_documents_are_held_out_by_their_content(tmp_path):
     texts = write_documents(folder, 200)
     first = prepare(build_spec(tmp_path, folder), silent)
     assert method(first) == "hash"
-    chosen = {text for text in texts if hash_document(text.encode()) / 2**64 < 0.1}
+    chosen = {text for text in texts if hash_for_split(text.encode()) / 2**64 < 0.1}
     assert held_out_texts(first) == {text.removeprefix("document ") for text in chosen}
     everything = sorted(all_tokens(first.train) + all_tokens(held_out(first)))
     assert everything == sorted("".join(texts).encode())
@@ -132,11 +133,11 @@ def test_few_documents_or_an_unlucky_hash_hold_out_the_end(tmp_path):
     texts = write_documents(folder, 9)
     assert method(prepare(build_spec(tmp_path, folder), silent)) == "tail"
     write_documents(folder, 1, start=9)
-    lucky = any(hash_document(text.encode()) / 2**64 < 0.1 for text in [*texts, "document 9: " + POEM])
+    lucky = any(hash_for_split(text.encode()) / 2**64 < 0.1 for text in [*texts, "document 9: " + POEM])
     prepared = prepare(build_spec(tmp_path, folder), silent)
     assert method(prepared) == ("hash" if lucky else "tail")
     same = tmp_path / "same.jsonl"
-    unlucky = next(text for text in texts if hash_document(text.encode()) / 2**64 >= 0.1)
+    unlucky = next(text for text in texts if hash_for_split(text.encode()) / 2**64 >= 0.1)
     same.write_text((json.dumps({"text": unlucky}) + "\n") * 10)
     prepared = prepare(build_spec(tmp_path, same), silent)
     assert method(prepared) == "tail"
@@ -241,21 +242,20 @@ def test_a_bytes_tokenizer_from_a_folder_takes_the_fast_path(tmp_path):
     assert from_folder.path == named.path
 
 
-def test_files_that_are_not_text_are_skipped_counted_and_named(tmp_path):
+def test_files_that_are_not_text_are_left_out_counted_and_named(tmp_path):
     folder = tmp_path / "text"
     write_documents(folder, 3)
     for index in range(5):
         (folder / f"bad{index}.txt").write_bytes(b"\xff\xfe")
     lines: list[str] = []
-    prepared = prepare(build_spec(tmp_path, folder), lines.append)
+    prepared = prepare(build_spec(tmp_path, folder, max_broken_fraction=0.7), lines.append)
     (record,) = prepared.manifest.streams["train"]
-    assert (record.documents, record.num_skipped) == (3, 5)
-    assert record.skipped == tuple(f"bad{index}.txt" for index in range(5))
-    assert "data.train[0]: skipped 5 files that are not UTF-8 text: bad0.txt, bad1.txt, bad2.txt, ..." in lines
-    (tmp_path / "binary").mkdir()
-    (tmp_path / "binary" / "x.txt").write_bytes(b"\0\0")
-    with pytest.raises(DataError, match=r"data\.train\[0\]\.path=.*binary holds no text: no file in it is UTF-8"):
-        prepare(build_spec(tmp_path, tmp_path / "binary"), silent)
+    assert (record.documents, record.num_broken) == (3, 5)
+    names = [f"{folder}/bad{index}.txt is not UTF-8 text" for index in range(5)]
+    assert list(record.broken) == names
+    assert f"data.train[0]: left out 5 of 8 records: {'; '.join(names[:3])}; ..." in lines
+    with pytest.raises(DataError, match=r"text: 5 of 8 records cannot be used, a larger share than .*fraction=0\.001"):
+        prepare(build_spec(tmp_path, folder), silent)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_a_recipe_says_what_is_prepared(tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps(values))
     recipe, _ = load_recipe(tmp_path / "recipe.json")
     spec = prepare_spec(recipe)
-    assert spec.train == (Source("data.train.0", str(tmp_path / "x.jsonl"), "auto", "body", "x.jsonl"),)
+    assert spec.train == (Source("data.train.0", str(tmp_path / "x.jsonl"), "auto", Fields("body", None), "x.jsonl"),)
     assert (spec.tokenizer, spec.validation_fraction, spec.workers, spec.sequence_len) == (270, 0.0, None, 32)
     prepared = prepare_data(recipe, silent)
     assert prepared.tokenizer.decode(all_tokens(prepared.train)) == POEM + "<|endoftext|>"

@@ -171,9 +171,9 @@ def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
         with pytest.raises(DataError, match=match):
             load_manifest(tmp_path)
 
-    for text in (whole[: len(whole) // 2], "", "[]", "{}", "null", '{"format_version": 2}'):
+    for text in (whole[: len(whole) // 2], "", "[]", "{}", "null", '{"format_version": 3}'):
         refuse(text, "damaged")
-    refuse(json.dumps({**content, "format_version": 1}), "is of format 1, this version reads 2")
+    refuse(json.dumps({**content, "format_version": 1}), "is of format 1, this version reads 3")
     for field in dataclasses.fields(Manifest):
         refuse(json.dumps({key: value for key, value in content.items() if key != field.name}), "damaged")
     refuse(json.dumps({**content, "dtype": "float32"}), "damaged")

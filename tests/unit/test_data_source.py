@@ -7,16 +7,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from echelon.data.source import (
-    PYTHON_STDLIB,
-    Source,
-    UnreadableText,
-    count_documents,
-    is_text,
-    iter_spans,
-    list_files,
-    read_span,
-)
+from echelon.data.readers import count_documents, cut_file, name_place, read_records
+from echelon.data.readers.record import Broken, Fields, Reading, Record
+from echelon.data.readers.text import is_text
+from echelon.data.source import PYTHON_STDLIB, Source, list_files
 from echelon.errors import DataError
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -31,14 +25,16 @@ O200K = (
 )
 
 
-def source(path: Path | str, **fields: str) -> Source:
+def source(path: Path | str, **fields: object) -> Source:
     return Source("data.train[0]", str(path), **fields)
 
 
-def read_all(path: Path | str, **fields: str) -> list[bytes]:
-    return [
-        text for file in list_files(source(path, **fields)) for span in iter_spans(file) for text in read_span(span)
-    ]
+def read_span(span) -> list[bytes]:
+    return [found.content for found in read_records(span, Reading()) if isinstance(found, Record)]
+
+
+def read_all(path: Path | str, **fields: object) -> list[bytes]:
+    return [text for file in list_files(source(path, **fields)) for span in cut_file(file) for text in read_span(span)]
 
 
 def write_jsonl(path: Path, records: list[object]) -> None:
@@ -78,7 +74,7 @@ def test_the_standard_library_is_python_source():
 def test_jsonl_fields_and_blank_lines(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"body": "one", "text": 3}\n\n  \n{"body": ""}\n{"body": "zwei \\u00fc"}')
-    assert read_all(path, field="body") == [b"one", "zwei ü".encode()]
+    assert read_all(path, fields=Fields("body", None)) == [b"one", "zwei ü".encode()]
     assert len(read_all(path, format="text")) == 1
 
 
@@ -86,10 +82,10 @@ def test_jsonl_fields_and_blank_lines(tmp_path):
     ("line", "problem"),
     [
         (b'{"text": "open', "cannot be read"),
-        (b'{"body": "x"}', "has no field `text`"),
+        (b'{"body": "x"}', "has no field `text` or `input_ids`"),
         (b'{"text": 3}', "no text in `text`"),
         (b'["text"]', "no JSON object"),
-        (b'{"text": "\\ud800"}', "cannot be read"),
+        (b'{"text": "\\ud800"}', "not UTF-8 in `text`"),
         (b'{"text": "\xff"}', "cannot be read"),
     ],
 )
@@ -97,10 +93,13 @@ def test_a_broken_jsonl_line_is_named(tmp_path, line, problem):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "fine"}\n' * 6 + line + b'\n{"text": "fine"}\n')
     (file,) = list_files(source(path))
-    spans = list(iter_spans(file, piece_bytes=40))
+    spans = list(cut_file(file, piece_bytes=40))
     assert len(spans) > 2
-    with pytest.raises(DataError, match=rf"x\.jsonl:7 .*{problem}"):
-        [read_span(span) for span in spans]
+    found = [each for span in spans for each in read_records(span, Reading())]
+    (broken,) = (each for each in found if isinstance(each, Broken))
+    assert name_place(broken) == f"{path}:7"
+    assert problem in broken.problem
+    assert len(found) == 8
 
 
 def test_missing_and_empty_sources_name_the_recipe_key(tmp_path):
@@ -118,17 +117,16 @@ def test_a_named_file_that_is_not_utf8_is_refused_with_its_offset(tmp_path):
     (tmp_path / "y.txt").write_bytes(b"line\n" * 100 + b"\xfe")
     (file,) = list_files(source(tmp_path / "y.txt"))
     with pytest.raises(DataError, match="offset 500"):
-        [read_span(span) for span in iter_spans(file, piece_bytes=30)]
+        [read_span(span) for span in cut_file(file, piece_bytes=30)]
 
 
 @pytest.mark.parametrize("content", [b"caf\xe9", b"bin\0ary"])
 def test_a_file_in_a_folder_that_is_not_text_may_be_skipped(tmp_path, content):
     (tmp_path / "x.txt").write_bytes(content)
     (file,) = list_files(source(tmp_path))
-    (span,) = iter_spans(file)
+    (span,) = cut_file(file)
     assert not is_text(file)
-    with pytest.raises(UnreadableText):
-        read_span(span)
+    assert list(read_records(span, Reading())) == [Broken(file, None, "is not UTF-8 text")]
 
 
 def test_is_text_across_its_windows(tmp_path):
@@ -145,7 +143,7 @@ def test_a_file_that_shrinks_is_refused(tmp_path):
     (file,) = list_files(source(path))
     path.write_text("some")
     with pytest.raises(DataError, match="became shorter"):
-        [read_span(span) for span in iter_spans(file)]
+        [read_span(span) for span in cut_file(file)]
 
 
 def test_documents_are_counted_up_to_a_limit(tmp_path):
@@ -154,8 +152,8 @@ def test_documents_are_counted_up_to_a_limit(tmp_path):
     (tmp_path / "c.txt").touch()
     (tmp_path / "d.txt").write_bytes(b"\xff")
     files = list_files(source(tmp_path))
-    assert count_documents(files, 1000) == 51
-    assert count_documents(files, 20) == 20
+    assert count_documents(files, 1000, Reading()) == 51
+    assert count_documents(files, 20, Reading()) == 20
 
 
 def awkward_texts() -> dict[str, str]:
@@ -177,11 +175,11 @@ def test_spans_of_a_long_file_are_whole_and_in_order(tmp_path, name):
     content = awkward_texts()[name].encode()
     (tmp_path / "x.txt").write_bytes(content)
     (file,) = list_files(source(tmp_path / "x.txt"))
-    spans = list(iter_spans(file, piece_bytes=100 if len(content) < 100_000 else 20_001))
+    spans = list(cut_file(file, piece_bytes=100 if len(content) < 100_000 else 20_001))
     assert len(spans) > 15
-    assert spans[0].is_first
-    assert spans[-1].is_last
-    assert not any(span.is_last for span in spans[:-1])
+    assert [span.ends for span in spans] == [False] * (len(spans) - 1) + [True]
+    records = [record for span in spans for record in read_records(span, Reading())]
+    assert [record.is_first for record in records] == [True] + [False] * (len(spans) - 1)
     assert b"".join(text for span in spans for text in read_span(span)) == content
 
 
@@ -202,7 +200,7 @@ def test_cuts_do_not_change_the_tokens_of_byte_level_bpe(tmp_path, pattern):
         path = tmp_path / "x.txt"
         path.write_bytes(text.encode())
         (file,) = list_files(source(path))
-        pieces = [read_span(span)[0].decode() for span in iter_spans(file, piece_bytes=60)]
+        pieces = [read_span(span)[0].decode() for span in cut_file(file, piece_bytes=60)]
         assert len(pieces) > 20
         in_pieces = [token for piece in pieces for token in tokenizer.encode(piece).ids]
         assert in_pieces == tokenizer.encode(text).ids, name
@@ -213,5 +211,5 @@ def test_jsonl_is_cut_at_line_ends_only(tmp_path):
     write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts])
     (file,) = list_files(source(tmp_path / "x.jsonl"))
     for piece_bytes in (1, 100, 10_000, 10**9):
-        spans = list(iter_spans(file, piece_bytes))
+        spans = list(cut_file(file, piece_bytes))
         assert [text.decode() for span in spans for text in read_span(span)] == texts

@@ -10,8 +10,9 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from echelon.data.source import Source, Span, TextFile, list_files
-from echelon.data.tokenize import Encoding, Progress, Task, hash_document, plan_tasks, tokenize_tasks
+from echelon.data.readers.record import SourceFile, Span, hash_for_split
+from echelon.data.source import Source, list_files
+from echelon.data.tokenize import Encoding, Progress, Task, WorkerDiedError, plan_tasks, tokenize_tasks
 from echelon.data.tokenizer import train_tokenizer
 from echelon.errors import DataError
 
@@ -31,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def tasks_of(folder: Path) -> list[Task]:
-    return list(plan_tasks(0, list_files(Source("data.train[0]", str(folder))), skip=lambda file: None))
+    return list(plan_tasks(0, list_files(Source("data.train[0]", str(folder)))))
 
 
 def test_any_number_of_processes_gives_the_tokens_of_the_whole_documents(folder):
@@ -47,16 +48,9 @@ def test_any_number_of_processes_gives_the_tokens_of_the_whole_documents(folder)
     for result in results:
         pieces = [piece for each in result for piece in each.pieces]
         assert np.concatenate([piece.tokens for piece in pieces]).tolist() == expected
-        assert [piece.hash for piece in pieces if piece.is_first] == [hash_document(text.encode()) for text in texts]
-        assert [name for each in result for name in each.skipped] == ["7.txt"]
-        assert sum(each.num_bytes for each in result) == sum(len(text.encode()) for text in texts) + 1
-
-
-def test_a_long_file_that_is_not_text_is_skipped_before_its_first_piece(folder):
-    skipped: list[str] = []
-    files = list_files(Source("data.train[0]", str(folder)))
-    list(plan_tasks(0, files, skip=lambda file: skipped.append(file.name)))
-    assert skipped == ["8.txt"]
+        assert [piece.hash for piece in pieces if piece.is_first] == [hash_for_split(text.encode()) for text in texts]
+        assert [each.file.name for result in result for each in result.broken] == ["7.txt", "8.txt"]
+        assert sum(each.num_bytes for each in result) == sum(path.stat().st_size for path in folder.iterdir())
 
 
 def test_a_large_vocabulary_takes_four_bytes():
@@ -65,7 +59,7 @@ def test_a_large_vocabulary_takes_four_bytes():
     encoding = Encoding("", None, 65536, 65537)
     path = Path(__file__)
     file = list_files(Source("data.train[0]", str(path)))[0]
-    ((_, result),) = tokenize_tasks([Task(0, (Span(file, 0, file.size),))], encoding, 1)
+    ((_, result),) = tokenize_tasks([Task(0, (Span(file, 0, file.size, file.size, True),))], encoding, 1)
     (piece,) = result.pieces
     assert piece.tokens.dtype == np.uint32
     assert piece.tokens.tolist() == [*path.read_bytes(), 65536]
@@ -82,9 +76,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, workers):
 
 
 def test_an_unexpected_error_in_a_worker_names_the_file():
-    broken = TextFile(path="no-path.txt", name="", kind="text", field="", size=1, mtime_ns=0, required=True)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"died \(exit code 1\) at no-path\.txt"):
-        list(tokenize_tasks([Task(0, (Span(broken, 0, 1),))], BYTES, 2))
+    broken = SourceFile(path="no-path.txt", name="", format="text", size=1, mtime_ns=0, required=True)  # type: ignore[arg-type]
+    with pytest.raises(WorkerDiedError, match=r"died \(exit code 1\) at no-path\.txt"):
+        list(tokenize_tasks([Task(0, (Span(broken, 0, 1, 1, True),))], BYTES, 2))
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2, 4])
@@ -96,7 +90,7 @@ def test_a_worker_that_dies_is_reported_and_none_is_left(folder, num_before, sta
             child.kill()
         yield from tasks
 
-    with pytest.raises(DataError, match=r"a process that tokenizes died \(exit code -9\) at .*\.txt"):
+    with pytest.raises(WorkerDiedError, match=r"a process that tokenizes died \(exit code -9\) at .*\.txt"):
         list(tokenize_tasks(tasks_and_a_murder(), BYTES, 2))
     assert not started()
 
@@ -126,7 +120,7 @@ def test_workers_do_not_outlive_a_parent_that_is_killed(folder, tmp_path):
         "from echelon.data.tokenize import plan_tasks\n"
         "def tasks(folder):\n"
         "    files = list_files(Source('data.train[0]', folder))\n"
-        "    return list(plan_tasks(0, files, skip=lambda file: None))\n"
+        "    return list(plan_tasks(0, files))\n"
     )
     parent = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, timeout=60)
     children = [int(word) for word in parent.stdout.split()]

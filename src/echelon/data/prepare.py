@@ -2,7 +2,8 @@
 
 A prepared folder is named by a hash of all that decides its content, written beside its place and renamed into it,
 under a file lock. So it is there whole or not at all, and processes that want the same data at the same time wait for
-the one that makes it. No process group exists at this point: nothing can time out in a collective.
+the one that makes it. One that was killed half way goes on where it was. No process group exists at this point: nothing
+can time out in a collective.
 """
 
 import fcntl
@@ -13,13 +14,15 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.data.corpus import CorpusEntry, CorpusWriter, corpus_bytes, list_corpus, sample_texts
+from echelon.data.corpus import CorpusEntry, corpus_bytes, list_corpus, sample_texts
 from echelon.data.mixture import MixtureDataset
+from echelon.data.readers.record import EITHER_FIELD, Fields
+from echelon.data.resume import has_progress
 from echelon.data.shards import (
     FORMAT_VERSION,
     MAX_SHARD_TOKENS,
@@ -36,6 +39,7 @@ from echelon.data.source import Source
 from echelon.data.split import describe_split
 from echelon.data.tokenize import Encoding, Progress
 from echelon.data.tokenizer import (
+    EOS,
     build_bytes_tokenizer,
     build_tokenizer,
     fingerprint_json,
@@ -45,6 +49,7 @@ from echelon.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
+from echelon.data.writing import CorpusWriter, WritingOptions
 from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.run_folder import find_model_dir, sync_folder
 
@@ -78,6 +83,9 @@ class PrepareSpec:
     workers: int | None = None
     trust_remote_code: bool = False
     mixture: bool = False
+    separator: str | None = EOS
+    deduplicate: bool = False
+    max_broken_fraction: float = 0.001
     max_shard_tokens: int = MAX_SHARD_TOKENS
 
 
@@ -96,14 +104,22 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         workers=None if data.prepare_workers == "auto" else int(data.prepare_workers),
         trust_remote_code=recipe.model.trust_remote_code,
         mixture=data.is_mixture,
+        separator=data.document_separator,
+        deduplicate=data.deduplicate,
+        max_broken_fraction=data.max_broken_fraction,
     )
 
 
 def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
     return tuple(
-        Source(f"{key}.{index}", config.path, config.format, config.fields.get("text", "text"), config.label)
+        Source(f"{key}.{index}", config.path, config.format, _fields(config.fields), config.label, config.split)
         for index, config in enumerate(configs)
     )
+
+
+def _fields(names: dict[str, str]) -> Fields:
+    """The fields to read: those named, and no other beside them."""
+    return Fields(names.get("text"), names.get("input_ids")) if names else EITHER_FIELD
 
 
 @dataclass(frozen=True)
@@ -183,9 +199,10 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
                 if not folder.is_dir():
                     _write_folder(folder, spec, corpus, tokenizer, say)
         except OSError as error:
+            kept = f" What was done so far is kept in {_partial(folder)}." if has_progress(_partial(folder)) else ""
             raise EchelonError(
                 f"the prepared data cannot be written to {folder}: {error.strerror or error}; free some space or set "
-                f"data.prepared_dir to another place."
+                f"data.prepared_dir to another place.{kept}"
             ) from error
     prepared = open_prepared(folder, spec.sequence_len, verify=verify)
     held_out = sum(each.dataset.num_tokens for each in prepared.validation)
@@ -238,14 +255,16 @@ def open_prepared(
 def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None") -> str:
     """A hash of all that decides the content of a prepared folder."""
     digest = hashlib.sha256()
-    identity = [tokenizer_fingerprint(tokenizer), separator_id(tokenizer)] if tokenizer is not None else spec.tokenizer
+    identity: Any = spec.tokenizer
+    if tokenizer is not None:
+        identity = [tokenizer_fingerprint(tokenizer), separator_id(tokenizer, spec.separator)]
     fraction = 0.0 if spec.validation else spec.validation_fraction
-    digest.update(json.dumps([FORMAT_VERSION, identity, fraction, spec.mixture, spec.max_shard_tokens]).encode())
+    choices = [spec.separator, spec.mixture, spec.deduplicate, spec.max_broken_fraction, spec.max_shard_tokens]
+    digest.update(json.dumps([FORMAT_VERSION, identity, fraction, *choices]).encode())
     for entry in corpus:
         digest.update(json.dumps([entry.stream, entry.source.key, entry.source.name]).encode())
         for file in entry.files:
-            row = [os.fspath(file.path), file.name, file.kind, file.field, file.size, file.mtime_ns, file.required]
-            digest.update(json.dumps(row).encode())
+            digest.update(json.dumps(asdict(file), default=os.fspath).encode())
     return digest.hexdigest()[:16]
 
 
@@ -273,43 +292,84 @@ def _write_folder(
     tokenizer: "PreTrainedTokenizerFast | None",
     say: Say,
 ) -> None:
-    """Write a prepared folder under another name, then give it its own. Leaves nothing behind on any error."""
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    """Write a prepared folder under another name, or go on with one, then give it its own.
+
+    What is refused leaves nothing behind; what is interrupted, or finds the disk full, leaves what it has done.
+    """
+    partial = _partial(folder)
     try:
-        partial.mkdir()
-        if tokenizer is None:
-            assert isinstance(spec.tokenizer, int)
-            tokenizer = _train_on_sample(corpus, spec.tokenizer, say)
-        tokenizer.save_pretrained(partial / "tokenizer")
-        writer = CorpusWriter(
-            partial, corpus, _encoding(tokenizer), spec.validation_fraction, spec.max_shard_tokens, say, spec.mixture
+        partial.mkdir(exist_ok=True)
+        tokenizer = _keep_tokenizer(partial / "tokenizer", tokenizer, spec, corpus, say)
+        options = WritingOptions(
+            validation_fraction=spec.validation_fraction,
+            mixture=spec.mixture,
+            max_shard_tokens=spec.max_shard_tokens,
+            max_broken_fraction=spec.max_broken_fraction,
+            deduplicate=spec.deduplicate,
         )
+        writer = CorpusWriter(partial, corpus, _encoding(tokenizer, spec), options, say)
         save_manifest(partial, writer.write(_num_workers(spec, corpus)))
+        writer.finish()
         os.rename(partial, folder)
         sync_folder(folder.parent)
-    finally:
+    except (ConfigError, DataError):
         shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        if not has_progress(partial):
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-def _encoding(tokenizer: "PreTrainedTokenizerFast") -> Encoding:
+def _partial(folder: Path) -> Path:
+    return folder.with_suffix(".partial")
+
+
+def _keep_tokenizer(
+    place: Path,
+    tokenizer: "PreTrainedTokenizerFast | None",
+    spec: PrepareSpec,
+    corpus: Sequence[CorpusEntry],
+    say: Say,
+) -> "PreTrainedTokenizerFast":
+    """The tokenizer, saved in the folder that is written: the one given, the one found there, or one trained now."""
+    if tokenizer is None and place.is_dir():
+        return load_tokenizer(str(place))
+    if tokenizer is None:
+        assert isinstance(spec.tokenizer, int)
+        tokenizer = _train_on_sample(corpus, spec.tokenizer, say)
+    unfinished = place.with_suffix(".new")
+    for folder in (unfinished, place):
+        shutil.rmtree(folder, ignore_errors=True)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(place)
+    return tokenizer
+
+
+def _encoding(tokenizer: "PreTrainedTokenizerFast", spec: PrepareSpec) -> Encoding:
     fingerprint = tokenizer_fingerprint(tokenizer)
     is_bytes = fingerprint == tokenizer_fingerprint(build_bytes_tokenizer())
     inner = tokenizer.backend_tokenizer
-    return Encoding(fingerprint, None if is_bytes else inner.to_str(), separator_id(tokenizer), vocabulary_size(inner))
+    return Encoding(
+        fingerprint=fingerprint,
+        tokenizer_json=None if is_bytes else inner.to_str(),
+        separator=separator_id(tokenizer, spec.separator),
+        vocab_size=vocabulary_size(inner),
+        digests=spec.deduplicate,
+    )
 
 
 def _num_workers(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> int:
     if spec.workers is not None:
         return spec.workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, corpus_bytes(corpus) // BYTES_PER_WORKER))
+    num_bytes = corpus_bytes(corpus)
+    return max(1, min(cores, num_bytes // BYTES_PER_WORKER)) if num_bytes else cores
 
 
 def _train_on_sample(corpus: Sequence[CorpusEntry], vocab_size: int, say: Say) -> "PreTrainedTokenizerFast":
     files = [file for entry in corpus if entry.stream == "train" for file in entry.files]
     say(f"tokenizer: training byte-level BPE of {vocab_size:,} ids")
-    progress = Progress("tokenizer: read", min(sum(file.size for file in files), TOKENIZER_SAMPLE_BYTES), say)
+    progress = Progress("tokenizer: read", min(corpus_bytes(corpus), TOKENIZER_SAMPLE_BYTES), say)
     tokenizer = train_tokenizer(sample_texts(files, TOKENIZER_SAMPLE_BYTES, progress), vocab_size)
     progress.finish()
     num_ids = vocabulary_size(tokenizer.backend_tokenizer)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from echelon.errors import DataError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 MAX_SHARD_TOKENS = 2**30
 NO_LABEL = -100
@@ -40,9 +40,11 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """What one source gave to one stream. `skipped` names at most the first 20 of `num_skipped` files.
+    """What one source gave to one stream.
 
     `source` is its key in the recipe; `text_bytes` the UTF-8 bytes of its documents, None when it was given as tokens.
+    Of the source as a whole: `broken` names at most the first 20 of `num_broken` records and files that were left out,
+    `num_duplicates` counts the documents left out as copies.
     """
 
     source: str
@@ -52,8 +54,9 @@ class SourceRecord:
     tokens: int
     text_bytes: int | None
     shards: tuple[ShardRecord, ...]
-    num_skipped: int = 0
-    skipped: tuple[str, ...] = ()
+    num_broken: int = 0
+    broken: tuple[str, ...] = ()
+    num_duplicates: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def _parse_manifest(content: dict[str, Any]) -> Manifest:
     streams = {}
     for name, sources in content["streams"].items():
         records = [
-            {**source, "shards": tuple(map(_parse_shard, source["shards"])), "skipped": tuple(source["skipped"])}
+            {**source, "shards": tuple(map(_parse_shard, source["shards"])), "broken": tuple(source["broken"])}
             for source in sources
         ]
         streams[name] = tuple(SourceRecord(**record) for record in records)
@@ -179,16 +182,30 @@ def _hash_file(path: Path) -> str:
 class ShardWriter:
     """Writes tokens to `folder/prefix-00000.bin` and so on, each of at most `max_tokens`. A context manager."""
 
-    def __init__(self, folder: Path, prefix: str, dtype: str, max_tokens: int = MAX_SHARD_TOKENS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str,
+        dtype: str,
+        max_tokens: int = MAX_SHARD_TOKENS,
+        finished: Sequence[ShardRecord] = (),
+        open_tokens: int = 0,
+    ) -> None:
+        """To go on with what an earlier writer left: its `finished` shards, and the tokens of the one after them.
+
+        What that one holds beyond `open_tokens` is cut off.
+        """
         self._folder = folder
         self._prefix = prefix
         self._dtype = _DTYPES[dtype]
         self._max_tokens = max_tokens
-        self._records: list[ShardRecord] = []
+        self._records: list[ShardRecord] = list(finished)
         self._stream: BinaryIO | None = None
         self._hash = hashlib.sha256()
-        self._tokens_in_shard = 0
-        self.num_tokens = 0
+        self._tokens_in_shard = open_tokens
+        self.num_tokens = sum(shard.tokens for shard in finished) + open_tokens
+        if open_tokens:
+            self._reopen(open_tokens * self._dtype.itemsize)
 
     def __enter__(self) -> Self:
         return self
@@ -212,10 +229,28 @@ class ShardWriter:
             if self._tokens_in_shard == self._max_tokens:
                 self._end_shard()
 
+    def sync(self) -> tuple[tuple[ShardRecord, ...], int]:
+        """Bring everything to the disk; the records of the finished shards, and the tokens in the open one."""
+        if self._stream is not None:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+        return tuple(self._records), self._tokens_in_shard
+
     def finish(self) -> tuple[ShardRecord, ...]:
         """Bring everything to the disk and return the record of each shard."""
         self._end_shard()
         return tuple(self._records)
+
+    def _reopen(self, num_bytes: int) -> None:
+        self._stream = (self._folder / self._shard_name()).open("r+b")
+        left = num_bytes
+        while left and (block := self._stream.read(min(left, 2**20))):
+            self._hash.update(block)
+            left -= len(block)
+        if left:
+            raise OSError(f"{self._stream.name} is shorter than what was written to it")
+        self._stream.truncate(num_bytes)
+        self._stream.seek(num_bytes)
 
     def _shard_name(self) -> str:
         return f"{self._prefix}-{len(self._records):05d}.bin"

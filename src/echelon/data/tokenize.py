@@ -6,7 +6,6 @@ in the order of the tasks, a few ahead of what it has written. Memory is bounded
 tokenizer from its JSON.
 """
 
-import hashlib
 import itertools
 import multiprocessing
 import signal
@@ -22,16 +21,23 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from echelon.data.source import PIECE_BYTES, Span, TextFile, UnreadableText, is_text, iter_spans, read_span
+from echelon.data.readers import cut_file, read_records
+from echelon.data.readers.record import (
+    PIECE_BYTES,
+    Broken,
+    Reading,
+    Record,
+    SourceFile,
+    Span,
+    TokenIds,
+    digest_document,
+    hash_for_split,
+)
 from echelon.errors import DataError, EchelonError
 from echelon.runtime import use_one_tokenizer_thread
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
-HASHED_BYTES = PIECE_BYTES
-"""The hash of a document reads at most so much from its start."""
-
-_HASH_KEY = b"echelon validation 1"
 _TASKS_AHEAD = 2
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
@@ -43,12 +49,20 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a tokenizer does to text, as plain values. `tokenizer_json` None means bytes; `separator` ends documents."""
+    """What a tokenizer does to text, as plain values. `tokenizer_json` None means bytes; `separator` ends documents.
+
+    `digests`: the hash of every document is wanted too, to find copies by.
+    """
 
     fingerprint: str
     tokenizer_json: str | None
     separator: int | None
     vocab_size: int
+    digests: bool = False
+
+
+class WorkerDiedError(EchelonError):
+    """A process that tokenizes ended without a word. What was done before is kept."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +73,27 @@ class Task:
     spans: tuple[Span, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """The tokens of a document, or of a piece of it, and how many bytes of text they are.
+    """The tokens of a document, or of a piece of it; how many bytes of text they are, None where ids were given.
 
-    `hash` is the document's where `is_first`, else 0.
+    `hash` and `digest` are the document's where `is_first`, else 0 and None; `digest` only if asked for.
     """
 
     tokens: Tokens
     is_first: bool
     hash: int
-    text_bytes: int
+    text_bytes: int | None
+    digest: bytes | None = None
 
 
 @dataclass(frozen=True)
 class TokenizedTask:
-    """What a task became. `skipped` names files of a folder that are not UTF-8 text."""
+    """What a task became: the tokens in order, and the records that could not be used."""
 
     pieces: list[Piece]
     num_bytes: int
-    skipped: tuple[str, ...]
+    broken: tuple[Broken, ...] = ()
 
 
 class TaskEncoder:
@@ -102,51 +117,66 @@ class TaskEncoder:
         return [np.array(item.ids, dtype=self._dtype) for item in encoded]
 
     def run(self, task: Task) -> TokenizedTask:
-        """Read and tokenize the spans of a task."""
-        texts: list[bytes] = []
-        edges: list[tuple[bool, bool]] = []
-        skipped = []
+        """Read and tokenize the spans of a task. Raises DataError for ids that the tokenizer does not have."""
+        reading = Reading(self._encoding.separator, self._encoding.digests)
+        records, files, broken = list[Record](), list[SourceFile](), []
         for span in task.spans:
-            try:
-                found = read_span(span)
-            except UnreadableText:
-                skipped.append(span.file.name)
-                continue
-            texts += found
-            is_whole = span.file.kind == "jsonl"
-            edges += [(is_whole or span.is_first, is_whole or span.is_last)] * len(found)
-        pieces = [
-            Piece(self._separate(tokens, is_last), is_first, hash_document(text) if is_first else 0, len(text))
-            for text, tokens, (is_first, is_last) in zip(texts, self.encode(texts), edges, strict=True)
-        ]
-        return TokenizedTask(pieces, sum(span.stop - span.start for span in task.spans), tuple(skipped))
+            for found in read_records(span, reading):
+                if isinstance(found, Record):
+                    records.append(found)
+                    files.append(span.file)
+                else:
+                    broken.append(found)
+        texts = iter(self.encode([each.content for each in records if isinstance(each.content, bytes)]))
+        pieces = []
+        for record, file in zip(records, files, strict=True):
+            is_text = isinstance(record.content, bytes)
+            tokens = next(texts) if is_text else self._check(record.content, file)
+            pieces.append(self._make_piece(record, tokens))
+        return TokenizedTask(pieces, sum(span.num_bytes for span in task.spans), tuple(broken))
 
-    def _separate(self, tokens: Tokens, is_last: bool) -> Tokens:
+    def _make_piece(self, record: Record, tokens: Tokens) -> Piece:
+        digest = record.digest
+        if self._encoding.digests and record.is_first and digest is None:
+            digest = digest_document([record.content])
+        return Piece(
+            tokens=self._separate(record, tokens),
+            is_first=record.is_first,
+            hash=hash_for_split(record.content) if record.is_first else 0,
+            text_bytes=len(record.content) if isinstance(record.content, bytes) else None,
+            digest=digest,
+        )
+
+    def _check(self, ids: "bytes | TokenIds", file: SourceFile) -> Tokens:
+        """Given ids in the type they are kept in."""
+        assert isinstance(ids, np.ndarray)
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= self._encoding.vocab_size:
+            raise DataError(
+                f"{file.path} holds the id {lowest if lowest < 0 else highest}, and the tokenizer has the ids 0 to "
+                f"{self._encoding.vocab_size - 1}; set tokenizer to the one that made these ids."
+            )
+        return ids.astype(self._dtype)
+
+    def _separate(self, record: Record, tokens: Tokens) -> Tokens:
+        """Tokens with the separator where the document ends; ids that were given may have it already."""
         separator = self._encoding.separator
-        return np.append(tokens, self._dtype(separator)) if is_last and separator is not None else tokens
+        if separator is None or not record.ends:
+            return tokens
+        has_it = isinstance(record.content, np.ndarray) and int(tokens[-1]) == separator
+        return tokens if has_it else np.append(tokens, self._dtype(separator))
 
 
-def hash_document(text: bytes) -> int:
-    """A 64-bit hash of a document's first MiB, which decides its side of the validation split."""
-    return int.from_bytes(hashlib.blake2b(text[:HASHED_BYTES], digest_size=8, key=_HASH_KEY).digest(), "little")
-
-
-def plan_tasks(source: int, files: Iterable[TextFile], skip: Callable[[TextFile], None]) -> Iterator[Task]:
-    """Group the spans of a source's files into tasks of about PIECE_BYTES, lazily and in order.
-
-    A file of a folder that takes several spans is checked first, since its first pieces would be written before a bad
-    byte in a later one is seen; `skip` is told of one that is not text.
-    """
+def plan_tasks(source: int, files: Iterable[SourceFile]) -> Iterator[Task]:
+    """Group the spans of a source's files into tasks of about PIECE_BYTES, lazily and in order."""
     spans: list[Span] = []
     num_bytes = 0
     for file in files:
-        if file.kind == "text" and not file.required and file.size > PIECE_BYTES and not is_text(file):
-            skip(file)
-            continue
-        for span in iter_spans(file):
+        for span in cut_file(file):
             spans.append(span)
-            num_bytes += span.stop - span.start
-            if num_bytes >= PIECE_BYTES:
+            num_bytes += span.num_bytes
+            # Spans that carry what was read are as large as a task may be, whatever they take on the disk.
+            if num_bytes >= PIECE_BYTES or span.data is not None or span.records is not None:
                 yield Task(source, tuple(spans))
                 spans, num_bytes = [], 0
     if spans:
@@ -158,7 +188,8 @@ def tokenize_tasks(
 ) -> Generator[tuple[Task, TokenizedTask], None, None]:
     """Tokenize tasks in `workers` processes (1: in this one), yielding each with its result, in order.
 
-    Raises DataError naming the file when one cannot be read or a worker dies. Close the generator to stop the workers.
+    Raises DataError naming the file when one cannot be read, WorkerDiedError when a worker dies. Close the generator
+    to stop the workers.
     """
     if workers == 1:
         encoder = TaskEncoder(encoding)
@@ -263,14 +294,14 @@ class _Worker:
         self._process.kill()
         self._process.join()
 
-    def _describe_death(self) -> DataError:
+    def _describe_death(self) -> WorkerDiedError:
         assert self._task is not None
         self._process.join()
         spans = self._task.spans
         others = f" or a file read with it, up to {spans[-1].file.path}" if len(spans) > 1 else ""
-        return DataError(
+        return WorkerDiedError(
             f"a process that tokenizes died (exit code {self._process.exitcode}) at {spans[0].file.path}{others}; if "
-            f"it was killed for want of memory, lower data.prepare_workers."
+            f"it was killed for want of memory, lower data.prepare_workers and run again."
         )
 
 
@@ -292,7 +323,10 @@ def _serve(connection: Connection, encoding: Encoding) -> None:
 
 @dataclass
 class Progress:
-    """Says how far a long job is: bytes, rate and time left, about every `every_seconds`, and once at the end."""
+    """Says how far a long job is: bytes, rate and time left, about every `every_seconds`, and once at the end.
+
+    `total_bytes` 0: nobody knows. `done_bytes` may begin with what was done before.
+    """
 
     name: str
     total_bytes: int
@@ -300,10 +334,12 @@ class Progress:
     every_seconds: float = 2.0
     clock: Callable[[], float] = time.monotonic
     done_bytes: int = 0
+    _before: int = field(init=False)
     _started: float = field(init=False)
     _said: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self._before = self.done_bytes
         self._started = self._said = self.clock()
 
     def add(self, num_bytes: int) -> None:
@@ -312,14 +348,15 @@ class Progress:
         now = self.clock()
         if now - self._said >= self.every_seconds:
             self._said = now
-            rate = self.done_bytes / (now - self._started)
+            rate = (self.done_bytes - self._before) / (now - self._started)
             left = max(0, self.total_bytes - self.done_bytes) / max(rate, 1.0)
-            self.say(f"{self._describe(rate)}, about {left:.0f} s left")
+            self.say(f"{self._describe(rate)}{f', about {left:.0f} s left' if self.total_bytes else ''}")
 
     def finish(self) -> None:
         """Say the total."""
         seconds = max(self.clock() - self._started, 1e-3)
-        self.say(f"{self._describe(self.done_bytes / seconds)}, {seconds:.1f} s in all")
+        self.say(f"{self._describe((self.done_bytes - self._before) / seconds)}, {seconds:.1f} s in all")
 
     def _describe(self, rate: float) -> str:
-        return f"{self.name}: {self.done_bytes / 1e6:.1f} of {self.total_bytes / 1e6:.1f} MB, {rate / 1e6:.1f} MB/s"
+        total = f" of {self.total_bytes / 1e6:.1f}" if self.total_bytes else ""
+        return f"{self.name}: {self.done_bytes / 1e6:.1f}{total} MB, {rate / 1e6:.1f} MB/s"

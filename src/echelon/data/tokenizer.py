@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
+EOS = "eos"
+"""What `data.document_separator` calls the tokenizer's own end of text."""
+
 MIN_TRAINED_VOCAB = 257
 """256 bytes and `<|endoftext|>`."""
 
@@ -136,9 +139,24 @@ def build_tokenizer(
     return load_tokenizer(source, trust_remote_code)
 
 
-def separator_id(tokenizer: "PreTrainedTokenizerFast") -> int | None:
-    """The id put after each document: eos. None when the tokenizer has none, as `bytes`."""
-    separator: int | None = tokenizer.eos_token_id
+def separator_id(tokenizer: "PreTrainedTokenizerFast", choice: str | None = EOS) -> int | None:
+    """The id put after each document: eos, or another token by its text. None for none, or an eos there is not.
+
+    Raises ConfigError for a token that the tokenizer does not have; `bytes` has none.
+    """
+    if choice is None:
+        return None
+    if choice == EOS:
+        eos: int | None = tokenizer.eos_token_id
+        return eos
+    is_bytes = tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(build_bytes_tokenizer())
+    separator: int | None = None if is_bytes else tokenizer.backend_tokenizer.token_to_id(choice)
+    if separator is None:
+        known = ", ".join(str(token) for token in tokenizer.all_special_tokens) or "none"
+        raise ConfigError(
+            f"data.document_separator={choice} is no token of the tokenizer{' bytes' if is_bytes else ''}; use eos, "
+            f"null, or a token it has (special ones: {known})."
+        )
     return separator
 
 

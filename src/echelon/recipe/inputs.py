@@ -100,13 +100,17 @@ class SourceConfig(Section):
         None, description="What lines and metrics call it, for example `code`. Default: the last part of `path`."
     )
     path: str = Field(
-        description="A file, a folder (read recursively), or `python-stdlib`: the source of the running Python's "
-        "standard library, without its tests."
+        description="A file, a folder (read recursively), a glob, a dataset of `save_to_disk`, the name of one on the "
+        "hub (with `format: hub`), or `python-stdlib`: the source of the running Python's standard library, without "
+        "its tests."
     )
     format: TextFormat = Field("auto", description="`auto` tells it from the file's name.")
-    split: str | None = Field(None, description="The split of a hub dataset, for example `train[:90%]`.")
+    split: str | None = Field(
+        None, description="The split of a Hugging Face dataset, on disk or on the hub, for example `train[:90%]`."
+    )
     fields: dict[str, str] = Field(
-        default_factory=dict, description="The names of the fields in your records, for example `{text: body}`."
+        default_factory=dict,
+        description="The names of the fields in your records: `{text: body}`, or `{input_ids: ids}` for token ids.",
     )
     weight: Positive | None = Field(
         None,

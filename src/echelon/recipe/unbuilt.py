@@ -25,19 +25,17 @@ class Unbuilt:
     built: tuple[Any, ...] = ()
 
 
+_BUILT_FORMATS = ("text", "jsonl", "csv", "parquet", "arrow", "hub", "nanogpt", "npy", "megatron", "tokens")
+_TEXTS = "plain text and token ids, without conversations: auto, " + ", ".join(_BUILT_FORMATS)
+
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("adapter.method", "full, which trains every parameter"),
     Unbuilt("adapter.r", "the default, since method: full has no rank"),
     Unbuilt("adapter.alpha", "the default, since method: full has no scale"),
     Unbuilt("adapter.dropout", "the default, since method: full has no adapter to drop out"),
     Unbuilt("adapter.target_modules", "the default, since method: full trains every module"),
-    Unbuilt("data.train[].format", "auto, text and jsonl are read", built=("text", "jsonl")),
-    Unbuilt("data.validation[].format", "auto, text and jsonl are read", built=("text", "jsonl")),
-    Unbuilt("data.train[].split", "a source is read whole; list the files to read"),
-    Unbuilt("data.validation[].split", "a source is read whole; list the files to read"),
-    Unbuilt("data.document_separator", "eos"),
-    Unbuilt("data.deduplicate", "deduplicate: false"),
-    Unbuilt("data.max_broken_fraction", "the default; every record must be readable for now"),
+    Unbuilt("data.train[].format", _TEXTS, built=_BUILT_FORMATS),
+    Unbuilt("data.validation[].format", _TEXTS, built=_BUILT_FORMATS),
     Unbuilt("data.packing", "packing: true fills each sequence"),
     Unbuilt("data.document_mask", "auto and false; documents are separated by eos", built=(False,)),
     Unbuilt("data.chat_template", "plain text and the text field of .jsonl, without a template"),
@@ -85,10 +83,11 @@ def _check_fields(recipe: Recipe) -> None:
     for part in ("train", "validation"):
         for index, source in enumerate(getattr(recipe.data, part)):
             for field in source.fields:
-                if field != "text":
+                if field not in ("text", "input_ids"):
                     raise ConfigError(
                         f"data.{part}.{index}.fields.{field}={source.fields[field]} is not built yet; "
-                        "possible now: fields: {text: NAME}, the field of a .jsonl record that holds its text."
+                        "possible now: fields: {text: NAME} or {input_ids: NAME}, the field of a record that holds its "
+                        "text or its token ids."
                     )
 
 

@@ -251,7 +251,7 @@ def _held_out(target: Path, sequence_len: int) -> Sequence[ValidationSet]:
 def _prepare_text(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_len: int, scratch: Path) -> ValidationSet:
     tokenizer.save_pretrained(scratch / "tokenizer")
     spec = PrepareSpec(
-        train=(Source("--data", str(path), "auto", "text"),),
+        train=(Source("--data", str(path)),),
         validation=(),
         validation_fraction=0.0,
         tokenizer=str(scratch / "tokenizer"),

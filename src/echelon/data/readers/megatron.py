@@ -1,0 +1,145 @@
+"""Megatron-LM's indexed datasets: ids in NAME.bin, and in NAME.idx where its sequences and documents are.
+
+The index, little-endian, as `megatron/core/datasets/indexed_dataset.py` writes it: nine bytes `MMIDIDX\\0\\0`, uint64
+version 1, uint8 code of the ids' type, uint64 number of sequences S, uint64 number of document bounds D, int32 lengths
+of the sequences [S], int64 offsets of the sequences in bytes [S], int64 document bounds [D]: document d is made of the
+sequences bounds[d] to bounds[d+1]. Modes of the sequences (int8 [S]) may follow; they do not concern text.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.data.readers.record import (
+    PIECE_BYTES,
+    Reader,
+    Reading,
+    Record,
+    SourceFile,
+    Span,
+    TokenIds,
+    broken_file,
+)
+from echelon.errors import DataError
+
+MAGIC = b"MMIDIDX\0\0"
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""The types of ids by code; 6 and 7 are float64 and float32, which are no ids."""
+
+_HEADER = struct.Struct("<9sQBQQ")
+
+
+class MegatronIndexError(Exception):
+    """An index that is damaged, or does not fit its .bin; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class MegatronIndex:
+    """Where documents are: sequence lengths and byte offsets `[S]`, document bounds `[D]`, mapped."""
+
+    dtype: np.dtype[Any]
+    lengths: TokenIds
+    offsets: TokenIds
+    bounds: TokenIds
+
+
+class MegatronReader(Reader):
+    """Spans are ranges of documents. The listed file is the .idx."""
+
+    def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
+        """See Reader."""
+        try:
+            index = load_index(file.path)
+        except MegatronIndexError as error:
+            yield broken_file(file, str(error))
+            return
+        num_documents = len(index.bounds) - 1
+        start, held = 0, 0
+        share = file.size / max(1, num_documents)
+        for document in range(num_documents):
+            low, high = int(index.bounds[document]), int(index.bounds[document + 1])
+            held += int(index.lengths[low:high].sum(dtype=np.int64)) * index.dtype.itemsize
+            if held >= piece_bytes or document == num_documents - 1:
+                stop = document + 1
+                yield Span(file, start, stop, int(stop * share) - int(start * share), stop == num_documents)
+                start, held = stop, 0
+
+    def read(self, span: Span, reading: Reading) -> Iterator[Record]:
+        """See Reader. Raises DataError when the .bin is gone or has changed."""
+        index = load_index(span.file.path)
+        with _open_ids(span.file.path) as stream:
+            for document in range(span.start, span.stop):
+                parts = []
+                for sequence in range(int(index.bounds[document]), int(index.bounds[document + 1])):
+                    stream.seek(int(index.offsets[sequence]))
+                    data = stream.read(int(index.lengths[sequence]) * index.dtype.itemsize)
+                    parts.append(np.frombuffer(data, dtype=index.dtype))
+                ids = np.concatenate(parts) if parts else np.zeros(0, dtype=index.dtype)
+                if ids.size:
+                    yield Record(ids)
+
+    def count(self, file: SourceFile, limit: int, reading: Reading) -> int:
+        """See Reader. The index knows."""
+        try:
+            return min(limit, len(load_index(file.path).bounds) - 1)
+        except MegatronIndexError:
+            return 0
+
+
+def is_megatron_index(path: Path) -> bool:
+    """Whether a file begins as an index does."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+@lru_cache(maxsize=4)
+def load_index(path: Path) -> MegatronIndex:
+    """Map an index and check it against its .bin. Raises MegatronIndexError."""
+    try:
+        with path.open("rb") as stream:
+            header = stream.read(_HEADER.size)
+        size, data_bytes = path.stat().st_size, path.with_suffix(".bin").stat().st_size
+    except OSError as error:
+        raise MegatronIndexError(f"and its .bin cannot both be read ({error.filename}: {error.strerror})") from error
+    if len(header) < _HEADER.size or not header.startswith(MAGIC):
+        raise MegatronIndexError("is no index of Megatron's: it does not begin with MMIDIDX")
+    _, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
+    if version != 1:
+        raise MegatronIndexError(f"is of version {version}; version 1 is read")
+    if code not in DTYPES:
+        raise MegatronIndexError(f"says that the ids have type {code}; whole numbers are {sorted(DTYPES)}")
+    starts = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_bounds]).tolist()
+    if size < starts[-1] or num_bounds < 1:
+        raise MegatronIndexError(f"has {size} bytes, too few for {num_sequences} sequences and {num_bounds} bounds")
+    dtype = np.dtype(DTYPES[code])
+    lengths = _map(path, "<i4", starts[0], num_sequences)
+    offsets = _map(path, "<i8", starts[1], num_sequences)
+    bounds = _map(path, "<i8", starts[2], num_bounds)
+    if num_sequences and (lengths.min() < 0 or offsets.min() < 0):
+        raise MegatronIndexError("has negative lengths or offsets")
+    if num_sequences and int((offsets + lengths.astype(np.int64) * dtype.itemsize).max()) > data_bytes:
+        raise MegatronIndexError(f"reaches beyond its .bin, which has {data_bytes} bytes")
+    if bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
+        raise MegatronIndexError("has document bounds that do not cover its sequences in order")
+    return MegatronIndex(dtype, lengths, offsets, bounds)
+
+
+def _map(path: Path, dtype: str, offset: int, count: int) -> TokenIds:
+    if not count:
+        return np.zeros(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+
+
+def _open_ids(path: Path) -> Any:
+    try:
+        return path.with_suffix(".bin").open("rb")
+    except OSError as error:
+        raise DataError(f"{path.with_suffix('.bin')} cannot be read: {error.strerror}.") from error

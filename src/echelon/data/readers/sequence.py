@@ -1,0 +1,36 @@
+"""Formats that only one process can walk through: it reads the records and hands them out in blocks."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+from echelon.data.readers.record import PIECE_BYTES, Broken, Reader, Reading, Record, SourceFile, Span
+
+
+class SequentialReader(Reader):
+    """A reader whose spans carry their records. Memory is bounded by how many spans are under way."""
+
+    @abstractmethod
+    def walk(self, file: SourceFile) -> Iterator[tuple[int, Record | Broken]]:
+        """The records of a file in order, each with how many bytes of the file have been used. Raises DataError."""
+
+    def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
+        """See Reader: as many records as make up `piece_bytes`."""
+        start, found, held, consumed, used = 0, list[Record | Broken](), 0, 0, 0
+        for used, each in self.walk(file):
+            found.append(each)
+            held += content_bytes(each) if isinstance(each, Record) else 1
+            if held >= piece_bytes:
+                yield Span(file, start, start + len(found), used - consumed, records=tuple(found))
+                start, found, held, consumed = start + len(found), [], 0, used
+        if found:
+            yield Span(file, start, start + len(found), used - consumed, True, records=tuple(found))
+
+    def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:
+        """See Reader."""
+        assert span.records is not None
+        return iter(span.records)
+
+
+def content_bytes(record: Record) -> int:
+    """The size of a record's text or ids in memory."""
+    return len(record.content) if isinstance(record.content, bytes) else record.content.nbytes

@@ -1,0 +1,152 @@
+"""Plain text: a document is a file. Long ones are cut into pieces without changing their tokens.
+
+Where a long document is cut matters, because a tokenizer does not see across the cut. Byte-level BPE first splits text
+with a regular expression and never merges across its splits, so a cut is exact when the expression splits there anyway
+and treats the end of the text as it would the next character. The expressions in use (GPT-2, Llama 3, Qwen, o200k) do
+both at a newline between two characters that are not white space. White space before the newline would not do: GPT-2
+gives the last character of such a run to what follows, and has nothing to give it to at the end of a piece. Nor would a
+slash after it: o200k joins `.`, newline and `/`. A text without such a place is cut between a letter or digit and
+the line end after it, exact too; one without line ends, between any two characters, where a token may differ.
+"""
+
+import codecs
+import io
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from echelon.data.readers.compressed import (
+    DamagedStreamError,
+    is_compressed,
+    open_decompressed,
+    open_plain,
+    read_bytes,
+)
+from echelon.data.readers.record import (
+    PIECE_BYTES,
+    Broken,
+    Reader,
+    Reading,
+    Record,
+    SourceFile,
+    Span,
+    broken_file,
+    digest_document,
+)
+from echelon.errors import DataError
+
+_WINDOW_BYTES = 2**16
+_SEARCHED_WINDOWS = 16
+_LINE_STARTS_WORD = re.compile(r"(?<=\S)\n(?=[^\s/])")
+_WORD_ENDS_LINE = re.compile(r"(?<=[^\W_])(?=\r?\n)")
+_NOT_TEXT = "is not UTF-8 text"
+
+
+class TextReader(Reader):
+    """Spans are ranges of bytes; of a compressed file, pieces that the cutting process has decompressed."""
+
+    def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
+        """See Reader. A long file of a folder is checked first: its first pieces would be written before a bad byte."""
+        compressed = is_compressed(file.path)
+        if not file.required and (compressed or file.size > piece_bytes) and not is_text(file):
+            yield broken_file(file, _NOT_TEXT)
+        elif compressed:
+            yield from _cut_stream(file, piece_bytes)
+        else:
+            yield from _cut_file(file, piece_bytes)
+
+    def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:
+        """See Reader. Raises DataError naming the byte of a required file that is not UTF-8."""
+        file, is_first = span.file, span.start == 0
+        data = read_bytes(file, span.start, span.stop) if span.data is None else span.data
+        try:
+            decoded = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if not file.required and is_first and span.ends:
+                yield Broken(file, None, _NOT_TEXT)
+                return
+            raise DataError(
+                f"{file.path} {_NOT_TEXT}: the byte at offset {span.start + error.start} is wrong ({error.reason}); "
+                f"convert it, for instance with iconv."
+            ) from error
+        if not file.required and "\0" in decoded:
+            yield Broken(file, None, _NOT_TEXT)
+            return
+        is_cut = is_first and not span.ends
+        digest = digest_document(_read_pieces(file)) if is_cut and reading.digests else None
+        yield Record(data, is_first, span.ends, digest)
+
+    def count(self, file: SourceFile, limit: int, reading: Reading) -> int:
+        """See Reader: one, if the file is text at all."""
+        return min(limit, int(file.size > 0 and (file.required or is_text(file))))
+
+
+def is_text(file: SourceFile) -> bool:
+    """Whether a whole file is UTF-8 without zero bytes, read a piece at a time."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for piece in _read_pieces(file):
+            if "\0" in decoder.decode(piece):
+                return False
+        decoder.decode(b"", final=True)
+    except (UnicodeDecodeError, DamagedStreamError):
+        return False
+    return True
+
+
+def _read_pieces(file: SourceFile) -> Iterator[bytes]:
+    with open_decompressed(file) as stream:
+        while piece := stream.read(PIECE_BYTES):
+            yield piece
+
+
+def _cut_file(file: SourceFile, piece_bytes: int) -> Iterator[Span]:
+    start = 0
+    if file.size > piece_bytes:
+        with open_plain(file) as stream:
+            while file.size - start > piece_bytes:
+                stop = _find_cut(stream, start + piece_bytes, file.size)
+                yield Span(file, start, stop, stop - start, stop == file.size)
+                start = stop
+    if start < file.size:
+        yield Span(file, start, file.size, file.size - start, True)
+
+
+def _cut_stream(file: SourceFile, piece_bytes: int) -> Iterator[Span]:
+    enough = piece_bytes + (_SEARCHED_WINDOWS + 1) * _WINDOW_BYTES
+    offset, consumed, buffer, is_last = 0, 0, b"", False
+    try:
+        with open_decompressed(file) as stream:
+            while not is_last and (buffer := buffer + stream.read(enough - len(buffer))):
+                is_last = len(buffer) < enough
+                cut = len(buffer) if is_last else _find_cut(io.BytesIO(buffer), piece_bytes, len(buffer))
+                yield Span(file, offset, offset + cut, stream.consumed - consumed, is_last, buffer[:cut])
+                offset, consumed, buffer = offset + cut, stream.consumed, buffer[cut:]
+    except DamagedStreamError as error:
+        raise DataError(f"{file.path} {error}.") from error
+
+
+def _find_cut(stream: BinaryIO, target: int, size: int) -> int:
+    """The first good place to cut at or after `target`; the end of the file if there is none."""
+    for pattern in (_LINE_STARTS_WORD, _WORD_ENDS_LINE):
+        for window in range(_SEARCHED_WINDOWS):
+            cut = _search_window(stream, target + window * _WINDOW_BYTES, size, pattern)
+            if cut is not None:
+                return cut
+    if target + _SEARCHED_WINDOWS * _WINDOW_BYTES >= size:
+        return size
+    stream.seek(target)
+    following = stream.read(4)
+    is_start = (index for index, byte in enumerate(following) if byte & 0xC0 != 0x80)
+    return target + next(is_start, 0)
+
+
+def _search_window(stream: BinaryIO, offset: int, size: int, pattern: re.Pattern[str]) -> int | None:
+    stream.seek(offset)
+    # Bytes of a character that the window cuts become surrogates, one each, and turn back into the same bytes. The
+    # search keeps away from both edges, so that what it looks at are whole characters.
+    text = stream.read(max(0, min(_WINDOW_BYTES, size - offset))).decode("utf-8", "surrogateescape")
+    match = pattern.search(text, 4, max(4, len(text) - 4))
+    if match is None:
+        return None
+    return offset + len(text[: match.end()].encode("utf-8", "surrogateescape"))

@@ -1,0 +1,144 @@
+"""How far the writing of shards is, kept beside them, so that what was killed goes on where it was.
+
+progress.json is replaced at points: the shards are brought to the disk first, so whatever a kill leaves, the last
+progress.json tells of bytes that are there. What lies beyond is cut off and made again, the same.
+"""
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from echelon.data.duplicates import DigestSet
+from echelon.data.readers.record import DIGEST_BYTES
+from echelon.data.shards import ShardRecord
+from echelon.run_folder import sync_folder
+
+PROGRESS_NAME = "progress.json"
+DIGESTS_NAME = "digests.bin"
+
+
+@dataclass
+class SinkState:
+    """What one source has given to one stream so far: counts, finished shards, and the tokens of the open one."""
+
+    documents: int = 0
+    text_bytes: int | None = 0
+    shards: tuple[ShardRecord, ...] = ()
+    open_tokens: int = 0
+
+
+@dataclass
+class EntryState:
+    """How far one source is: readable documents, broken records and the places of the first, copies, and its sinks."""
+
+    documents: int = 0
+    broken: int = 0
+    places: list[str] = field(default_factory=list)
+    duplicates: int = 0
+    sinks: dict[str, SinkState] = field(default_factory=dict)
+
+
+@dataclass
+class WritingState:
+    """How far a corpus is: the tasks done, their bytes, and each source.
+
+    `stream` is where the document goes that the last piece belongs to; None where it is left out. `num_digests` is how
+    many documents are known to be no copies.
+    """
+
+    entries: list[EntryState]
+    num_tasks: int = 0
+    done_bytes: int = 0
+    stream: str | None = None
+    num_digests: int = 0
+
+
+class WritingJournal:
+    """The progress.json and the digests of a folder that is being written. A context manager."""
+
+    def __init__(self, folder: Path, num_entries: int) -> None:
+        """Take up what an earlier process left in the folder, and clear away what its progress does not tell of."""
+        self._folder = folder
+        fresh = WritingState([EntryState() for _ in range(num_entries)])
+        self.state = _load(folder / PROGRESS_NAME, num_entries) or fresh
+        self.digests = DigestSet()
+        known = {PROGRESS_NAME, DIGESTS_NAME} if self.is_resumed else set()
+        for index, entry in enumerate(self.state.entries):
+            for stream, sink in entry.sinks.items():
+                names = [shard.file for shard in sink.shards]
+                known.update(names)
+                if sink.open_tokens:
+                    known.add(f"{shard_prefix(stream, index)}-{len(names):05d}.bin")
+        for path in folder.iterdir():
+            if path.is_file() and path.name not in known:
+                path.unlink()
+        self._stream: BinaryIO = (folder / DIGESTS_NAME).open("a+b")
+        self._stream.truncate(self.state.num_digests * DIGEST_BYTES)
+        self._stream.seek(0)
+        while digest := self._stream.read(DIGEST_BYTES):
+            self.digests.add(digest)
+
+    def __enter__(self) -> "WritingJournal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether an earlier process has done some of the tasks."""
+        return self.state.num_tasks > 0
+
+    def add_document(self, digest: bytes) -> bool:
+        """Whether a document was not seen before; from now on it was."""
+        is_new = self.digests.add(digest)
+        if is_new:
+            self._stream.write(digest)
+            self.state.num_digests += 1
+        return is_new
+
+    def save(self) -> None:
+        """Make the state durable; the shards it tells of must be already."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        fresh = self._folder / f"{PROGRESS_NAME}.new"
+        with fresh.open("w", encoding="utf-8") as stream:
+            json.dump(asdict(self.state), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        fresh.replace(self._folder / PROGRESS_NAME)
+        sync_folder(self._folder)
+
+    def remove(self) -> None:
+        """Take progress and digests away: the folder is complete."""
+        for name in (DIGESTS_NAME, PROGRESS_NAME):
+            (self._folder / name).unlink(missing_ok=True)
+
+
+def shard_prefix(stream: str, index: int) -> str:
+    """How the shards of a stream begin that come from the source of that index."""
+    return f"{stream}-{index:03d}"
+
+
+def has_progress(folder: Path) -> bool:
+    """Whether some of a folder's text is written for good."""
+    return (folder / PROGRESS_NAME).is_file()
+
+
+def _load(path: Path, num_entries: int) -> WritingState | None:
+    """The saved state; None where there is none or it makes no sense, and all is done again."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        entries = []
+        for entry in content["entries"]:
+            sinks = {
+                stream: SinkState(**{**sink, "shards": tuple(ShardRecord(**shard) for shard in sink["shards"])})
+                for stream, sink in entry["sinks"].items()
+            }
+            entries.append(EntryState(**{**entry, "sinks": sinks}))
+        if len(entries) == num_entries:
+            return WritingState(**{**content, "entries": entries})
+    return None

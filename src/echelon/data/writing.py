@@ -1,0 +1,247 @@
+"""Tokenizing a corpus into the shards of a folder, in a way that a kill does not undo."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from echelon.data.corpus import CorpusEntry, choose_by_hash, corpus_bytes
+from echelon.data.readers import name_place
+from echelon.data.readers.record import Broken
+from echelon.data.resume import EntryState, SinkState, WritingJournal, shard_prefix
+from echelon.data.shards import FORMAT_VERSION, Manifest, ShardWriter, SourceRecord
+from echelon.data.split import STREAMS, divide_streams
+from echelon.data.tokenize import (
+    Encoding,
+    Piece,
+    Progress,
+    Task,
+    TokenizedTask,
+    plan_tasks,
+    token_dtype,
+    tokenize_tasks,
+)
+from echelon.errors import DataError
+
+Say = Callable[[str], None]
+
+POINT_BYTES = 2**26
+"""After so many bytes of the sources, what was written is brought to the disk for good."""
+
+HOPELESS_RECORDS = 1000
+"""A source of which not one of so many records can be used is refused without reading on."""
+
+_LISTED_PLACES = 20
+_SAID_PLACES = 3
+
+
+@dataclass(frozen=True)
+class WritingOptions:
+    """What decides the content of the shards beside text and tokenizer.
+
+    `mixture`: each training source is divided, and later sampled, by itself. `deduplicate`: copies are left out.
+    """
+
+    validation_fraction: float
+    mixture: bool
+    max_shard_tokens: int
+    max_broken_fraction: float
+    deduplicate: bool
+
+
+class CorpusWriter:
+    """Tokenizes a corpus into the shards of a folder, from where an earlier writer was stopped. To be used once."""
+
+    def __init__(
+        self, folder: Path, corpus: Sequence[CorpusEntry], encoding: Encoding, options: WritingOptions, say: Say
+    ) -> None:
+        self._folder = folder
+        self._corpus = corpus
+        self._encoding = encoding
+        self._options = options
+        self._say = say
+        self._dtype = token_dtype(encoding.vocab_size).__name__
+        self._by_hash = choose_by_hash(corpus, options.validation_fraction, encoding.separator, mixture=options.mixture)
+        # Text to validate on first: what is in it may not be trained on.
+        self._order = sorted(range(len(corpus)), key=lambda index: corpus[index].stream != "validation")
+        self._num_finished = 0
+        self._writers: dict[str, ShardWriter] = {}
+
+    def write(self, workers: int) -> Manifest:
+        """Write the shards and return the manifest that describes them.
+
+        Raises DataError for text that cannot be used, or too little of it.
+        """
+        with WritingJournal(self._folder, len(self._corpus)) as self._journal, ExitStack() as self._open:
+            state = self._journal.state
+            total = corpus_bytes(self._corpus)
+            if self._journal.is_resumed:
+                self._say(f"tokenizing: {state.done_bytes / 1e6:.1f} MB were done before; going on from there")
+            progress = Progress("tokenizing", total, self._say, done_bytes=state.done_bytes)
+            last_point = state.done_bytes
+            tasks = islice(self._plan_tasks(), state.num_tasks, None)
+            with closing(tokenize_tasks(tasks, self._encoding, workers)) as results:
+                for task, result in results:
+                    self._take(task, result)
+                    progress.add(result.num_bytes)
+                    if state.done_bytes - last_point >= POINT_BYTES:
+                        last_point = state.done_bytes
+                        self._save_point(task.source)
+            self._finish_entries(None)
+            progress.finish()
+            return self._describe()
+
+    def finish(self) -> None:
+        """Take away what only a writer that goes on would need; the manifest must be on the disk."""
+        self._journal.remove()
+
+    def _plan_tasks(self) -> Iterator[Task]:
+        for index in self._order:
+            yield from plan_tasks(index, self._corpus[index].files)
+
+    def _take(self, task: Task, result: TokenizedTask) -> None:
+        self._finish_entries(task.source)
+        self._open_entry(task.source)
+        state, index = self._journal.state, task.source
+        entry = state.entries[index]
+        for piece in result.pieces:
+            if piece.is_first:
+                state.stream = self._choose_stream(index, piece)
+            if state.stream is not None:
+                self._append(entry.sinks[state.stream], self._writers[state.stream], piece)
+        for broken in result.broken:
+            self._leave_out(index, broken)
+        state.num_tasks += 1
+        state.done_bytes += result.num_bytes
+
+    def _choose_stream(self, index: int, piece: Piece) -> str | None:
+        """Where a document goes that begins with this piece; None for a copy."""
+        entry, home = self._journal.state.entries[index], self._corpus[index].stream
+        entry.documents += 1
+        if piece.digest is not None and not self._journal.add_document(piece.digest) and home == "train":
+            entry.duplicates += 1
+            return None
+        stream = "validation" if piece.hash < self._threshold(index) else home
+        entry.sinks[stream].documents += 1
+        return stream
+
+    def _threshold(self, index: int) -> int:
+        return int(self._options.validation_fraction * 2**64) if self._by_hash[index] else 0
+
+    @staticmethod
+    def _append(sink: SinkState, writer: ShardWriter, piece: Piece) -> None:
+        writer.append(piece.tokens)
+        if piece.text_bytes is None:
+            sink.text_bytes = None
+        elif sink.text_bytes is not None:
+            sink.text_bytes += piece.text_bytes
+
+    def _leave_out(self, index: int, broken: Broken) -> None:
+        entry = self._journal.state.entries[index]
+        entry.broken += broken.count
+        if len(entry.places) < _LISTED_PLACES:
+            entry.places.append(f"{name_place(broken)} {broken.problem}")
+        hopeless = entry.documents == 0 and entry.broken >= HOPELESS_RECORDS
+        if hopeless or self._options.max_broken_fraction == 0:
+            raise self._refusal(index)
+
+    def _refusal(self, index: int) -> DataError:
+        entry, source = self._journal.state.entries[index], self._corpus[index].source
+        total = entry.broken + entry.documents
+        return DataError(
+            f"{source}: {entry.broken:,} of {total:,} records cannot be used, a larger share than "
+            f"data.max_broken_fraction={self._options.max_broken_fraction:g}: {_say_places(entry)}. Mend "
+            f"them, or set a larger share."
+        )
+
+    def _open_entry(self, index: int) -> None:
+        """Writers for the streams of a source, if they are not open yet."""
+        if self._writers:
+            return
+        entry = self._journal.state.entries[index]
+        for stream in STREAMS if self._threshold(index) else (self._corpus[index].stream,):
+            sink = entry.sinks.setdefault(stream, SinkState())
+            writer = ShardWriter(
+                self._folder,
+                shard_prefix(stream, index),
+                self._dtype,
+                self._options.max_shard_tokens,
+                sink.shards,
+                sink.open_tokens,
+            )
+            self._writers[stream] = self._open.enter_context(writer)
+
+    def _finish_entries(self, following: int | None) -> None:
+        """Finish the sources before the one that follows, None for all; to finish one again changes nothing."""
+        while self._num_finished < len(self._order) and self._order[self._num_finished] != following:
+            index = self._order[self._num_finished]
+            self._open_entry(index)
+            entry = self._journal.state.entries[index]
+            for stream, writer in self._writers.items():
+                entry.sinks[stream].shards, entry.sinks[stream].open_tokens = writer.finish(), 0
+            self._writers = {}
+            self._open.close()
+            self._num_finished += 1
+            self._check_entry(index)
+
+    def _check_entry(self, index: int) -> None:
+        """Raises DataError for a source that holds too little that can be used; says what was left out of it."""
+        entry, source = self._journal.state.entries[index], self._corpus[index].source
+        if entry.broken > self._options.max_broken_fraction * (entry.broken + entry.documents):
+            raise self._refusal(index)
+        if not entry.documents:
+            raise DataError(f"{source} holds no text: it is empty.")
+        if entry.broken:
+            total = entry.broken + entry.documents
+            self._say(f"{source.key}: left out {entry.broken:,} of {total:,} records: {_say_places(entry)}")
+        if self._options.deduplicate and self._corpus[index].stream == "train":
+            self._say(f"{source.key}: left out {entry.duplicates:,} of {entry.documents:,} documents as copies")
+
+    def _save_point(self, index: int) -> None:
+        sinks = self._journal.state.entries[index].sinks
+        for stream, writer in self._writers.items():
+            sinks[stream].shards, sinks[stream].open_tokens = writer.sync()
+        self._journal.save()
+
+    def _describe(self) -> Manifest:
+        records: dict[str, list[SourceRecord]] = {stream: [] for stream in STREAMS}
+        for index, entry in enumerate(self._journal.state.entries):
+            for stream, sink in entry.sinks.items():
+                records[stream].append(self._record(index, entry, sink))
+        streams = {stream: tuple(records[stream]) for stream in STREAMS}
+        num_train = sum(entry.stream == "train" for entry in self._corpus)
+        options = self._options
+        train, validation = divide_streams(
+            streams, options.validation_fraction, self._by_hash[:num_train], mixture=options.mixture
+        )
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            dtype=self._dtype,
+            tokenizer_fingerprint=self._encoding.fingerprint,
+            vocab_size=self._encoding.vocab_size,
+            separator=self._encoding.separator,
+            streams=streams,
+            train=train,
+            validation=validation,
+        )
+
+    def _record(self, index: int, entry: EntryState, sink: SinkState) -> SourceRecord:
+        source = self._corpus[index].source
+        return SourceRecord(
+            source=source.key,
+            name=source.name,
+            path=source.path,
+            documents=sink.documents,
+            tokens=sum(shard.tokens for shard in sink.shards),
+            text_bytes=sink.text_bytes,
+            shards=sink.shards,
+            num_broken=entry.broken,
+            broken=tuple(entry.places),
+            num_duplicates=entry.duplicates,
+        )
+
+
+def _say_places(entry: EntryState) -> str:
+    more = "; ..." if entry.broken > _SAID_PLACES else ""
+    return "; ".join(entry.places[:_SAID_PLACES]) + more
