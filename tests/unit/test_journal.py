@@ -23,7 +23,7 @@ def test_the_time_left_counts_sequences(tmp_path, monkeypatch, batches: BatchSch
     monkeypatch.setattr(journal_module.time, "monotonic", lambda: next(clock))
     folder, console = RunFolder(tmp_path / "run"), io.StringIO()
     folder.create()
-    journal = Journal(folder, console, [], num_steps=11, log_every=1, batches=batches)
+    journal = Journal(folder, console, num_steps=11, log_every=1, batches=batches)
     row = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu", "memory_peak_bytes"))
     for step in (1, 2, 3):
         more = {"step": step, "step_seconds": 1.0, "data_wait_seconds": 0.0, "learning_rate": 1.0, "skipped": False}
