@@ -3,12 +3,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test parity bench gpu lint clean
+.PHONY: help demo test slow parity bench gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     set up, train a small model on real text with two processes, evaluate it, sample from it"
 	@echo "make test     set up, run the tests"
+	@echo "make slow     the tests that take too long for every day: a killed server, preparation killed in one process (4 minutes)"
 	@echo "make parity   every strategy against the single process, the whole product of options (long)"
 	@echo "make bench    the cost of a step beside a plain PyTorch loop's (long)"
 	@echo "make gpu      on a machine with an NVIDIA GPU: its tests and all benchmarks, into a folder of logs (9 minutes)"
@@ -37,6 +38,10 @@ demo: .venv/.installed
 test: .venv/.installed
 	@echo "== running the tests: units, then real processes over gloo"
 	$(BIN)/python -m pytest
+
+slow: .venv/.installed
+	@echo "== running the tests that are marked slow, but for the product of strategies"
+	$(BIN)/python -m pytest tests/dist tests/unit -m slow
 
 parity: .venv/.installed
 	@echo "== comparing every strategy with the single process"

@@ -136,12 +136,12 @@ def test_a_mixture_reads_the_samples_of_its_sources(tmp_path):
     order = build_order(recipe, data.train)
     ids = order.sample_ids(0, 100)
     inputs, labels = data.train.read_samples(ids)
-    words = (b"note ", b"code.jsonl", b"chat.jsonl")
+    words = (b"note ", b"code ", b"chat ")
     for sample, source, tokens, targets in zip(ids, sources_of(ids, sizes), inputs, labels, strict=True):
         own = data.train.parts[source].read_samples(np.array([sample - sum(sizes[:source])]))
         assert np.array_equal(tokens, own[0][0]) and np.array_equal(targets, own[1][0])
         text = bytes(tokens.astype(np.uint8))
-        assert words[source] in text or text.strip(b"\0") in words[source] * 2 or len(text.strip(b"\0")) < 32
+        assert words[source] in text or len(text.strip(b"\0")) < 32
     # 250 steps of 8 are two rounds of the table
     lines = describe_mixture(recipe, data)
     assert lines[0] == (
