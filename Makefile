@@ -9,7 +9,7 @@ BIN := .venv/bin
 help:
 	@echo "make demo     set up, train a small model on real text with two processes, evaluate it, sample from it"
 	@echo "make test     set up, run the tests"
-	@echo "make slow     the tests that take too long for every day: a killed server, preparation killed in one process (4 minutes)"
+	@echo "make slow     the tests that take too long for every day: a killed server, a browser on MLflow's page (5 minutes)"
 	@echo "make parity   every strategy against the single process, the whole product of options (long)"
 	@echo "make bench    the cost of a step beside a plain PyTorch loop's (long)"
 	@echo "make gpu      on a machine with an NVIDIA GPU: its tests and all benchmarks, into a folder of logs (9 minutes)"
@@ -39,7 +39,11 @@ test: .venv/.installed
 	@echo "== running the tests: units, then real processes over gloo"
 	$(BIN)/python -m pytest
 
-slow: .venv/.installed
+.venv/.slow: .venv/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[slow]'
+	@touch $@
+
+slow: .venv/.slow
 	@echo "== running the tests that are marked slow, but for the product of strategies"
 	$(BIN)/python -m pytest tests/dist tests/unit -m slow
 

@@ -1,6 +1,7 @@
 """Runs with trackers: what the stores hold after a crash and a resume, and a server that is killed in the middle."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -124,13 +125,13 @@ def free_port():
 class MlflowServer:
     """A real `mlflow server` on a SQLite store, which can be killed and started again."""
 
-    def __init__(self, folder):
-        self._folder, self._port = folder, free_port()
+    def __init__(self, folder, store="server.db"):
+        self._folder, self._store, self._port = folder, folder / store, free_port()
         self.uri = f"http://127.0.0.1:{self._port}"
 
     def start(self):
         command = [sys.executable, "-m", "mlflow", "server", "--port", str(self._port), "--workers", "1"]
-        command += ["--backend-store-uri", f"sqlite:///{self._folder}/server.db"]
+        command += ["--backend-store-uri", f"sqlite:///{self._store}"]
         command += ["--artifacts-destination", str(self._folder / "artifacts")]
         with (self._folder / "server.log").open("a") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -189,3 +190,42 @@ def test_killing_the_server_in_the_middle_of_a_run_loses_nothing(echelon, tmp_pa
         assert read_points(client, found.info.run_id, f"{kind}/loss") == expected_points(run, kind, "loss")
     assert found.info.status == "FINISHED"
     assert "model" in {each.path for each in client.list_artifacts(found.info.run_id)}
+
+
+# Every chart of the page that is drawn: the title of its curve, and the curve's points.
+_READ_CHARTS = """() => Object.fromEntries([...document.querySelectorAll('.js-plotly-plot')].map(chart => {
+    const title = chart.closest('[data-testid="experiment-view-compare-runs-card"]').innerText.match(/\\((.*)\\)/)[1];
+    const curve = chart.data[0];
+    return [title, Array.from(curve.x).map((step, index) => [step, curve.y[index]])];
+}))"""
+
+
+@pytest.mark.slow
+def test_a_browser_draws_the_curves(echelon, tmp_path):
+    """MLflow's own page, on the store that needed no server."""
+    browsers = pytest.importorskip("playwright.sync_api")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("needs Chromium or Chrome")
+    write_recipe(tmp_path, train={"steps": 8, "eval_every": 2}, track=["mlflow"])
+    assert echelon("train", "recipe.json", "--nproc", "1").code == 0
+    run, server = RunFolder(tmp_path / "runs" / "tiny"), MlflowServer(tmp_path, "runs/mlflow.db")
+    client = open_client(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    experiment = client.get_experiment_by_name("echelon").experiment_id
+    [found] = client.search_runs([experiment])
+    server.start()
+    try:
+        with browsers.sync_playwright() as playwright:
+            page = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"]).new_page()
+            page.set_viewport_size({"width": 1400, "height": 6000})  # a chart is drawn when it comes into view
+            page.goto(f"{server.uri}/#/experiments/{experiment}/runs/{found.info.run_id}/model-metrics")
+            page.wait_for_function(
+                f"names => {{ const charts = ({_READ_CHARTS})(); return names.every(name => charts[name]?.length) }}",
+                arg=["train/loss", "eval/loss"],
+                timeout=60_000,
+            )
+            charts = page.evaluate(_READ_CHARTS)
+    finally:
+        server.kill()
+    for kind in ("train", "eval"):
+        assert [tuple(point) for point in charts[f"{kind}/loss"]] == expected_points(run, kind, "loss")

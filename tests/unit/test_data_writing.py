@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import pytest
 from echelon.data import writing
 from echelon.data.duplicates import DigestSet
 from echelon.data.prepare import PreparedData, PrepareSpec, prepare
+from echelon.data.readers import datasets as datasets_reader
 from echelon.data.source import Source
 from echelon.data.tokenize import WorkerDiedError
 from echelon.data.tokenizer import train_tokenizer
@@ -357,6 +359,29 @@ def test_what_was_killed_goes_on_and_ends_the_same(tmp_path, workers):
             contents = [hashlib.sha256((each.path / name).read_bytes()).digest() for each in (whole, resumed)]
             assert contents[0] == contents[1]
     assert not partial.exists()
+
+
+def test_a_stream_that_breaks_off_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "POINT_BYTES", 2**16)
+    (tmp_path / "texts").mkdir()
+    lines = [json.dumps({"text": f"line {number} " * 100}) for number in range(4000)]
+    (tmp_path / "texts" / "x.jsonl").write_text("\n".join(lines))
+    spec = build_spec(tmp_path, Source("data.train.0", str(tmp_path / "texts"), "hub"))
+    whole = prepare(spec, silent)
+    parse = datasets_reader._parse
+
+    def break_off(file, number, record):
+        if number == 3000:
+            raise ConnectionResetError("the network is gone")
+        return parse(file, number, record)
+
+    monkeypatch.setattr(datasets_reader, "_parse", break_off)
+    spec, said = replace(spec, prepared_dir=tmp_path / "again"), list[str]()
+    with pytest.raises(EchelonError, match=r"cannot be read on at record 3000 .*network is gone.*run again to go on"):
+        prepare(spec, silent)
+    monkeypatch.setattr(datasets_reader, "_parse", parse)
+    assert prepare(spec, said.append).manifest == whole.manifest
+    assert any(line.endswith("MB were done before; going on from there") for line in said)
 
 
 def test_a_worker_that_dies_and_a_full_disk_keep_what_was_done(tmp_path, monkeypatch):

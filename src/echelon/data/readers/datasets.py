@@ -13,7 +13,7 @@ from typing import Any
 from echelon.data.readers.columns import ArrowReader
 from echelon.data.readers.record import Broken, BrokenRecordError, Fields, Record, SourceFile
 from echelon.data.readers.sequence import SequentialReader, content_bytes
-from echelon.errors import ConfigError, DataError
+from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.model.hub import is_hub_reachable
 
 _DATASET = "state.json"
@@ -95,7 +95,7 @@ class HubReader(SequentialReader):
     """A dataset that `datasets.load_dataset` streams: one of the hub, or a folder of data files. See `find_on_hub`."""
 
     def walk(self, file: SourceFile) -> Iterator[tuple[int, Record | Broken]]:
-        """See SequentialReader. Raises DataError when the stream breaks off."""
+        """See SequentialReader. Raises EchelonError when the stream breaks off: what was read before is to be kept."""
         first = file.rows[0] if file.rows else 0
         number, used = first, 0
         try:
@@ -108,7 +108,7 @@ class HubReader(SequentialReader):
                     used += content_bytes(found) if isinstance(found, Record) else 0
                     yield used, found
         except (OSError, ValueError) as error:
-            raise DataError(
+            raise EchelonError(
                 f"{file.path} cannot be read on at record {number} ({_one_line(error)}); run again to go on."
             ) from error
 

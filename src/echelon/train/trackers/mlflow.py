@@ -33,6 +33,8 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  #
 
 KEY_TAG = "echelon.run_key"
 STEP_TAG = "echelon.step"
+# Or its pages show an experiment without traces as one of evaluations.
+_KIND = {"mlflow.experimentKind": "custom_model_development"}
 # https://mlflow.org/docs/latest/api_reference/rest-api.html#request-limits
 MAX_METRICS, MAX_PARAMS, MAX_KEY, MAX_VALUE = 1000, 100, 250, 6000
 _FORBIDDEN = re.compile(r"[^\w\-. :/]")
@@ -115,7 +117,7 @@ class Mlflow:
         # MLflow's own place for a local store's files is ./mlruns, wherever the command was started.
         beside = self._uri.removeprefix("sqlite:///")
         artifacts = str(Path(beside).absolute().parent / "mlartifacts") if beside != self._uri else None
-        return str(self._client.create_experiment(name, artifact_location=artifacts))
+        return str(self._client.create_experiment(name, artifact_location=artifacts, tags=_KIND))
 
     def _find_run(self, experiment: str, run_key: str) -> Run:
         found = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{run_key}'")
