@@ -227,3 +227,21 @@ def test_logits_never_exceed_three_chunks():
     # 256 MiB / (4 * 128256) = 523 tokens a chunk; a short batch is smaller than a chunk
     assert estimate_memory(shape, plan, 8192).logits == 3 * 523 * 128256 * 4
     assert estimate_memory(shape, replace(plan, micro_batch_size=1), 100).logits == 3 * 100 * 128256 * 4
+
+
+@pytest.mark.parametrize("vocab_size", [100, 128256])
+def test_the_peak_is_the_loss_or_the_first_layer_that_is_redone(vocab_size):
+    """A chunk of logits is gone when the first layer is redone; the gradient of the head is not."""
+    shape = replace(build_shape(MODELS["llama"]), vocab_size=vocab_size)
+    plan = ParallelPlan("ddp", micro_batch_size=1, activation_checkpointing="full")
+    estimate = estimate_memory(shape, plan, 100)
+    # 100 tokens: 4 inputs of 64, the last norm's 2 * 64 and statistic, 2 ids; rotary tables of 2 * 16 for each
+    inputs = 100 * (4 * 64 * 4 + 2 * 64 * 4 + 4 + 8) + 2 * 100 * 16 * 4
+    # hidden states with their gradient, the head's gradient
+    head = 2 * 100 * 64 * 4 + vocab_size * 64 * 4
+    if vocab_size == 100:
+        none = estimate_memory(shape, replace(plan, activation_checkpointing="none"), 100)
+        layer = (none.activations - inputs + 100 * 4 * 64 * 4) // 4
+        assert (estimate.activations, estimate.logits) == (inputs + layer, head)
+    else:
+        assert (estimate.activations, estimate.logits) == (inputs, head + 3 * 100 * vocab_size * 4)

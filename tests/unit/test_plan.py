@@ -219,7 +219,7 @@ def test_auto_refuses_with_numbers_and_never_recomputes_by_itself():
     recipe = {"sequence_len": 8192, "micro_batch_size": 1, "cluster": parse_devices("8xA100-40"), "shape": LLAMA_8B}
     refusal(
         PlanError, "nothing fits A100-40", "ddp needs", "zero1 needs", "fsdp needs", "36.0 GB are usable",
-        "Set train.activation_checkpointing=full (needs 33.", **recipe,
+        "Set train.activation_checkpointing=full (needs 32.", **recipe,
     )  # fmt: skip
 
 

@@ -27,7 +27,11 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Peak bytes on one rank's device, by part. `buffers` is what communication and rotary tables hold."""
+    """Bytes on one rank's device at the moment that takes the most, by part.
+
+    That moment is the loss, or with checkpointing the first layer that is redone, when most of `logits` is gone again.
+    `buffers` is what communication and rotary tables hold.
+    """
 
     parameters: int
     gradients: int
@@ -54,12 +58,14 @@ def estimate_memory(
     """Estimate of one rank's peak bytes, for sequences of `sequence_len` tokens on a device of this kind."""
     tokens = plan.micro_batch_size * sequence_len
     parameters, gradients, optimizer, buffers = _states(shape, plan)
+    kept, redone = _activations(shape, plan, sequence_len, kind)
+    chunk, head = _logits(shape, plan, tokens)
     return MemoryEstimate(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=_activations(shape, plan, sequence_len, kind),
-        logits=_logits(shape, plan, tokens),
+        activations=kept + redone if redone > chunk else kept,
+        logits=head if redone > chunk else chunk + head,
         buffers=buffers + 2 * sequence_len * shape.head_dim * FP32_BYTES,
     )
 
@@ -108,20 +114,20 @@ def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     return moments + remainders
 
 
-def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int) -> int:
-    """Bytes of the chunked loss: fp32 logits of one chunk, the hidden states with their gradient, and the head's
-    gradient, which is summed over the chunks in fp32 before the parameter gets it."""
+def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int) -> tuple[int, int]:
+    """Bytes of the chunked loss: (fp32 logits of one chunk; the hidden states with their gradient, and the head's
+    gradient, which is summed over the chunks in fp32 before the parameter gets it)."""
     compute = DTYPE_BYTES[plan.precision.compute]
     chunk = min(tokens, logits_chunk_tokens(shape.vocab_size))
     hidden = 2 * tokens * shape.hidden_size * compute
     # A chunk's share is added in place where the dtypes agree; else it exists beside the sum.
     head = shape.vocab_size * shape.hidden_size * (FP32_BYTES + (compute if compute != FP32_BYTES else 0))
     copies = LOGITS_COPIES + shape.parts.logits_softcap
-    return copies * chunk * shape.vocab_size * FP32_BYTES + hidden + head
+    return copies * chunk * shape.vocab_size * FP32_BYTES, hidden + head
 
 
-def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> int:
-    """Bytes backward needs at its peak, which comes as it begins (or, recomputing, in the first layer it redoes)."""
+def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> tuple[int, int]:
+    """(bytes that all layers keep for backward, bytes more in a layer that backward redoes)."""
     compute = DTYPE_BYTES[plan.precision.compute]
     residual = FP32_BYTES if plan.uses_autocast else compute  # autocast leaves the residual stream in fp32
     tokens = plan.micro_batch_size * sequence_len
@@ -130,13 +136,14 @@ def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind:
     layer_input = residual * shape.hidden_size
     match plan.activation_checkpointing:
         case "none":
-            per_token = shape.num_layers * layer
+            kept, redone = layer, 0
         case "full":
-            per_token = shape.num_layers * layer_input + layer
+            kept, redone = layer_input, layer
         case "selective":
-            per_token = shape.num_layers * (layer_input + _matmul_output_bytes(shape, compute)) + layer
+            outputs = _matmul_output_bytes(shape, compute)
+            kept, redone = layer_input + outputs, max(0, layer - outputs)  # a layer that is redone finds them there
     rotary = 2 * sequence_len * shape.head_dim * residual if shape.num_position_parameters == 0 else 0
-    return tokens * (per_token + outside + 8) + rotary  # 8: token ids
+    return tokens * (shape.num_layers * kept + outside + 8) + rotary, tokens * redone  # 8: token ids
 
 
 def _layer_bytes_per_token(shape: ModelShape, compute: int, residual: int, sequence_len: int, kind: DeviceKind) -> int:
