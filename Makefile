@@ -12,7 +12,7 @@ help:
 	@echo "make slow     the tests that take too long for every day: a killed server, a browser on MLflow's page (5 minutes)"
 	@echo "make parity   every strategy against the single process, the whole product of options (long)"
 	@echo "make bench    the cost of a step beside a plain PyTorch loop's (long)"
-	@echo "make gpu      on a machine with an NVIDIA GPU: its tests and all benchmarks, into a folder of logs (9 minutes)"
+	@echo "make gpu      on a machine with an NVIDIA GPU: its tests and all benchmarks, into a folder of logs (10 minutes)"
 	@echo "make lint     style and types"
 	@echo "make clean    remove .venv"
 

@@ -125,4 +125,4 @@ def _describe_set(manifest: Manifest, held_out: HeldOut) -> str:
             f"{name}: {held_out.documents:,} of {documents + held_out.documents:,} documents, chosen by a hash of "
             f"their content ({share:.2%} of the tokens)"
         )
-    return f"{name}: the last {share:.2%} of the tokens ({documents:,} documents are too few to choose some by hash)"
+    return f"{name}: the last {share:.2%} of the tokens (too few documents to choose some by hash: {documents:,})"

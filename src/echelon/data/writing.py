@@ -243,5 +243,5 @@ class CorpusWriter:
 
 
 def _say_places(entry: EntryState) -> str:
-    more = "; ..." if entry.broken > _SAID_PLACES else ""
+    more = "; and more" if entry.broken > _SAID_PLACES else ""
     return "; ".join(entry.places[:_SAID_PLACES]) + more
