@@ -126,14 +126,12 @@ class BatchLoader(Iterator[StepBatch]):
         self._batches = batches
         self._micro_batch_size = micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._next_step = start_step
         self._pin_memory = pin_memory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch-loader")
         self._ready: deque[Future[StepBatch]] = deque()
         self.wait_seconds = 0.0
         """How long the last `next` waited for the thread."""
-        for _ in range(_PREFETCH):
-            self._request()
+        self.seek(start_step)
 
     def __next__(self) -> StepBatch:
         started = time.perf_counter()
@@ -148,6 +146,19 @@ class BatchLoader(Iterator[StepBatch]):
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+    def seek(self, step: int) -> None:
+        """Go on from another step."""
+        for ready in self._ready:
+            ready.cancel()
+        self._ready.clear()
+        self._next_step = step
+        for _ in range(_PREFETCH):
+            self._request()
+
+    def batch(self, step: int) -> StepBatch:
+        """The batch of any step; `next` goes on as if it had not been asked for."""
+        return self._thread.submit(self._build, step).result()
 
     def close(self) -> None:
         """Stop the thread."""

@@ -2,11 +2,36 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from echelon.data.loader import Microbatch
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """The first thing that was not finite in a microbatch; an earlier one is less than a later one.
+
+    Attributes:
+        part: 0 a module's output, 1 the loss, 2 the gradient of a module's output, 3 that of a parameter.
+        place: how many of that part came before it.
+        name: the module's or the parameter's, as in `transformers`.
+    """
+
+    part: Literal[0, 1, 2, 3]
+    place: int
+    name: str
+
+    def describe(self) -> str:
+        """As a noun, for a message."""
+        return (
+            f"the output of {self.name}",
+            f"the loss, while every layer's output is finite (it is made with {self.name})",
+            f"the gradient of the output of {self.name}",
+            f"the gradient of {self.name}",
+        )[self.part]
 
 
 class Evaluation(Protocol):
@@ -33,7 +58,14 @@ class Engine(Protocol):
         ...
 
     def step(self, learning_rate: float, commit: Tensor) -> None:
-        """Apply the gradients where `commit` (a boolean scalar on the device) is true, and drop them in any case."""
+        """Apply the gradients where `commit` (a boolean scalar on the device) is true, and drop them in any case.
+
+        A loss scale goes by whether the norm was finite, which a step that is not applied for another reason may be.
+        """
+        ...
+
+    def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
+        """Run one microbatch of a step again, watching every layer; apply nothing. What was not finite on this rank."""
         ...
 
     @property

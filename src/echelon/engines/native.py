@@ -14,6 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from echelon.checkpoint.store import load_alone, newest_of
 from echelon.data.loader import Microbatch
+from echelon.engines import Finding
+from echelon.engines.probe import Probe
 from echelon.loss import IGNORE
 from echelon.mesh import Meshes
 from echelon.model.attention import apply_plain_causal
@@ -49,6 +51,7 @@ class NativeEngine:
         self._device = next(decoder.parameters()).device  # where the optimizer works
         self._forward_backward = SingleStage(parallel, seed)
         self._step = 0
+        self._is_finite = torch.ones((), dtype=torch.bool)
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -68,6 +71,7 @@ class NativeEngine:
         if self._loss_scale is not None:
             self._loss_scale.unscale(local_part(gradient) for gradient in gradients)
         norm = global_norm(gradients)
+        self._is_finite = torch.isfinite(norm)
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
@@ -77,7 +81,16 @@ class NativeEngine:
         # Offloaded parameters are stepped on the host, which then has to wait: the optimizer itself would not.
         self._optimizer.step(self._step, learning_rate, commit.to(self._device))
         if self._loss_scale is not None:
-            self._loss_scale.update(commit)
+            self._loss_scale.update(self._is_finite)
+
+    def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
+        """See Engine."""
+        with Probe(self._decoder) as probe:
+            loss = self.forward_backward(step, [microbatch], num_targets)
+        finding = probe.find(loss)
+        for parameter in self._decoder.parameters():
+            parameter.grad = None
+        return finding
 
     @contextmanager
     def evaluation(self) -> Iterator["ModuleEvaluation"]:

@@ -31,11 +31,11 @@ class LossScale:
         """Take the factor out of gradients, in place; those that overflowed stay infinite, or become NaN."""
         torch._foreach_mul_(list(gradients), self.value.reciprocal())
 
-    def update(self, commit: Tensor) -> None:
+    def update(self, is_finite: Tensor) -> None:
         """Book one step: whether its gradients were finite, on every rank the same."""
-        good = torch.where(commit, self._good_steps + 1, 0.0)
+        good = torch.where(is_finite, self._good_steps + 1, 0.0)
         grows = good >= GROWTH_STEPS
-        self.value.mul_(torch.where(commit, torch.where(grows, 2.0, 1.0), 0.5))
+        self.value.mul_(torch.where(is_finite, torch.where(grows, 2.0, 1.0), 0.5))
         self._good_steps.copy_(torch.where(grows, 0.0, good))
 
     def state_dict(self) -> dict[str, Tensor]:

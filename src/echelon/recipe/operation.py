@@ -1,10 +1,10 @@
 """How the run is kept, watched and ended: checkpoints, evaluation, faults, budget."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from echelon.recipe.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section
+from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, PositiveOrZero, Section
 
 Tracker = Literal["tensorboard", "mlflow", "wandb"]
 
@@ -63,8 +63,19 @@ class FaultConfig(Section):
         60.0, description="Time a stopping run has to save before its processes are killed."
     )
     on_bad_step: Literal["skip", "rollback", "stop"] = Field(
-        "stop", description="On a loss or gradient norm that is not finite."
+        "stop",
+        description="On a loss or gradient norm that is not finite, or on a spike. None is ever applied; `rollback` "
+        "also goes back to the newest checkpoint.",
     )
+    max_bad_steps: Count = Field(
+        3, description="Bad steps in a row with which the run stops, under `skip` and `rollback`."
+    )
+    spike_factor: Annotated[Number, Field(gt=1)] | None = Field(
+        None,
+        description="A gradient norm above this many times the median of the last `fault.spike_window` applied steps "
+        "makes a step a bad one. Default: no norm that is finite does.",
+    )
+    spike_window: Count = Field(100, description="Applied steps in that median; until there are as many, none spikes.")
     max_restarts: CountOrZero = Field(0, description="How often failed processes are started again.")
     verify_replicas_every: Count | None = Field(
         None, description="Steps between two checks that all replicas hold the same weights."

@@ -20,8 +20,11 @@ from echelon.runtime import Runtime, describe_peak, find_peak_flops
 from echelon.schedule import build_schedule
 from echelon.shape import build_shape
 from echelon.sync import EveryStep
+from echelon.train.bad_steps import StepJudge
 from echelon.train.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
 from echelon.train.journal import Journal
+from echelon.train.recovery import find_suppressed, load_checkpoint
+from echelon.train.replicas import describe_replicas
 from echelon.train.sampler import PromptSampler
 from echelon.train.state import TrainState
 from echelon.train.trackers import start_trackers
@@ -92,8 +95,9 @@ def build_trainer(
     engine = build_native_engine(recipe, config, plan, meshes, objective, device, compile_backend)
     engine.rehearse(_any_microbatch(data, plan, device))
     store = build_store(recipe, folder)
-    state = load_newest(store, engine, runtime, console)
-    state = state.judged_by(recipe.evaluate.select_by)
+    judge = StepJudge(recipe.fault, device)
+    state = load_newest(store, engine, judge, runtime, console)
+    state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
     sampler = build_sampler(recipe, data, device)
     journal = None
     num_steps = recipe.num_steps(data.train.num_samples)
@@ -107,12 +111,15 @@ def build_trainer(
         journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")
         if sampler is not None:
             journal.say(sampler.describe())
+        if recipe.fault.verify_replicas_every is not None:
+            journal.say(describe_replicas(plan))
     return Trainer(
         recipe=recipe,
         num_steps=num_steps,
         engine=engine,
         objective=objective,
         sync=EveryStep(),
+        judge=judge,
         schedule=build_schedule(recipe.optim, num_steps, recipe.batches),
         loader=build_loader(recipe, plan, data, meshes, state.step),
         evaluator=build_evaluator(recipe, plan, data, meshes, device),
@@ -138,8 +145,10 @@ def build_store(recipe: Recipe, folder: RunFolder) -> CheckpointStore:
     )
 
 
-def load_newest(store: CheckpointStore, engine: NativeEngine, runtime: Runtime, console: TextIO) -> TrainState:
-    """Fill the engine from the newest whole checkpoint; the state of a fresh run where there is none. Collective."""
+def load_newest(
+    store: CheckpointStore, engine: NativeEngine, judge: StepJudge, runtime: Runtime, console: TextIO
+) -> TrainState:
+    """Fill engine and judge from the newest whole checkpoint; the state of a fresh run without one. Collective."""
 
     def say(line: str) -> None:
         print(line, file=console, flush=True)
@@ -147,10 +156,10 @@ def load_newest(store: CheckpointStore, engine: NativeEngine, runtime: Runtime, 
     checkpoint = store.newest(say)
     if checkpoint is None:
         return TrainState()
-    store.load(checkpoint, engine.state_dict())
+    state = load_checkpoint(checkpoint, store, engine, judge)
     if runtime.rank == 0:
         say(f"Resuming from {checkpoint.path.name}.")
-    return TrainState.from_dict(checkpoint.read_state()["train"])
+    return state
 
 
 def build_loader(

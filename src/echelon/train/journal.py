@@ -17,8 +17,8 @@ class Journal:
     def __init__(
         self, folder: RunFolder, console: TextIO, num_steps: int, log_every: int, batches: BatchSchedule
     ) -> None:
-        self._file: IO[str] = folder.metrics_path.open("a", encoding="utf-8")
-        self._samples_path = folder.samples_path
+        self._folder = folder
+        self._file = self._open()
         self._console = console
         self._couriers: list[Courier] = []
         self._num_steps = num_steps
@@ -49,16 +49,32 @@ class Journal:
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """What the prompts became at one evaluation: into samples.jsonl, and a line each for the console."""
-        with self._samples_path.open("a", encoding="utf-8") as file:
+        with self._folder.samples_path.open("a", encoding="utf-8") as file:
             for prompt, text in zip(prompts, texts, strict=True):
                 file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
                 self.say(render_sample_line(text))
+
+    def event(self, event: str, **fields: Any) -> None:
+        """A line of events.jsonl."""
+        self._folder.append_event(event, **fields)
+
+    def cut(self, step: int) -> None:
+        """Take back every row beyond a step, which the run has gone back to."""
+        self._file.close()
+        self._folder.cut_metrics(step)
+        self._file = self._open()
+        self._started = None
+        for courier in self._couriers:
+            courier.reread()
 
     def close(self, done: bool = False) -> None:
         """Flush everything, trackers included. `done`: the run reached its last step."""
         self._file.close()
         for courier in self._couriers:
             courier.close(done)
+
+    def _open(self) -> IO[str]:
+        return self._folder.metrics_path.open("a", encoding="utf-8")
 
     def _write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")

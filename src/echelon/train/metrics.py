@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.train.bad_steps import Verdict
+
 LIMB_BITS = 16  # a batch hash travels as four limbs, whose sums over any number of ranks are exact in fp64
 
 
@@ -22,7 +24,7 @@ class StepRecord:
     loss_sum: Tensor
     num_targets: Tensor
     grad_norm: Tensor
-    commit: Tensor
+    verdict: Verdict
     loss_scale: Tensor | None
     learning_rate: float
     num_tokens: int
@@ -45,11 +47,9 @@ class StepMetrics:
     batch_hash: str
     data_wait_seconds: float
     memory_peak_bytes: int | None
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether the step was skipped because a loss scale above 1 may have been too large, which it mends itself."""
-        return not self.committed and self.loss_scale is not None and self.loss_scale >= 1
+    is_bad: bool = False
+    bad_in_a_row: int = 0
+    """How many bad steps in a row this one is the last of."""
 
 
 class Stamp:
@@ -89,23 +89,26 @@ class PendingMetrics:
             [
                 record.loss_sum.double().reshape(1),
                 _to_device([record.num_tokens, record.data_wait_seconds, *limbs], device),
+                record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all: they part ways otherwise
             ]
         )
         dist.all_reduce(sums, group=group)
         peak = _to_device([-1 if peak_bytes is None else peak_bytes], device)
         if peak_bytes is not None:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        scale = record.commit.new_zeros((), dtype=torch.double) if record.loss_scale is None else record.loss_scale
-        agreed = [each.double() for each in (record.num_targets, record.grad_norm, record.commit, scale)]
+        verdict = record.verdict
+        scale = torch.zeros_like(record.num_targets) if record.loss_scale is None else record.loss_scale
+        agreed = (record.num_targets, record.grad_norm, verdict.commit, verdict.in_a_row, scale)
         self._record = record
         self._world_size = dist.get_world_size(group)
-        self._values = _to_host(torch.cat([torch.stack(agreed), peak, sums]))
+        self._values = _to_host(torch.cat([torch.stack([each.double() for each in agreed]), peak, sums]))
         self.finished = Stamp(device)
 
     def read(self) -> StepMetrics:
         """The step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
-        num_targets, grad_norm, committed, scale, peak, loss_sum, tokens, wait, *limbs = self._values.tolist()
+        num_targets, grad_norm, committed, in_a_row, scale, peak, *sums = self._values.tolist()
+        loss_sum, tokens, wait, *limbs, num_bad = sums
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
             step=self._record.step,
@@ -119,6 +122,8 @@ class PendingMetrics:
             batch_hash=f"{total:016x}",
             data_wait_seconds=wait / self._world_size,
             memory_peak_bytes=None if peak < 0 else int(peak),
+            is_bad=num_bad > 0,
+            bad_in_a_row=int(in_a_row),
         )
 
 

@@ -1,6 +1,7 @@
 """What a run has done so far: the part of a checkpoint that is not a tensor."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ class TrainState:
         target_tokens: positions with a label.
         best_loss: the lowest evaluation loss so far, at `best_step`, of the set `best_set` (None: of all together).
         evaluations_since_best: how many evaluations in a row were not better.
+        suppressed: steps, counted from 1, that are fed and never applied: a rollback ruled them out.
     """
 
     step: int = 0
@@ -24,6 +26,7 @@ class TrainState:
     best_step: int | None = None
     best_set: str | None = None
     evaluations_since_best: int = 0
+    suppressed: tuple[int, ...] = ()
 
     def advanced(self, tokens: int, target_tokens: int) -> "TrainState":
         """The state one step later."""
@@ -36,6 +39,10 @@ class TrainState:
         if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             return replace(self, best_loss=loss, best_step=self.step, evaluations_since_best=0)
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1)
+
+    def suppressing(self, steps: Iterable[int]) -> "TrainState":
+        """The state of a run in which these steps are never applied either."""
+        return replace(self, suppressed=tuple(sorted({*self.suppressed, *steps})))
 
     def judged_by(self, name: str | None) -> "TrainState":
         """The state for a run that goes by this validation set; losses of another one say nothing about it."""
@@ -50,4 +57,4 @@ class TrainState:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainState":
         """The state that `to_dict` described."""
-        return cls(**values)
+        return cls(**{**values, "suppressed": tuple(values.get("suppressed", ()))})

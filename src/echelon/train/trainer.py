@@ -3,7 +3,7 @@
 One step, read in five files: this one, `engines/native.py`, `parallel/step.py`, `objective.py` and `sync/__init__.py`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from echelon.recipe import Recipe
 from echelon.schedule import Schedule
 from echelon.shape import ModelShape
 from echelon.sync import Synchronizer
+from echelon.train.bad_steps import StepJudge
 from echelon.train.evaluate import EvalResults, Evaluator
 from echelon.train.journal import Journal
 from echelon.train.metrics import (
@@ -29,6 +30,8 @@ from echelon.train.metrics import (
     peak_memory_bytes,
     train_row,
 )
+from echelon.train.recovery import BadStep, pass_over, recover
+from echelon.train.replicas import compare_replicas, describe_differences
 from echelon.train.sampler import PromptSampler
 from echelon.train.state import TrainState
 
@@ -42,6 +45,7 @@ class Trainer:
     engine: Engine
     objective: Objective
     sync: Synchronizer
+    judge: StepJudge
     schedule: Schedule
     loader: BatchLoader
     evaluator: Evaluator | None
@@ -58,11 +62,24 @@ class Trainer:
         """Train to the last step, or until `evaluate.early_stopping` says so. Collective.
 
         Raises:
-            TrainingError: the loss or the gradient norm was not finite; nothing of that step was applied.
+            TrainingError: a step was bad and the recipe stops there, with nothing of it applied; or replicas differ.
             CheckpointError: a checkpoint could not be written.
         """
-        self._mark = Stamp(self.device)
         self._peak_bytes: int | None = None
+        if self.state.step == 0 and self.recipe.fault.on_bad_step == "rollback":
+            self._save()  # somewhere to go back to, from the first step on
+        while True:
+            try:
+                self._go_on()
+                break
+            except BadStep as bad:
+                recover(self, bad.metrics)
+        self.store.wait()
+        return self.state
+
+    def _go_on(self) -> None:
+        """Train to the end, or until a step is so bad that training cannot simply go on: BadStep. Collective."""
+        self._mark = Stamp(self.device)
         pending: PendingMetrics | None = None
         for step in range(self.state.step, self.num_steps):
             if self.stopped_early:
@@ -79,8 +96,6 @@ class Trainer:
                 self._pause(step + 1)
         if pending is not None:
             self._account(pending)
-        self.store.wait()
-        return self.state
 
     def train_step(self, step: int) -> StepRecord:
         """One optimizer step over the microbatches of its batch. Collective."""
@@ -89,18 +104,19 @@ class Trainer:
         self.sync.begin_step(step)
         loss_sum = self.engine.forward_backward(step, batch.microbatches, num_targets.clamp(min=1))
         grad_norm = self.engine.clip(self.recipe.optim.max_grad_norm)
-        commit = self.sync.should_commit(grad_norm)
-        learning_rate = self.schedule(step)
         loss_scale = self.engine.loss_scale
         loss_scale = None if loss_scale is None else loss_scale.clone()
-        self.engine.step(learning_rate, commit)
+        is_suppressed = step + 1 in self.state.suppressed
+        verdict = self.judge(grad_norm, self.sync.should_commit(grad_norm), loss_scale, is_suppressed)
+        learning_rate = self.schedule(step)
+        self.engine.step(learning_rate, verdict.commit)
         self.sync.end_step(step)
         return StepRecord(
             step=step,
             loss_sum=loss_sum,
             num_targets=num_targets,
             grad_norm=grad_norm,
-            commit=commit,
+            verdict=verdict,
             loss_scale=loss_scale,
             learning_rate=learning_rate,
             num_tokens=batch.num_tokens,
@@ -138,7 +154,11 @@ class Trainer:
         return peak_memory_bytes(self.device) if is_due else None
 
     def _is_due(self, done: int) -> bool:
-        return self._saves_at(done) or self._evaluates_at(done)
+        return self._saves_at(done) or self._evaluates_at(done) or self._verifies_at(done)
+
+    def _verifies_at(self, done: int) -> bool:
+        every = self.recipe.fault.verify_replicas_every
+        return every is not None and done % every == 0
 
     def _saves_at(self, done: int) -> bool:
         every = self.recipe.checkpoint.every_steps
@@ -149,19 +169,33 @@ class Trainer:
         return self.evaluator is not None and (done == self.num_steps or (every is not None and done % every == 0))
 
     def _pause(self, done: int) -> None:
-        """Evaluate, then save, between two steps; their time does not count as a step's."""
+        """Compare replicas, evaluate, then save, between two steps; their time does not count as a step's."""
         is_best = False
+        if self.recipe.fault.verify_replicas_every is not None:  # also before a save: what is saved is one replica's
+            self._verify_replicas()
         if self._evaluates_at(done):
             self.state = self.state.evaluated(self.evaluate().select(self.recipe.evaluate.select_by).loss)
             is_best = self.state.best_step == done
-        keeps_best = self.recipe.checkpoint.keep_best
-        if self._saves_at(done) or self.stopped_early or (is_best and keeps_best):
-            state = {"train": self.state.to_dict(), "sync": self.sync.state_dict()}
-            self.store.save(done, self.engine.state_dict(), state, self.state.best_step if keeps_best else None)
+        if self._saves_at(done) or self.stopped_early or (is_best and self.recipe.checkpoint.keep_best):
+            self._save()
         self._mark = Stamp(self.device)
 
+    def _verify_replicas(self) -> None:
+        """Raise TrainingError where replicas hold different weights. Collective."""
+        differences = compare_replicas(self.engine.state_dict(), self.meshes)
+        if differences:
+            self.store.wait()  # what is being saved was compared before
+            for each in differences if self.journal is not None else ():
+                self.journal.event("replicas_differ", step=self.state.step, **asdict(each))
+            raise TrainingError(describe_differences(differences, self.state.step))
+
+    def _save(self) -> None:
+        state = {"train": self.state.to_dict(), "sync": self.sync.state_dict(), "judge": self.judge.state_dict()}
+        keep = self.state.best_step if self.recipe.checkpoint.keep_best else None
+        self.store.save(self.state.step, self.engine.state_dict(), state, keep)
+
     def _account(self, pending: PendingMetrics) -> None:
-        """Book one finished step, write its row, and stop the run if it did not commit. Collective."""
+        """Book one finished step and write its row; raise BadStep where it was too bad. Collective."""
         metrics = pending.read()
         seconds, self._mark = pending.finished.seconds_since(self._mark), pending.finished
         self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
@@ -169,14 +203,8 @@ class Trainer:
             self._peak_bytes = metrics.memory_peak_bytes
         if self.journal is not None:
             self.journal.train(self._row(metrics, seconds))
-        if not metrics.committed and not metrics.overflowed:
-            self.store.wait()  # every rank stops here, so the save under way can be whole first
-            raise TrainingError(
-                f"step {metrics.step + 1}: loss={metrics.loss} and gradient norm={metrics.grad_norm}, and both must be "
-                "finite; the update was not applied, and the checkpoints before it are kept. Lower "
-                "optim.learning_rate, lengthen optim.warmup_steps or set optim.max_grad_norm, and train anew with "
-                "--fresh or another run.name."
-            )
+        if metrics.is_bad:
+            pass_over(self, metrics)
 
     def _row(self, metrics: StepMetrics, seconds: float) -> dict[str, object]:
         rate = metrics.tokens / seconds

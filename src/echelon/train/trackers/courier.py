@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from echelon.run_folder import write_json
 from echelon.train.trackers.tracker import Held, Tracker, hide_logins
@@ -78,6 +78,7 @@ class Courier:
         self._reader: RowReader | None = None  # None: the tracker is to be opened
         self._where = ""
         self._ending = threading.Event()
+        self._was_cut = threading.Event()
         self._done = False
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._work, name=f"courier-{tracker.name}", daemon=True)
@@ -85,6 +86,13 @@ class Courier:
     def start(self) -> None:
         """Begin to bring rows."""
         self._thread.start()
+
+    def reread(self) -> None:
+        """Read from the beginning of a file that has taken the old one's place, with the last rows cut off.
+
+        Trackers take nothing back: what they hold of the rows that are written anew stays as it was.
+        """
+        self._was_cut.set()
 
     def close(self, done: bool) -> None:
         """Bring the rest, and wait for it: as long as it works, but not long for a tracker that fails.
@@ -122,6 +130,9 @@ class Courier:
         if self._reader is None:
             self._open()
         assert self._reader is not None
+        if self._was_cut.is_set():
+            self._was_cut.clear()
+            self._reader.close()
         count = 0
         while batch := self._reader.read(_ROWS_AT_ONCE):
             missing = [row for row in batch if row["step"] > self._held[row["kind"]]]
@@ -154,6 +165,8 @@ class Courier:
             )
 
     def _finish(self) -> None:
+        assert self._reader is not None
+        self._reader.close()
         self._tracker.finish(self._done)
         self._ledger.complete = self._done
         self._ledger.write()
@@ -173,29 +186,44 @@ class Courier:
                 f"{self._tracker.name} gets them when it works again"
             )
         self._failure = reason
+        if self._reader is not None:
+            self._reader.close()
         self._reader = None  # the tracker is opened anew
 
     def _describe_lack(self) -> str:
-        rows = RowReader(self._metrics_path).read()
+        reader = RowReader(self._metrics_path)
+        rows = reader.read()
+        reader.close()
         missing = sum(row["step"] > self._held[row["kind"]] for row in rows)
         return f"lacks {missing} of {len(rows)} rows" if missing else "has every row, but not the files of the end"
 
 
 class RowReader:
-    """The rows of metrics.jsonl from its beginning, while the run goes on writing them."""
+    """The rows of metrics.jsonl from its beginning, while the run goes on writing them.
+
+    The file stays open, so that one that takes its place is not read from the middle.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file: IO[bytes] | None = None
         self._offset = 0
 
     def read(self, limit: int | None = None) -> list[dict[str, Any]]:
         """The next rows, `limit` at most; none at the end of the file, until there are more."""
+        if self._file is None and self._path.exists():
+            self._file = self._path.open("rb")
         rows: list[dict[str, Any]] = []
-        if self._path.exists():
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                for line in islice(file, limit):
-                    if line.endswith(b"\n"):  # else it is being written
-                        rows.append(json.loads(line))
-                        self._offset += len(line)
+        if self._file is not None:
+            self._file.seek(self._offset)
+            for line in islice(self._file, limit):
+                if line.endswith(b"\n"):  # else it is being written
+                    rows.append(json.loads(line))
+                    self._offset += len(line)
         return rows
+
+    def close(self) -> None:
+        """Let go of the file. The next `read` begins with the first row of what then has its name."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._offset = None, 0

@@ -1,0 +1,79 @@
+"""Watching a decoder run, to find the layer where numbers first stop being finite."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from echelon.engines import Finding
+from echelon.model.parts import find_parts
+from echelon.model.weights import local_part
+
+
+class Probe:
+    """A scope in which every module's output, and the gradient of it, is looked at on the device as it is made.
+
+    Hooks only look, so the passes inside are those of training, except that nothing is compiled: hooks inside a
+    compiled layer would not be called. A module's parts come before it, so what is found is the innermost one.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._decoder = decoder
+        self._outputs: list[tuple[str, Tensor]] = []
+        self._gradients: list[tuple[str, Tensor]] = []
+        self._scope = ExitStack()
+
+    def __enter__(self) -> "Probe":
+        self._scope.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, module in self._decoder.named_modules():
+            if name:
+                hook = module.register_forward_hook(partial(self._look, name))
+                self._scope.callback(hook.remove)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._scope.close()
+
+    def find(self, loss: Tensor) -> Finding | None:
+        """The first thing that was not finite in the passes of the scope, of which `loss` is the loss."""
+        for place, name in _not_finite(self._outputs):
+            return Finding(0, place, name)
+        if not bool(torch.isfinite(loss)):
+            return Finding(1, 0, self._name_head())
+        for place, name in _not_finite(self._gradients):
+            return Finding(2, place, name)
+        gradients = {name: each.grad for name, each in self._decoder.named_parameters() if each.grad is not None}
+        flags = [(name, _is_finite(local_part(gradient))) for name, gradient in gradients.items()]
+        for place, name in _not_finite(flags):
+            return Finding(3, place, name)
+        return None
+
+    def _look(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                self._outputs.append((name, _is_finite(tensor.detach())))
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._look_back, name))
+
+    def _look_back(self, name: str, gradient: Tensor) -> None:
+        self._gradients.append((name, _is_finite(gradient)))
+
+    def _name_head(self) -> str:
+        """The head need not be called as a module: the loss is made from its weight, a chunk at a time."""
+        head = find_parts(self._decoder).head
+        names = (name for name, module in self._decoder.named_modules() if module is head)
+        return next(names, "the model's head")
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    return torch.isfinite(tensor).all()
+
+
+def _not_finite(flags: list[tuple[str, Tensor]]) -> Iterator[tuple[int, str]]:
+    if flags:
+        finite = torch.stack([flag for _, flag in flags]).tolist()
+        yield from ((place, name) for place, (name, _) in enumerate(flags) if not finite[place])
