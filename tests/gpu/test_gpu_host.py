@@ -76,7 +76,7 @@ def test_a_bad_step_is_skipped_on_the_device(gpu, text, tmp_path, forbidden):
         forbidden(True)
         record = trainer.train_step(1)
         forbidden(False)
-        assert not record.commit.item()
+        assert not record.verdict.commit.item()
         after = trainer.engine.state_dict()
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)

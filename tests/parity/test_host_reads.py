@@ -49,7 +49,7 @@ def reads_of_a_step(rank, world_size, path, plan):
         with HostReads() as inside:
             record = trainer.train_step(2)
         with HostReads() as outside:
-            bool(record.commit)
+            bool(record.verdict.commit)
         trainer.loader.close()
         trainer.store.close()
         if trainer.journal is not None:
@@ -70,6 +70,7 @@ def reads_of_a_step(rank, world_size, path, plan):
         with_ranks(Row("fsdp", optimizer="adamw_8bit", precision="bf16", master_weights="bf16_stochastic"), 2),
         Row(optimizer="lion", precision="bf16", master_weights="bf16_kahan"),
         Row(optimizer="sgd"),
+        Row(changes={"fault": {"on_bad_step": "skip", "spike_factor": 2, "spike_window": 2}}, precision="fp16"),
     ],
     ids=str,
 )

@@ -2,7 +2,8 @@
 
 import json
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from echelon.run_folder import RunFolder
 from echelon.runtime import Runtime
 from echelon.shape import build_shape
 from echelon.train.assemble import build_trainer
+from echelon.train.trainer import Trainer
 from families import small_config
 from workers import WorkerPool
 
@@ -96,7 +98,7 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
         "checkpoint": {"every_steps": steps, "async": True},
     }  # fmt: skip
     for section, keys in (row.changes or {}).items():
-        overrides[section].update(keys)
+        overrides.setdefault(section, {}).update(keys)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.json"  # JSON is YAML
     path.write_text(json.dumps(overrides))
@@ -151,13 +153,12 @@ class Masked:
         return inputs, labels
 
 
-def train_rank(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, mutation: str) -> None:
-    """One rank: the real trainer, its loader replaced by one with uneven targets, one fault planted if asked."""
+@contextmanager
+def masked_trainer(rank: int, world_size: int, path: str, plan: ParallelPlan, mutation: str = "") -> Iterator[Trainer]:
+    """The real trainer, its loader replaced by one with uneven targets."""
     recipe, _ = load_recipe(Path(path))
     runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    with ExitStack() as stack, open("/dev/null", "w") as console:
-        for patch in mutations(mutation, world_size):
-            stack.enter_context(patch)
+    with open("/dev/null", "w") as console:
         folder = RunFolder(Path(recipe.run.dir))
         trainer = build_trainer(recipe, plan, folder, runtime, console, compile_backend="aot_eager")
         trainer.loader.close()
@@ -169,14 +170,23 @@ def train_rank(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_a
         trainer.loader = BatchLoader(
             masked, order, recipe.batches, plan.micro_batch_size, rank, world_size, trainer.state.step
         )
-        if mutation == "local count":
-            trainer.count_targets = lambda batch: local_count(trainer, batch)
-        trainer.num_steps = stop_at or trainer.num_steps
-        trainer.fit()
+        yield trainer
         trainer.loader.close()
         trainer.store.close()
         if trainer.journal is not None:
             trainer.journal.close()
+
+
+def train_rank(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, mutation: str) -> None:
+    """One rank: the real trainer, one fault planted if asked."""
+    with ExitStack() as stack:
+        for patch in mutations(mutation, world_size):
+            stack.enter_context(patch)
+        trainer = stack.enter_context(masked_trainer(rank, world_size, path, plan, mutation))
+        if mutation == "local count":
+            trainer.count_targets = lambda batch: local_count(trainer, batch)
+        trainer.num_steps = stop_at or trainer.num_steps
+        trainer.fit()
 
 
 def local_count(trainer: Any, batch: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from echelon.run_folder import write_text
 from echelon.train.trackers import courier as courier_module
 from echelon.train.trackers.courier import Courier, Ledger, RowReader
 from echelon.train.trackers.tracker import Opened, hide_logins, scalars
@@ -203,6 +204,34 @@ def test_the_reader_waits_for_the_end_of_a_line(tmp_path):
     assert reader.read(10) == [{"step": 2}]
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     assert reader.read(10) == [{"step": 3}] and reader.read(10) == []
+
+
+def test_a_file_that_takes_the_place_is_read_from_its_beginning_when_it_is_time(tmp_path):
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    reader = RowReader(path)
+    assert len(reader.read(2)) == 2
+    other.write_text('{"step": 1, "longer": 1}\n{"step": 2, "longer": 1}\n')
+    other.replace(path)
+    assert reader.read() == [{"step": 3}], "the middle of a row of the other file would be no row"
+    reader.close()
+    assert [row["longer"] for row in reader.read()] == [1, 1]
+    reader.close()
+
+
+def test_rows_that_are_cut_and_written_again_arrive_once(run):
+    """As when a run goes back to a checkpoint: the rows written anew are longer, so no offset fits."""
+    shelf = Shelf()
+    courier = run.start(shelf)
+    run.write(1, 2, 3, 4)
+    until(lambda: steps(shelf) == [1, 2, 3, 4])
+    write_text(
+        run.metrics, "".join(json.dumps({"kind": "train", "step": step, "new": "x" * 50}) + "\n" for step in (1, 2))
+    )
+    courier.reread()
+    run.write(3, 4, 5, 6)
+    courier.close(done=True)
+    assert steps(shelf) == [1, 2, 3, 4, 5, 6]
 
 
 def test_numbers_of_a_row_and_of_its_sets():

@@ -198,6 +198,14 @@ def test_an_error_in_the_thread_is_raised_by_next(dataset):
         next(loader)
 
 
+def test_any_batch_can_be_asked_for_and_the_loader_set_anywhere(dataset):
+    with BatchLoader(dataset, SampleOrder(dataset.num_samples, 0), FOUR, 1) as loader:
+        straight = [next(loader).hash for _ in range(6)]
+        assert loader.batch(2).hash == straight[2] and next(loader).step == 6
+        loader.seek(3)
+        assert [next(loader).hash for _ in range(3)] == straight[3:]
+
+
 def test_waiting_is_measured(dataset):
     with BatchLoader(dataset, SampleOrder(dataset.num_samples, 0), FOUR, 1) as loader:
         next(loader)

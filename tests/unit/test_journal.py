@@ -1,6 +1,7 @@
 """What the console says of a run that goes on."""
 
 import io
+import json
 
 import pytest
 
@@ -30,3 +31,15 @@ def test_the_time_left_counts_sequences(tmp_path, monkeypatch, batches: BatchSch
         journal.train({"kind": "train", **row, **more})
     journal.close()
     assert [line.split("eta ")[1] for line in console.getvalue().splitlines()][::2] == ["-", remaining]
+
+
+def test_rows_are_taken_back_and_the_file_goes_on(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    journal = Journal(folder, io.StringIO(), num_steps=9, log_every=9, batches=constant_batch(8, 64))
+    for step in (2, 3, 4):
+        journal.train({"kind": "train", "step": step})
+    journal.cut(2)
+    journal.train({"kind": "train", "step": 3})
+    journal.close()
+    assert [json.loads(line)["step"] for line in folder.metrics_path.read_text().splitlines()] == [2, 3]

@@ -1,0 +1,266 @@
+"""Bad steps on real ranks: passed over, gone back from, or diagnosed; and what a resume makes of them."""
+
+import json
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.data.prepare import prepare_data
+from echelon.engines.native import NativeEngine
+from echelon.errors import TrainingError
+from echelon.model.weights import local_part
+from echelon.recipe import load_recipe
+from echelon.run_folder import RunFolder
+from echelon.train.trainer import Trainer
+from training import (
+    Row,
+    equal_tensors,
+    masked_trainer,
+    resolve,
+    tensors_of,
+    train,
+    train_rank,
+    with_ranks,
+    write_recipe,
+)
+
+pytestmark = pytest.mark.dist
+
+CORRUPT = "model.layers.1.mlp.down_proj"
+EXACT = ("step", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate", "batch_hash", "skipped")
+PLANS = [Row(micro_batch=4), with_ranks(Row("ddp"), 2, micro_batch=2), with_ranks(Row("fsdp"), 2, micro_batch=2)]
+DISTRIBUTED = PLANS[1:]
+
+
+class PowerCut(Exception):
+    """The process is gone."""
+
+
+def poison(factors):
+    """Steps, counted from 1, whose gradients come out of the backward pass multiplied: their batches are bad."""
+    forward_backward = NativeEngine.forward_backward
+
+    def poisoned(engine, step, microbatches, num_targets):
+        loss = forward_backward(engine, step, microbatches, num_targets)
+        for parameter in engine._decoder.parameters():
+            local_part(parameter.grad).mul_(factors.get(str(step + 1), 1.0))
+        return loss
+
+    return mock.patch.object(NativeEngine, "forward_backward", poisoned)
+
+
+def corrupt(number, times):
+    """A weight of rank 0 that loses its value before a step, the first few times that it comes: broken memory."""
+    train_step = Trainer.train_step
+    left = [times]
+
+    def corrupted(trainer, step):
+        if step + 1 == number and left[0] and dist.get_rank() == 0:
+            left[0] -= 1
+            local_part(trainer.engine._decoder.get_parameter(f"{CORRUPT}.weight").detach()).view(-1)[:1].fill_(math.nan)
+        return train_step(trainer, step)
+
+    return mock.patch.object(Trainer, "train_step", corrupted)
+
+
+def cut_power(number):
+    """The end of the process as this step begins for the second time."""
+    train_step = Trainer.train_step
+    times = [0]
+
+    def cut(trainer, step):
+        times[0] += step + 1 == number
+        if times[0] == 2:
+            trainer.store.wait()
+            raise PowerCut
+        return train_step(trainer, step)
+
+    return mock.patch.object(Trainer, "train_step", cut)
+
+
+def train_with_faults(rank, world_size, path, plan, stop_at, faults):
+    """Train; what it raised, as text."""
+    patches = {"poison": poison, "corrupt": lambda value: corrupt(*value), "cut_power": cut_power}
+    with ExitStack() as stack:
+        for name, value in json.loads(faults).items():
+            stack.enter_context(patches[name](value))
+        try:
+            train_rank(rank, world_size, path, plan, stop_at, "")
+        except (TrainingError, PowerCut) as error:
+            return str(error) or type(error).__name__
+    return None
+
+
+class Workers:
+    """The pool, with `train_with_faults` for `train_rank`."""
+
+    def __init__(self, pool, **faults):
+        self._pool, self._faults, self.raised = pool, json.dumps(faults), None
+
+    def run(self, function, world_size, path, plan, stop_at, mutation):
+        self.raised = self._pool.run(train_with_faults, world_size, path, plan, stop_at, self._faults)
+
+
+def with_fault(row, every_steps=2, **fault):
+    changes = {"fault": fault, "checkpoint": {"every_steps": every_steps}, "optim": {"weight_decay": 0.0}}
+    return replace(row, changes=changes)
+
+
+def trained(rows):
+    return [tuple(each[key] for key in EXACT) for each in rows if each["kind"] == "train"]
+
+
+def events(folder, name):
+    lines = (folder / "run" / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+def plain_loop(rank, world_size, path, plan, without):
+    """The same training as a loop over PyTorch's own parts, on one process, these steps left out; its weights."""
+    with masked_trainer(rank, world_size, path, plan) as trainer:
+        model, config = trainer.engine._decoder, trainer.recipe.optim
+        optimizer = torch.optim.AdamW(model.parameters(), betas=config.betas, eps=config.eps, weight_decay=0.0)
+        for step in range(trainer.num_steps):
+            batch = next(trainer.loader)
+            if step + 1 in without:
+                continue
+            total, count = 0.0, 0
+            for microbatch in batch.microbatches:
+                logits = model(input_ids=microbatch.input_ids).logits.flatten(0, 1)
+                labels = microbatch.labels.flatten()
+                total = total + torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+                count += int((labels != -100).sum())
+            (total / count).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            optimizer.param_groups[0]["lr"] = trainer.schedule(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def plain(workers, text, tmp_path_factory):
+    """The weights of the plain loop over 8 steps, 3 and 6 left out."""
+    row = with_fault(Row())
+    folder = tmp_path_factory.mktemp("plain")
+    recipe, _ = load_recipe(write_recipe(row, folder, text, steps=8))
+    data = prepare_data(recipe, lambda line: None)
+    run = RunFolder(Path(recipe.run.dir))
+    run.create()
+    run.write_prepared_path(data.path)
+    plan = resolve(row, recipe, data.train.num_samples)
+    return workers.run(plain_loop, 1, str(folder / "recipe.json"), plan, (3, 6))[0]
+
+
+@pytest.mark.parametrize("row", PLANS, ids=str)
+def test_a_skipped_step_is_one_that_never_was(workers, text, tmp_path, plain, row):
+    pool = Workers(workers, poison={"3": math.nan, "6": math.inf})
+    row = with_fault(row, on_bad_step="skip")
+    rows = trained(train(pool, row, tmp_path / "straight", text, steps=8))
+    assert pool.raised == [None] * row.ranks
+    assert [each[-1] for each in rows] == [False, False, True, False, False, True, False, False]
+    skips = events(tmp_path / "straight", "bad_step")
+    assert [(each["step"], each["action"], each["in_a_row"]) for each in skips] == [(3, "skip", 1), (6, "skip", 1)]
+    assert skips[0]["grad_norm"] is None and skips[0]["batch_hash"] == rows[2][-2]
+    tensors = tensors_of(tmp_path / "straight" / "run", step=8)
+    for name, weight in plain.items():
+        torch.testing.assert_close(tensors[f"model.{name}"], weight, rtol=0, atol=2e-5)
+    train(pool, row, tmp_path / "resumed", text, steps=8, stop_at=3)
+    resumed = trained(train(pool, row, tmp_path / "resumed", text, steps=8))
+    assert resumed == rows
+    assert equal_tensors(tensors_of(tmp_path / "resumed" / "run", step=8), tensors)
+
+
+@pytest.mark.parametrize("row", PLANS, ids=str)
+def test_a_rollback_is_a_run_in_which_the_step_was_never_applied(workers, text, tmp_path, row):
+    """A weight breaks before step 4; the checkpoint of step 2 has it whole."""
+    expected = train(
+        Workers(workers, poison={"4": math.nan}), with_fault(row, on_bad_step="skip"), tmp_path / "skip", text, steps=8
+    )
+    pool = Workers(workers, corrupt=[4, 1])
+    row = with_fault(row, on_bad_step="rollback")
+    rows = train(pool, row, tmp_path / "back", text, steps=8)
+    assert pool.raised == [None] * row.ranks
+    tensors = tensors_of(tmp_path / "skip" / "run", step=8)
+    assert equal_tensors(tensors_of(tmp_path / "back" / "run", step=8), tensors)
+    # Step 4 was fed again with whole weights, so its norm is finite; it was not applied all the same.
+    assert [each[-1] for each in trained(rows)] == [number == 4 for number in range(1, 9)]
+    assert [each[:4] for each in trained(rows)] == [each[:4] for each in trained(expected)]
+    [bad] = events(tmp_path / "back", "bad_step")
+    assert (bad["step"], bad["action"], bad["loss"]) == (4, "rollback", None)
+    assert bad["first_nonfinite"] == f"the output of {CORRUPT}"
+    [back] = events(tmp_path / "back", "rollback")
+    assert (back["step"], back["suppressed"]) == (2, 4)
+    # The process ends before anything was saved after the rollback: the event is what it goes by.
+    cut = Workers(workers, corrupt=[4, 1], cut_power=3)
+    train(cut, row, tmp_path / "cut", text, steps=8)
+    assert cut.raised == ["PowerCut"] * row.ranks
+    assert trained(train(workers, row, tmp_path / "cut", text, steps=8)) == trained(rows)
+    assert equal_tensors(tensors_of(tmp_path / "cut" / "run", step=8), tensors)
+
+
+def test_two_bad_steps_in_a_row_go_back_twice_and_before_the_first_save_to_the_start(workers, text, tmp_path):
+    bad = {"1": math.nan, "4": math.nan, "5": math.nan}
+    row = with_fault(DISTRIBUTED[0], on_bad_step="skip", every_steps=3)
+    expected = train(Workers(workers, poison=bad), row, tmp_path / "skip", text, steps=6)
+    pool = Workers(workers, poison=bad)
+    row = with_fault(row, on_bad_step="rollback", every_steps=3)
+    rows = train(pool, row, tmp_path / "back", text, steps=6)
+    assert pool.raised == [None, None]
+    assert trained(rows) == trained(expected)
+    assert [each["suppressed"] for each in events(tmp_path / "back", "rollback")] == [1, 4, 5]
+    assert [each["step"] for each in events(tmp_path / "back", "rollback")] == [0, 3, 3]
+    tensors = [tensors_of(tmp_path / name / "run", step=6) for name in ("skip", "back")]
+    assert equal_tensors(*tensors)
+
+
+@pytest.mark.parametrize("row", PLANS, ids=str)
+def test_too_many_in_a_row_end_the_run_with_a_diagnosis(workers, text, tmp_path, row):
+    pool = Workers(workers, corrupt=[4, 1])
+    rows = trained(train(pool, with_fault(row, on_bad_step="skip", every_steps=9), tmp_path, text, steps=9))
+    assert len(set(pool.raised)) == 1 and len(pool.raised) == row.ranks
+    message = pool.raised[0]
+    assert message.startswith("step 6: loss=nan and gradient norm=nan, and both must be finite"), message
+    assert "the last of 3 bad steps in a row (fault.max_bad_steps)" in message
+    assert f"First not finite, when its batch is run again: the output of {CORRUPT}" in message
+    # The weight broke on rank 0: its replicas have their own, the other shards are gathered from it.
+    assert ("on rank 0 alone" in message) == (row.parallel == "ddp" and row.ranks == 2)
+    assert [each[-1] for each in rows] == [False] * 3 + [True] * 3
+    event = events(tmp_path, "bad_step")[-1]
+    assert event["action"] == "stop" and event["first_nonfinite"] in message
+    assert event["num_samples"] == (4 if "on rank 0 alone" in message else 8)
+    assert f"Samples {', '.join(map(str, event['sample_ids']))}." in message
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("row", DISTRIBUTED, ids=str)
+def test_a_gradient_alone_is_named_and_the_step_after_was_not_applied(workers, text, tmp_path, row):
+    """By default the run stops at once. The next step was under way already, with gradients that are fine."""
+    pool = Workers(workers, poison={"3": math.nan})
+    train(pool, with_fault(row, every_steps=9), tmp_path, text, steps=9)
+    assert all("step 3: " in each and "both must be finite" in each for each in pool.raised)
+    assert all("the gradient of model.embed_tokens.weight. Samples " in each for each in pool.raised)
+    assert all("fault.on_bad_step=skip" in each for each in pool.raised)
+
+
+def test_a_spike_is_judged_alike_after_a_resume(workers, text, tmp_path):
+    """Window 3: step 6 is judged by steps 3 to 5 (step 2 was before a spike too, but too early to be judged)."""
+    fault = {"on_bad_step": "skip", "spike_factor": 8.0, "spike_window": 3}
+    pool = Workers(workers, poison={"2": 100.0, "6": 100.0})
+    row = with_fault(DISTRIBUTED[1], every_steps=9, **fault)
+    rows = trained(train(pool, row, tmp_path / "straight", text, steps=8))
+    assert [each[-1] for each in rows] == [number == 6 for number in range(1, 9)]
+    assert rows[5][4] > 8 * sorted(each[4] for each in rows[2:5])[1]
+    train(pool, row, tmp_path / "resumed", text, steps=8, stop_at=5)
+    assert trained(train(pool, row, tmp_path / "resumed", text, steps=8)) == rows
+    ours, theirs = (tensors_of(tmp_path / name / "run", step=8) for name in ("straight", "resumed"))
+    assert equal_tensors(ours, theirs)
+    stopping = Workers(workers, poison={"6": 100.0})
+    train(stopping, with_fault(row, every_steps=9, **fault | {"on_bad_step": "stop"}), tmp_path / "stop", text, steps=8)
+    assert all("which is more than fault.spike_factor=8 times the median" in each for each in stopping.raised)

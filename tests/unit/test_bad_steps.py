@@ -1,0 +1,112 @@
+"""Verdicts worked by hand: the rules are few, and each has a step here that it alone decides."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from echelon.engines import Finding
+from echelon.recipe import FaultConfig
+from echelon.run_folder import RunFolder
+from echelon.train.bad_steps import StepJudge
+from echelon.train.diagnosis import _merge
+from echelon.train.recovery import _read_suppressed
+from echelon.train.state import TrainState
+
+CPU = torch.device("cpu")
+NAN = math.nan
+
+
+def judge_all(judge, norms, scale=None, suppressed=()):
+    """(applied, bad, in a row) of each step."""
+    found = []
+    for step, norm in enumerate(norms):
+        tensor = torch.tensor(norm)
+        loss_scale = None if scale is None else torch.tensor(scale)
+        verdict = judge(tensor, torch.isfinite(tensor), loss_scale, step in suppressed)
+        found.append((bool(verdict.commit), bool(verdict.is_bad), int(verdict.in_a_row)))
+    return found
+
+
+GOOD = (True, False, 0)
+
+
+def test_after_a_bad_step_nothing_is_applied_until_the_host_has_acted():
+    judge = StepJudge(FaultConfig(), CPU)
+    assert judge_all(judge, [1.0, NAN, 1.0]) == [GOOD, (False, True, 1), (False, False, 1)]
+    judge.load_state_dict({"in_a_row": 0, "norms": []})
+    assert judge_all(judge, [1.0]) == [GOOD]
+
+
+def test_skip_goes_on_until_there_are_too_many_in_a_row():
+    judge = StepJudge(FaultConfig(on_bad_step="skip", max_bad_steps=2), CPU)
+    found = judge_all(judge, [NAN, 1.0, math.inf, NAN, 1.0])
+    assert found == [(False, True, 1), GOOD, (False, True, 1), (False, True, 2), (False, False, 2)]
+
+
+def test_an_overflow_is_not_bad_and_breaks_no_row():
+    skip = FaultConfig(on_bad_step="skip")
+    assert judge_all(StepJudge(skip, CPU), [NAN, 1.0], scale=1.0) == [(False, False, 0), GOOD]
+    judge = StepJudge(skip, CPU)
+    assert judge_all(judge, [NAN], scale=0.5) == [(False, True, 1)]
+    assert judge_all(judge, [NAN], scale=1.0) == [(False, False, 1)]
+    assert judge_all(judge, [NAN], scale=0.5) == [(False, True, 2)]
+
+
+def test_a_suppressed_step_is_bad_but_calls_nobody():
+    judge = StepJudge(FaultConfig(on_bad_step="rollback"), CPU)
+    assert judge_all(judge, [1.0, 1.0, 1.0], suppressed={1}) == [GOOD, (False, True, 1), GOOD]
+
+
+def test_spikes_by_hand():
+    """Window 3, factor 4. The median is judged over applied norms alone, and the first three are free."""
+    judge = StepJudge(FaultConfig(on_bad_step="skip", max_bad_steps=9, spike_factor=4.0, spike_window=3), CPU)
+    norms = [1.0, 100.0, 2.0, 8.0, 9.0, 33.0, 36.0]
+    # medians: of 1 100 2: 2, so 8 is not above; of 100 2 8: 8; of 2 8 9: 8, so 33 is; of the same again: so is 36
+    expected = [GOOD, GOOD, GOOD, GOOD, GOOD, (False, True, 1), (False, True, 2)]
+    assert judge_all(judge, norms) == expected
+    assert judge.state_dict() == {"in_a_row": 2, "norms": [2.0, 8.0, 9.0]}
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_what_is_saved_decides_alike(cut):
+    fault = FaultConfig(on_bad_step="skip", max_bad_steps=9, spike_factor=1.5, spike_window=4)
+    norms = [1.0, 1.1, 0.1 + 0.2, 1.2, 1.7, NAN, 1.6, 2.0, NAN, NAN, 1.0]
+    whole = judge_all(StepJudge(fault, CPU), norms)
+    first, second = StepJudge(fault, CPU), StepJudge(fault, CPU)
+    found = judge_all(first, norms[:cut])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert found + judge_all(second, norms[cut:]) == whole
+    assert {commit for commit, _, _ in whole} == {True, False}
+
+
+def test_another_window_keeps_the_newest_norms_and_an_old_checkpoint_has_none():
+    judge = StepJudge(FaultConfig(spike_factor=2.0, spike_window=2), CPU)
+    judge.load_state_dict({"in_a_row": 1, "norms": [5.0, 6.0, 7.0]})
+    assert judge.state_dict() == {"in_a_row": 1, "norms": [6.0, 7.0]}
+    judge.load_state_dict({})
+    assert judge.state_dict() == {"in_a_row": 0, "norms": []}
+
+
+def test_suppressed_steps_stand_in_the_state_and_in_the_events(tmp_path):
+    state = TrainState(step=4).suppressing([7]).suppressing([3, 7])
+    assert state.suppressed == (3, 7)
+    assert TrainState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+    folder = RunFolder(tmp_path)
+    assert _read_suppressed(folder) == []
+    folder.append_event("bad_step", step=7, action="rollback")
+    folder.append_event("rollback", step=4, suppressed=7)
+    with folder.events_path.open("a") as file:
+        file.write('{"event": "rollback", "sup')
+    assert _read_suppressed(folder) == [7]
+
+
+def test_the_first_finding_over_ranks_and_microbatches():
+    output, gradient = Finding(0, 9, "model.layers.1.mlp"), Finding(2, 0, "model.norm")
+    diagnosis = _merge([[(None, [1, 2]), (gradient, [3, 4])], [(output, [5, 6]), (Finding(0, 30, "x"), [7])]])
+    assert (diagnosis.finding, diagnosis.ranks, diagnosis.sample_ids) == (output, (1,), (5, 6, 7))
+    assert "the output of model.layers.1.mlp, on rank 1 alone. Samples 5, 6, 7." in diagnosis.describe()
+    nothing = _merge([[(None, list(range(20)))], [(None, [20])]])
+    assert nothing.num_samples == 21 and nothing.sample_ids == tuple(range(16))
+    assert nothing.describe().endswith("not finite. Samples " + ", ".join(map(str, range(16))) + " and 5 more.")

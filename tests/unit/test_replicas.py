@@ -1,0 +1,54 @@
+"""The hash of weights against a second implementation, and who is named."""
+
+import pytest
+import torch
+
+from echelon.train import replicas
+from echelon.train.replicas import Difference, describe_differences, find_differences, hash_bits
+
+WORD = 2**64 - 1
+
+
+def mix(value):
+    """SplitMix64's finalizer on Python's whole numbers."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD
+    return value ^ (value >> 31)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "word"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float64, torch.int64)]
+)
+def test_is_that_of_a_scalar_implementation(monkeypatch, dtype, word):
+    monkeypatch.setattr(replicas, "_CHUNK", 7)
+    tensor = torch.randn(5, 6, dtype=dtype).T
+    bits = [int(each) & WORD for each in tensor.contiguous().flatten().view(word)]
+    expected = sum(mix(each ^ (place * 0x9E3779B97F4A7C15 & WORD)) for place, each in enumerate(bits, start=1))
+    assert int(hash_bits(tensor)) & WORD == expected & WORD
+
+
+def test_every_single_bit_counts_and_so_does_the_place():
+    tensor = torch.randn(40)
+    known = {int(hash_bits(tensor))}
+    for place in (0, 17, 39):
+        for bit in range(32):
+            flipped = tensor.clone()
+            flipped.view(torch.int32)[place] ^= 1 << bit if bit < 31 else -(2**31)
+            known.add(int(hash_bits(flipped)))
+    known |= {int(hash_bits(tensor.roll(1))), int(hash_bits(tensor[:39])), int(hash_bits(-tensor))}
+    assert len(known) == 1 + 3 * 32 + 3
+    assert int(hash_bits(torch.tensor([0.0]))) != int(hash_bits(torch.tensor([-0.0])))
+
+
+def test_the_rank_that_differs_from_the_majority_is_named_or_both_of_two():
+    names = ["embed", "norm", "head"]
+    same, other, third = (1, 2, 3), (1, 9, 3), (1, 2, 8)
+    assert find_differences([same] * 4, [(0, 1, 2, 3)], names) == []
+    assert find_differences([same, same, other], [(0, 1, 2)], names) == [Difference((2,), (0, 1, 2), "norm", 1)]
+    assert find_differences([same, other], [(0, 1)], names) == [Difference((0, 1), (0, 1), "norm", 1)]
+    assert find_differences([third, other, same], [(0, 1, 2)], names)[0] == Difference((0, 1, 2), (0, 1, 2), "norm", 2)
+    # Two shards with two replicas each: ranks 0 and 2 hold one, 1 and 3 the other.
+    [found] = find_differences([same, other, same, third], [(0, 2), (1, 3)], names)
+    assert found == Difference((1, 3), (1, 3), "norm", 2)
+    message = describe_differences([Difference((2,), (0, 1, 2), "norm", 1)], 7)
+    assert message.startswith("after step 7: rank 2 holds other weights than rank 0, 1, where all should be equal")
