@@ -57,7 +57,7 @@ class Probe:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 self._outputs.append((name, _is_finite(tensor.detach())))
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._look_back, name))
+                    tensor.register_hook(partial(self._look_back, name))  # type: ignore[no-untyped-call]
 
     def _look_back(self, name: str, gradient: Tensor) -> None:
         self._gradients.append((name, _is_finite(gradient)))

@@ -99,7 +99,7 @@ def hash_bits(tensor: Tensor) -> Tensor:
 
 def _shifted(words: Tensor, places: int) -> Tensor:
     """Shift to the right as unsigned words are: torch repeats the sign."""
-    return (words >> places) & (2 ** (64 - places) - 1)
+    return torch.bitwise_and(words >> places, 2 ** (64 - places) - 1)
 
 
 def find_differences(

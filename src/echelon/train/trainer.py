@@ -185,8 +185,9 @@ class Trainer:
         differences = compare_replicas(self.engine.state_dict(), self.meshes)
         if differences:
             self.store.wait()  # what is being saved was compared before
-            for each in differences if self.journal is not None else ():
-                self.journal.event("replicas_differ", step=self.state.step, **asdict(each))
+            if self.journal is not None:
+                for each in differences:
+                    self.journal.event("replicas_differ", step=self.state.step, **asdict(each))
             raise TrainingError(describe_differences(differences, self.state.step))
 
     def _save(self) -> None:

@@ -1,0 +1,90 @@
+"""One bit of one rank's weights changes between two steps: the rank is named, and nothing wrong is saved."""
+
+import json
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from echelon.errors import TrainingError
+from echelon.model.weights import local_part
+from echelon.train.trainer import Trainer
+from training import Row, train, train_rank, with_ranks
+
+pytestmark = pytest.mark.dist
+
+FLIPPED = "model.layers.0.self_attn.q_proj.weight"
+
+
+def train_with_flip(rank, world_size, path, plan, stop_at, flipping):
+    """Train; on one rank the lowest bit of one weight flips before step 4. What it raised, as text."""
+    train_step = Trainer.train_step
+
+    def flipped(trainer, step):
+        if step + 1 == 4 and rank == flipping:
+            weight = local_part(trainer.engine._decoder.get_parameter(FLIPPED).detach())
+            weight.view(torch.int32).view(-1)[:1].bitwise_xor_(torch.tensor(1, dtype=torch.int32))
+        return train_step(trainer, step)
+
+    with mock.patch.object(Trainer, "train_step", flipped):
+        try:
+            train_rank(rank, world_size, path, plan, stop_at, "")
+        except TrainingError as error:
+            return str(error)
+    return None
+
+
+class Workers:
+    """The pool, with `train_with_flip` for `train_rank`."""
+
+    def __init__(self, pool, flipping):
+        self._pool, self._flipping, self.raised = pool, flipping, None
+
+    def run(self, function, world_size, path, plan, stop_at, mutation):
+        self.raised = self._pool.run(train_with_flip, world_size, path, plan, stop_at, self._flipping)
+
+
+def checked(row, every, every_steps=2):
+    return replace(row, changes={"fault": {"verify_replicas_every": every}, "checkpoint": {"every_steps": every_steps}})
+
+
+NAMED = [
+    (with_ranks(Row("ddp"), 2, micro_batch=2), 1, [0, 1], [0, 1]),  # of two nobody knows which one is right
+    (with_ranks(Row("ddp"), 4), 2, [2], [0, 1, 2, 3]),
+    (with_ranks(Row("hsdp"), 4), 3, [1, 3], [1, 3]),
+]
+
+
+@pytest.mark.parametrize(("row", "flipping", "named", "replicas"), NAMED, ids=str)
+def test_the_rank_is_named_before_anything_is_saved(workers, text, tmp_path, row, flipping, named, replicas):
+    """Compared every 100 steps, and so only because a checkpoint is due after step 4."""
+    pool = Workers(workers, flipping)
+    train(pool, checked(row, every=100), tmp_path, text, steps=6)
+    assert len(pool.raised) == row.ranks and len(set(pool.raised)) == 1
+    who = f"rank {', '.join(map(str, named))} {'hold' if len(named) > 1 else 'holds'}"
+    assert pool.raised[0].startswith(f"after step 4: {who} "), pool.raised
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    [event] = [each for each in events if each["event"] == "replicas_differ"]
+    assert (event["step"], event["ranks"], event["replicas"]) == (4, named, replicas)
+    assert event["parameter"] in pool.raised[0] and event["num_parameters"] >= 1
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-00000002"]
+
+
+def test_between_checkpoints(workers, text, tmp_path):
+    pool = Workers(workers, flipping=0)
+    train(pool, checked(with_ranks(Row("ddp"), 4), every=5, every_steps=100), tmp_path, text, steps=8)
+    assert all(each.startswith("after step 5: rank 0 holds other weights than rank 1, 2, 3") for each in pool.raised)
+
+
+@pytest.mark.parametrize("row", [with_ranks(Row("ddp"), 2), with_ranks(Row("hsdp"), 4)], ids=str)
+def test_replicas_that_are_equal_are_silent(workers, text, tmp_path, row):
+    pool = Workers(workers, flipping=None)
+    train(pool, checked(row, every=1), tmp_path, text, steps=4)
+    assert pool.raised == [None] * row.ranks
+
+
+def test_shards_have_no_replicas(workers, text, tmp_path):
+    pool = Workers(workers, flipping=1)
+    train(pool, checked(with_ranks(Row("fsdp"), 2), every=1), tmp_path, text, steps=5)
+    assert pool.raised == [None, None]
