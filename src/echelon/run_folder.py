@@ -120,6 +120,11 @@ class RunFolder:
         """How each rank of the current attempt ended, for the command that waits on them."""
         return self.path / ".outcomes"
 
+    @property
+    def stop_path(self) -> Path:
+        """Where the parent asks its workers to stop."""
+        return self.outcomes_dir / "stop"
+
     def tracker_path(self, name: str) -> Path:
         """What this tracker was given of the run."""
         return self.path / "trackers" / f"{name}.json"

@@ -329,12 +329,12 @@ def test_stops_and_deaths_in_the_middle_of_training(echelon, tmp_path):
     job = train_until_saved()
     assert_refused(echelon(*command), 2, "is in use by a live run", f"pid {job.pid}", "run.name")
     job.terminate()
-    assert_refused(finish(job), 1, "stopped by SIGTERM", "newest checkpoint is step", "resumes from it")
+    assert_refused(finish(job), 3, "stopped by SIGTERM at step", "newest checkpoint is step", "resumes from it")
     assert_no_orphan()
 
     job = train_until_saved()
     os.killpg(job.pid, signal.SIGINT)  # the terminal sends it to all of them
-    assert_refused(finish(job), 1, "stopped by SIGINT", "newest checkpoint is step", "resumes from it")
+    assert_refused(finish(job), 3, "stopped by SIGINT at step", "newest checkpoint is step", "resumes from it")
     assert_no_orphan()
 
     job = train_until_saved()

@@ -32,7 +32,6 @@ REFUSED = {
     "parallel.placement": "parallel.placement=tp",
     "parallel.order": "parallel.order=[tp, dp_shard]",
     "checkpoint.every_steps": "checkpoint.every_steps=auto",
-    "fault.notice_seconds": "fault.notice_seconds=30",
     "fault.on_bad_step": "fault.on_bad_step=skip",
     "fault.max_restarts": "fault.max_restarts=1",
     "fault.verify_replicas_every": "fault.verify_replicas_every=10",

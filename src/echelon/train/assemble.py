@@ -19,6 +19,7 @@ from echelon.run_folder import RunFolder
 from echelon.runtime import Runtime, describe_peak, find_peak_flops
 from echelon.schedule import build_schedule
 from echelon.shape import build_shape
+from echelon.stopping import StopRequest
 from echelon.sync import EveryStep
 from echelon.train.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
 from echelon.train.journal import Journal
@@ -29,10 +30,14 @@ from echelon.train.trainer import Trainer
 
 
 def run_training(
-    recipe: Recipe, plan: ParallelPlan, folder: RunFolder, runtime: Runtime, console: TextIO
+    recipe: Recipe, plan: ParallelPlan, folder: RunFolder, runtime: Runtime, console: TextIO, stop: StopRequest
 ) -> TrainState:
-    """Train in this rank until the run's last step, from the newest checkpoint if there is one. Collective."""
+    """Train in this rank until the run's last step, from the newest checkpoint if there is one. Collective.
+
+    Raises StoppedError when a rank's `stop` was asked for.
+    """
     trainer = build_trainer(recipe, plan, folder, runtime, console)
+    trainer.stop = stop
     done = False
     try:
         state = trainer.fit()

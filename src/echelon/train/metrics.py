@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.stopping import STOP_SIGNALS, agreed_stop
+
 LIMB_BITS = 16  # a batch hash travels as four limbs, whose sums over any number of ranks are exact in fp64
 
 
@@ -28,6 +30,7 @@ class StepRecord:
     num_tokens: int
     batch_hash: int
     data_wait_seconds: float
+    stop_flags: list[float]
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class StepMetrics:
     batch_hash: str
     data_wait_seconds: float
     memory_peak_bytes: int | None
+    stopped_by: str | None
+    """The signal that any rank was asked to stop by."""
 
     @property
     def overflowed(self) -> bool:
@@ -88,7 +93,7 @@ class PendingMetrics:
         sums = torch.cat(
             [
                 record.loss_sum.double().reshape(1),
-                _to_device([record.num_tokens, record.data_wait_seconds, *limbs], device),
+                _to_device([record.num_tokens, record.data_wait_seconds, *record.stop_flags, *limbs], device),
             ]
         )
         dist.all_reduce(sums, group=group)
@@ -105,7 +110,8 @@ class PendingMetrics:
     def read(self) -> StepMetrics:
         """The step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
-        num_targets, grad_norm, committed, scale, peak, loss_sum, tokens, wait, *limbs = self._values.tolist()
+        num_targets, grad_norm, committed, scale, peak, loss_sum, tokens, wait, *rest = self._values.tolist()
+        stops, limbs = rest[: len(STOP_SIGNALS)], rest[len(STOP_SIGNALS) :]
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
             step=self._record.step,
@@ -119,6 +125,7 @@ class PendingMetrics:
             batch_hash=f"{total:016x}",
             data_wait_seconds=wait / self._world_size,
             memory_peak_bytes=None if peak < 0 else int(peak),
+            stopped_by=agreed_stop(stops),
         )
 
 

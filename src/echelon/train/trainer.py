@@ -3,7 +3,8 @@
 One step, read in five files: this one, `engines/native.py`, `parallel/step.py`, `objective.py` and `sync/__init__.py`.
 """
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -12,12 +13,13 @@ from torch import Tensor
 from echelon.checkpoint.store import CheckpointStore
 from echelon.data.loader import BatchLoader, StepBatch
 from echelon.engines import Engine
-from echelon.errors import TrainingError
+from echelon.errors import StoppedError, TrainingError
 from echelon.mesh import Meshes
 from echelon.objective import Objective
 from echelon.recipe import Recipe
 from echelon.schedule import Schedule
 from echelon.shape import ModelShape
+from echelon.stopping import StopRequest
 from echelon.sync import Synchronizer
 from echelon.train.evaluate import EvalResults, Evaluator
 from echelon.train.journal import Journal
@@ -53,6 +55,7 @@ class Trainer:
     peak_flops: float | None
     journal: Journal | None
     state: TrainState = field(default_factory=TrainState)
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def fit(self) -> TrainState:
         """Train to the last step, or until `evaluate.early_stopping` says so. Collective.
@@ -60,10 +63,14 @@ class Trainer:
         Raises:
             TrainingError: the loss or the gradient norm was not finite; nothing of that step was applied.
             CheckpointError: a checkpoint could not be written.
+            StoppedError: a rank was asked to stop; all of them have saved at the same step.
         """
         self._mark = Stamp(self.device)
         self._peak_bytes: int | None = None
+        self._stopped_by: str | None = None
         pending: PendingMetrics | None = None
+        if self.state.owes_evaluation:
+            self._pause(self.state.step)
         for step in range(self.state.step, self.num_steps):
             if self.stopped_early:
                 break
@@ -73,7 +80,7 @@ class Trainer:
             if pending is not None:
                 self._account(pending)
             pending = running
-            if self._is_due(step + 1):
+            if self._stopped_by is not None or self._is_due(step + 1):
                 self._account(pending)
                 pending = None
                 self._pause(step + 1)
@@ -106,6 +113,7 @@ class Trainer:
             num_tokens=batch.num_tokens,
             batch_hash=batch.hash,
             data_wait_seconds=self.loader.wait_seconds,
+            stop_flags=self.stop.flags(),
         )
 
     def count_targets(self, batch: StepBatch) -> Tensor:
@@ -114,11 +122,14 @@ class Trainer:
         dist.all_reduce(count, group=self.meshes.loss)
         return count
 
-    def evaluate(self) -> EvalResults:
-        """Losses on the held-out text, and samples of the prompts. Collective."""
+    def evaluate(self) -> EvalResults | None:
+        """Losses on the held-out text, and samples of the prompts; None when a stop came in between. Collective."""
         assert self.evaluator is not None
         with self.engine.evaluation() as evaluation:
-            results = self.evaluator.run(evaluation)
+            results = self.evaluator.run(evaluation, self.stop)
+            if results is None:
+                self._stopped_by = self.evaluator.stopped_by
+                return None
             texts = None if self.sampler is None else self.sampler.run(evaluation)
         if self.journal is not None:
             self.journal.evaluation(results.row(self.state.step))
@@ -149,15 +160,26 @@ class Trainer:
         return self.evaluator is not None and (done == self.num_steps or (every is not None and done % every == 0))
 
     def _pause(self, done: int) -> None:
-        """Evaluate, then save, between two steps; their time does not count as a step's."""
+        """Evaluate, then save, between two steps; their time does not count as a step's. Leaves when asked to stop."""
         is_best = False
         if self._evaluates_at(done):
-            self.state = self.state.evaluated(self.evaluate().select(self.recipe.evaluate.select_by).loss)
-            is_best = self.state.best_step == done
+            results = self.evaluate() if self._stopped_by is None else None
+            if results is None:
+                self.state = replace(self.state, owes_evaluation=True)
+            else:
+                self.state = self.state.evaluated(results.select(self.recipe.evaluate.select_by).loss)
+                is_best = self.state.best_step == done
         keeps_best = self.recipe.checkpoint.keep_best
-        if self._saves_at(done) or self.stopped_early or (is_best and keeps_best):
+        started = time.monotonic()
+        if self._stopped_by is not None or self._saves_at(done) or self.stopped_early or (is_best and keeps_best):
             state = {"train": self.state.to_dict(), "sync": self.sync.state_dict()}
             self.store.save(done, self.engine.state_dict(), state, self.state.best_step if keeps_best else None)
+        if self._stopped_by is not None:
+            self.store.wait()
+            raise StoppedError(
+                f"stopped by {self._stopped_by} at step {done}, saved in {time.monotonic() - started:.1f} s of the "
+                f"{self.recipe.fault.notice_seconds:g} s that fault.notice_seconds gives"
+            )
         self._mark = Stamp(self.device)
 
     def _account(self, pending: PendingMetrics) -> None:
@@ -167,6 +189,7 @@ class Trainer:
         self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
         if metrics.memory_peak_bytes is not None:
             self._peak_bytes = metrics.memory_peak_bytes
+        self._stopped_by = self._stopped_by or metrics.stopped_by
         if self.journal is not None:
             self.journal.train(self._row(metrics, seconds))
         if not metrics.committed and not metrics.overflowed:
