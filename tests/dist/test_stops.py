@@ -13,7 +13,7 @@ from training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist
 
-STEPS = 300
+STEPS = 160
 COMMAND = ("train", "recipe.json", "--nproc", "2")
 EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
 
@@ -32,8 +32,8 @@ def run(tmp_path):
     """A recipe of a few seconds with dropout; the folder of its run."""
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.1}
     write_recipe(
-        tmp_path, model={"config": config}, train={"steps": STEPS, "log_every": 50, "eval_every": 100},
-        checkpoint={"every_steps": 90}, evaluate={"batches": 2},
+        tmp_path, model={"config": config}, train={"steps": STEPS, "log_every": 50, "eval_every": 50},
+        checkpoint={"every_steps": 60}, evaluate={"batches": 2},
     )  # fmt: skip
     return RunFolder(tmp_path / "runs" / "tiny")
 

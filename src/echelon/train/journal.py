@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import IO, Any, TextIO
 
 from echelon.batch import BatchSchedule
@@ -27,9 +28,13 @@ class Journal:
         self._started: tuple[int, float] | None = None
 
     def say(self, line: str) -> None:
-        """A line for the person at the console. In one write: couriers speak from threads of their own."""
-        self._console.write(f"{line}\n")
-        self._console.flush()
+        """A line for the person at the console. In one write: couriers speak from threads of their own.
+
+        A terminal that is gone, or a pipe that nobody reads any more, ends no training.
+        """
+        with suppress(OSError):
+            self._console.write(f"{line}\n")
+            self._console.flush()
 
     def add_couriers(self, couriers: list[Courier]) -> None:
         """Have these bring the rows to their trackers; `close` waits for them."""
