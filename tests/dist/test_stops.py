@@ -81,7 +81,7 @@ def test_stops_leave_no_trace_in_the_result(echelon, run, tmp_path):
         [(row["step"], row["loss"]) for row in read_lines(each.metrics_path) if row["kind"] == "eval"]
         for each in (run, whole)
     ]
-    assert losses[0] == losses[1] and len(losses[0]) == 3
+    assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
 def test_an_evaluation_is_broken_off_and_made_up_for(echelon, run, tmp_path):
