@@ -154,7 +154,7 @@ def test_a_step_saved_again_never_loses_the_earlier_one(tmp_path, monkeypatch, k
     else:
         monkeypatch.setattr(type(folder), "rename", cut_off)
     with pytest.raises(Killed):
-        publish(writing, folder, {"train": {"step": "new"}})
+        publish(writing, folder, {"train": {"step": "new"}}, {})
     monkeypatch.undo()
     CheckpointStore(tmp_path, keep_last=3, asynchronous=False).close()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

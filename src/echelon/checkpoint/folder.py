@@ -8,7 +8,7 @@ hidden name, is never read, and is swept by the next start.
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,20 +153,26 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def publish(writing: Path, final: Path, state: Mapping[str, Any]) -> None:
+def describe_files(paths: Iterable[Path]) -> dict[str, Any]:
+    """The manifest's entry of each file, by its name: size and checksum. Reads them, a few at a time."""
+    paths = sorted(paths)
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
+        digests = list(readers.map(file_digest, paths))
+    return {
+        path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in zip(paths, digests, strict=True)
+    }
+
+
+def publish(writing: Path, final: Path, state: Mapping[str, Any], described: Mapping[str, Any]) -> None:
     """Complete a written folder and give it its name, so that it is either whole or absent after any crash.
 
+    `described` has the manifest's entries that are known already; the other files are read here.
     A checkpoint of that name, from before a resume, is replaced. Between the two renames it has a hidden name, from
     which `sweep_checkpoints` puts it back; it is removed when the new one is in its place on the disk.
     """
     write_json(writing / STATE, dict(state))
-    files = sorted(writing.iterdir())
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
-        digests = list(readers.map(file_digest, files))
-    entries = {
-        path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in zip(files, digests, strict=True)
-    }
-    write_json(writing / MANIFEST, {"format": FORMAT, "files": entries})
+    files = dict(described) | describe_files(path for path in writing.iterdir() if path.name not in described)
+    write_json(writing / MANIFEST, {"format": FORMAT, "files": files})
     sync_folder(writing)
     replaced = final.with_name(f".replaced-{final.name.removeprefix('step-')}")
     if final.exists():

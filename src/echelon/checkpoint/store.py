@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from echelon.checkpoint.folder import (
     Checkpoint,
     check_files,
+    describe_files,
     describe_newest,
     find_checkpoints,
     find_faults,
@@ -36,6 +37,8 @@ from echelon.errors import CheckpointError, is_disk_full
 from echelon.run_folder import sweep_checkpoints
 
 MAX_FAILURES = 3
+
+T = TypeVar("T")
 
 # Checking a checkpoint longer than this is worth a line.
 _LONG_SECONDS = 10.0
@@ -166,10 +169,8 @@ class CheckpointStore:
         dist.broadcast_object_list(found, src=0, group=self._group)
         for checkpoint in reversed(found[0]):
             began = time.monotonic()
-            shares: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-            share = find_faults(checkpoint.path, True, dist.get_rank(), dist.get_world_size())
-            dist.all_gather_object(shares, share, group=self._group)
-            faults = list(dict.fromkeys(fault for each in shares for fault in each))
+            shares = self._gather(find_faults(checkpoint.path, True, dist.get_rank(), dist.get_world_size()))
+            faults = list(dict.fromkeys(fault for share in shares for fault in share))
             seconds = time.monotonic() - began
             if seconds > _LONG_SECONDS and self._is_publisher:
                 self._say(f"Comparing {checkpoint.path.name} with its checksums took {seconds:.0f} s.")
@@ -198,21 +199,32 @@ class CheckpointStore:
         keep: int | None,
     ) -> str | None:
         """In the thread: publish what all ranks have written. Why not, or None; the same on every rank."""
-        reason = None
+        reason, described = None, {}
         try:
             written.result()
-            if self._is_publisher:
-                publish(writing, checkpoint.path, state)
+            # Each rank reads what it wrote: one for all would take as many times longer as there are ranks.
+            described = describe_files(writing.glob(f"__{dist.get_rank()}_*"))
         except (Exception, CheckpointException) as error:
             reason = _find_reason(error)
-        reasons: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, reason, group=self._group)
-        reason = next((each for each in reasons if each is not None), None)
+        reports = self._gather((reason, described))
+        reason = next((each for each, _ in reports if each is not None), None)
+        if self._is_publisher and reason is None:
+            try:
+                merged = {name: entry for _, each in reports for name, entry in each.items()}
+                publish(writing, checkpoint.path, state, merged)
+            except Exception as error:
+                reason = _find_reason(error)
         if self._is_publisher and reason is None:
             self._conclude(checkpoint, keep)
         elif self._is_publisher:
             self._give_up(checkpoint, str(reason))
-        return reason
+        return self._gather(reason)[0]
+
+    def _gather(self, value: T) -> list[T]:
+        """What each rank brings, by rank."""
+        values = [value] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def _conclude(self, checkpoint: Checkpoint, keep: int | None) -> None:
         """After a save: the event, and room for the next one."""
