@@ -54,7 +54,7 @@ def failures(run):
     return [row for row in read_lines(run.events_path) if row["event"] == "save_failed"]
 
 
-def await_failures(run, count, job, seconds=40):
+def await_failures(run, count, job, seconds=90):
     deadline = time.monotonic() + seconds
     while len(failures(run)) < count:
         assert job.poll() is None, job.communicate()
@@ -153,9 +153,9 @@ def test_a_disk_that_fills_up_while_training(echelon, tmp_path):
     command = ("train", "recipe.json", "run.dir=disk/run", "data.prepared_dir=prepared", "--nproc", "2")
     try:
         job = start(*command)
-        await_line(run.events_path, '"checkpoint"', job)
+        await_line(run.events_path, '"checkpoint"', job, seconds=90)
         filler = fill(disk)
-        ending = finish(job)
+        ending = finish(job, seconds=120)
         assert ending.code == 1 and ending.err.count("echelon: ") == 1, ending
         assert "The checkpoint step-" in ending.err and "it was the third failure in a row" in ending.err
         assert "the last good one is step-00000" in ending.err and "make room" in ending.err
@@ -166,11 +166,11 @@ def test_a_disk_that_fills_up_while_training(echelon, tmp_path):
         assert echelon("checkpoint", "verify", run.path).code == 0
 
         job = start(*command)
-        await_line(run.events_path, '"resume"', job)
+        await_line(run.events_path, '"resume"', job, seconds=90)
         filler = fill(disk)
         await_failures(run, 1 + len(failures(run)), job)
         filler.unlink()
-        ending = finish(job)
+        ending = finish(job, seconds=120)
         assert ending.code == 0 and f"Resuming from step-{good:08d}" in ending.out, ending
         assert "could not be written" in ending.out and "(failure 1 of 3; it is tried again)" in ending.out
         events = read_lines(run.events_path)
