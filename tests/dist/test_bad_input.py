@@ -4,6 +4,7 @@ Each case: one message on stderr that names the key, the value, the rule and the
 no traceback, no process left behind, and nothing half-written that keeps the corrected command from working.
 """
 
+import hashlib
 import json
 import os
 import pickle
@@ -243,7 +244,7 @@ def test_hostile_checkpoint_is_refused_by_a_resume(echelon, run):
     content = pickle.dumps(Malice(Path("owned")))
     (newest / ".metadata").write_bytes(content)
     manifest = json.loads((newest / "manifest.json").read_text())
-    manifest["files"][".metadata"]["bytes"] = len(content)
+    manifest["files"][".metadata"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (newest / "manifest.json").write_text(json.dumps(manifest))
     ending = echelon("train", "recipe.json", "--nproc", "2", "train.steps=7")
     assert_refused(ending, 1, "step-00000006", "refused", ".mkdir")
