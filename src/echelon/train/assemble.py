@@ -4,7 +4,7 @@ from typing import TextIO
 
 import torch
 
-from echelon.checkpoint.store import Checkpoint, CheckpointStore
+from echelon.checkpoint.store import CheckpointStore
 from echelon.data.loader import BatchLoader, Microbatch
 from echelon.data.mixture import build_order
 from echelon.data.prepare import PreparedData, open_prepared
@@ -42,6 +42,8 @@ def run_training(
     try:
         state = trainer.fit()
         trainer.store.close()
+        if trainer.journal is not None:
+            trainer.journal.flush()
         done = True
         if runtime.rank == 0:
             finish(trainer, folder, console)
@@ -96,7 +98,8 @@ def build_trainer(
     objective = CausalLM()
     engine = build_native_engine(recipe, config, plan, meshes, objective, device, compile_backend)
     engine.rehearse(_any_microbatch(data, plan, device))
-    store = build_store(recipe, folder)
+    store = build_store(recipe, folder, console)
+    store.rehearse(engine.state_dict())
     state = load_newest(store, engine, runtime, console)
     state = state.judged_by(recipe.evaluate.select_by)
     sampler = build_sampler(recipe, data, device)
@@ -132,29 +135,28 @@ def build_trainer(
     )
 
 
-def build_store(recipe: Recipe, folder: RunFolder) -> CheckpointStore:
-    """The run's checkpoint store, writing an event for each published checkpoint. Collective."""
-
-    def announce(checkpoint: Checkpoint) -> None:
-        folder.append_event("checkpoint", step=checkpoint.step)
-
+def build_store(recipe: Recipe, folder: RunFolder, console: TextIO) -> CheckpointStore:
+    """The run's checkpoint store, with an event for each save and a line where something is wrong. Collective."""
+    keep_last, asynchronous = recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous
     return CheckpointStore(
-        folder.checkpoints_dir, recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous, on_published=announce
+        folder.checkpoints_dir, keep_last, asynchronous, lambda line: write_line(console, line), folder.append_event
     )
+
+
+def write_line(console: TextIO, line: str) -> None:
+    """A line for the person at the console. In one write: checkpoints are saved in a thread of their own."""
+    console.write(f"{line}\n")
+    console.flush()
 
 
 def load_newest(store: CheckpointStore, engine: NativeEngine, runtime: Runtime, console: TextIO) -> TrainState:
     """Fill the engine from the newest whole checkpoint; the state of a fresh run where there is none. Collective."""
-
-    def say(line: str) -> None:
-        print(line, file=console, flush=True)
-
-    checkpoint = store.newest(say)
+    checkpoint = store.newest()
     if checkpoint is None:
         return TrainState()
     store.load(checkpoint, engine.state_dict())
     if runtime.rank == 0:
-        say(f"Resuming from {checkpoint.path.name}.")
+        write_line(console, f"Resuming from {checkpoint.path.name}.")
     return TrainState.from_dict(checkpoint.read_state()["train"])
 
 

@@ -4,9 +4,10 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
 from echelon.batch import BatchSchedule
+from echelon.errors import is_disk_full
 from echelon.run_folder import RunFolder
 from echelon.train.console import render_evaluation, render_sample_line, render_step
 from echelon.train.trackers import Courier
@@ -18,7 +19,8 @@ class Journal:
     def __init__(
         self, folder: RunFolder, console: TextIO, num_steps: int, log_every: int, batches: BatchSchedule
     ) -> None:
-        self._file: IO[str] = folder.metrics_path.open("a", encoding="utf-8")
+        self._file = folder.metrics_path.open("ab", buffering=0)
+        self._unwritten = b""
         self._samples_path = folder.samples_path
         self._console = console
         self._couriers: list[Courier] = []
@@ -59,6 +61,11 @@ class Journal:
                 file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
                 self.say(render_sample_line(text))
 
+    def flush(self) -> None:
+        """Write what a full disk would not take before. Raises OSError if it still does not."""
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
     def close(self, done: bool = False) -> None:
         """Flush everything, trackers included. `done`: the run reached its last step."""
         self._file.close()
@@ -66,8 +73,13 @@ class Journal:
             courier.close(done)
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        try:
+            self.flush()
+        except OSError as error:
+            # A save that fills the disk gives the room back and is repeated: until then the rows wait here.
+            if not is_disk_full(error):
+                raise
 
     def _is_logged(self, step: int) -> bool:
         return step % self._log_every == 0 or step == 1 or step == self._num_steps

@@ -5,6 +5,7 @@ One step, read in five files: this one, `engines/native.py`, `parallel/step.py`,
 
 import time
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ class Trainer:
 
         Raises:
             TrainingError: the loss or the gradient norm was not finite; nothing of that step was applied.
-            CheckpointError: a checkpoint could not be written.
+            CheckpointError: a checkpoint could not be written, three times in a row.
             StoppedError: a rank was asked to stop; all of them have saved at the same step.
         """
         self._mark = Stamp(self.device)
@@ -74,7 +75,6 @@ class Trainer:
         for step in range(self.state.step, self.num_steps):
             if self.stopped_early:
                 break
-            self.store.check()
             running = PendingMetrics(self.train_step(step), self.meshes.loss, self._peak_if_due(step))
             # The host reads one step late, so that it never waits for the step it has just launched.
             if pending is not None:
@@ -86,7 +86,8 @@ class Trainer:
                 self._pause(step + 1)
         if pending is not None:
             self._account(pending)
-        self.store.wait()
+        while not self.store.wait():  # without its last checkpoint a run is not done
+            self._save(self.state.step)
         return self.state
 
     def train_step(self, step: int) -> StepRecord:
@@ -153,7 +154,8 @@ class Trainer:
 
     def _saves_at(self, done: int) -> bool:
         every = self.recipe.checkpoint.every_steps
-        return done == self.num_steps or (isinstance(every, int) and done % every == 0)
+        is_regular = done == self.num_steps or (isinstance(every, int) and done % every == 0)
+        return is_regular or self.store.is_retry_due(done)
 
     def _evaluates_at(self, done: int) -> bool:
         every = self.recipe.train.eval_every
@@ -169,18 +171,26 @@ class Trainer:
             else:
                 self.state = self.state.evaluated(results.select(self.recipe.evaluate.select_by).loss)
                 is_best = self.state.best_step == done
-        keeps_best = self.recipe.checkpoint.keep_best
-        started = time.monotonic()
-        if self._stopped_by is not None or self._saves_at(done) or self.stopped_early or (is_best and keeps_best):
-            state = {"train": self.state.to_dict(), "sync": self.sync.state_dict()}
-            self.store.save(done, self.engine.state_dict(), state, self.state.best_step if keeps_best else None)
         if self._stopped_by is not None:
-            self.store.wait()
-            raise StoppedError(
-                f"stopped by {self._stopped_by} at step {done}, saved in {time.monotonic() - started:.1f} s of the "
-                f"{self.recipe.fault.notice_seconds:g} s that fault.notice_seconds gives"
-            )
+            self._save_and_leave(done)
+        if self._saves_at(done) or self.stopped_early or (is_best and self.recipe.checkpoint.keep_best):
+            self._save(done)
         self._mark = Stamp(self.device)
+
+    def _save(self, done: int) -> None:
+        state = {"train": self.state.to_dict(), "sync": self.sync.state_dict()}
+        keep = self.state.best_step if self.recipe.checkpoint.keep_best else None
+        self.store.save(done, self.engine.state_dict(), state, keep)
+
+    def _save_and_leave(self, done: int) -> NoReturn:
+        started = time.monotonic()
+        self._save(done)
+        while not self.store.wait():
+            self._save(done)
+        raise StoppedError(
+            f"stopped by {self._stopped_by} at step {done}, saved in {time.monotonic() - started:.1f} s of the "
+            f"{self.recipe.fault.notice_seconds:g} s that fault.notice_seconds gives"
+        )
 
     def _account(self, pending: PendingMetrics) -> None:
         """Book one finished step, write its row, and stop the run if it did not commit. Collective."""
