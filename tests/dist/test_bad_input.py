@@ -304,6 +304,7 @@ def test_full_disk(echelon, run):
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_stops_and_deaths_in_the_middle_of_training(echelon, tmp_path):
     """SIGTERM, Ctrl-C and a rank that is killed, one after the other; each time the same command goes on."""
     write_recipe(tmp_path, train={"steps": 600, "log_every": 50}, checkpoint={"every_steps": 20, "keep_last": 2})

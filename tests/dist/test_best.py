@@ -26,6 +26,7 @@ def steps(run):
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_the_best_is_kept_and_patience_ends(echelon, tmp_path):
     (tmp_path / "strange.txt").write_text(STRANGE)
     (tmp_path / "even.txt").write_text("2 plus 4 is 6, and so on.\n" * 9)

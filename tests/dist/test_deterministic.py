@@ -32,6 +32,7 @@ print(json.dumps(run_rank(RunFolder(Path(sys.argv[1])), sys.stdout, StopRequest(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_worker_is_told_and_says_what_it_cannot_run(tmp_path, monkeypatch, deterministic):
     monkeypatch.chdir(tmp_path)

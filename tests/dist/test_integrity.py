@@ -144,6 +144,7 @@ def test_a_save_is_rehearsed_before_the_first_step(echelon, tmp_path):
         subprocess.run(["umount", "--lazy", str(run.checkpoints_dir)], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_while_training(echelon, tmp_path):
     """Three failures in a row end the run; when there is room in time it goes on as if nothing had been."""
     write_recipe(tmp_path, train={"steps": 300, "log_every": 100}, checkpoint={"every_steps": 100, "keep_last": 2})

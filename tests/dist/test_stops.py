@@ -84,6 +84,7 @@ def test_stops_leave_no_trace_in_the_result(echelon, run, tmp_path):
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_broken_off_and_made_up_for(echelon, run, tmp_path):
     (tmp_path / "text.txt").write_text((tmp_path / "text.txt").read_text() * 40)
     long = (*COMMAND, "train.steps=4", "train.eval_every=2", "evaluate.batches=100000", "data.validation_fraction=0.9")
@@ -99,6 +100,7 @@ def test_an_evaluation_is_broken_off_and_made_up_for(echelon, run, tmp_path):
     assert rows == [("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4), ("eval", 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["a second signal", "the end of the notice"])
 def test_what_does_not_stop_is_ended(echelon, run, how):
     """A rank that hangs keeps the others from saving; the checkpoint there is stays good."""

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,10 @@ def test_no_unfiled_todo():
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_recipe_loads(path):
     load_recipe(path)
+
+
+def test_every_test_is_collected(pytestconfig):
+    """pytest leaves out folders by name, by default also those called dist or build."""
+    patterns = pytestconfig.getini("norecursedirs")
+    folders = {folder.name for path in (ROOT / "tests").rglob("test_*.py") for folder in path.relative_to(ROOT).parents}
+    assert not {name for name in folders if name and any(fnmatch(name, pattern) for pattern in patterns)}
