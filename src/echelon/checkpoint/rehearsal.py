@@ -58,6 +58,7 @@ def rehearse_save(folder: Path, num_bytes: int, num_tensors: int, group: dist.Pr
         if is_publisher:
             for probe in (writing, final):
                 shutil.rmtree(probe, ignore_errors=True)
+        dist.barrier(group)  # none may begin another rehearsal in a folder that is being removed
 
 
 def _attempt(action: Callable[[], None]) -> str | None:
