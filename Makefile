@@ -9,7 +9,7 @@ BIN := .venv/bin
 help:
 	@echo "make demo     set up, train a small model on real text with two processes, evaluate it, sample from it"
 	@echo "make test     set up, run the tests"
-	@echo "make slow     the tests that take too long for every day: a killed server, a browser on MLflow's page (5 minutes)"
+	@echo "make slow     the tests that take too long for every day: a killed server, a browser on MLflow's page, full disks (12 minutes)"
 	@echo "make parity   every strategy against the single process, the whole product of options (long)"
 	@echo "make bench    the cost of a step beside a plain PyTorch loop's (long)"
 	@echo "make gpu      on a machine with an NVIDIA GPU: its tests and all benchmarks, into a folder of logs (10 minutes)"

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from echelon.commands import require_folder, say
+from echelon.commands.checkpoint import app as checkpoint_app
 from echelon.errors import ConfigError, EchelonError, explain_storage_error
 
 if TYPE_CHECKING:
@@ -28,7 +30,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-checkpoint_app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(checkpoint_app, name="checkpoint")
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
@@ -43,12 +44,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 # A launcher ends every rank when one has left: the silent ones give the one that speaks the time to do so.
 _SPEAKING_SECONDS = 1.0
-
-
-def say(line: str) -> None:
-    """Print a line for the user at once, also when stdout is a pipe."""
-    typer.echo(line)
-    sys.stdout.flush()
 
 
 @app.command()
@@ -197,7 +192,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Loss, perplexity and bits per byte on held-out text; or accuracy on tasks."""
-    _require_folder(target)
+    require_folder(target)
     if sum(each is not None for each in (data_path, task, harness)) > 1:
         raise ConfigError("--data, --tasks and --lm-eval are three evaluations; give one at a time.")
     if harness is None and (include_path is not None or limit is not None):
@@ -249,7 +244,7 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Sample from a run or an HF folder."""
-    _require_folder(target)
+    require_folder(target)
     from echelon.train.generate import Sampling, generate_samples, read_prompts, render_sample
 
     if (prompt is None) == (prompts_path is None):
@@ -281,24 +276,11 @@ def export(
     checkpoint: CheckpointOption = None,
 ) -> None:
     """Write a checkpoint as an HF folder: safetensors, config, tokenizer."""
-    _require_folder(run)
+    require_folder(run)
     from echelon.checkpoint.export import export_run
 
     export_run(run, out, dtype, checkpoint)
     say(f"export: {out} is ready for transformers' from_pretrained")
-
-
-@checkpoint_app.command("list")
-def list_run_checkpoints(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]) -> None:
-    """The checkpoints of a run, oldest first."""
-    _require_folder(run)
-    from echelon.checkpoint.store import list_checkpoints
-
-    found = list_checkpoints(run)
-    for checkpoint in found:
-        say(f"step {checkpoint.step}  {checkpoint.path}")
-    if not found:
-        say(f"checkpoint: {run} has none yet")
 
 
 @app.command()
@@ -363,11 +345,6 @@ def _parse_nproc(text: str) -> int | None:
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--nproc {text} is neither a number of processes nor auto; use --nproc 2, for example.")
     return int(text)
-
-
-def _require_folder(path: Path) -> None:
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a folder; give a run folder (runs/NAME) or an HF model folder.")
 
 
 def _render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:

@@ -42,6 +42,12 @@ class LaunchError(EchelonError):
     """Processes could not be started, could not meet, or died."""
 
 
+class StoppedError(EchelonError):
+    """The run was asked to stop and did, with everything saved; the same command goes on."""
+
+    exit_code = 3
+
+
 class TrainingError(EchelonError):
     """Training itself failed: a loss or a gradient norm that is not finite."""
 

@@ -120,6 +120,11 @@ class RunFolder:
         """How each rank of the current attempt ended, for the command that waits on them."""
         return self.path / ".outcomes"
 
+    @property
+    def stop_path(self) -> Path:
+        """Where the parent asks its workers to stop."""
+        return self.outcomes_dir / "stop"
+
     def tracker_path(self, name: str) -> Path:
         """What this tracker was given of the run."""
         return self.path / "trackers" / f"{name}.json"
@@ -248,8 +253,7 @@ class RunFolder:
         leftovers = [path for path in _list_directory(self.path) if _TEMPORARY.fullmatch(path.name)]
         for path in leftovers:
             path.unlink(missing_ok=True)
-        for path in self.checkpoints_dir.glob(".writing-*"):
-            shutil.rmtree(path, ignore_errors=True)
+        sweep_checkpoints(self.checkpoints_dir)
 
     def move_aside(self) -> Path:
         """Rename the folder to NAME.old-1, or the first free number; returns where it went."""
@@ -352,6 +356,22 @@ def _refuse_foreign_folder(folder: RunFolder) -> None:
             f"run.dir={folder.path} holds files but no run (for example {min(names)}); "
             "choose a new folder, or an empty one."
         )
+
+
+def sweep_checkpoints(folder: Path) -> list[str]:
+    """Take away what a killed process left half-written, half-removed or half-replaced; returns the names of it.
+
+    A checkpoint that was to be replaced, and whose successor did not get its name, gets its own back.
+    """
+    swept = []
+    for path in sorted(folder.glob(".*-*")):
+        kind, _, step = path.name.partition("-")
+        if kind == ".replaced" and not (final := folder / f"step-{step}").exists():
+            path.rename(final)
+        elif kind in (".writing", ".removing", ".replaced"):
+            shutil.rmtree(path, ignore_errors=True)
+            swept.append(path.name)
+    return swept
 
 
 def _list_directory(path: Path) -> list[Path]:

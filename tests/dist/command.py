@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 from echelon.cli import main
 
@@ -119,3 +120,11 @@ def write_recipe(folder, **sections):
 def read_lines(path):
     """The rows of a .jsonl file."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def mount(folder, size):
+    """A small disk of its own at `folder`, or a skip where this user may not make one."""
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if sys.platform != "linux" or os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a small disk")

@@ -26,6 +26,7 @@ def steps(run):
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_the_best_is_kept_and_patience_ends(echelon, tmp_path):
     (tmp_path / "strange.txt").write_text(STRANGE)
     (tmp_path / "even.txt").write_text("2 plus 4 is 6, and so on.\n" * 9)
@@ -59,6 +60,8 @@ def test_the_best_is_kept_and_patience_ends(echelon, tmp_path):
     assert ending.code == 0 and "has finished early, at step 4; raise evaluate.early_stopping" in ending.out
 
     check_choice_of_checkpoints(echelon, run, evals)
+    ending = echelon("checkpoint", "prune", run, "--keep", "1")
+    assert ending.code == 0 and ending.out == "kept step-00000001, step-00000004\n" and steps(run) == [1, 4]
 
     ending = echelon("train", "recipe.json", "--nproc", "1", "train.steps=20", "evaluate.early_stopping=5")
     assert ending.code == 0 and "early stopping at step 6" in ending.out, ending

@@ -19,18 +19,20 @@ from pathlib import Path
 import torch
 import echelon.train.assemble as assemble
 from echelon.run_folder import RunFolder
+from echelon.stopping import StopRequest
 from echelon.train.worker import run_rank
 
-def look_around(recipe, plan, folder, runtime, console):
+def look_around(recipe, plan, folder, runtime, console, stop):
     flags = [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic]
     print(json.dumps([*flags, os.environ.get("CUBLAS_WORKSPACE_CONFIG")]))
     torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
 
 assemble.run_training = look_around
-print(json.dumps(run_rank(RunFolder(Path(sys.argv[1])), sys.stdout).message))
+print(json.dumps(run_rank(RunFolder(Path(sys.argv[1])), sys.stdout, StopRequest()).message))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_worker_is_told_and_says_what_it_cannot_run(tmp_path, monkeypatch, deterministic):
     monkeypatch.chdir(tmp_path)

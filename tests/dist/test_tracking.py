@@ -94,6 +94,7 @@ def check_model(client, run_id):
     assert all(torch.equal(stored[name], live[name]) for name in live)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_stops_nothing(echelon, tmp_path):
     """Its address has a password, which nothing shows."""
     write_recipe(tmp_path, train={"steps": 3}, track=["mlflow"])

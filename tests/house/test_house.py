@@ -2,6 +2,7 @@
 
 import ast
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,26 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = {
     "errors": 0, "recipe": 0, "hardware": 0, "shape": 0, "plan": 0, "run_folder": 0, "planner": 0, "launch": 0,
-    "batch": 0, "schedule": 0,
+    "batch": 0, "schedule": 0, "stopping": 0,
     "runtime": 1, "mesh": 1,
     "model": 2, "data": 2, "objective": 2, "loss": 2, "optim": 2, "optimizer": 2,
     "parallel": 3, "sync": 3, "checkpoint": 3,
     "engines": 4, "train": 4,
-    "cli": 5, "__init__": 5, "__main__": 5,
+    "cli": 5, "commands": 5, "__init__": 5, "__main__": 5,
 }  # fmt: skip
-TORCH_FREE = {"errors", "recipe", "hardware", "shape", "plan", "run_folder", "planner", "launch", "batch", "schedule"}
+TORCH_FREE = {
+    "errors",
+    "recipe",
+    "hardware",
+    "shape",
+    "plan",
+    "run_folder",
+    "planner",
+    "launch",
+    "batch",
+    "schedule",
+    "stopping",
+}
 SIBLINGS = {"parallel", "sync", "checkpoint"}
 
 
@@ -113,3 +126,10 @@ def test_no_unfiled_todo():
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_recipe_loads(path):
     load_recipe(path)
+
+
+def test_every_test_is_collected(pytestconfig):
+    """pytest leaves out folders by name, by default also those called dist or build."""
+    patterns = pytestconfig.getini("norecursedirs")
+    folders = {folder.name for path in (ROOT / "tests").rglob("test_*.py") for folder in path.relative_to(ROOT).parents}
+    assert not {name for name in folders if name and any(fnmatch(name, pattern) for pattern in patterns)}

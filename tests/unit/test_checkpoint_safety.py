@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from echelon.checkpoint.folder import check_files, find_checkpoints, publish
 from echelon.checkpoint.safety import read_metadata
-from echelon.checkpoint.store import CheckpointStore, check_files, find_checkpoints, find_newest, load_alone
+from echelon.checkpoint.store import CheckpointStore, load_alone
 from echelon.errors import CheckpointError
 
 
@@ -99,17 +101,72 @@ def test_damaged_and_half_written_ones_are_passed_over(tmp_path):
     (tmp_path / "step-00000002" / "state.json").unlink()
     (tmp_path / ".writing-00000004").mkdir()
     lines = []
-    newest = find_newest(tmp_path, lines.append)
+    store = CheckpointStore(tmp_path, keep_last=3, asynchronous=True, say=lines.append)
+    newest = store.newest()
     assert newest is not None and newest.step == 1
     assert len(lines) == 2 and "bytes" in lines[0] and "state.json is missing" in lines[1]
+    store.close()
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def steps(folder):
+    return [checkpoint.step for checkpoint in find_checkpoints(folder)]
+
+
+def test_damaged_ones_do_not_count_among_the_newest(tmp_path):
+    """Two good ones stay, however many bad ones are newer; a bad one goes when two good ones are newer than it."""
+    for step in (1, 2, 3, 4, 5):
+        save(tmp_path, step, keep_last=9)
+    flip_a_byte(next((tmp_path / "step-00000005").glob("*.distcp")))
+    (tmp_path / "step-00000003" / "state.json").unlink()
+    store = CheckpointStore(tmp_path, keep_last=2, asynchronous=False)
+    newest = store.newest()
+    assert newest is not None and newest.step == 4
+    for step, left in ((6, [4, 5, 6]), (5, [5, 6]), (7, [6, 7])):
+        store.save(step, {"a": torch.arange(4.0)}, {})
+        assert steps(tmp_path) == left
+    store.close()
+
+
+@pytest.mark.parametrize("killed_at", ["the second rename", "the removal"])
+def test_a_step_saved_again_never_loses_the_earlier_one(tmp_path, monkeypatch, killed_at):
+    folder = save(tmp_path)
+    writing = tmp_path / ".writing-00000001"
+    shutil.copytree(folder, writing, ignore=shutil.ignore_patterns("*.json"))
+
+    class Killed(BaseException):
+        """The end of the process, at once."""
+
+    rename = type(folder).rename
+
+    def cut_off(path, *args, **kwargs):
+        if path == writing or killed_at == "the removal":
+            raise Killed
+        rename(path, *args)
+
+    if killed_at == "the removal":
+        monkeypatch.setattr("shutil.rmtree", cut_off)
+    else:
+        monkeypatch.setattr(type(folder), "rename", cut_off)
+    with pytest.raises(Killed):
+        publish(writing, folder, {"train": {"step": "new"}}, {})
+    monkeypatch.undo()
+    CheckpointStore(tmp_path, keep_last=3, asynchronous=False).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    check_files(folder, checksums=True)
+    [checkpoint] = find_checkpoints(tmp_path)
+    assert checkpoint.read_state()["train"]["step"] == ("new" if killed_at == "the removal" else 1)
 
 
 def test_a_changed_byte_is_found_by_its_checksum(tmp_path):
     folder = save(tmp_path)
     shard = next(folder.glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip_a_byte(shard)
     check_files(folder)
     with pytest.raises(CheckpointError, match="changed after it was written"):
         check_files(folder, checksums=True)
@@ -129,15 +186,40 @@ def test_other_shapes_and_missing_tensors_are_named(tmp_path):
         load_alone(folder, {"b": torch.ones(5)})
 
 
-def test_a_save_that_fails_says_why_and_leaves_earlier_ones(tmp_path, monkeypatch):
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_that_fails_says_why_is_repeated_and_leaves_earlier_ones(tmp_path, monkeypatch, asynchronous):
     save(tmp_path, 1)
-    store = CheckpointStore(tmp_path, keep_last=3, asynchronous=True)
+    lines, events = [], []
+    store = CheckpointStore(
+        tmp_path, 3, asynchronous, lines.append, lambda event, **fields: events.append((event, fields))
+    )
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("echelon.checkpoint.store.publish", full)
+    reason = "No space left on device: the disk is full"
     store.save(2, {"a": torch.ones(4)}, {})
-    with pytest.raises(CheckpointError, match=r"could not be written: .*No space left"):
-        store.wait()
+    assert not store.wait() and not store.wait()
+    assert events == [("save_failed", {"step": 2, "reason": reason})]
+    assert lines == [
+        f"The checkpoint step-00000002 could not be written: {reason} (failure 1 of 3; it is tried again)."
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert [store.is_retry_due(step) for step in (3, 11, 12, 13)] == [False, False, True, True]
+    store.save(12, {"a": torch.ones(4)}, {})
+    assert not store.wait()
+    assert [store.is_retry_due(step) for step in (13, 111, 112)] == [False, False, True]
+    with pytest.raises(CheckpointError, match=r"third failure in a row.*last good one is step-00000001; make room"):
+        store.save(112, {"a": torch.ones(4)}, {})
+        store.wait()
+
+    # A good one in between, and the count begins again.
+    monkeypatch.undo()
+    store.save(113, {"a": torch.ones(4)}, {})
+    assert store.wait() and steps(tmp_path) == [1, 113]
+    monkeypatch.setattr("echelon.checkpoint.store.publish", full)
+    store.save(114, {"a": torch.ones(4)}, {})
+    assert not store.wait() and not store.is_retry_due(115)
+    monkeypatch.undo()
+    store.close()

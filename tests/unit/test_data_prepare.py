@@ -253,7 +253,7 @@ def test_files_that_are_not_text_are_left_out_counted_and_named(tmp_path):
     assert (record.documents, record.num_broken) == (3, 5)
     names = [f"{folder}/bad{index}.txt is not UTF-8 text" for index in range(5)]
     assert list(record.broken) == names
-    assert f"data.train[0]: left out 5 of 8 records: {'; '.join(names[:3])}; ..." in lines
+    assert f"data.train[0]: left out 5 of 8 records: {'; '.join(names[:3])}; and more" in lines
     with pytest.raises(DataError, match=r"text: 5 of 8 records cannot be used, a larger share than .*fraction=0\.001"):
         prepare(build_spec(tmp_path, folder), silent)
 

@@ -1,7 +1,9 @@
 """What the console says of a run that goes on."""
 
+import errno
 import io
 import json
+import os
 
 import pytest
 
@@ -43,3 +45,38 @@ def test_rows_are_taken_back_and_the_file_goes_on(tmp_path):
     journal.train({"kind": "train", "step": 3})
     journal.close()
     assert [json.loads(line)["step"] for line in folder.metrics_path.read_text().splitlines()] == [2, 3]
+
+
+def test_rows_that_a_full_disk_does_not_take_wait_and_none_is_torn(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    journal = Journal(folder, io.StringIO(), num_steps=9, log_every=1, batches=constant_batch(8, 64))
+    disk = FullDisk(journal._file, room=100)
+    journal._file = disk
+    row = {"kind": "eval", "loss": 1.0, "perplexity": 2.0, "bits_per_byte": None, "sets": {}}
+    for step in (1, 2, 3):
+        journal.evaluation({"step": step, **row})
+    assert folder.metrics_path.stat().st_size == 100
+    with pytest.raises(OSError, match="No space left"):
+        journal.flush()
+    disk.room = 10**6
+    journal.evaluation({"step": 4, **row})
+    journal.close()
+    assert [json.loads(line)["step"] for line in folder.metrics_path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+class FullDisk:
+    """A file that takes the first `room` bytes, and then refuses as a full disk does."""
+
+    def __init__(self, file, room):
+        self._file, self.room = file, room
+
+    def write(self, content):
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = self._file.write(content[: self.room])
+        self.room -= taken
+        return taken
+
+    def close(self):
+        self._file.close()

@@ -32,7 +32,6 @@ REFUSED = {
     "parallel.placement": "parallel.placement=tp",
     "parallel.order": "parallel.order=[tp, dp_shard]",
     "checkpoint.every_steps": "checkpoint.every_steps=auto",
-    "fault.notice_seconds": "fault.notice_seconds=30",
     "fault.max_restarts": "fault.max_restarts=1",
     "sync.name": "sync.name=diloco",
     "engine": "engine=deepspeed",

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from echelon.checkpoint.folder import checkpoint_of
 from echelon.checkpoint.safety import read_metadata
-from echelon.checkpoint.store import checkpoint_of, load_alone
+from echelon.checkpoint.store import load_alone
 from echelon.errors import CheckpointError, ConfigError
 from echelon.model.build import build_on_meta, parameter_names
 from echelon.model.weights import initialize_buffers

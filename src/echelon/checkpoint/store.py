@@ -1,20 +1,17 @@
-"""Saving, publishing, finding and loading checkpoints.
+"""Saving, verifying and loading checkpoints, on all ranks together.
 
 A checkpoint is written into a hidden folder beside its final place. When every rank's file is complete, rank 0 adds
-`state.json` and a manifest of sizes and checksums, flushes all of it to disk and renames the folder. What stands under
-`checkpoints/step-*` is therefore whole; what a killed run leaves behind is hidden, never read, and swept by the next.
+`state.json` and a manifest of sizes and checksums, flushes all of it to disk and renames the folder (`folder.py`).
 """
 
-import hashlib
-import json
 import re
-import shutil
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,152 +21,83 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from echelon.checkpoint.folder import (
+    Checkpoint,
+    check_files,
+    describe_files,
+    describe_newest,
+    find_checkpoints,
+    find_faults,
+    prune,
+    publish,
+)
+from echelon.checkpoint.rehearsal import rehearse_save
 from echelon.checkpoint.safety import SafeReader, read_metadata
-from echelon.errors import CheckpointError, ConfigError, is_disk_full
-from echelon.run_folder import is_run, sync_folder, write_json
+from echelon.errors import CheckpointError, is_disk_full
+from echelon.run_folder import sweep_checkpoints
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-STATE = "state.json"
+MAX_FAILURES = 3
 
+T = TypeVar("T")
+
+# Checking a checkpoint longer than this is worth a line.
+_LONG_SECONDS = 10.0
 # What torch's writer says, without an errno, when a disk takes only the beginning of a file.
 _CUT_SHORT = re.compile(r"PytorchStreamWriter failed|unexpected pos|file write failed")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A published checkpoint: its step and its folder."""
-
-    step: int
-    path: Path
-
-    def read_state(self) -> dict[str, Any]:
-        """The run's counters at this step: everything of a checkpoint that is not a tensor."""
-        state: dict[str, Any] = json.loads((self.path / STATE).read_text())
-        return state
-
-
-def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The published checkpoints of a run's `checkpoints/`, oldest first. Whether they are whole is not checked here."""
-    steps = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return [Checkpoint(int(path.name.removeprefix("step-")), path) for path in sorted(steps)]
-
-
-def list_checkpoints(run: Path) -> list[Checkpoint]:
-    """The published checkpoints of a run folder, oldest first."""
-    return find_checkpoints(run / "checkpoints")
-
-
-def newest_of(run: Path) -> Checkpoint:
-    """A run's newest checkpoint. Raises ConfigError where there is none, CheckpointError where it is damaged."""
-    newest = _some_checkpoints(run)[-1]
-    try:
-        check_files(newest.path)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"The newest checkpoint is damaged: {error} Remove {newest.path} to use the one before it, or let "
-            "`echelon train` write it again."
-        ) from error
-    return newest
-
-
-def checkpoint_of(run: Path, which: str | None = None) -> Checkpoint:
-    """The checkpoint of a run that a user names: newest (the default), best, or a step.
-
-    The best one is that of the lowest evaluation loss, which `checkpoint.keep_best` keeps. Raises ConfigError where
-    there is none, naming those there are; CheckpointError where it is damaged.
-    """
-    if which is None or which == "newest":
-        return newest_of(run)
-    steps = {checkpoint.step: checkpoint for checkpoint in _some_checkpoints(run)}
-    have = f"{run} has steps {', '.join(map(str, steps))}"
-    if which == "best":
-        step = newest_of(run).read_state()["train"].get("best_step")
-        if step not in steps:
-            raise ConfigError(
-                f"--checkpoint best: no checkpoint of the lowest evaluation loss was kept; {have}. Train with "
-                "checkpoint.keep_best=true to keep it."
-            )
-    elif which.isdecimal() and int(which) in steps:
-        step = int(which)
-    else:
-        raise ConfigError(f"--checkpoint {which}: use newest, best or a step; {have}.")
-    check_files(steps[step].path)
-    return steps[step]
-
-
-def _some_checkpoints(run: Path) -> list[Checkpoint]:
-    checkpoints = list_checkpoints(run)
-    if not checkpoints and not is_run(run):
-        raise ConfigError(f"{run} is not a run folder (it has no recipe.yaml); give one, for example runs/NAME.")
-    if not checkpoints:
-        raise ConfigError(f"{run} has no checkpoint yet; run `echelon train` until one is saved.")
-    return checkpoints
-
-
-def find_newest(folder: Path, say: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
-    """The newest whole checkpoint; damaged ones are passed over, each with a line."""
-    for checkpoint in reversed(find_checkpoints(folder)):
-        try:
-            check_files(checkpoint.path)
-        except CheckpointError as error:
-            say(f"Passing over a damaged checkpoint: {error}")
-        else:
-            return checkpoint
-    return None
-
-
-def check_files(folder: Path, checksums: bool = False) -> None:
-    """Compare a checkpoint's files with its manifest: names and sizes, and contents if asked.
-
-    Raises:
-        CheckpointError: naming the first file that is missing or differs.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} has no readable {MANIFEST} ({error}).") from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{folder} has format {manifest.get('format')}; this version reads format {FORMAT}.")
-    for name, entry in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{folder}: {name} is missing.")
-        if path.stat().st_size != entry["bytes"]:
-            raise CheckpointError(f"{folder}: {name} has {path.stat().st_size} bytes; {entry['bytes']} were written.")
-        if checksums and file_digest(path) != entry["sha256"]:
-            raise CheckpointError(f"{folder}: the contents of {name} changed after it was written.")
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's contents."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Where nobody listens."""
 
 
 class CheckpointStore:
-    """Saves a run's checkpoints in the background, one at a time, and keeps the newest few.
+    """Saves a run's checkpoints in the background, one at a time, and keeps the newest few whole ones.
 
     Every method is collective. Saves run in a thread, over a gloo group of their own; the tensors are copied before
-    `save` returns.
+    `save` returns. The threads agree on how a save ended, so that every rank does the same about one that failed: it is
+    tried again 10 steps later, then 100, and the third failure in a row is an error.
+
+    `say` gets lines for the user and `note` the events `checkpoint` and `save_failed`, both on rank 0 alone, from the
+    thread.
     """
 
     def __init__(
-        self, folder: Path, keep_last: int, asynchronous: bool, on_published: Callable[[Checkpoint], None] | None = None
+        self,
+        folder: Path,
+        keep_last: int,
+        asynchronous: bool,
+        say: Callable[[str], None] = _ignore,
+        note: Callable[..., None] = _ignore,
     ) -> None:
         self._folder = folder
         self._keep_last = keep_last
         self._asynchronous = asynchronous
-        self._on_published = on_published
+        self._say = say
+        self._note = note
         self._group = dist.new_group(backend="gloo")
+        self._control = dist.new_group(backend="gloo")
         self._is_publisher = dist.get_rank() == 0
         self._publisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
+        self._pending: Future[str | None] | None = None
+        self._began_at = 0
+        self._look_at = 0
+        self._retry_at: int | None = None
+        self._num_failures = 0
+        self._damaged: set[int] = set()
         if self._is_publisher:
             folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(".writing-*"):
-                shutil.rmtree(leftover)
+            sweep_checkpoints(folder)
         dist.barrier(self._group)
+
+    def rehearse(self, tensors: Mapping[str, Any]) -> None:
+        """Try out a save of these tensors with a few bytes, and see whether there is room for one; leaves nothing.
+
+        Raises:
+            CheckpointError: the same on every rank, with the bytes needed and free where they are the reason.
+        """
+        # What ranks hold alike is written once, and a DTensor counts whole.
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        rehearse_save(self._folder, num_bytes, len(tensors), self._group)
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int | None = None) -> None:
         """Save one checkpoint, and remove what is beyond the newest few.
@@ -180,44 +108,78 @@ class CheckpointStore:
             keep: a step whose checkpoint stays besides.
 
         Raises:
-            CheckpointError: this save, or the one before it, could not be written.
+            CheckpointError: this save, or the one before it, was the third in a row to fail.
         """
         self.wait()
-        final = self._folder / f"step-{step:08d}"
+        self._began_at, self._look_at, self._retry_at = step, step + 1, None
+        checkpoint = Checkpoint(step, self._folder / f"step-{step:08d}")
         writing = self._folder / f".writing-{step:08d}"
         writer = FileSystemWriter(writing, single_file_per_rank=True, sync_files=True)
         try:
             written = async_save(dict(tensors), storage_writer=writer, process_group=self._group)
-        except (Exception, CheckpointException) as error:
-            raise _save_error(final, error) from error
+        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
+            raise self._save_error(_find_reason(error)) from error
         assert isinstance(written, Future)
-        self._pending = self._publisher.submit(
-            self._finish, written, writing, Checkpoint(step, final), dict(state), keep
-        )
+        self._pending = self._publisher.submit(self._finish, written, writing, checkpoint, dict(state), keep)
         if not self._asynchronous:
             self.wait()
 
-    def wait(self) -> None:
-        """Wait until the save under way, if any, is published. Raises CheckpointError if it failed."""
+    def wait(self) -> bool:
+        """Wait until the save under way, if any, is published; False when the newest one failed and is to be repeated.
+
+        Raises:
+            CheckpointError: it was the third in a row to fail.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            reason = pending.result()
+            self._num_failures = self._num_failures + 1 if reason else 0
+            if reason:
+                self._retry_at = self._began_at + 10**self._num_failures
+            if reason and self._num_failures == MAX_FAILURES:
+                raise self._save_error(f"{reason}; it was the third failure in a row")
+        return self._retry_at is None
 
-    def check(self) -> None:
-        """Raise CheckpointError now if the save under way has failed already. Waits for nothing."""
-        if self._pending is not None and self._pending.done():
-            self.wait()
+    def is_retry_due(self, step: int) -> bool:
+        """Whether a save failed and is to be repeated after this step. To be called after every step.
+
+        Ranks see a save end at different moments. So 1, 2, 4, 8... steps after one began, and at no other step, they
+        ask each other whether it has ended everywhere: an all-reduce of one number between the hosts.
+        """
+        if self._pending is not None and step >= self._look_at:
+            self._look_at = step + (step - self._began_at)
+            ended = torch.tensor(int(self._pending.done()))
+            dist.all_reduce(ended, dist.ReduceOp.MIN, group=self._control)
+            if ended.item():
+                self.wait()
+        return self._retry_at is not None and step >= self._retry_at
 
     def close(self) -> None:
         """Wait, and release the thread."""
         self.wait()
         self._publisher.shutdown()
 
-    def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
-        """The newest whole checkpoint, the same one on every rank: rank 0 looks."""
-        found = [find_newest(self._folder, say) if self._is_publisher else None]
+    def newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint, the same one on every rank; damaged ones are passed over, each with a line.
+
+        Every byte of it is read and compared with its checksum, which costs what reading it from the disk costs, or
+        hashing it: each rank takes a share of the files, as many as it wrote itself under the same plan.
+        """
+        found = [find_checkpoints(self._folder) if self._is_publisher else []]
         dist.broadcast_object_list(found, src=0, group=self._group)
-        return found[0]
+        for checkpoint in reversed(found[0]):
+            began = time.monotonic()
+            shares = self._gather(find_faults(checkpoint.path, True, dist.get_rank(), dist.get_world_size()))
+            faults = list(dict.fromkeys(fault for share in shares for fault in share))
+            seconds = time.monotonic() - began
+            if seconds > _LONG_SECONDS and self._is_publisher:
+                self._say(f"Comparing {checkpoint.path.name} with its checksums took {seconds:.0f} s.")
+            if not faults:
+                return checkpoint
+            self._damaged.add(checkpoint.step)
+            if self._is_publisher:
+                self._say(f"Passing over a damaged checkpoint: {checkpoint.path}: {'; '.join(faults)}.")
+        return None
 
     def load(self, checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> None:
         """Fill `tensors` in place, whatever plan wrote the checkpoint.
@@ -235,39 +197,61 @@ class CheckpointStore:
         checkpoint: Checkpoint,
         state: dict[str, Any],
         keep: int | None,
-    ) -> None:
+    ) -> str | None:
+        """In the thread: publish what all ranks have written. Why not, or None; the same on every rank."""
+        reason, described = None, {}
         try:
             written.result()
-            if self._is_publisher:
-                publish(writing, checkpoint.path, state)
-                prune(self._folder, self._keep_last, keep)
-        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
-            if self._is_publisher:
-                shutil.rmtree(writing, ignore_errors=True)
-            raise _save_error(checkpoint.path, error) from error
-        if self._is_publisher and self._on_published is not None:
-            self._on_published(checkpoint)
+            # Each rank reads what it wrote: one for all would take as many times longer as there are ranks.
+            described = describe_files(writing.glob(f"__{dist.get_rank()}_*"))
+        except (Exception, CheckpointException) as error:
+            reason = _find_reason(error)
+        reports = self._gather((reason, described))
+        reason = next((each for each, _ in reports if each is not None), None)
+        if self._is_publisher and reason is None:
+            try:
+                merged = {name: entry for _, each in reports for name, entry in each.items()}
+                publish(writing, checkpoint.path, state, merged)
+            except Exception as error:
+                reason = _find_reason(error)
+        if self._is_publisher and reason is None:
+            self._conclude(checkpoint, keep)
+        elif self._is_publisher:
+            self._give_up(checkpoint, str(reason))
+        return self._gather(reason)[0]
 
+    def _gather(self, value: T) -> list[T]:
+        """What each rank brings, by rank."""
+        values = [value] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
-def publish(writing: Path, final: Path, state: Mapping[str, Any]) -> None:
-    """Complete a written folder and give it its name, so that it is either whole or absent after any crash."""
-    write_json(writing / STATE, dict(state))
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in sorted(writing.iterdir())
-    }
-    write_json(writing / MANIFEST, {"format": FORMAT, "files": files})
-    sync_folder(writing)
-    if final.exists():  # a step saved again after a resume: the new one replaces it
-        shutil.rmtree(final)
-    writing.rename(final)
-    sync_folder(final.parent)
+    def _conclude(self, checkpoint: Checkpoint, keep: int | None) -> None:
+        """After a save: the event, and room for the next one."""
+        self._damaged.discard(checkpoint.step)
+        with suppress(OSError):  # a disk that is full by now takes no event
+            self._note("checkpoint", step=checkpoint.step)
+        try:
+            prune(self._folder, self._keep_last, keep, self._damaged)
+        except OSError as error:
+            self._say(f"{checkpoint.path.name} is saved, but an older checkpoint could not be removed: {error}.")
 
+    def _give_up(self, checkpoint: Checkpoint, reason: str) -> None:
+        """After a save that failed: no trace of it but a line and an event."""
+        sweep_checkpoints(self._folder)
+        count = self._num_failures + 1
+        plan = "" if count == MAX_FAILURES else "; it is tried again"
+        name = checkpoint.path.name
+        self._say(f"The checkpoint {name} could not be written: {reason} (failure {count} of {MAX_FAILURES}{plan}).")
+        with suppress(OSError):  # nor does it take this one
+            self._note("save_failed", step=checkpoint.step, reason=reason)
 
-def prune(folder: Path, keep_last: int, keep: int | None = None) -> None:
-    """Remove all but the newest checkpoints, and the one of the step `keep`."""
-    for checkpoint in find_checkpoints(folder)[:-keep_last]:
-        if checkpoint.step != keep:
-            shutil.rmtree(checkpoint.path)
+    def _save_error(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"The checkpoint step-{self._began_at:08d} could not be written: {reason}. Earlier checkpoints in "
+            f"{self._folder} are untouched, the last good one is {describe_newest(self._folder)}; make room or choose "
+            "another run.dir, and start the same command again."
+        )
 
 
 def check_shapes(folder: Path, tensors: Mapping[str, Any]) -> None:
@@ -292,13 +276,6 @@ def load_alone(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
         load(dict(tensors), storage_reader=SafeReader(folder), no_dist=True)
-
-
-def _save_error(final: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint {final.name} could not be written: {_find_reason(error)}. Earlier checkpoints in "
-        f"{final.parent} are untouched; make room or choose another run.dir, and start the same command again."
-    )
 
 
 def _find_reason(error: BaseException) -> str:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from echelon.checkpoint.store import load_alone, newest_of
+from echelon.checkpoint.folder import newest_of
+from echelon.checkpoint.store import load_alone
 from echelon.data.loader import Microbatch
 from echelon.engines import Finding
 from echelon.engines.probe import Probe

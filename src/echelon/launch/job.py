@@ -10,13 +10,17 @@ from echelon.launch.outcome import Outcome
 
 @dataclass(frozen=True)
 class JobSpec:
-    """`num_processes` copies of `argv`, told apart by RANK and the other variables of torchrun."""
+    """`num_processes` copies of `argv`, told apart by RANK and the other variables of torchrun.
+
+    `notice_seconds`: how long they may take to save when they are asked to stop; 0: they are ended at once.
+    """
 
     argv: tuple[str, ...]
     num_processes: int
     run_dir: Path
     env: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
+    notice_seconds: float = 0.0
 
 
 class Launcher(Protocol):

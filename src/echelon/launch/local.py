@@ -5,16 +5,18 @@ import shlex
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.launch.job import JobSpec
-from echelon.launch.outcome import FAILED, STOPPED, Outcome, ProcessDeath, fold_outcomes, read_outcomes
-from echelon.run_folder import RunFolder
+from echelon.launch.outcome import FAILED, Outcome, ProcessDeath, fold_outcomes, read_outcomes
+from echelon.run_folder import RunFolder, write_text
+from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 # How long workers may take to leave after a forwarded signal before they are killed.
 SHUTDOWN_SECONDS = 5
 _MONITOR_SECONDS = 0.2
-_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# These end the job at once; STOP_SIGNALS let it save first.
+_ENDING_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
 
 
 class LocalLauncher:
@@ -47,16 +50,18 @@ class LocalLauncher:
         run_folder.clear_outcomes()
         # The agent's own store would give a restarted worker stale addresses.
         with self._export({**job.env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}):
-            deaths, stopped_by = _run_agent(job)
+            deaths, stopped_by = _run_agent(job, run_folder.stop_path)
         outcomes = read_outcomes(run_folder.outcomes_dir)
         if stopped_by is not None:
-            saved = next((each for each in outcomes if each.code == STOPPED), None)
-            return Outcome(STOPPED, saved.message) if saved else Outcome(FAILED, f"stopped by {stopped_by}")
+            return Outcome(FAILED, f"stopped by {stopped_by}")
         return fold_outcomes(outcomes, deaths, run_folder.logs_dir)
 
 
-def _run_agent(job: JobSpec) -> tuple[list[ProcessDeath], str | None]:
-    """Run the agent: the processes that did not leave with 0, and the signal that ended this process's wait."""
+def _run_agent(job: JobSpec, word: Path) -> tuple[list[ProcessDeath], str | None]:
+    """Run the agent: the processes that did not leave with 0, and the signal that ended this process's wait.
+
+    `word` is the file that asks the workers to stop.
+    """
     # torch is imported here alone, so that this module stays light enough for `echelon --help`.
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -66,7 +71,7 @@ def _run_agent(job: JobSpec) -> tuple[list[ProcessDeath], str | None]:
     entrypoint, *arguments = job.argv
     with (
         tempfile.TemporaryDirectory(prefix="echelon-agent-") as scratch,
-        _signal_handlers_kept(),
+        _stops_handed_on(job.notice_seconds, word),
     ):
         try:
             elastic_launch(_build_config(job, Path(scratch)), entrypoint)(*arguments)
@@ -95,7 +100,7 @@ def _build_config(job: JobSpec, scratch: Path) -> "LaunchConfig":
         "local_addr": "127.0.0.1",
         "max_restarts": job.max_restarts,
         "monitor_interval": _MONITOR_SECONDS,
-        "signals_to_handle": ",".join(each.name for each in _HANDLED_SIGNALS),
+        "signals_to_handle": ",".join(each.name for each in _ENDING_SIGNALS),
     }
     # Older torch releases wait a fixed 30 seconds.
     if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:
@@ -115,13 +120,37 @@ def _silence_agent() -> None:
 
 
 @contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """The agent installs handlers that raise; afterwards the old ones come back."""
-    handlers = {each: signal.getsignal(each) for each in _HANDLED_SIGNALS}
+def _stops_handed_on(notice_seconds: float, word: Path) -> Iterator[None]:
+    """The first signal asks the workers to save and stop; a second one, or the end of the notice, ends the agent.
+
+    Afterwards the handlers of before come back, also those that the agent has replaced.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    asked: list[tuple[str, float]] = []
+
+    def stop(number: int, _: object) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        if not asked:
+            asked.append((name, now))
+            with suppress(OSError):  # a full disk takes no word
+                if notice_seconds > 0:
+                    write_text(word, name)
+                    signal.setitimer(signal.ITIMER_REAL, notice_seconds)
+                    return
+        elif number != signal.SIGALRM and now - asked[0][1] < ECHO_SECONDS:
+            return
+        raise SignalException("stopped", signal.Signals[asked[0][0]])
+
+    mine = (*STOP_SIGNALS, signal.SIGALRM)
+    before = {each: signal.getsignal(each) for each in (*mine, *_ENDING_SIGNALS)}
+    for each in mine:
+        signal.signal(each, stop)
     try:
         yield
     finally:
-        for each, handler in handlers.items():
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for each, handler in before.items():
             signal.signal(each, handler)
 
 

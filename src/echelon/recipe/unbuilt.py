@@ -50,7 +50,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("parallel.placement", "dp_shard inside dp_replicate"),
     Unbuilt("parallel.order", "dp_shard inside dp_replicate"),
     Unbuilt("checkpoint.every_steps", "a number of steps", built=(int,)),
-    Unbuilt("fault.notice_seconds", "the default of 60 seconds"),
     Unbuilt("fault.max_restarts", "0; run the same command again to resume"),
     Unbuilt("sync.name", "every_step"),
     Unbuilt("engine", "native"),

@@ -4,7 +4,7 @@ from typing import TextIO
 
 import torch
 
-from echelon.checkpoint.store import Checkpoint, CheckpointStore
+from echelon.checkpoint.store import CheckpointStore
 from echelon.data.loader import BatchLoader, Microbatch
 from echelon.data.mixture import build_order
 from echelon.data.prepare import PreparedData, open_prepared
@@ -19,6 +19,7 @@ from echelon.run_folder import RunFolder
 from echelon.runtime import Runtime, describe_peak, find_peak_flops
 from echelon.schedule import build_schedule
 from echelon.shape import build_shape
+from echelon.stopping import StopRequest
 from echelon.sync import EveryStep
 from echelon.train.bad_steps import StepJudge
 from echelon.train.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
@@ -32,14 +33,20 @@ from echelon.train.trainer import Trainer
 
 
 def run_training(
-    recipe: Recipe, plan: ParallelPlan, folder: RunFolder, runtime: Runtime, console: TextIO
+    recipe: Recipe, plan: ParallelPlan, folder: RunFolder, runtime: Runtime, console: TextIO, stop: StopRequest
 ) -> TrainState:
-    """Train in this rank until the run's last step, from the newest checkpoint if there is one. Collective."""
+    """Train in this rank until the run's last step, from the newest checkpoint if there is one. Collective.
+
+    Raises StoppedError when a rank's `stop` was asked for.
+    """
     trainer = build_trainer(recipe, plan, folder, runtime, console)
+    trainer.stop = stop
     done = False
     try:
         state = trainer.fit()
         trainer.store.close()
+        if trainer.journal is not None:
+            trainer.journal.flush()
         done = True
         if runtime.rank == 0:
             finish(trainer, folder, console)
@@ -94,7 +101,8 @@ def build_trainer(
     objective = CausalLM()
     engine = build_native_engine(recipe, config, plan, meshes, objective, device, compile_backend)
     engine.rehearse(_any_microbatch(data, plan, device))
-    store = build_store(recipe, folder)
+    store = build_store(recipe, folder, console)
+    store.rehearse(engine.state_dict())
     judge = StepJudge(recipe.fault, device)
     state = load_newest(store, engine, judge, runtime, console)
     state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
@@ -134,31 +142,30 @@ def build_trainer(
     )
 
 
-def build_store(recipe: Recipe, folder: RunFolder) -> CheckpointStore:
-    """The run's checkpoint store, writing an event for each published checkpoint. Collective."""
-
-    def announce(checkpoint: Checkpoint) -> None:
-        folder.append_event("checkpoint", step=checkpoint.step)
-
+def build_store(recipe: Recipe, folder: RunFolder, console: TextIO) -> CheckpointStore:
+    """The run's checkpoint store, with an event for each save and a line where something is wrong. Collective."""
+    keep_last, asynchronous = recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous
     return CheckpointStore(
-        folder.checkpoints_dir, recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous, on_published=announce
+        folder.checkpoints_dir, keep_last, asynchronous, lambda line: write_line(console, line), folder.append_event
     )
+
+
+def write_line(console: TextIO, line: str) -> None:
+    """A line for the person at the console. In one write: checkpoints are saved in a thread of their own."""
+    console.write(f"{line}\n")
+    console.flush()
 
 
 def load_newest(
     store: CheckpointStore, engine: NativeEngine, judge: StepJudge, runtime: Runtime, console: TextIO
 ) -> TrainState:
     """Fill engine and judge from the newest whole checkpoint; the state of a fresh run without one. Collective."""
-
-    def say(line: str) -> None:
-        print(line, file=console, flush=True)
-
-    checkpoint = store.newest(say)
+    checkpoint = store.newest()
     if checkpoint is None:
         return TrainState()
     state = load_checkpoint(checkpoint, store, engine, judge)
     if runtime.rank == 0:
-        say(f"Resuming from {checkpoint.path.name}.")
+        write_line(console, f"Resuming from {checkpoint.path.name}.")
     return state
 
 

@@ -26,11 +26,13 @@ from echelon.model.build import is_model_folder
 from echelon.objective import CausalLM, ObjectiveModule
 from echelon.recipe import Recipe, load_recipe
 from echelon.run_folder import RunFolder
+from echelon.stopping import StopRequest, agreed_stop
 from echelon.train.sampler import encode_prompts
 from echelon.train.target import find_device, load_target
 
 EVAL_TOKENS = 8192  # tokens of one forward pass of `echelon eval`
 DEFAULT_BATCHES = 200
+ROUNDS_PER_LOOK = 16  # how many microbatches a stop waits for at most
 
 
 @dataclass(frozen=True)
@@ -99,17 +101,26 @@ class Evaluator:
         device: torch.device,
     ) -> None:
         """`num_sequences`: of each set, at most."""
+        self.stopped_by: str | None = None
+        """The signal that ended an evaluation before its end."""
         self._sets = sets
         self._num_sequences = num_sequences
         self._micro_batch_size = micro_batch_size
         self._meshes = meshes
         self._device = device
 
-    def run(self, evaluation: Evaluation) -> EvalResults:
-        """Evaluate. Collective: every rank runs the same number of forward passes, the last ones partly empty."""
+    def run(self, evaluation: Evaluation, stop: StopRequest) -> EvalResults | None:
+        """Evaluate; None when a rank was asked to stop meanwhile, by the signal `stopped_by`.
+
+        Collective: every rank runs the same number of forward passes, the last ones partly empty.
+        """
         sums = torch.zeros(len(self._sets), 2, dtype=torch.float64, device=self._device)
         for index, each in enumerate(self._sets):
-            for microbatch in self._microbatches(each.dataset):
+            for number, microbatch in enumerate(self._microbatches(each.dataset), start=1):
+                if number % ROUNDS_PER_LOOK == 0:
+                    self.stopped_by = self._agree_to_stop(stop)
+                    if self.stopped_by is not None:
+                        return None
                 sums[index, 0] += evaluation.loss_sum(microbatch)
                 sums[index, 1] += (microbatch.labels != IGNORE).sum()
         dist.all_reduce(sums, group=self._meshes.loss)
@@ -119,6 +130,11 @@ class Evaluator:
                 for each, (total, count) in zip(self._sets, sums.tolist(), strict=True)
             }
         )
+
+    def _agree_to_stop(self, stop: StopRequest) -> str | None:
+        flags = torch.tensor(stop.flags(), dtype=torch.float64, device=self._device)
+        dist.all_reduce(flags, group=self._meshes.loss)
+        return agreed_stop(flags.tolist())
 
     def _microbatches(self, dataset: Dataset) -> Iterator[Microbatch]:
         per_round = self._micro_batch_size * self._meshes.data_size

@@ -1,11 +1,14 @@
 """The run's written record: metrics.jsonl, from which trackers are fed, and the console for people. Rank 0 alone."""
 
+import io
 import json
 import time
 from collections.abc import Sequence
-from typing import IO, Any, TextIO
+from contextlib import suppress
+from typing import Any, TextIO
 
 from echelon.batch import BatchSchedule
+from echelon.errors import is_disk_full
 from echelon.run_folder import RunFolder
 from echelon.train.console import render_evaluation, render_sample_line, render_step
 from echelon.train.trackers import Courier
@@ -19,6 +22,7 @@ class Journal:
     ) -> None:
         self._folder = folder
         self._file = self._open()
+        self._unwritten = b""
         self._console = console
         self._couriers: list[Courier] = []
         self._num_steps = num_steps
@@ -27,9 +31,13 @@ class Journal:
         self._started: tuple[int, float] | None = None
 
     def say(self, line: str) -> None:
-        """A line for the person at the console. In one write: couriers speak from threads of their own."""
-        self._console.write(f"{line}\n")
-        self._console.flush()
+        """A line for the person at the console. In one write: couriers speak from threads of their own.
+
+        A terminal that is gone, or a pipe that nobody reads any more, ends no training.
+        """
+        with suppress(OSError):
+            self._console.write(f"{line}\n")
+            self._console.flush()
 
     def add_couriers(self, couriers: list[Courier]) -> None:
         """Have these bring the rows to their trackers; `close` waits for them."""
@@ -60,6 +68,7 @@ class Journal:
 
     def cut(self, step: int) -> None:
         """Take back every row beyond a step, which the run has gone back to."""
+        self.flush()
         self._file.close()
         self._folder.cut_metrics(step)
         self._file = self._open()
@@ -67,18 +76,28 @@ class Journal:
         for courier in self._couriers:
             courier.reread()
 
+    def flush(self) -> None:
+        """Write what a full disk would not take before. Raises OSError if it still does not."""
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
     def close(self, done: bool = False) -> None:
         """Flush everything, trackers included. `done`: the run reached its last step."""
         self._file.close()
         for courier in self._couriers:
             courier.close(done)
 
-    def _open(self) -> IO[str]:
-        return self._folder.metrics_path.open("a", encoding="utf-8")
+    def _open(self) -> io.FileIO:
+        return self._folder.metrics_path.open("ab", buffering=0)
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        try:
+            self.flush()
+        except OSError as error:
+            # A save that fills the disk gives the room back and is repeated: until then the rows wait here.
+            if not is_disk_full(error):
+                raise
 
     def _is_logged(self, step: int) -> bool:
         return step % self._log_every == 0 or step == 1 or step == self._num_steps

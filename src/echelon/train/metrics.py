@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.stopping import STOP_SIGNALS, agreed_stop
 from echelon.train.bad_steps import Verdict
 
 LIMB_BITS = 16  # a batch hash travels as four limbs, whose sums over any number of ranks are exact in fp64
@@ -30,6 +31,7 @@ class StepRecord:
     num_tokens: int
     batch_hash: int
     data_wait_seconds: float
+    stop_flags: list[float]
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,11 @@ class StepMetrics:
     batch_hash: str
     data_wait_seconds: float
     memory_peak_bytes: int | None
-    is_bad: bool = False
-    bad_in_a_row: int = 0
+    is_bad: bool
+    bad_in_a_row: int
     """How many bad steps in a row this one is the last of."""
+    stopped_by: str | None
+    """The signal that any rank was asked to stop by."""
 
 
 class Stamp:
@@ -88,7 +92,7 @@ class PendingMetrics:
         sums = torch.cat(
             [
                 record.loss_sum.double().reshape(1),
-                _to_device([record.num_tokens, record.data_wait_seconds, *limbs], device),
+                _to_device([record.num_tokens, record.data_wait_seconds, *record.stop_flags, *limbs], device),
                 record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all: they part ways otherwise
             ]
         )
@@ -108,7 +112,8 @@ class PendingMetrics:
         """The step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
         num_targets, grad_norm, committed, in_a_row, scale, peak, *sums = self._values.tolist()
-        loss_sum, tokens, wait, *limbs, num_bad = sums
+        loss_sum, tokens, wait, *rest, num_bad = sums
+        stops, limbs = rest[: len(STOP_SIGNALS)], rest[len(STOP_SIGNALS) :]
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
             step=self._record.step,
@@ -124,6 +129,7 @@ class PendingMetrics:
             memory_peak_bytes=None if peak < 0 else int(peak),
             is_bad=num_bad > 0,
             bad_in_a_row=int(in_a_row),
+            stopped_by=agreed_stop(stops),
         )
 
 

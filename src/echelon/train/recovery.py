@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from echelon.checkpoint.store import Checkpoint, CheckpointStore
+from echelon.checkpoint.folder import Checkpoint
+from echelon.checkpoint.store import CheckpointStore
 from echelon.engines import Engine
 from echelon.errors import TrainingError
 from echelon.recipe import FaultConfig
@@ -77,7 +78,7 @@ def recover(trainer: "Trainer", metrics: StepMetrics) -> None:
 def _roll_back(trainer: "Trainer", metrics: StepMetrics, diagnosis: Diagnosis) -> None:
     """Collective. What it writes first is the event: a run that dies here must know that the step is ruled out."""
     journal, number = trainer.journal, metrics.step + 1
-    checkpoint = trainer.store.newest(lambda line: None if journal is None else journal.say(line))
+    checkpoint = trainer.store.newest()
     if checkpoint is None:
         raise TrainingError(
             f"step {number}: {describe_numbers(metrics)}, and there is no checkpoint to go back to any more; start the "

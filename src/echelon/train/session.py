@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from echelon.errors import EchelonError, LaunchError
 from echelon.launch.job import JobSpec
 from echelon.launch.local import LocalLauncher, worker_argv
-from echelon.launch.outcome import DONE, FAILED, REFUSED, Outcome
+from echelon.launch.outcome import DONE, FAILED, REFUSED, STOPPED, Outcome
 from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder
 from echelon.runtime import (
@@ -51,6 +51,7 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: S
         folder.path,
         worker_environment(count, recipe.train.deterministic),
         recipe.fault.max_restarts or 0,
+        recipe.fault.notice_seconds,
     )
     try:
         outcome = LocalLauncher(exported).submit(job)
@@ -85,7 +86,7 @@ def train_as_rank(recipe: Recipe, fresh: bool, say: Say) -> Outcome:
     can strike while text is tokenized. Collective: every rank calls it.
     """
     # Imported first, so that the watchdog and the log are ready before anything slow.
-    from echelon.train.worker import redirect_output, run_rank
+    from echelon.train.worker import listen_for_stops, redirect_output, run_rank
 
     start_watchdog()
     if recipe.train.deterministic:
@@ -104,13 +105,12 @@ def train_as_rank(recipe: Recipe, fresh: bool, say: Say) -> Outcome:
             return Outcome(int(word["code"]))
         _await_files(folder, int(word["digest"]))
     console, errors = redirect_output(folder)
-    outcome = run_rank(folder, console, store)
-    if outcome.code != DONE and not outcome.secondary:
-        # A refusal is the same on every rank, so one of them says it.
-        if rank == 0 or outcome.code != REFUSED:
-            errors.write(f"echelon: {outcome.message}\n")
-        with suppress(OSError):
-            folder.append_event("failure", step=folder.newest_step(), code=outcome.code, message=outcome.message)
+    outcome = run_rank(folder, console, listen_for_stops(folder), store)
+    # A refusal or a stop is the same on every rank, so one of them says it.
+    if not outcome.secondary and (rank == 0 or outcome.code not in (REFUSED, STOPPED)):
+        ending = _describe_ending(folder, Outcome(outcome.code, outcome.message))
+        if ending.message:
+            errors.write(f"echelon: {ending.message}\n")
     errors.flush()
     return Outcome(outcome.code)
 

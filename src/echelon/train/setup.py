@@ -143,12 +143,12 @@ def _check_positions(recipe: Recipe, shape: ModelShape) -> None:
 
 def check_weights(checkpoint: str) -> None:
     """Raise unless a local `model.checkpoint` has readable weights; a hub id is looked at when it is fetched."""
-    from echelon.checkpoint.store import newest_of
+    from echelon.checkpoint.folder import newest_of
     from echelon.model.weights import SafetensorsFolder
 
     path = Path(checkpoint)
     if is_run(path):
-        newest_of(path)
+        newest_of(path, checksums=True)
     elif path.is_dir():
         SafetensorsFolder(path)
 

@@ -17,6 +17,7 @@ class TrainState:
         best_loss: the lowest evaluation loss so far, at `best_step`, of the set `best_set` (None: of all together).
         evaluations_since_best: how many evaluations in a row were not better.
         suppressed: steps, counted from 1, that are fed and never applied: a rollback ruled them out.
+        owes_evaluation: a stop came before the evaluation that was due at this step, or in its middle.
     """
 
     step: int = 0
@@ -27,6 +28,7 @@ class TrainState:
     best_set: str | None = None
     evaluations_since_best: int = 0
     suppressed: tuple[int, ...] = ()
+    owes_evaluation: bool = False
 
     def advanced(self, tokens: int, target_tokens: int) -> "TrainState":
         """The state one step later."""
@@ -36,9 +38,10 @@ class TrainState:
 
     def evaluated(self, loss: float) -> "TrainState":
         """The state after an evaluation at this step."""
+        done = replace(self, owes_evaluation=False)
         if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
-            return replace(self, best_loss=loss, best_step=self.step, evaluations_since_best=0)
-        return replace(self, evaluations_since_best=self.evaluations_since_best + 1)
+            return replace(done, best_loss=loss, best_step=self.step, evaluations_since_best=0)
+        return replace(done, evaluations_since_best=self.evaluations_since_best + 1)
 
     def suppressing(self, steps: Iterable[int]) -> "TrainState":
         """The state of a run in which these steps are never applied either."""

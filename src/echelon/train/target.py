@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from echelon.checkpoint.export import load_run_model
-from echelon.checkpoint.store import checkpoint_of
+from echelon.checkpoint.folder import checkpoint_of
 from echelon.errors import ConfigError
 from echelon.model.attention import choose_attention
 from echelon.model.build import is_model_folder

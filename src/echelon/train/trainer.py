@@ -3,7 +3,9 @@
 One step, read in five files: this one, `engines/native.py`, `parallel/step.py`, `objective.py` and `sync/__init__.py`.
 """
 
-from dataclasses import asdict, dataclass, field
+import time
+from dataclasses import asdict, dataclass, field, replace
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,12 +14,13 @@ from torch import Tensor
 from echelon.checkpoint.store import CheckpointStore
 from echelon.data.loader import BatchLoader, StepBatch
 from echelon.engines import Engine
-from echelon.errors import TrainingError
+from echelon.errors import StoppedError, TrainingError
 from echelon.mesh import Meshes
 from echelon.objective import Objective
 from echelon.recipe import Recipe
 from echelon.schedule import Schedule
 from echelon.shape import ModelShape
+from echelon.stopping import StopRequest
 from echelon.sync import Synchronizer
 from echelon.train.bad_steps import StepJudge
 from echelon.train.evaluate import EvalResults, Evaluator
@@ -57,15 +60,18 @@ class Trainer:
     peak_flops: float | None
     journal: Journal | None
     state: TrainState = field(default_factory=TrainState)
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def fit(self) -> TrainState:
         """Train to the last step, or until `evaluate.early_stopping` says so. Collective.
 
         Raises:
             TrainingError: a step was bad and the recipe stops there, with nothing of it applied; or replicas differ.
-            CheckpointError: a checkpoint could not be written.
+            CheckpointError: a checkpoint could not be written, three times in a row.
+            StoppedError: a rank was asked to stop; all of them have saved at the same step.
         """
         self._peak_bytes: int | None = None
+        self._stopped_by: str | None = None
         if self.state.step == 0 and self.recipe.fault.on_bad_step == "rollback":
             self._save()  # somewhere to go back to, from the first step on
         while True:
@@ -74,23 +80,25 @@ class Trainer:
                 break
             except BadStep as bad:
                 recover(self, bad.metrics)
-        self.store.wait()
+        while not self.store.wait():  # without its last checkpoint a run is not done
+            self._save()
         return self.state
 
     def _go_on(self) -> None:
         """Train to the end, or until a step is so bad that training cannot simply go on: BadStep. Collective."""
         self._mark = Stamp(self.device)
         pending: PendingMetrics | None = None
+        if self.state.owes_evaluation or self._stopped_by is not None:
+            self._pause(self.state.step)
         for step in range(self.state.step, self.num_steps):
             if self.stopped_early:
                 break
-            self.store.check()
             running = PendingMetrics(self.train_step(step), self.meshes.loss, self._peak_if_due(step))
             # The host reads one step late, so that it never waits for the step it has just launched.
             if pending is not None:
                 self._account(pending)
             pending = running
-            if self._is_due(step + 1):
+            if self._stopped_by is not None or self._is_due(step + 1):
                 self._account(pending)
                 pending = None
                 self._pause(step + 1)
@@ -122,6 +130,7 @@ class Trainer:
             num_tokens=batch.num_tokens,
             batch_hash=batch.hash,
             data_wait_seconds=self.loader.wait_seconds,
+            stop_flags=self.stop.flags(),
         )
 
     def count_targets(self, batch: StepBatch) -> Tensor:
@@ -130,11 +139,14 @@ class Trainer:
         dist.all_reduce(count, group=self.meshes.loss)
         return count
 
-    def evaluate(self) -> EvalResults:
-        """Losses on the held-out text, and samples of the prompts. Collective."""
+    def evaluate(self) -> EvalResults | None:
+        """Losses on the held-out text, and samples of the prompts; None when a stop came in between. Collective."""
         assert self.evaluator is not None
         with self.engine.evaluation() as evaluation:
-            results = self.evaluator.run(evaluation)
+            results = self.evaluator.run(evaluation, self.stop)
+            if results is None:
+                self._stopped_by = self.evaluator.stopped_by
+                return None
             texts = None if self.sampler is None else self.sampler.run(evaluation)
         if self.journal is not None:
             self.journal.evaluation(results.row(self.state.step))
@@ -162,20 +174,30 @@ class Trainer:
 
     def _saves_at(self, done: int) -> bool:
         every = self.recipe.checkpoint.every_steps
-        return done == self.num_steps or (isinstance(every, int) and done % every == 0)
+        is_regular = done == self.num_steps or (isinstance(every, int) and done % every == 0)
+        return is_regular or self.store.is_retry_due(done)
 
     def _evaluates_at(self, done: int) -> bool:
         every = self.recipe.train.eval_every
         return self.evaluator is not None and (done == self.num_steps or (every is not None and done % every == 0))
 
     def _pause(self, done: int) -> None:
-        """Compare replicas, evaluate, then save, between two steps; their time does not count as a step's."""
+        """Compare replicas, evaluate, then save, between two steps; their time does not count as a step's.
+
+        Leaves when asked to stop.
+        """
         is_best = False
         if self.recipe.fault.verify_replicas_every is not None:  # also before a save: what is saved is one replica's
             self._verify_replicas()
         if self._evaluates_at(done):
-            self.state = self.state.evaluated(self.evaluate().select(self.recipe.evaluate.select_by).loss)
-            is_best = self.state.best_step == done
+            results = self.evaluate() if self._stopped_by is None else None
+            if results is None:
+                self.state = replace(self.state, owes_evaluation=True)
+            else:
+                self.state = self.state.evaluated(results.select(self.recipe.evaluate.select_by).loss)
+                is_best = self.state.best_step == done
+        if self._stopped_by is not None:
+            self._save_and_leave()
         if self._saves_at(done) or self.stopped_early or (is_best and self.recipe.checkpoint.keep_best):
             self._save()
         self._mark = Stamp(self.device)
@@ -195,6 +217,16 @@ class Trainer:
         keep = self.state.best_step if self.recipe.checkpoint.keep_best else None
         self.store.save(self.state.step, self.engine.state_dict(), state, keep)
 
+    def _save_and_leave(self) -> NoReturn:
+        started = time.monotonic()
+        self._save()
+        while not self.store.wait():
+            self._save()
+        raise StoppedError(
+            f"stopped by {self._stopped_by} at step {self.state.step}, saved in {time.monotonic() - started:.1f} s of "
+            f"the {self.recipe.fault.notice_seconds:g} s that fault.notice_seconds gives"
+        )
+
     def _account(self, pending: PendingMetrics) -> None:
         """Book one finished step and write its row; raise BadStep where it was too bad. Collective."""
         metrics = pending.read()
@@ -202,6 +234,7 @@ class Trainer:
         self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
         if metrics.memory_peak_bytes is not None:
             self._peak_bytes = metrics.memory_peak_bytes
+        self._stopped_by = self._stopped_by or metrics.stopped_by
         if self.journal is not None:
             self.journal.train(self._row(metrics, seconds))
         if metrics.is_bad:

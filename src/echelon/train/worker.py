@@ -5,7 +5,6 @@ Its output goes to logs/rank-N.log, and how it ended to .outcomes/rank-N.json; w
 
 import os
 import re
-import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -17,6 +16,7 @@ from echelon.errors import EchelonError, PlanError, explain_storage_error
 from echelon.launch.outcome import (
     DONE,
     FAILED,
+    STOPPED,
     RankOutcome,
     is_peer_leaving,
     is_secondary,
@@ -33,6 +33,7 @@ from echelon.runtime import (
     stop_runtime,
     use_deterministic_algorithms,
 )
+from echelon.stopping import StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -49,17 +50,31 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """The process of a rank that `echelon train` started. Leaves with 0 unless it really failed, so that only a failure
     is ever restarted; the true code stands in the outcome."""
     start_watchdog()
-    # A job started in the background of a shell inherits SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     [run_dir] = sys.argv[1:] if argv is None else argv
     folder = RunFolder(Path(run_dir))
+    stop = listen_for_stops(folder)
     console, _ = redirect_output(folder)
-    outcome = run_rank(folder, console)
+    outcome = run_rank(folder, console, stop)
     failed = outcome.code == FAILED and not (outcome.secondary and is_peer_leaving(folder.outcomes_dir))
     leave(1 if failed else 0)
 
 
-def run_rank(folder: RunFolder, console: TextIO, store: "Store | None" = None) -> RankOutcome:
+def listen_for_stops(folder: RunFolder) -> StopRequest:
+    """From now on a signal asks this rank to save and stop; a second one ends it at once, which hurts no checkpoint."""
+
+    def leave_at_once(name: str) -> NoReturn:
+        rank = find_place().rank
+        message = f"stopped at once by a second signal, {name}; what was not saved is lost"
+        with suppress(OSError):
+            write_outcome(folder.outcomes_dir, report(rank, FAILED, message))
+        leave(1)
+
+    stop = StopRequest()
+    stop.listen(folder.stop_path, leave_at_once)
+    return stop
+
+
+def run_rank(folder: RunFolder, console: TextIO, stop: StopRequest, store: "Store | None" = None) -> RankOutcome:
     """Train as this rank, from the run folder, to the end; every ending becomes an outcome, also written to the folder.
 
     Collective: every rank calls it. `console` is for the lines a person reads; `store` is what `open_store` gave.
@@ -71,8 +86,8 @@ def run_rank(folder: RunFolder, console: TextIO, store: "Store | None" = None) -
             use_deterministic_algorithms()
         from echelon.train.assemble import run_training
 
-        run_training(recipe, plan, folder, runtime, console)
-    stop_runtime(failed=ending.outcome.code != DONE)
+        run_training(recipe, plan, folder, runtime, console, stop)
+    stop_runtime(failed=ending.outcome.code not in (DONE, STOPPED))
     return ending.outcome
 
 
@@ -128,8 +143,6 @@ class OutcomeReport:
         """Report; a traceback goes to this rank's log only."""
         if error is None:
             self.outcome = report(self._rank, DONE, "")
-        elif isinstance(error, KeyboardInterrupt):
-            self.outcome = report(self._rank, FAILED, "stopped by SIGINT", secondary=True)
         elif isinstance(error, EchelonError):
             self.outcome = report(self._rank, error.exit_code, str(error), is_secondary(error))
         else:

@@ -1,0 +1,236 @@
+"""What stands in a run's `checkpoints/`: finding it, comparing it with its manifest, publishing and removing. No torch.
+
+A checkpoint is `step-00000100/`, with a manifest of the size and checksum of each of its files. It gets that name, and
+loses it, in one rename, so that a process may be killed at any moment: what is half-written or half-removed has a
+hidden name, is never read, and is swept by the next start.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import CheckpointError, ConfigError
+from echelon.run_folder import is_run, sweep_checkpoints, sync_folder, write_json
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+
+_FILES_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published checkpoint: its step and its folder."""
+
+    step: int
+    path: Path
+
+    def read_state(self) -> dict[str, Any]:
+        """The run's counters at this step: everything of a checkpoint that is not a tensor."""
+        state: dict[str, Any] = json.loads((self.path / STATE).read_text())
+        return state
+
+
+def find_checkpoints(folder: Path) -> list[Checkpoint]:
+    """The published checkpoints of a run's `checkpoints/`, oldest first. Whether they are whole is not checked here."""
+    steps = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return [Checkpoint(int(path.name.removeprefix("step-")), path) for path in sorted(steps)]
+
+
+def list_checkpoints(run: Path) -> list[Checkpoint]:
+    """The published checkpoints of a run folder, oldest first."""
+    return find_checkpoints(run / "checkpoints")
+
+
+def require_run(run: Path) -> None:
+    """Raise ConfigError unless the folder is a run's, or holds checkpoints as a run's does."""
+    if not is_run(run) and not list_checkpoints(run):
+        raise ConfigError(f"{run} is not a run folder (it has no recipe.yaml); give one, for example runs/NAME.")
+
+
+def newest_of(run: Path, checksums: bool = False) -> Checkpoint:
+    """A run's newest checkpoint, its contents compared with their checksums if asked.
+
+    Raises ConfigError where there is none, CheckpointError where it is damaged.
+    """
+    newest = _some_checkpoints(run)[-1]
+    try:
+        check_files(newest.path, checksums)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"The newest checkpoint is damaged: {error} Remove {newest.path} to use the one before it, or let "
+            "`echelon train` write it again."
+        ) from error
+    return newest
+
+
+def checkpoint_of(run: Path, which: str | None = None) -> Checkpoint:
+    """The checkpoint of a run that a user names, compared with its checksums: newest (the default), best, or a step.
+
+    The best one is that of the lowest evaluation loss, which `checkpoint.keep_best` keeps. Raises ConfigError where
+    there is none, naming those there are; CheckpointError where it is damaged.
+    """
+    if which is None or which == "newest":
+        return newest_of(run, checksums=True)
+    steps = {checkpoint.step: checkpoint for checkpoint in _some_checkpoints(run)}
+    have = f"{run} has steps {', '.join(map(str, steps))}"
+    if which == "best":
+        step = newest_of(run).read_state()["train"].get("best_step")
+        if step not in steps:
+            raise ConfigError(
+                f"--checkpoint best: no checkpoint of the lowest evaluation loss was kept; {have}. Train with "
+                "checkpoint.keep_best=true to keep it."
+            )
+    elif which.isdecimal() and int(which) in steps:
+        step = int(which)
+    else:
+        raise ConfigError(f"--checkpoint {which}: use newest, best or a step; {have}.")
+    check_files(steps[step].path, checksums=True)
+    return steps[step]
+
+
+def _some_checkpoints(run: Path) -> list[Checkpoint]:
+    require_run(run)
+    checkpoints = list_checkpoints(run)
+    if not checkpoints:
+        raise ConfigError(f"{run} has no checkpoint yet; run `echelon train` until one is saved.")
+    return checkpoints
+
+
+def check_files(folder: Path, checksums: bool = False) -> None:
+    """Compare a checkpoint's files with its manifest: names and sizes, and contents if asked.
+
+    Raises:
+        CheckpointError: naming the first file that is missing or differs.
+    """
+    if faults := find_faults(folder, checksums):
+        raise CheckpointError(f"{folder}: {faults[0]}.")
+
+
+def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int = 1) -> list[str]:
+    """What of a checkpoint is not as it was written, a phrase for each file; nothing if it is whole.
+
+    Sizes cost a look at each file. With `checksums` every byte is read and hashed once, a few files at a time. Of
+    several processes each may take the share `part` of `parts` of the files.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT:
+            return [f"it has format {manifest['format']}, and this version reads format {FORMAT}"]
+        entries = sorted((str(name), entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"it has no readable {MANIFEST} ({error})"]
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
+        found = readers.map(
+            lambda entry: _find_fault(folder / entry[0], entry[1], entry[2] if checksums else None),
+            entries[part::parts],
+        )
+        return [fault for fault in found if fault is not None]
+
+
+def _find_fault(path: Path, num_bytes: int, digest: str | None) -> str | None:
+    try:
+        if not path.is_file():
+            return f"{path.name} is missing"
+        if path.stat().st_size != num_bytes:
+            return f"{path.name} has {path.stat().st_size} bytes; {num_bytes} were written"
+        if digest is not None and file_digest(path) != digest:
+            return f"the contents of {path.name} changed after it was written"
+    except OSError as error:  # a bad disk says so when it is read
+        return f"{path.name} cannot be read ({error.strerror or error})"
+    return None
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_files(paths: Iterable[Path]) -> dict[str, Any]:
+    """The manifest's entry of each file, by its name: size and checksum. Reads them, a few at a time."""
+    paths = sorted(paths)
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
+        digests = list(readers.map(file_digest, paths))
+    return {
+        path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in zip(paths, digests, strict=True)
+    }
+
+
+def publish(writing: Path, final: Path, state: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Complete a written folder and give it its name, so that it is either whole or absent after any crash.
+
+    `described` has the manifest's entries that are known already; the other files are read here.
+    A checkpoint of that name, from before a resume, is replaced. Between the two renames it has a hidden name, from
+    which `sweep_checkpoints` puts it back; it is removed when the new one is in its place on the disk.
+    """
+    write_json(writing / STATE, dict(state))
+    files = dict(described) | describe_files(path for path in writing.iterdir() if path.name not in described)
+    write_json(writing / MANIFEST, {"format": FORMAT, "files": files})
+    sync_folder(writing)
+    replaced = final.with_name(f".replaced-{final.name.removeprefix('step-')}")
+    if final.exists():
+        final.rename(replaced)
+    writing.rename(final)
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def prune(folder: Path, keep_last: int, keep: int | None = None, damaged: Collection[int] = ()) -> None:
+    """Remove what is older than the newest `keep_last` whole checkpoints, but not the one of the step `keep`.
+
+    Whole are those whose files are there in their sizes, without the steps `damaged`, which are known to be not.
+    """
+    checkpoints = find_checkpoints(folder)
+    whole = [each.step for each in checkpoints if each.step not in damaged and not find_faults(each.path)]
+    oldest = whole[-keep_last] if len(whole) >= keep_last else 0
+    for checkpoint in checkpoints:
+        if checkpoint.step < oldest and checkpoint.step != keep:
+            remove(checkpoint)
+
+
+def clear_out(folder: Path, keep: int) -> Iterator[str]:
+    """Remove all but the newest `keep` whole checkpoints and the best one; damaged and half-written ones go too.
+
+    Reads every checkpoint. For the holder of the run's lock. Yields a line about each that is removed, and one about
+    those that stay.
+
+    Raises:
+        CheckpointError: there are checkpoints and none is whole; nothing is removed.
+    """
+    found = {checkpoint: find_faults(checkpoint.path, checksums=True) for checkpoint in find_checkpoints(folder)}
+    whole = [checkpoint for checkpoint, faults in found.items() if not faults]
+    if found and not whole:
+        raise CheckpointError(
+            f"None of the checkpoints in {folder} is whole, so none was removed; `echelon checkpoint verify` says what "
+            "is damaged, and what is of no use to you can be deleted by hand."
+        )
+    best = whole[-1].read_state()["train"].get("best_step") if whole else None
+    for name in sweep_checkpoints(folder):
+        yield f"removed {name}: a killed process left it half-done"
+    kept = {checkpoint for checkpoint in whole if checkpoint in whole[-keep:] or checkpoint.step == best}
+    for checkpoint, faults in found.items():
+        if checkpoint not in kept:
+            remove(checkpoint)
+            yield f"removed {checkpoint.path.name}" + (f": damaged: {'; '.join(faults)}" if faults else "")
+    yield f"kept {', '.join(each.path.name for each in whole if each in kept) or 'nothing: there is no checkpoint yet'}"
+
+
+def remove(checkpoint: Checkpoint) -> None:
+    """Take a checkpoint away: its name at once, then its files."""
+    removing = checkpoint.path.with_name(f".removing-{checkpoint.path.name.removeprefix('step-')}")
+    shutil.rmtree(removing, ignore_errors=True)
+    checkpoint.path.rename(removing)
+    shutil.rmtree(removing)
+
+
+def describe_newest(folder: Path) -> str:
+    """The name of the newest checkpoint whose files are there in their sizes, for a message; "none" without one."""
+    names = (each.path.name for each in reversed(find_checkpoints(folder)) if not find_faults(each.path))
+    return next(names, "none")

@@ -1,0 +1,81 @@
+"""Trying out a save before training starts: a full disk or a missing permission shows then, not after a night."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from echelon.errors import CheckpointError
+from echelon.run_folder import sync_folder
+
+# Beside the tensors: the index of the checkpoint, headers and alignment, what else writes to the disk meanwhile.
+MARGIN_FRACTION = 0.05
+MARGIN_BYTES_PER_TENSOR = 4096
+
+_PROBE_BYTES = 4096
+
+
+def rehearse_save(folder: Path, num_bytes: int, num_tensors: int, group: dist.ProcessGroup) -> None:
+    """Do what a save does, with a small file of each rank, and compare the free space with a checkpoint's size.
+
+    Collective over `group`. Each rank writes and flushes its file into one hidden folder; rank 0 renames and removes
+    it. Space is that of the file system as this user may use it; of a quota that the file system does not tell of, only
+    one that is used up is noticed.
+
+    Raises:
+        CheckpointError: the same on every rank; nothing is left behind.
+    """
+    writing, final = folder / ".writing-probe", folder / ".removing-probe"
+    is_publisher = dist.get_rank(group) == 0
+
+    def write() -> None:
+        writing.mkdir(exist_ok=True)
+        with (writing / f"rank-{dist.get_rank(group)}").open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def publish() -> None:
+        if is_publisher:
+            sync_folder(writing)
+            writing.rename(final)
+            sync_folder(folder)
+            _check_space(folder, num_bytes, num_tensors)
+
+    try:
+        for action in (write, publish):
+            reasons: list[str | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(reasons, _attempt(action), group=group)
+            for rank, reason in enumerate(reasons):
+                if reason is not None:
+                    raise CheckpointError(
+                        f"A checkpoint could not be saved to {folder}: rank {rank}: {reason}. Nothing was trained yet; "
+                        "make room or choose another run.dir, and start the same command again."
+                    )
+    finally:
+        if is_publisher:
+            for probe in (writing, final):
+                shutil.rmtree(probe, ignore_errors=True)
+        dist.barrier(group)  # none may begin another rehearsal in a folder that is being removed
+
+
+def _attempt(action: Callable[[], None]) -> str | None:
+    """Why it failed, for all ranks to hear of; None if it did not."""
+    try:
+        action()
+    except OSError as error:
+        return str(error.strerror or error)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _check_space(folder: Path, num_bytes: int, num_tensors: int) -> None:
+    needed = round(num_bytes * (1 + MARGIN_FRACTION)) + num_tensors * MARGIN_BYTES_PER_TENSOR
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"one takes about {num_bytes:,} bytes, with a margin {needed:,}, and {free:,} are free on this disk"
+        )

@@ -1,0 +1,66 @@
+"""`echelon checkpoint`: the checkpoints of a run listed, verified and pruned."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from echelon.commands import require_folder, say
+
+app = typer.Typer(help="List, verify and remove the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+
+
+@app.command("list")
+def list_run_checkpoints(run: RunArgument) -> None:
+    """The checkpoints of a run, oldest first."""
+    require_folder(run)
+    from echelon.checkpoint.folder import list_checkpoints
+
+    found = list_checkpoints(run)
+    for checkpoint in found:
+        say(f"step {checkpoint.step}  {checkpoint.path}")
+    if not found:
+        say(f"checkpoint: {run} has none yet")
+
+
+@app.command()
+def verify(run: RunArgument) -> None:
+    """Read every checkpoint and compare it with its checksums; exit code 1 if any is damaged."""
+    require_folder(run)
+    from echelon.checkpoint.folder import find_faults, list_checkpoints, require_run
+
+    require_run(run)
+    found = list_checkpoints(run)
+    any_damaged = False
+    for checkpoint in found:
+        faults = find_faults(checkpoint.path, checksums=True)
+        if not checkpoint.path.exists():
+            continue  # a live run removed it meanwhile
+        say(f"step {checkpoint.step}  {'damaged: ' + '; '.join(faults) if faults else 'whole'}")
+        any_damaged |= bool(faults)
+    if not found:
+        say(f"checkpoint: {run} has none yet")
+    if any_damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
+def prune(
+    run: RunArgument,
+    keep: Annotated[int, typer.Option("--keep", metavar="N", min=1, help="The newest whole ones that stay.")],
+) -> None:
+    """Remove all but the newest N whole checkpoints and the best one, and what is damaged or half-written."""
+    require_folder(run)
+    from echelon.checkpoint.folder import clear_out, require_run
+    from echelon.run_folder import RunFolder
+
+    require_run(run)
+    folder = RunFolder(run)
+    folder.lock()
+    try:
+        for line in clear_out(folder.checkpoints_dir, keep):
+            say(line)
+    finally:
+        folder.unlock()

@@ -1,0 +1,82 @@
+"""Being asked to stop: by a signal, or by the word of whoever started this process.
+
+The word is a file that holds a signal's name: a launcher hands a stop on to its workers with it, since the signals it
+sends by itself mean that a peer has failed and there is nothing left to save.
+"""
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+ECHO_SECONDS = 1.0
+"""One request may come from several senders, as when a terminal signals every process; within this it counts once."""
+
+_LOOK_SECONDS = 0.2
+
+
+class StopRequest:
+    """Whether this process was asked to stop. The first request is for the training loop to find; a second ends it."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        """The signal's name, SIGTERM for example; None while nobody asked."""
+        self._asked_at = 0.0
+        self._leave: Callable[[str], None] = lambda name: None
+
+    def listen(self, word: Path | None, leave: Callable[[str], None]) -> None:
+        """Take STOP_SIGNALS from now on, and look for the word. For the main thread, once.
+
+        A thread reads the signals from a pipe, so that they are noticed while the main thread is in a collective, a
+        compilation or a wait for data, where no handler of Python's runs.
+
+        Args:
+            leave: called in that thread at the second request, with its signal's name; it does not return.
+        """
+        self._leave = leave
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        for each in STOP_SIGNALS:
+            signal.signal(each, lambda number, frame: None)  # or the signal would not get into the pipe
+        threading.Thread(target=self._watch, args=(reading, word), name="stop-request", daemon=True).start()
+
+    def ask(self, name: str) -> None:
+        """Ask to stop, as a signal does."""
+        now = time.monotonic()
+        if self.name is None:
+            self.name, self._asked_at = name, now
+        elif now - self._asked_at > ECHO_SECONDS:
+            self._leave(name)
+
+    def flags(self) -> list[float]:
+        """One number for each of STOP_SIGNALS, 1 for the one that asked: to be summed over the ranks."""
+        return [float(self.name == each.name) for each in STOP_SIGNALS]
+
+    def _watch(self, reading: int, word: Path | None) -> None:
+        while True:
+            ready, _, _ = select.select([reading], [], [], _LOOK_SECONDS)
+            if ready:
+                for number in os.read(reading, 64):
+                    if number in STOP_SIGNALS:
+                        self.ask(signal.Signals(number).name)
+            elif self.name is None and word is not None and (name := read_word(word)):
+                self.ask(name)
+
+
+def agreed_stop(sums: Sequence[float]) -> str | None:
+    """The signal that some rank was asked to stop by, from the sums of `StopRequest.flags`; None when there is none."""
+    return next((each.name for each, count in zip(STOP_SIGNALS, sums, strict=True) if count), None)
+
+
+def read_word(path: Path) -> str | None:
+    """What a launcher wrote for its workers, if it did."""
+    try:
+        return path.read_text(encoding="utf-8") or None
+    except OSError:
+        return None

@@ -1,0 +1,121 @@
+"""Signals to any process of a job: all ranks save at the same step, and going on is as if nothing had been."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from command import CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from echelon.run_folder import RunFolder
+from training import equal_tensors, tensors_of
+
+pytestmark = pytest.mark.dist
+
+STEPS = 160
+COMMAND = ("train", "recipe.json", "--nproc", "2")
+EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
+
+
+@pytest.fixture
+def echelon(capfd, monkeypatch, tmp_path):
+    """The command, in a folder of its own; nobody it started outlives the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
+    yield CommandLine(capfd, monkeypatch)
+    assert_no_orphan()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A recipe of a few seconds with dropout; the folder of its run."""
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.1}
+    write_recipe(
+        tmp_path, model={"config": config}, train={"steps": STEPS, "log_every": 50, "eval_every": 50},
+        checkpoint={"every_steps": 60}, evaluate={"batches": 2},
+    )  # fmt: skip
+    return RunFolder(tmp_path / "runs" / "tiny")
+
+
+def rank_of(job, rank):
+    """The process of a rank."""
+    [found] = [each for each in psutil.Process(job.pid).children() if each.environ().get("RANK") == str(rank)]
+    return found
+
+
+def exact_rows(run):
+    return [[row[key] for key in EXACT] for row in read_lines(run.metrics_path) if row["kind"] == "train"]
+
+
+def last_stop(run):
+    return [row for row in read_lines(run.events_path) if row["event"] == "signal"][-1]
+
+
+def test_stops_leave_no_trace_in_the_result(echelon, run, tmp_path):
+    """SIGTERM to the parent, SIGUSR1 to a rank, Ctrl-C to all; then the end, the same bit for bit."""
+    ways = [
+        lambda job: job.terminate(),
+        lambda job: rank_of(job, 1).send_signal(signal.SIGUSR1),
+        lambda job: os.killpg(job.pid, signal.SIGINT),
+    ]
+    done = 0
+    for way, name in zip(ways, ("SIGTERM", "SIGUSR1", "SIGINT"), strict=True):
+        job = start(*COMMAND)
+        await_line(run.metrics_path, f'"step": {done + 20},', job, seconds=120)
+        way(job)
+        ending = finish(job, 120)
+        assert ending.code == 3, ending
+        step = last_stop(run)["step"]
+        assert step > done and f"stopped by {name} at step {step}, saved in " in ending.err
+        assert f"the newest checkpoint is step {step}, and the same command resumes from it" in ending.err
+        assert run.newest_step() == step == exact_rows(run)[-1][0]
+        done = step
+    assert done < STEPS, "all was done before the last stop"
+    assert echelon(*COMMAND).code == 0
+    assert echelon(*COMMAND, "run.dir=runs/whole").code == 0
+    whole = RunFolder(tmp_path / "runs" / "whole")
+    assert exact_rows(run) == exact_rows(whole)
+    assert equal_tensors(tensors_of(run.path, STEPS), tensors_of(whole.path, STEPS))
+    losses = [
+        [(row["step"], row["loss"]) for row in read_lines(each.metrics_path) if row["kind"] == "eval"]
+        for each in (run, whole)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_broken_off_and_made_up_for(echelon, run, tmp_path):
+    (tmp_path / "text.txt").write_text((tmp_path / "text.txt").read_text() * 40)
+    long = (*COMMAND, "train.steps=4", "train.eval_every=2", "evaluate.batches=100000", "data.validation_fraction=0.9")
+    job = start(*long)
+    await_line(run.metrics_path, '"step": 2,', job, seconds=120)
+    time.sleep(0.3)
+    job.terminate()
+    ending = finish(job, 120)
+    assert ending.code == 3 and "stopped by SIGTERM at step 2" in ending.err, ending
+    assert not [row for row in read_lines(run.metrics_path) if row["kind"] == "eval"]
+    assert echelon(*long).code == 0
+    rows = [(row["kind"], row["step"]) for row in read_lines(run.metrics_path)]
+    assert rows == [("train", 1), ("train", 2), ("eval", 2), ("train", 3), ("train", 4), ("eval", 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["a second signal", "the end of the notice"])
+def test_what_does_not_stop_is_ended(echelon, run, how):
+    """A rank that hangs keeps the others from saving; the checkpoint there is stays good."""
+    notice = "fault.notice_seconds=60" if how == "a second signal" else "fault.notice_seconds=2"
+    job = start(*COMMAND, notice, "checkpoint.every_steps=5")
+    await_line(run.metrics_path, '"step": 40,', job, seconds=120)
+    rank_of(job, 1).suspend()
+    saved = run.newest_step()
+    job.terminate()
+    if how == "a second signal":
+        time.sleep(1.5)
+        assert job.poll() is None
+        job.terminate()
+    ending = finish(job, 60)
+    assert ending.code == 1 and "stopped by SIGTERM; the newest checkpoint is step" in ending.err, ending
+    assert_no_orphan()
+    assert run.newest_step() >= saved
+    assert echelon(*COMMAND, "checkpoint.every_steps=5").code == 0

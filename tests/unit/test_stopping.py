@@ -1,0 +1,65 @@
+"""A stop request: taken while the main thread is away, told apart from its echo, ended by a second one."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from echelon.stopping import STOP_SIGNALS, StopRequest, agreed_stop, read_word
+
+LISTENER = """
+import os, sys, time
+from pathlib import Path
+from echelon import stopping
+stop = stopping.StopRequest()
+stop.listen(Path(sys.argv[1]), lambda name: (print("again", name, flush=True), os._exit(7)))
+print("listening", flush=True)
+while stop.name is None:
+    time.sleep(0.01)
+print("asked", stop.name, stop.flags(), flush=True)
+time.sleep(30)
+"""
+
+
+@pytest.fixture
+def listener(tmp_path):
+    """A process that listens, and the file of its launcher's word."""
+    word = tmp_path / "stop"
+    process = subprocess.Popen([sys.executable, "-c", LISTENER, str(word)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "listening\n"
+    yield process, word
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_asks_and_a_second_one_ends(listener, number):
+    process, _ = listener
+    process.send_signal(number)
+    flags = [float(each == number) for each in STOP_SIGNALS]
+    assert process.stdout.readline() == f"asked {number.name} {flags}\n"
+    process.send_signal(signal.SIGTERM)  # within a second: the same request from another sender
+    time.sleep(1.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "again SIGTERM\n"
+    assert process.wait(5) == 7
+
+
+def test_the_word_of_a_launcher_asks_once(listener):
+    process, word = listener
+    word.write_text("SIGUSR1")
+    assert process.stdout.readline().startswith("asked SIGUSR1")
+    time.sleep(1.5)
+    assert process.poll() is None, "the file that stays was taken for a second request"
+
+
+def test_ranks_agree_on_a_signal_that_any_of_them_got(tmp_path):
+    asked, others = StopRequest(), [StopRequest(), StopRequest()]
+    asked.ask("SIGINT")
+    sums = [sum(each) for each in zip(*(stop.flags() for stop in (asked, *others)), strict=True)]
+    assert agreed_stop(sums) == "SIGINT"
+    assert agreed_stop([0.0, 0.0, 0.0]) is None
+    assert read_word(tmp_path / "none") is None
