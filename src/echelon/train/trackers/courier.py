@@ -78,6 +78,7 @@ class Courier:
         self._reader: RowReader | None = None  # None: the tracker is to be opened
         self._where = ""
         self._ending = threading.Event()
+        self._given_up = threading.Event()
         self._was_cut = threading.Event()
         self._done = False
         self._failure: str | None = None
@@ -104,11 +105,12 @@ class Courier:
         deadline = time.monotonic() + (PATIENCE_SECONDS if done else HURRY_SECONDS)
         while self._thread.is_alive() and not (time.monotonic() > deadline and (self._failure or not done)):
             self._thread.join(0.1)
+        self._given_up.set()  # another start may send the rest from here on
         if not self._ledger.complete and done:
             self._say(f"track: {self._tracker.name} {self._describe_lack()}; the same command sends it again")
 
     def _work(self) -> None:
-        while True:
+        while not self._given_up.is_set():
             ending = self._ending.is_set()  # before the rows are read: after it no more are written
             # The isolation that trackers are promised: they are other people's code and other people's servers.
             try:
@@ -121,7 +123,7 @@ class Courier:
             except Exception as error:
                 self._note_failure(error)
             if ending:
-                time.sleep(_RETRY_AT_END_SECONDS)
+                self._given_up.wait(_RETRY_AT_END_SECONDS)
             else:
                 self._ending.wait(RETRY_SECONDS if self._failure else POLL_SECONDS)
 
