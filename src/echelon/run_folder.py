@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -211,6 +212,15 @@ class RunFolder:
             if file.write(line) < len(line):  # a disk that fills up takes the beginning of a line
                 file.truncate(size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.events_path))
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """The lines of events.jsonl, in order, but for one that a power cut took half of."""
+        lines = self.events_path.read_text(encoding="utf-8").splitlines() if self.events_path.exists() else []
+        events = []
+        for line in lines:
+            with suppress(ValueError):
+                events.append(json.loads(line))
+        return events
 
     def cut_metrics(self, step: int) -> int:
         """Drop the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; returns their number."""

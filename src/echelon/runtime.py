@@ -27,6 +27,9 @@ Role = Literal["worker", "agent", "local"]
 
 # Set for the workers that `echelon train` starts itself: the process they must not outlive.
 AGENT_PID_VARIABLE = "ECHELON_AGENT_PID"
+# When the command began that started this process, and when this process did.
+_STARTED_VARIABLE = "ECHELON_STARTED_AT"
+_PROCESS_STARTED = time.time()
 
 # cuBLAS adds up in a fixed order only in workspaces of its own; of what NVIDIA's documentation offers, the faster one.
 CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -101,6 +104,13 @@ def is_managed() -> bool:
     return AGENT_PID_VARIABLE in os.environ
 
 
+def find_start(earlier: float) -> float:
+    """When this start of the run began, as `time.time()` counts: with its command, or, where that had begun before
+    `earlier` already, with this process, which the agent has started anew."""
+    command = float(os.environ.get(_STARTED_VARIABLE, _PROCESS_STARTED))
+    return command if command >= earlier else _PROCESS_STARTED
+
+
 def read_environment() -> dict[str, str]:
     """A copy of the environment, for environment.json, which keeps only an allow-list of it."""
     return dict(os.environ)
@@ -117,6 +127,7 @@ def worker_environment(num_processes: int, deterministic: bool = False) -> dict[
         # One machine talks to itself: no host name to resolve, no firewall to ask.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
         AGENT_PID_VARIABLE: str(os.getpid()),
+        _STARTED_VARIABLE: str(_PROCESS_STARTED),
         **(CUBLAS_WORKSPACES if deterministic else {}),
     }
 

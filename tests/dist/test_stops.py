@@ -59,7 +59,7 @@ def test_stops_leave_no_trace_in_the_result(echelon, run, tmp_path):
         lambda job: rank_of(job, 1).send_signal(signal.SIGUSR1),
         lambda job: os.killpg(job.pid, signal.SIGINT),
     ]
-    done = 0
+    done, began = 0, time.time()
     for way, name in zip(ways, ("SIGTERM", "SIGUSR1", "SIGINT"), strict=True):
         job = start(*COMMAND)
         await_line(run.metrics_path, f'"step": {done + 20},', job, seconds=120)
@@ -72,7 +72,11 @@ def test_stops_leave_no_trace_in_the_result(echelon, run, tmp_path):
         assert run.newest_step() == step == exact_rows(run)[-1][0]
         done = step
     assert done < STEPS, "all was done before the last stop"
+    time.sleep(1)
     assert echelon(*COMMAND).code == 0
+    seconds = [row["seconds"] for row in read_lines(run.events_path) if row["event"] == "goodput"][-1]
+    assert sum(seconds.values()) == pytest.approx(time.time() - began, abs=3), seconds
+    assert seconds["stopped"] > 1 and seconds["down"] == seconds["redone"] == 0, seconds
     assert echelon(*COMMAND, "run.dir=runs/whole").code == 0
     whole = RunFolder(tmp_path / "runs" / "whole")
     assert exact_rows(run) == exact_rows(whole)

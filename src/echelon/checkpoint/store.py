@@ -84,6 +84,8 @@ class CheckpointStore:
         self._retry_at: int | None = None
         self._num_failures = 0
         self._damaged: set[int] = set()
+        # How long the newest save that this rank knows of took until it was published.
+        self.write_seconds: float | None = None
         if self._is_publisher:
             folder.mkdir(parents=True, exist_ok=True)
             sweep_checkpoints(folder)
@@ -111,6 +113,7 @@ class CheckpointStore:
             CheckpointError: this save, or the one before it, was the third in a row to fail.
         """
         self.wait()
+        began = time.monotonic()
         self._began_at, self._look_at, self._retry_at = step, step + 1, None
         checkpoint = Checkpoint(step, self._folder / f"step-{step:08d}")
         writing = self._folder / f".writing-{step:08d}"
@@ -120,7 +123,7 @@ class CheckpointStore:
         except (Exception, CheckpointException) as error:  # DCP's own is no Exception
             raise self._save_error(_find_reason(error)) from error
         assert isinstance(written, Future)
-        self._pending = self._publisher.submit(self._finish, written, writing, checkpoint, dict(state), keep)
+        self._pending = self._publisher.submit(self._finish, began, written, writing, checkpoint, dict(state), keep)
         if not self._asynchronous:
             self.wait()
 
@@ -192,6 +195,7 @@ class CheckpointStore:
 
     def _finish(
         self,
+        began: float,
         written: "Future[Any]",
         writing: Path,
         checkpoint: Checkpoint,
@@ -215,10 +219,13 @@ class CheckpointStore:
             except Exception as error:
                 reason = _find_reason(error)
         if self._is_publisher and reason is None:
-            self._conclude(checkpoint, keep)
+            self._conclude(checkpoint, keep, time.monotonic() - began)
         elif self._is_publisher:
             self._give_up(checkpoint, str(reason))
-        return self._gather(reason)[0]
+        reason = self._gather(reason)[0]
+        if reason is None:
+            self.write_seconds = time.monotonic() - began
+        return reason
 
     def _gather(self, value: T) -> list[T]:
         """What each rank brings, by rank."""
@@ -226,11 +233,11 @@ class CheckpointStore:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def _conclude(self, checkpoint: Checkpoint, keep: int | None) -> None:
+    def _conclude(self, checkpoint: Checkpoint, keep: int | None, seconds: float) -> None:
         """After a save: the event, and room for the next one."""
         self._damaged.discard(checkpoint.step)
         with suppress(OSError):  # a disk that is full by now takes no event
-            self._note("checkpoint", step=checkpoint.step)
+            self._note("checkpoint", step=checkpoint.step, seconds=seconds)
         try:
             prune(self._folder, self._keep_last, keep, self._damaged)
         except OSError as error:

@@ -12,7 +12,11 @@ Tracker = Literal["tensorboard", "mlflow", "wandb"]
 class CheckpointConfig(Section):
     """When the run is saved, and how many saves are kept."""
 
-    every_steps: Count | Literal["auto"] = Field(100, description="Steps between two checkpoints.")
+    every_steps: Count | Literal["auto"] = Field(
+        100,
+        description="Steps between two checkpoints. `auto`: as many as lose least, by the measured cost of a save and "
+        "by `fault.mean_hours_between_failures`.",
+    )
     keep_last: Count = Field(3, description="How many of the newest checkpoints are kept.")
     keep_best: Flag = Field(False, description="Also keep the one with the lowest evaluation loss.")
     asynchronous: Flag = Field(True, alias="async", description="Write in the background while training goes on.")
@@ -77,6 +81,11 @@ class FaultConfig(Section):
     )
     spike_window: Count = Field(100, description="Applied steps in that median; until there are as many, none spikes.")
     max_restarts: CountOrZero = Field(0, description="How often failed processes are started again.")
+    mean_hours_between_failures: Positive | None = Field(
+        None,
+        description="Hours between two failures of the whole job, for `checkpoint.every_steps: auto`. Default: 50,000 "
+        "divided by the number of processes.",
+    )
     verify_replicas_every: Count | None = Field(
         None, description="Steps between two checks that all replicas hold the same weights."
     )

@@ -1,6 +1,7 @@
 """Building a trainer from a recipe and a plan, in one rank, and running it."""
 
-from typing import TextIO
+from contextlib import suppress
+from typing import Any, TextIO
 
 import torch
 
@@ -16,13 +17,15 @@ from echelon.objective import CausalLM
 from echelon.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder
-from echelon.runtime import Runtime, describe_peak, find_peak_flops
+from echelon.runtime import Runtime, describe_peak, find_peak_flops, find_start
 from echelon.schedule import build_schedule
 from echelon.shape import build_shape
 from echelon.stopping import StopRequest
 from echelon.sync import EveryStep
 from echelon.train.bad_steps import StepJudge
 from echelon.train.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
+from echelon.train.goodput import TimeBook
+from echelon.train.interval import SaveInterval
 from echelon.train.journal import Journal
 from echelon.train.recovery import find_suppressed, load_checkpoint
 from echelon.train.replicas import describe_replicas
@@ -53,8 +56,17 @@ def run_training(
     finally:
         trainer.loader.close()
         if trainer.journal is not None:
+            summarize(trainer, folder)
             trainer.journal.close(done)
     return state
+
+
+def summarize(trainer: Trainer, folder: RunFolder) -> None:
+    """Say where the run's time went, and write it to events.jsonl, however this start of it ended. On rank 0."""
+    assert trainer.journal is not None
+    trainer.journal.say(trainer.book.describe())
+    with suppress(OSError):  # a full disk takes no event
+        folder.append_event("goodput", step=trainer.state.step, seconds=trainer.book.state_dict()["seconds"])
 
 
 def finish(trainer: Trainer, folder: RunFolder, console: TextIO) -> None:
@@ -104,14 +116,15 @@ def build_trainer(
     store = build_store(recipe, folder, console)
     store.rehearse(engine.state_dict())
     judge = StepJudge(recipe.fault, device)
-    state = load_newest(store, engine, judge, runtime, console)
+    saved = load_newest(store, engine, judge, runtime, console)
+    state = TrainState() if saved is None else TrainState.from_dict(saved["train"])
     state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
     sampler = build_sampler(recipe, data, device)
-    journal = None
+    journal, book = None, TimeBook()
     num_steps = recipe.num_steps(data.train.num_samples)
     peak_flops = find_peak_flops(device, plan.precision.compute)
     if runtime.rank == 0:
-        folder.cut_metrics(state.step)
+        book = open_book(folder, saved)
         folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops)
         journal = Journal(folder, console, num_steps, recipe.train.log_every, recipe.batches)
         journal.add_couriers(start_trackers(recipe, folder, state.step, journal.say))
@@ -138,8 +151,25 @@ def build_trainer(
         shape=build_shape(config.to_dict()),
         peak_flops=peak_flops,
         journal=journal,
+        interval=SaveInterval(recipe, plan.world_size, state.step),
         state=state,
+        book=book,
     )
+
+
+def open_book(folder: RunFolder, saved: dict[str, Any] | None) -> TimeBook:
+    """Where the run's time went so far; cuts off the rows of lost steps, which tell how long those took. Rank 0."""
+    written = folder.metrics_path.stat().st_mtime if folder.metrics_path.exists() else 0.0
+    num_cut = folder.cut_metrics(0 if saved is None else saved["train"]["step"])
+    book: dict[str, Any] | None = None if saved is None else saved.get("book")
+    starts = [event["time"] for event in folder.read_events()]
+    if book is None and starts:  # an earlier start came to no checkpoint
+        book = {"seconds": {}, "until": min(starts), "stopped": False}
+    if book is None:
+        return TimeBook(find_start(0.0))
+    opened = TimeBook(find_start(book["until"]))
+    opened.resume(book, last_sign=written if num_cut else 0.0)
+    return opened
 
 
 def build_store(recipe: Recipe, folder: RunFolder, console: TextIO) -> CheckpointStore:
@@ -158,15 +188,15 @@ def write_line(console: TextIO, line: str) -> None:
 
 def load_newest(
     store: CheckpointStore, engine: NativeEngine, judge: StepJudge, runtime: Runtime, console: TextIO
-) -> TrainState:
-    """Fill engine and judge from the newest whole checkpoint; the state of a fresh run without one. Collective."""
+) -> dict[str, Any] | None:
+    """Fill engine and judge from the newest whole checkpoint; what else is in it, or None without one. Collective."""
     checkpoint = store.newest()
     if checkpoint is None:
-        return TrainState()
-    state = load_checkpoint(checkpoint, store, engine, judge)
+        return None
+    saved = load_checkpoint(checkpoint, store, engine, judge)
     if runtime.rank == 0:
         write_line(console, f"Resuming from {checkpoint.path.name}.")
-    return state
+    return saved
 
 
 def build_loader(

@@ -1,8 +1,6 @@
 """What is done about a bad step: it is passed over, or leads back to a checkpoint, or ends the run with a diagnosis."""
 
-import json
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -29,12 +27,12 @@ class BadStep(Exception):
         self.metrics = metrics
 
 
-def load_checkpoint(checkpoint: Checkpoint, store: CheckpointStore, engine: Engine, judge: StepJudge) -> TrainState:
-    """Put engine and judge where a checkpoint has them; the run's counters there. Collective."""
+def load_checkpoint(checkpoint: Checkpoint, store: CheckpointStore, engine: Engine, judge: StepJudge) -> dict[str, Any]:
+    """Put engine and judge where a checkpoint has them; everything in it that is no tensor. Collective."""
     store.load(checkpoint, engine.state_dict())
     saved = checkpoint.read_state()
     judge.load_state_dict(saved.get("judge", {}))
-    return TrainState.from_dict(saved["train"])
+    return saved
 
 
 def pass_over(trainer: "Trainer", metrics: StepMetrics) -> None:
@@ -91,8 +89,9 @@ def _roll_back(trainer: "Trainer", metrics: StepMetrics, diagnosis: Diagnosis) -
             f"not be applied. {diagnosis.describe()}"
         )
     known = trainer.state.suppressed
-    state = load_checkpoint(checkpoint, trainer.store, trainer.engine, trainer.judge)
-    trainer.state = state.suppressing((*known, number))
+    saved = load_checkpoint(checkpoint, trainer.store, trainer.engine, trainer.judge)
+    trainer.state = TrainState.from_dict(saved["train"]).suppressing((*known, number))
+    trainer.book.go_back(saved.get("book", {}))
     trainer.loader.seek(checkpoint.step)
     if journal is not None:
         journal.cut(checkpoint.step)
@@ -147,11 +146,4 @@ def find_suppressed(folder: RunFolder) -> tuple[int, ...]:
 
 
 def _read_suppressed(folder: RunFolder) -> list[int]:
-    numbers = []
-    lines = folder.events_path.read_text(encoding="utf-8").splitlines() if folder.events_path.exists() else []
-    for line in lines:
-        with suppress(ValueError):  # a line that a full disk, or a power cut, took half of
-            event = json.loads(line)
-            if event["event"] == "rollback":
-                numbers.append(int(event["suppressed"]))
-    return numbers
+    return [int(event["suppressed"]) for event in folder.read_events() if event["event"] == "rollback"]

@@ -24,6 +24,8 @@ from echelon.stopping import StopRequest
 from echelon.sync import Synchronizer
 from echelon.train.bad_steps import StepJudge
 from echelon.train.evaluate import EvalResults, Evaluator
+from echelon.train.goodput import TimeBook
+from echelon.train.interval import SaveInterval
 from echelon.train.journal import Journal
 from echelon.train.metrics import (
     PendingMetrics,
@@ -59,7 +61,9 @@ class Trainer:
     shape: ModelShape
     peak_flops: float | None
     journal: Journal | None
+    interval: SaveInterval
     state: TrainState = field(default_factory=TrainState)
+    book: TimeBook = field(default_factory=TimeBook)
     stop: StopRequest = field(default_factory=StopRequest)
 
     def fit(self) -> TrainState:
@@ -72,6 +76,7 @@ class Trainer:
         """
         self._peak_bytes: int | None = None
         self._stopped_by: str | None = None
+        self._has_warned = False
         if self.state.step == 0 and self.recipe.fault.on_bad_step == "rollback":
             self._save()  # somewhere to go back to, from the first step on
         while True:
@@ -79,13 +84,16 @@ class Trainer:
                 self._go_on()
                 break
             except BadStep as bad:
-                recover(self, bad.metrics)
-        while not self.store.wait():  # without its last checkpoint a run is not done
-            self._save()
+                with self.book.spending("recovering"):
+                    recover(self, bad.metrics)
+        with self.book.spending("saving"):
+            while not self.store.wait():  # without its last checkpoint a run is not done
+                self._save()
         return self.state
 
     def _go_on(self) -> None:
         """Train to the end, or until a step is so bad that training cannot simply go on: BadStep. Collective."""
+        self.book.turn("training")
         self._mark = Stamp(self.device)
         pending: PendingMetrics | None = None
         if self.state.owes_evaluation or self._stopped_by is not None:
@@ -173,9 +181,7 @@ class Trainer:
         return every is not None and done % every == 0
 
     def _saves_at(self, done: int) -> bool:
-        every = self.recipe.checkpoint.every_steps
-        is_regular = done == self.num_steps or (isinstance(every, int) and done % every == 0)
-        return is_regular or self.store.is_retry_due(done)
+        return done == self.num_steps or self.interval.is_due(done) or self.store.is_retry_due(done)
 
     def _evaluates_at(self, done: int) -> bool:
         every = self.recipe.train.eval_every
@@ -190,7 +196,8 @@ class Trainer:
         if self.recipe.fault.verify_replicas_every is not None:  # also before a save: what is saved is one replica's
             self._verify_replicas()
         if self._evaluates_at(done):
-            results = self.evaluate() if self._stopped_by is None else None
+            with self.book.spending("evaluating"):
+                results = self.evaluate() if self._stopped_by is None else None
             if results is None:
                 self.state = replace(self.state, owes_evaluation=True)
             else:
@@ -199,7 +206,7 @@ class Trainer:
         if self._stopped_by is not None:
             self._save_and_leave()
         if self._saves_at(done) or self.stopped_early or (is_best and self.recipe.checkpoint.keep_best):
-            self._save()
+            self._save_and_learn(done)
         self._mark = Stamp(self.device)
 
     def _verify_replicas(self) -> None:
@@ -212,13 +219,42 @@ class Trainer:
                     self.journal.event("replicas_differ", step=self.state.step, **asdict(each))
             raise TrainingError(describe_differences(differences, self.state.step))
 
+    def _save_and_learn(self, done: int) -> None:
+        """Save, and let the interval see what that cost."""
+        started = time.monotonic()
+        with self.book.spending("saving"):
+            self._save()
+        stall = time.monotonic() - started
+        news = self.interval.learn(done, stall, self.store.write_seconds or 0.0, self.meshes.loss)
+        if self.journal is not None and news is not None:
+            self.journal.say(news)
+        self._warn_of_slow_saves()
+
+    def _warn_of_slow_saves(self) -> None:
+        """Once, where a stop would not leave the time to save."""
+        notice, taken = self.recipe.fault.notice_seconds, self.store.write_seconds
+        if self.journal is not None and taken is not None and 0 < notice < taken and not self._has_warned:
+            self._has_warned = True
+            self.journal.say(
+                f"A checkpoint took {taken:.1f} s until it was whole on disk, longer than "
+                f"fault.notice_seconds={notice:g}: a stop by a signal may not get as far; raise it where whoever sends "
+                "the signal waits longer, or save to a faster disk."
+            )
+
     def _save(self) -> None:
-        state = {"train": self.state.to_dict(), "sync": self.sync.state_dict(), "judge": self.judge.state_dict()}
+        state = {
+            "train": self.state.to_dict(),
+            "sync": self.sync.state_dict(),
+            "judge": self.judge.state_dict(),
+            "book": self.book.state_dict(),
+        }
         keep = self.state.best_step if self.recipe.checkpoint.keep_best else None
         self.store.save(self.state.step, self.engine.state_dict(), state, keep)
 
     def _save_and_leave(self) -> NoReturn:
         started = time.monotonic()
+        self.book.turn("saving")
+        self.book.stop()
         self._save()
         while not self.store.wait():
             self._save()
@@ -232,6 +268,10 @@ class Trainer:
         metrics = pending.read()
         seconds, self._mark = pending.finished.seconds_since(self._mark), pending.finished
         self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
+        self.interval.saw_step(seconds)
+        self.book.move("training", "data", metrics.data_wait_seconds)
+        if not metrics.committed:
+            self.book.move("training", "skipped", seconds - metrics.data_wait_seconds)
         if metrics.memory_peak_bytes is not None:
             self._peak_bytes = metrics.memory_peak_bytes
         self._stopped_by = self._stopped_by or metrics.stopped_by

@@ -1,0 +1,99 @@
+"""When a run saves: every so many steps, or as often as its failures and the cost of a save make best."""
+
+import math
+import statistics
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from echelon.recipe import Recipe
+from echelon.train.console import render_duration
+
+# Grattafiori et al., "The Llama 3 Herd of Models" (arXiv 2407.21783), section 3.3.4: 419 unexpected interruptions in 54
+# days on 16,384 GPUs, which is one in 50,676 hours of a GPU.
+DEVICE_HOURS_BETWEEN_FAILURES = 50_000.0
+
+# `auto` saves for the first time here, late enough for a step's time to be known.
+_FIRST_STEPS = 10
+_RECENT_STEPS = 50
+# A choice that moves by less is not worth a line.
+_NEWS_FRACTION = 0.2
+
+
+def best_interval_seconds(save_seconds: float, failure_seconds: float) -> float:
+    """The time of training between two saves that loses least.
+
+    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
+    Systems 22 (2006), equation 37; its first term is Young's (1974).
+
+    Args:
+        save_seconds: how long a save keeps training from going on.
+        failure_seconds: the mean time between two failures of the job.
+    """
+    if save_seconds >= 2 * failure_seconds:
+        return failure_seconds
+    ratio = save_seconds / (2 * failure_seconds)
+    return math.sqrt(2 * save_seconds * failure_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+
+
+def lost_fractions(interval_seconds: float, save_seconds: float, failure_seconds: float) -> tuple[float, float]:
+    """The expected shares of time that go into saves, and into work done again: half an interval at each failure."""
+    period = interval_seconds + save_seconds
+    return save_seconds / period, period / 2 / failure_seconds
+
+
+class SaveInterval:
+    """Says after which steps the run is saved, on every rank alike."""
+
+    def __init__(self, recipe: Recipe, num_devices: int, step: int) -> None:
+        """`step`: how many are done; under `auto` the first save of a start comes soon, and is what is measured."""
+        every = recipe.checkpoint.every_steps
+        hours = recipe.fault.mean_hours_between_failures
+        self._every = every if isinstance(every, int) else None
+        self._failure_seconds = 3600 * (hours or DEVICE_HOURS_BETWEEN_FAILURES / num_devices)
+        self._next = step + _FIRST_STEPS
+        self._said = 0
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def is_due(self, done: int) -> bool:
+        """Whether a save is due after this number of steps."""
+        return done % self._every == 0 if self._every is not None else done >= self._next
+
+    def saw_step(self, seconds: float) -> None:
+        """Take note of how long a step took."""
+        self._step_seconds.append(seconds)
+
+    def learn(self, done: int, stall_seconds: float, write_seconds: float, group: dist.ProcessGroup) -> str | None:
+        """After a save: choose the next one, and say so when the choice has changed. Collective.
+
+        Args:
+            done: the step that was saved.
+            stall_seconds: how long the save kept this rank from training.
+            write_seconds: how long the save before took until it was published; 0 if there was none.
+            group: all ranks. The slowest decides.
+        """
+        if self._every is not None:
+            return None
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        step_seconds = statistics.median(self._step_seconds)
+        slowest = torch.tensor([stall_seconds, write_seconds, step_seconds], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        stall, write, step = slowest.tolist()
+        # Saves that follow each other faster than they can be written would wait for each other.
+        seconds = max(best_interval_seconds(stall, self._failure_seconds), write)
+        every = max(1, math.ceil(seconds / step))
+        self._next = done + every
+        if abs(every - self._said) <= _NEWS_FRACTION * self._said:
+            return None
+        self._said = every
+        return self._describe(every, every * step, stall)
+
+    def _describe(self, every: int, seconds: float, stall: float) -> str:
+        saving, redone = lost_fractions(seconds, stall, self._failure_seconds)
+        hours = self._failure_seconds / 3600
+        return (
+            f"checkpoint.every_steps auto: every {every} steps ({render_duration(seconds)}): a save stops training for "
+            f"{stall:.2f} s, and a failure is expected every {hours:,.{0 if hours >= 10 else 1}f} h; expected loss "
+            f"{100 * (saving + redone):.2g} %: {100 * saving:.2g} % saving, {100 * redone:.2g} % done again"
+        )

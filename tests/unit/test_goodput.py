@@ -1,0 +1,74 @@
+"""Where the time of a run went: a clock of our own, through a kill, a stop and a rollback."""
+
+import pytest
+
+from echelon.train import goodput
+from echelon.train.goodput import TimeBook
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 1000.0
+
+        def time(self):
+            return self.now
+
+    made = Clock()
+    monkeypatch.setattr(goodput, "time", made)
+    return made
+
+
+def spend(book: TimeBook, clock, cause: str, seconds: float) -> None:
+    with book.spending(cause):
+        clock.now += seconds
+
+
+def only(book: TimeBook) -> dict[str, float]:
+    book.turn("training")
+    return {cause: seconds for cause, seconds in book.seconds.items() if seconds}
+
+
+def test_every_second_has_one_cause(clock) -> None:
+    book = TimeBook(began=990.0)
+    book.turn("training")
+    clock.now += 60
+    spend(book, clock, "evaluating", 7)
+    spend(book, clock, "saving", 3)
+    book.move("training", "data", 4)
+    book.move("training", "skipped", 6)
+    assert only(book) == {"starting": 10, "training": 50, "data": 4, "skipped": 6, "evaluating": 7, "saving": 3}
+    assert book.describe() == (
+        "goodput 62.5 %: 50s of 1m20s in steps that count; 12.5 % starting; 8.8 % evaluating; "
+        "7.5 % in steps that were not applied; 5.0 % waiting for data; 3.8 % standing still for a save"
+    )
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_gap_after_a_checkpoint(clock, asked: bool) -> None:
+    """Saved at 1100, worked on until 1130, dead until 1150, then 10 s to start."""
+    first = TimeBook(began=1000.0)
+    first.turn("training")
+    clock.now = 1100.0
+    if asked:
+        first.stop()
+    saved = first.state_dict()
+    clock.now = 1160.0
+    second = TimeBook(began=1150.0)
+    second.resume(saved, last_sign=0.0 if asked else 1130.0)
+    expected = {"training": 100, "starting": 10, **({"stopped": 50} if asked else {"redone": 30, "down": 20})}
+    assert only(second) == expected
+    wall = 110 if asked else 160
+    assert second.describe().startswith(f"goodput {100 * 100 / wall:.1f} %: 1m40s of ")
+
+
+def test_a_rollback_does_work_again(clock) -> None:
+    book = TimeBook()
+    book.turn("training")
+    clock.now += 100
+    saved = book.state_dict()
+    clock.now += 40
+    spend(book, clock, "evaluating", 5)
+    book.move("training", "skipped", 2)
+    book.go_back(saved)
+    assert only(book) == {"training": 100, "redone": 45}
