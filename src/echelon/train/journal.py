@@ -57,10 +57,16 @@ class Journal:
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """What the prompts became at one evaluation: into samples.jsonl, and a line each for the console."""
-        with self._folder.samples_path.open("a", encoding="utf-8") as file:
-            for prompt, text in zip(prompts, texts, strict=True):
-                file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
-                self.say(render_sample_line(text))
+        rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        for text in texts:
+            self.say(render_sample_line(text))
+        try:
+            with self._folder.samples_path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            self.say(f"The disk is full: the samples of step {step} are not in {self._folder.samples_path.name}.")
 
     def event(self, event: str, **fields: Any) -> None:
         """A line of events.jsonl."""
