@@ -22,6 +22,7 @@ import pytest
 from command import (
     CommandLine,
     assert_no_orphan,
+    await_line,
     finish,
     marked_processes,
     mount,
@@ -390,3 +391,16 @@ def test_preparing_at_once_and_being_stopped(echelon, tmp_path):
     assert sum("tokenizing: " in ending.out for ending in endings) == 1
     assert len({ending.out.splitlines()[-1] for ending in endings}) == 1
     assert sorted(path.suffix for path in prepared.iterdir()) == ["", ".lock"]
+
+
+def test_a_rank_that_hangs(echelon, run):
+    """Suspended, as by a machine that is out of memory: its peer waits in a collective, and says so."""
+    fault = "fault={hang_seconds: 3, max_restarts: 0}"
+    command = ("train", "recipe.json", "--nproc", "2", "train.steps=100000", "checkpoint.every_steps=100000", fault)
+    job = start(*command)
+    await_line(run.metrics_path, '"step": 20,', job, seconds=120)
+    [victim] = [each for each in psutil.Process(job.pid).children() if each.environ().get("RANK") == "1"]
+    victim.suspend()
+    ending = finish(job, 60)
+    assert_refused(ending, 1, "did not end within 3 s (fault.hang_seconds), and rank 1 does not answer", "rank-00000.log")
+    assert "trainer.py" in run.log_path(0).read_text(), "where each thread was"

@@ -66,6 +66,11 @@ class FaultConfig(Section):
     notice_seconds: PositiveOrZero = Field(
         60.0, description="Time a stopping run has to save before its processes are killed."
     )
+    hang_seconds: Positive | None = Field(
+        600.0,
+        description="Time a step, or a forward pass of an evaluation, may take before the run counts as hanging and "
+        "fails; null: any.",
+    )
     on_bad_step: Literal["skip", "rollback", "stop"] = Field(
         "stop",
         description="On a loss or gradient norm that is not finite, or on a spike. None is ever applied; `rollback` "

@@ -25,6 +25,7 @@ from echelon.sync import EveryStep
 from echelon.train.bad_steps import StepJudge
 from echelon.train.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
 from echelon.train.goodput import TimeBook
+from echelon.train.heartbeat import Heartbeat
 from echelon.train.interval import SaveInterval
 from echelon.train.journal import Journal
 from echelon.train.recovery import find_suppressed, load_checkpoint
@@ -36,17 +37,25 @@ from echelon.train.trainer import Trainer
 
 
 def run_training(
-    recipe: Recipe, plan: ParallelPlan, folder: RunFolder, runtime: Runtime, console: TextIO, stop: StopRequest
+    recipe: Recipe,
+    plan: ParallelPlan,
+    folder: RunFolder,
+    runtime: Runtime,
+    console: TextIO,
+    stop: StopRequest,
+    heart: Heartbeat,
 ) -> TrainState:
     """Train in this rank until the run's last step, from the newest checkpoint if there is one. Collective.
 
-    Raises StoppedError when a rank's `stop` was asked for.
+    Raises StoppedError when a rank's `stop` was asked for. `heart` watches from the first step to the last.
     """
     trainer = build_trainer(recipe, plan, folder, runtime, console)
-    trainer.stop = stop
+    trainer.stop, trainer.heart = stop, heart
     done = False
+    heart.start()
     try:
         state = trainer.fit()
+        heart.stop()
         trainer.store.close()
         if trainer.journal is not None:
             trainer.journal.flush()
@@ -54,6 +63,7 @@ def run_training(
         if runtime.rank == 0:
             finish(trainer, folder, console)
     finally:
+        heart.stop()
         trainer.loader.close()
         if trainer.journal is not None:
             summarize(trainer, folder)

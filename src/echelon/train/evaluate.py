@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from glob import has_magic
@@ -109,9 +109,12 @@ class Evaluator:
         self._meshes = meshes
         self._device = device
 
-    def run(self, evaluation: Evaluation, stop: StopRequest) -> EvalResults | None:
+    def run(
+        self, evaluation: Evaluation, stop: StopRequest, beat: Callable[[], None] = lambda: None
+    ) -> EvalResults | None:
         """Evaluate; None when a rank was asked to stop meanwhile, by the signal `stopped_by`.
 
+        `beat` is called before each forward pass.
         Collective: every rank runs the same number of forward passes, the last ones partly empty.
         """
         sums = torch.zeros(len(self._sets), 2, dtype=torch.float64, device=self._device)
@@ -121,6 +124,7 @@ class Evaluator:
                     self.stopped_by = self._agree_to_stop(stop)
                     if self.stopped_by is not None:
                         return None
+                beat()
                 sums[index, 0] += evaluation.loss_sum(microbatch)
                 sums[index, 1] += (microbatch.labels != IGNORE).sum()
         dist.all_reduce(sums, group=self._meshes.loss)

@@ -5,6 +5,7 @@ One step, read in five files: this one, `engines/native.py`, `parallel/step.py`,
 
 import time
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -25,6 +26,7 @@ from echelon.sync import Synchronizer
 from echelon.train.bad_steps import StepJudge
 from echelon.train.evaluate import EvalResults, Evaluator
 from echelon.train.goodput import TimeBook
+from echelon.train.heartbeat import Heartbeat
 from echelon.train.interval import SaveInterval
 from echelon.train.journal import Journal
 from echelon.train.metrics import (
@@ -64,6 +66,7 @@ class Trainer:
     interval: SaveInterval
     state: TrainState = field(default_factory=TrainState)
     book: TimeBook = field(default_factory=TimeBook)
+    heart: Heartbeat = field(default_factory=Heartbeat)
     stop: StopRequest = field(default_factory=StopRequest)
 
     def fit(self) -> TrainState:
@@ -86,7 +89,7 @@ class Trainer:
             except BadStep as bad:
                 with self.book.spending("recovering"):
                     recover(self, bad.metrics)
-        with self.book.spending("saving"):
+        with self.book.spending("saving"), self.heart.resting():
             while not self.store.wait():  # without its last checkpoint a run is not done
                 self._save()
         return self.state
@@ -96,6 +99,7 @@ class Trainer:
         self.book.turn("training")
         self._mark = Stamp(self.device)
         pending: PendingMetrics | None = None
+        self.heart.beat(f"step {self.state.step + 1}")
         if self.state.owes_evaluation or self._stopped_by is not None:
             self._pause(self.state.step)
         for step in range(self.state.step, self.num_steps):
@@ -151,7 +155,8 @@ class Trainer:
         """Losses on the held-out text, and samples of the prompts; None when a stop came in between. Collective."""
         assert self.evaluator is not None
         with self.engine.evaluation() as evaluation:
-            results = self.evaluator.run(evaluation, self.stop)
+            beat = partial(self.heart.beat, f"the evaluation after step {self.state.step}")
+            results = self.evaluator.run(evaluation, self.stop, beat)
             if results is None:
                 self._stopped_by = self.evaluator.stopped_by
                 return None
@@ -222,7 +227,7 @@ class Trainer:
     def _save_and_learn(self, done: int) -> None:
         """Save, and let the interval see what that cost."""
         started = time.monotonic()
-        with self.book.spending("saving"):
+        with self.book.spending("saving"), self.heart.resting():
             self._save()
         stall = time.monotonic() - started
         news = self.interval.learn(done, stall, self.store.write_seconds or 0.0, self.meshes.loss)
@@ -255,9 +260,10 @@ class Trainer:
         started = time.monotonic()
         self.book.turn("saving")
         self.book.stop()
-        self._save()
-        while not self.store.wait():
+        with self.heart.resting():
             self._save()
+            while not self.store.wait():
+                self._save()
         raise StoppedError(
             f"stopped by {self._stopped_by} at step {self.state.step}, saved in {time.monotonic() - started:.1f} s of "
             f"the {self.recipe.fault.notice_seconds:g} s that fault.notice_seconds gives"
@@ -266,6 +272,7 @@ class Trainer:
     def _account(self, pending: PendingMetrics) -> None:
         """Book one finished step and write its row; raise BadStep where it was too bad. Collective."""
         metrics = pending.read()
+        self.heart.beat(f"step {metrics.step + 2}")
         seconds, self._mark = pending.finished.seconds_since(self._mark), pending.finished
         self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
         self.interval.saw_step(seconds)

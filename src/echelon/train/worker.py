@@ -85,10 +85,27 @@ def run_rank(folder: RunFolder, console: TextIO, stop: StopRequest, store: "Stor
         if recipe.train.deterministic:
             use_deterministic_algorithms()
         from echelon.train.assemble import run_training
+        from echelon.train.heartbeat import Heartbeat
 
-        run_training(recipe, plan, folder, runtime, console, stop)
+        limit = recipe.fault.hang_seconds
+        heart = Heartbeat(limit, lambda what: leave_hanging(folder, runtime, f"{what} did not end within {limit:g} s"))
+        run_training(recipe, plan, folder, runtime, console, stop, heart)
     stop_runtime(failed=ending.outcome.code not in (DONE, STOPPED))
     return ending.outcome
+
+
+def leave_hanging(folder: RunFolder, runtime: Runtime, what: str) -> NoReturn:
+    """Report that nothing goes on any more, and who is to blame where that shows; then end this process."""
+    from echelon.train.heartbeat import name_the_silent
+
+    silent: list[int] = []
+    with suppress(OSError):  # the disk may be what hangs
+        silent = name_the_silent(folder.outcomes_dir, runtime.rank, runtime.world_size)
+    who = f"rank {', '.join(map(str, silent))} does not answer" if silent else "every rank waits"
+    message = f"{what} (fault.hang_seconds), and {who}; see {folder.log_path(runtime.rank)} for what each thread did"
+    with suppress(OSError):
+        write_outcome(folder.outcomes_dir, report(runtime.rank, FAILED, message))
+    leave(1)
 
 
 def load_agreed_run(folder: RunFolder, runtime: Runtime) -> "tuple[Recipe, ParallelPlan]":

@@ -1,0 +1,64 @@
+"""Noticing that training stands still: for a peer that hangs, a network that lost a message, a disk without answer."""
+
+import faulthandler
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_TICK_SECONDS = 0.5
+# Ranks that wait for the same peer notice it within a few ticks of each other.
+_PEERS_SECONDS = 2.0
+
+
+class Heartbeat:
+    """Calls for help when nothing has been done for too long.
+
+    Time counts only while this process runs: one that was suspended and wakes up, a whole job or a laptop, is not late.
+    """
+
+    def __init__(self, limit_seconds: float | None = None, cry: Callable[[str], None] = lambda what: None) -> None:
+        """`cry` gets what was last begun, in a thread, and does not return; without a limit it never does."""
+        self._limit = limit_seconds
+        self._cry = cry
+        self._what = "the start"
+        self._silent_ticks = 0
+        self._is_resting = False
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Watch from now on, if there is a limit."""
+        if self._limit is not None:
+            threading.Thread(target=self._watch, args=(self._limit,), name="heartbeat", daemon=True).start()
+
+    def beat(self, what: str) -> None:
+        """Something was done, and this begins."""
+        self._what, self._silent_ticks = what, 0
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """The block may take any time: a save waits for storage as long as that needs."""
+        self._is_resting = True
+        try:
+            yield
+        finally:
+            self._is_resting, self._silent_ticks = False, 0
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._ended.set()
+
+    def _watch(self, limit: float) -> None:
+        while not self._ended.wait(_TICK_SECONDS):
+            self._silent_ticks += not self._is_resting
+            if self._silent_ticks * _TICK_SECONDS > limit:
+                faulthandler.dump_traceback(sys.stderr, all_threads=True)
+                self._cry(self._what)
+
+
+def name_the_silent(folder: Path, rank: int, world_size: int) -> list[int]:
+    """The ranks that do not even notice that they stand still; every rank that does calls this. On a shared folder."""
+    (folder / f"hanging-{rank}").touch()
+    threading.Event().wait(_PEERS_SECONDS)
+    return [peer for peer in range(world_size) if not (folder / f"hanging-{peer}").exists()]
