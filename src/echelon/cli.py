@@ -12,15 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from echelon.commands import require_folder, say
+from echelon.commands import (
+    NprocOption,
+    OverridesArgument,
+    RecipeArgument,
+    parse_nproc,
+    read_recipe,
+    require_folder,
+    say,
+)
 from echelon.commands.checkpoint import app as checkpoint_app
+from echelon.commands.drill import drill
 from echelon.errors import ConfigError, EchelonError, explain_storage_error
 
 if TYPE_CHECKING:
     from echelon.hardware import Cluster
     from echelon.launch.outcome import Outcome
     from echelon.planner.memory import MemoryEstimate
-    from echelon.recipe import Recipe
 
 app = typer.Typer(
     name="echelon",
@@ -31,11 +39,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command()(drill)
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
-OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win over the file, dotted.")
-]
 TargetArgument = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or an HF model folder.")]
 CheckpointOption = Annotated[
     str | None, typer.Option("--checkpoint", metavar="newest|best|STEP", help="Of a run. Default: the newest.")
@@ -50,9 +55,7 @@ _SPEAKING_SECONDS = 1.0
 def train(
     recipe_path: RecipeArgument,
     overrides: OverridesArgument = None,
-    nproc: Annotated[
-        str, typer.Option("--nproc", metavar="N|auto", help="Processes; auto: one per GPU, or per two CPU cores.")
-    ] = "auto",
+    nproc: NprocOption = "auto",
     fresh: Annotated[bool, typer.Option("--fresh", help="Move an existing run aside instead of resuming it.")] = False,
 ) -> None:
     """Train; an existing run goes on from its newest good checkpoint."""
@@ -60,7 +63,7 @@ def train(
     from echelon.runtime import find_place, launch_role
     from echelon.train.session import train_as_rank, train_locally
 
-    num_processes = _parse_nproc(nproc)
+    num_processes = parse_nproc(nproc)
     role = launch_role()
     if role == "agent":
         raise ConfigError(
@@ -70,7 +73,7 @@ def train(
     # Under a foreign launcher every rank reads the recipe, and one of them talks about it.
     speaks = role == "local" or find_place().rank == 0
     try:
-        recipe = _load_recipe(recipe_path, overrides, quiet=not speaks)
+        recipe = read_recipe(recipe_path, overrides, quiet=not speaks)
     except EchelonError as error:
         if speaks:
             raise
@@ -93,7 +96,7 @@ def prepare(recipe_path: RecipeArgument, overrides: OverridesArgument = None) ->
     """Read, tokenize and pack the data into shards; `train` does it when they are absent."""
     from echelon.data.prepare import prepare_data
 
-    recipe = _load_recipe(recipe_path, overrides)
+    recipe = read_recipe(recipe_path, overrides)
     with _stops_told():
         data = prepare_data(recipe, say)
     say(f"data: prepared in {data.path}")
@@ -105,7 +108,7 @@ def data(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> No
     from echelon.data.mixture import MixtureDataset, build_order, describe_mixture
     from echelon.data.prepare import prepare_data
 
-    recipe = _load_recipe(recipe_path, overrides)
+    recipe = read_recipe(recipe_path, overrides)
     with _stops_told():
         prepared = prepare_data(recipe, say)
     train = prepared.train
@@ -142,7 +145,7 @@ def plan(
     from echelon.shape import build_shape
     from echelon.train.setup import describe_steps, find_model_fields, find_vocab_size
 
-    recipe = _load_recipe(recipe_path, overrides)
+    recipe = read_recipe(recipe_path, overrides)
     fields, line = find_model_fields(recipe, find_vocab_size(recipe))
     say(f"model: {line}")
     if devices is not None:
@@ -326,25 +329,6 @@ def init(
     for line in lines:
         say(line)
     say(f"wrote {path}: set data.train to your text, then run: echelon train {path}")
-
-
-def _load_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) -> "Recipe":
-    """Read the recipe, print its notes, and refuse what is not built."""
-    from echelon.recipe import check_built, load_recipe
-
-    recipe, notes = load_recipe(path, overrides or [])
-    check_built(recipe)
-    for note in [] if quiet else notes:
-        say(note)
-    return recipe
-
-
-def _parse_nproc(text: str) -> int | None:
-    if text == "auto":
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--nproc {text} is neither a number of processes nor auto; use --nproc 2, for example.")
-    return int(text)
 
 
 def _render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:

@@ -2,10 +2,22 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from echelon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from echelon.recipe import Recipe
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win over the file, dotted.")
+]
+NprocOption = Annotated[
+    str, typer.Option("--nproc", metavar="N|auto", help="Processes; auto: one per GPU, or per two CPU cores.")
+]
 
 
 def say(line: str) -> None:
@@ -18,3 +30,23 @@ def require_folder(path: Path) -> None:
     """Raise ConfigError unless there is a folder."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give a run folder (runs/NAME) or an HF model folder.")
+
+
+def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) -> "Recipe":
+    """Read the recipe, print its notes, and refuse what is not built."""
+    from echelon.recipe import check_built, load_recipe
+
+    recipe, notes = load_recipe(path, overrides or [])
+    check_built(recipe)
+    for note in [] if quiet else notes:
+        say(note)
+    return recipe
+
+
+def parse_nproc(text: str) -> int | None:
+    """The number that `--nproc` gives; None for auto. Raises ConfigError."""
+    if text == "auto":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--nproc {text} is neither a number of processes nor auto; use --nproc 2, for example.")
+    return int(text)

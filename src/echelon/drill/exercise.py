@@ -1,0 +1,156 @@
+"""The drill itself: a run that nothing happens to, and beside it one for each fault, compared."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.drill.faults import FAULTS, Fault
+from echelon.drill.shrink import SAVES, shrink
+from echelon.drill.trial import Job, Trial
+from echelon.errors import TrainingError
+from echelon.recipe import Recipe
+from echelon.run_folder import RunFolder
+
+Say = Callable[[str], None]
+
+# A run should last about this long: long enough to be struck in its middle, short enough to wait for.
+_RUN_SECONDS = 8.0
+_FEWEST_STEPS, _MOST_STEPS = 24, 2000
+_STRIKE_AT = 0.6  # of the steps
+_MOST_STARTS = 4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one fault did to the run.
+
+    Attributes:
+        fault: its name.
+        noticed_seconds: from the fault to the first sign that it was noticed; None: nobody noticed.
+        recovered_seconds: from the fault, or from the next start, to the first step beyond where the run was.
+        lost_steps: steps that were done again.
+        starts: how often the command was run, the first time included.
+        identical: whether rows and weights ended as those of the run that nothing happened to.
+        folder: where its run is, unless it was removed because all was well.
+        trouble: why the run did not come to its end, if it did not.
+    """
+
+    fault: str
+    noticed_seconds: float | None
+    recovered_seconds: float | None
+    lost_steps: int
+    starts: int
+    identical: bool
+    folder: str
+    trouble: str | None = None
+
+
+def run_drill(recipe: Recipe, path: Path, overrides: list[str], num_processes: int, say: Say) -> Iterator[Finding]:
+    """Do every fault to the recipe at `path`, in folders beside its run's, and yield what came of each.
+
+    The folders are removed, but for those of a fault that was not survived.
+
+    Raises:
+        TrainingError: the recipe does not train, even without a fault.
+    """
+    place = recipe.run.dir.with_name(f"{recipe.run.dir.name}-drill")
+    shutil.rmtree(place, ignore_errors=True)
+
+    def build(name: str, num_steps: int) -> Trial:
+        folder = place / name.replace(" ", "-")
+        small = shrink(recipe, folder, num_processes, num_steps)
+        command = ("train", str(path), *overrides, *small, "--nproc", str(num_processes))
+        return Trial(RunFolder(folder), command, num_steps)
+
+    say("drill: a short run, to see how long a step takes")
+    pilot = build("pilot", _FEWEST_STEPS)
+    pilot.complete()
+    rows = pilot.rows()[_FEWEST_STEPS // 2 :]
+    seconds = sum(row["step_seconds"] for row in rows) / len(rows)
+    num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, round(_RUN_SECONDS / seconds)))
+    num_steps -= num_steps % SAVES
+    say(f"drill: {num_steps} steps on {num_processes} processes, saved every {num_steps // SAVES}; nothing happens")
+    whole = build("whole", num_steps)
+    whole.complete()
+    all_well = True
+    for fault in FAULTS:
+        say(f"drill: {fault.name}")
+        trial = build(fault.name, num_steps)
+        finding = _strike(fault, trial, whole)
+        if finding.identical:
+            shutil.rmtree(trial.run.path)
+        all_well &= finding.identical
+        yield finding
+    if all_well:
+        shutil.rmtree(place)
+
+
+def _strike(fault: Fault, trial: Trial, whole: Trial) -> Finding:
+    watch = _Watch(trial, fault.noticed_by)
+    try:
+        with trial.started() as job:
+            watch.struck(job.wait_for_step(round(_STRIKE_AT * trial.num_steps)))
+            fault.strike(job)
+            code = watch.see_to_the_end(job)
+        if fault.damage is not None:
+            fault.damage(trial)
+            watch.struck(watch.step)
+        while code != 0:
+            if watch.starts == _MOST_STARTS:
+                raise TrainingError(trial.last_words())
+            if watch.starts == 2 and fault.repair is not None:
+                fault.repair(trial)
+            with trial.started() as job:
+                code = watch.see_to_the_end(job)
+    except TrainingError as error:
+        return watch.report(fault, False, str(error))
+    return watch.report(fault, trial.equals(whole))
+
+
+class _Watch:
+    """Sees when a run notices what was done to it, and when it is beyond where it was."""
+
+    def __init__(self, trial: Trial, noticed_by: tuple[str, ...]) -> None:
+        self._trial = trial
+        self._noticed_by = noticed_by
+        self._moment = 0.0
+        self.step = 0
+        self.starts = 0
+        self.noticed: float | None = None
+        self.recovered: float | None = None
+
+    def struck(self, step: int) -> None:
+        """It happens now, at this step."""
+        self._moment, self.step = time.time(), step
+        self.noticed = self.recovered = None
+
+    @property
+    def lost(self) -> int:
+        """How many steps lie between the checkpoint that the run went back to and where it was."""
+        resumed = [event["step"] for event in self._trial.events(self._moment) if event["event"] in ("resume", "start")]
+        return max(0, self.step - resumed[-1]) if resumed else 0
+
+    def see_to_the_end(self, job: Job) -> int:
+        """Wait for the command's end, looking meanwhile; returns its exit code."""
+        self.starts += 1
+        code = job.wait(self._look)
+        if self.noticed is None:
+            self.noticed = time.time() - self._moment
+        assert code is not None
+        return code
+
+    def report(self, fault: Fault, identical: bool, trouble: str | None = None) -> Finding:
+        """What was seen."""
+        folder = str(self._trial.run.path)
+        return Finding(fault.name, self.noticed, self.recovered, self.lost, self.starts, identical, folder, trouble)
+
+    def _look(self) -> bool:
+        events = self._trial.events(self._moment)
+        if self.noticed is None and any(event["event"] in self._noticed_by for event in events):
+            self.noticed = time.time() - self._moment
+        went_on = any(event["event"] in ("resume", "start", "checkpoint") for event in events)
+        if self.recovered is None and self.noticed is not None and went_on and self._trial.newest_row() > self.step:
+            self.recovered = time.time() - self._moment
+        return False

@@ -1,0 +1,113 @@
+"""The faults of a drill: how each is done to a run from outside, and by what it is seen that the run has noticed."""
+
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from echelon.checkpoint.folder import publish
+from echelon.drill.trial import Job, Trial, is_alive, read_tensors
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to a run.
+
+    Attributes:
+        name: for the report.
+        strike: does it to a run under way; returns once it is done.
+        damage: done to the files of the run when the command has ended, if anything.
+        repair: what a person does when the command has ended in an error that says so, if anything.
+        noticed_by: events that say that the run has noticed; else its end does.
+    """
+
+    name: str
+    strike: Callable[[Job], None]
+    damage: Callable[[Trial], None] | None = None
+    repair: Callable[[Trial], None] | None = None
+    noticed_by: tuple[str, ...] = ("failure", "signal", "save_failed", "bad_step")
+
+
+def ask_to_stop(job: Job) -> None:
+    """As a scheduler does before it takes the machine away."""
+    job.process.send_signal(signal.SIGTERM)
+
+
+def kill_a_rank(job: Job) -> None:
+    """As the kernel does when memory runs out."""
+    os.kill(job.ranks()[-1], signal.SIGKILL)
+
+
+def kill_the_agent(job: Job) -> None:
+    """The command itself, and nobody tells its ranks: they have to notice."""
+    ranks = job.ranks()
+    job.process.kill()
+    job.process.wait()
+    while any(is_alive(rank) for rank in ranks):
+        time.sleep(0.01)
+
+
+def suspend_a_rank(job: Job) -> None:
+    """It neither works nor dies."""
+    os.kill(job.ranks()[-1], signal.SIGSTOP)
+
+
+def fill_the_disk(job: Job) -> None:
+    """Files of the ranks may not grow, until a save has failed of it; then they may again."""
+    ranks = job.ranks()
+    before = {rank: resource.prlimit(rank, resource.RLIMIT_FSIZE) for rank in ranks}
+    since = time.time()
+    for rank, (_, hard) in before.items():
+        # Enough for rows and logs, and for no checkpoint.
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, (_smallest_part(job.trial) // 2, hard))
+    job.wait(lambda: any(event["event"] == "save_failed" for event in job.trial.events(since)))
+    for rank, limits in before.items():
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, limits)
+
+
+def flip_a_byte(trial: Trial) -> None:
+    """In the middle of the largest file of the newest checkpoint, as a bad disk or memory does."""
+    path = max(trial.newest_checkpoint().path.glob("*.distcp"), key=lambda each: each.stat().st_size)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def write_a_nan(trial: Trial) -> None:
+    """Into a weight of the newest checkpoint, whose checksums are right: the weights themselves have gone bad."""
+    checkpoint = trial.newest_checkpoint()
+    tensors, state = read_tensors(checkpoint), checkpoint.read_state()
+    next(tensor for name, tensor in tensors.items() if name.startswith("model.")).view(-1)[0] = torch.nan
+    writing = checkpoint.path.with_name(".writing-drill")
+    save(dict(tensors), storage_writer=FileSystemWriter(writing), no_dist=True)
+    publish(writing, checkpoint.path, state, {})
+
+
+def remove_the_newest(trial: Trial) -> None:
+    """What a person does about a checkpoint that was saved too late."""
+    shutil.rmtree(trial.newest_checkpoint().path)
+
+
+FAULTS = (
+    Fault("SIGTERM", ask_to_stop),
+    Fault("a rank killed", kill_a_rank),
+    Fault("the agent killed", kill_the_agent),
+    Fault("a rank hangs", suspend_a_rank),
+    *((Fault("the disk is full", fill_the_disk),) if sys.platform == "linux" else ()),
+    Fault("a damaged checkpoint", kill_the_agent, damage=flip_a_byte, noticed_by=("resume",)),
+    Fault("NaN in the weights", kill_the_agent, damage=write_a_nan, repair=remove_the_newest),
+)
+
+
+def _smallest_part(trial: Trial) -> int:
+    return min(path.stat().st_size for path in trial.newest_checkpoint().path.glob("*.distcp"))

@@ -1,0 +1,72 @@
+"""A recipe made small: the same kind of model, data, optimizer and plan, in seconds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from echelon.model.build import load_config
+from echelon.recipe import Recipe
+
+# At most these, by the names that `transformers` gives them, whatever a family calls them itself.
+_DIMENSIONS = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 64,
+}
+_SEQUENCE_LEN = 128
+_EVALUATIONS = 3
+SAVES = 6
+"""Checkpoints of a drill's run."""
+
+
+def shrink(recipe: Recipe, folder: Path, num_processes: int, num_steps: int) -> list[str]:
+    """The overrides, KEY=VALUE, that turn a recipe into its drill: a run in `folder` of this many steps."""
+    overrides = {
+        "run.dir": folder,
+        "model.config": json.dumps(shrink_model(recipe)),
+        "data.prepared_dir": recipe.prepared_dir,
+        "data.sequence_len": min(_SEQUENCE_LEN, recipe.data.sequence_len),
+        "train.steps": num_steps,
+        "train.global_batch_size": 2 * num_processes,
+        "train.batch_ramp": "null",
+        "train.micro_batch_size": "auto",
+        "train.log_every": 1,
+        "train.eval_every": max(1, num_steps // _EVALUATIONS),
+        "train.compile": "false",
+        "optim.schedule_unit": "steps",
+        "optim.warmup_tokens": 0,
+        "optim.warmup_steps": min(recipe.optim.warmup_steps, 2),
+        "checkpoint.every_steps": max(1, num_steps // SAVES),
+        "checkpoint.keep_last": 3,
+        "checkpoint.keep_best": "false",
+        "evaluate.batches": 2,
+        "evaluate.prompts": "[]",
+        "evaluate.early_stopping": "null",
+        "fault": "{hang_seconds: 10, notice_seconds: 60, max_restarts: 3}",
+        "track": "[]",
+    }
+    if recipe.tokenizer is None:
+        overrides["tokenizer"] = recipe.model.checkpoint
+    return [f"{key}={value}" for key, value in overrides.items()]
+
+
+def shrink_model(recipe: Recipe) -> dict[str, Any]:
+    """A `model.config` of the same family, a few hundred thousand parameters and the vocabulary besides."""
+    source = recipe.model.config if recipe.model.config is not None else recipe.model.checkpoint
+    assert source is not None
+    config = load_config(source, recipe.model.trust_remote_code)
+    small: dict[str, Any] = {"model_type": config.model_type}
+    if isinstance(source, str):
+        small["tie_word_embeddings"] = config.tie_word_embeddings
+    else:
+        own_names = {own for name, own in config.attribute_map.items() if name in _DIMENSIONS}
+        small |= {key: value for key, value in source.items() if key not in own_names and key != "layer_types"}
+    for name, most in _DIMENSIONS.items():
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            small[name] = min(value, most)
+    return small

@@ -1,0 +1,158 @@
+"""One run of a drill: `echelon train` as a process of its own, watched from outside as its user would."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from echelon.checkpoint.folder import Checkpoint, list_checkpoints
+from echelon.checkpoint.safety import read_metadata
+from echelon.checkpoint.store import load_alone
+from echelon.errors import TrainingError
+from echelon.run_folder import RunFolder
+
+# What a run that lost nothing has in common with one that nothing happened to, bit for bit.
+EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
+
+_LOOK_SECONDS = 0.03
+_TAIL_BYTES = 8192
+_PATIENCE_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a drill: its folder, and the command that starts it or goes on with it."""
+
+    run: RunFolder
+    command: tuple[str, ...]
+    num_steps: int
+
+    @contextmanager
+    def started(self) -> Iterator["Job"]:
+        """The command under way; whatever is left of it is ended with the block."""
+        self.run.path.mkdir(parents=True, exist_ok=True)
+        with (self.run.path / "drill.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "echelon", *self.command],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        try:
+            yield Job(process, self)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def complete(self) -> None:
+        """Start the command and wait for its good end. Raises TrainingError with its last words where there is none."""
+        with self.started() as job:
+            if (code := job.wait()) != 0:
+                raise TrainingError(f"the drill's own run ended with exit code {code}: {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The last line that the command printed."""
+        lines = (self.run.path / "drill.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The training rows there are."""
+        rows = []
+        with suppress(OSError, ValueError):  # a last line that is being written
+            for line in self.run.metrics_path.read_text(encoding="utf-8").splitlines():
+                rows.append(json.loads(line))
+        return [row for row in rows if row["kind"] == "train"]
+
+    def newest_row(self) -> int:
+        """The last step that has a row; 0 without one."""
+        try:
+            with self.run.metrics_path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                steps = re.findall(rb'"kind": "train", "step": (\d+)', file.read())
+        except OSError:
+            return 0
+        return int(steps[-1]) if steps else 0
+
+    def events(self, since: float = 0.0) -> list[dict[str, Any]]:
+        """What happened since a moment, as `time.time()` counts."""
+        return [event for event in self.run.read_events() if event["time"] >= since]
+
+    def equals(self, other: "Trial") -> bool:
+        """Whether both ended with the same weights, optimizer state and rows, bit for bit."""
+        mine, theirs = ([[row[key] for key in EXACT] for row in each.rows()] for each in (self, other))
+        return mine == theirs and _are_equal(*(read_tensors(each.newest_checkpoint()) for each in (self, other)))
+
+    def newest_checkpoint(self) -> Checkpoint:
+        """The newest checkpoint there is. For a run that has one."""
+        return list_checkpoints(self.run.path)[-1]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command under way."""
+
+    process: "subprocess.Popen[bytes]"
+    trial: Trial
+
+    def wait(self, until: Callable[[], bool] = lambda: False) -> int | None:
+        """Wait for the end, and return its exit code; or for a condition, and return None.
+
+        Raises TrainingError if neither comes.
+        """
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            if until():
+                return None
+            code = self.process.poll()
+            if code is not None:
+                return code
+            time.sleep(_LOOK_SECONDS)
+        raise TrainingError(
+            f"the drill's run neither went on nor ended in {_PATIENCE_SECONDS:.0f} s: {self.trial.last_words()}"
+        )
+
+    def wait_for_step(self, step: int) -> int:
+        """Wait until a step has its row; the newest step then. Raises TrainingError if the run ends before."""
+        code = self.wait(lambda: self.trial.newest_row() >= step)
+        if code is not None:
+            raise TrainingError(f"the drill's run ended with exit code {code} too early: {self.trial.last_words()}")
+        return self.trial.newest_row()
+
+    def ranks(self) -> list[int]:
+        """The process ids of the ranks, in the order in which they were started."""
+        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        pairs = (tuple(map(int, line.split())) for line in listed.splitlines())
+        return sorted(pid for pid, parent in pairs if parent == self.process.pid)
+
+
+def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, on the CPU."""
+    entries = read_metadata(checkpoint.path).state_dict_metadata
+    tensors = {}
+    for name, entry in entries.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    load_alone(checkpoint.path, tensors)
+    return tensors
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there, be it only to be collected."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _are_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
