@@ -125,6 +125,11 @@ class RunFolder:
         """Where the parent asks its workers to stop."""
         return self.outcomes_dir / "stop"
 
+    @property
+    def death_path(self) -> Path:
+        """Where the parent tells its workers that one of them has died."""
+        return self.outcomes_dir / "death"
+
     def tracker_path(self, name: str) -> Path:
         """What this tracker was given of the run."""
         return self.path / "trackers" / f"{name}.json"
@@ -216,6 +221,15 @@ class RunFolder:
         """Drop the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; returns their number."""
         return sum(_cut_rows(path, step) for path in (self.metrics_path, self.samples_path) if path.exists())
 
+    def last_step(self) -> int:
+        """The last step that has a row in metrics.jsonl; 0 where none has."""
+        try:
+            lines = self.metrics_path.read_bytes().splitlines()
+        except OSError:
+            return 0
+        steps = (_row_step(line) for line in reversed(lines))
+        return next((step for step in steps if step is not None), 0)
+
     def newest_step(self) -> int | None:
         """The step of the newest published checkpoint, by name alone; None when there is none."""
         names = (re.fullmatch(r"step-(\d+)", path.name) for path in _list_directory(self.checkpoints_dir))
@@ -242,11 +256,12 @@ class RunFolder:
             return f" early, at step {outcome['step']}; raise evaluate.early_stopping, or set it to null, to go on"
         return "; raise train.steps to go on"
 
-    def clear_outcomes(self) -> None:
-        """Forget how earlier attempts ended, before a new one starts."""
+    def clear_outcomes(self, restart: bool = False) -> None:
+        """Forget how earlier attempts ended, before a new one starts; a `restart` still hears of a stop."""
         self.outcome_path.unlink(missing_ok=True)
         for path in _list_directory(self.outcomes_dir):
-            path.unlink(missing_ok=True)
+            if not (restart and path == self.stop_path):
+                path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove what a killed process left half written. For the holder of the lock, while no worker runs."""
@@ -387,13 +402,17 @@ def _cut_rows(path: Path, step: int) -> int:
 
 
 def _is_row_up_to(line: str, step: int) -> bool:
-    if not line.endswith("\n"):
-        return False
+    found = _row_step(line) if line.endswith("\n") else None
+    return found is not None and found <= step
+
+
+def _row_step(line: str | bytes) -> int | None:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
+    except ValueError:
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def write_text(path: Path, text: str) -> None:

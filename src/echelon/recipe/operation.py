@@ -65,7 +65,9 @@ class FaultConfig(Section):
     on_bad_step: Literal["skip", "rollback", "stop"] = Field(
         "stop", description="On a loss or gradient norm that is not finite."
     )
-    max_restarts: CountOrZero = Field(0, description="How often failed processes are started again.")
+    max_restarts: CountOrZero = Field(
+        3, description="How often failed processes are started again, from the newest checkpoint."
+    )
     verify_replicas_every: Count | None = Field(
         None, description="Steps between two checks that all replicas hold the same weights."
     )

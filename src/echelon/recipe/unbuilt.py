@@ -51,7 +51,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("parallel.order", "dp_shard inside dp_replicate"),
     Unbuilt("checkpoint.every_steps", "a number of steps", built=(int,)),
     Unbuilt("fault.on_bad_step", "stop"),
-    Unbuilt("fault.max_restarts", "0; run the same command again to resume"),
     Unbuilt("fault.verify_replicas_every", "leaving this key out"),
     Unbuilt("sync.name", "every_step"),
     Unbuilt("engine", "native"),

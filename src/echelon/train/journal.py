@@ -10,6 +10,7 @@ from echelon.batch import BatchSchedule
 from echelon.errors import is_disk_full
 from echelon.run_folder import RunFolder
 from echelon.train.console import render_evaluation, render_sample_line, render_step
+from echelon.train.recovery import RecoveryWatch
 from echelon.train.trackers import Courier
 
 
@@ -28,6 +29,7 @@ class Journal:
         self._log_every = log_every
         self._batches = batches
         self._started: tuple[int, float] | None = None
+        self._recovery: RecoveryWatch | None = None
 
     def say(self, line: str) -> None:
         """A line for the person at the console. In one write: couriers speak from threads of their own.
@@ -42,9 +44,15 @@ class Journal:
         """Have these bring the rows to their trackers; `close` waits for them."""
         self._couriers += couriers
 
+    def tell_recovery(self, recovery: RecoveryWatch) -> None:
+        """Have this hear of the steps."""
+        self._recovery = recovery
+
     def train(self, row: dict[str, Any]) -> None:
         """One training step."""
         self._write(row)
+        if self._recovery is not None:
+            self._recovery.stepped(row["step"])
         if self._is_logged(row["step"]):
             self.say(render_step(row, self._num_steps, self._remaining(row["step"])))
 

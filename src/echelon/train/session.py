@@ -50,11 +50,11 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: S
         count,
         folder.path,
         worker_environment(count, recipe.train.deterministic),
-        recipe.fault.max_restarts or 0,
+        recipe.fault.max_restarts,
         recipe.fault.notice_seconds,
     )
     try:
-        outcome = LocalLauncher(exported).submit(job)
+        outcome = LocalLauncher(exported, say).submit(job)
         if outcome.code != DONE:
             folder.sweep()
         return _describe_ending(folder, outcome)
