@@ -76,7 +76,9 @@ def prepare_run(
         cluster = find_cluster()
         plan = _find_pinned_plan(opened, cluster)
         if plan is None:
-            plan = resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples)
+            # A run that goes on must do so on whatever processes there are left.
+            goes_on = opened.state == "resumed"
+            plan = resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples, fill=goes_on)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
         _fetch_weights(recipe)
         folder.write_prepared_path(data.path, data.content_digest)
