@@ -146,22 +146,26 @@ class RunFolder:
             except OSError as error:
                 raise self._explain("made", error) from error
 
-    def lock(self) -> None:
-        """Hold the folder for this process until `unlock()` or its end. A live run raises ConfigError with its pid."""
+    def lock(self, patience_seconds: float = 0.0) -> None:
+        """Hold the folder for this process until `unlock()` or its end. A live run raises ConfigError with its pid.
+
+        `patience_seconds`: how long one that is about to end may take to let go of it.
+        """
         self.create()
         try:
             fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise self._explain("written to", error) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        deadline = time.monotonic() + patience_seconds
+        while not (held := _try_lock(fd)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if not held:
             holder = os.read(fd, 100).decode("utf-8", "replace").strip() or "unknown"
             os.close(fd)
             raise ConfigError(
                 f"run.dir={self.path} is in use by a live run (pid {holder}); "
                 "wait for it, stop it, or give this run another run.name."
-            ) from None
+            )
         self._lock_fd = fd
         try:
             os.ftruncate(fd, 0)
@@ -279,6 +283,14 @@ class RunFolder:
         return target
 
 
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def find_model_dir(source: str) -> str:
     """Where the config and the tokenizer of `model.checkpoint` stand: in a run's `model/`, else the source itself."""
     return str(RunFolder(Path(source)).model_dir) if is_run(Path(source)) else source
@@ -299,20 +311,25 @@ class OpenedRun:
 
 
 def open_run(
-    recipe: Recipe, fresh: bool, say: Callable[[str], None], check: Callable[[], None] = lambda: None
+    recipe: Recipe,
+    fresh: bool,
+    say: Callable[[str], None],
+    check: Callable[[], None] = lambda: None,
+    patience_seconds: float = 0.0,
 ) -> OpenedRun:
     """Find out what `recipe.run.dir` holds: nothing, a run to resume, or one that has finished; lock it.
 
     A run whose recipe differs in a key that would change the model or its data raises ConfigError with the
     difference; `fresh` moves the old run aside instead. `check` is called for a run that starts anew, before its
-    folder is made and before an old run is moved aside: what it refuses leaves everything as it was.
+    folder is made and before an old run is moved aside: what it refuses leaves everything as it was. `patience_seconds`
+    is how long a live run may take to end.
     """
     folder = RunFolder(Path(recipe.run.dir))
     _refuse_foreign_folder(folder)
     had_recipe = folder.recipe_path.exists()
     if fresh or not had_recipe:
         check()
-    folder.lock()
+    folder.lock(patience_seconds)
     folder.sweep()
     if not had_recipe:
         return OpenedRun(folder, "new")

@@ -127,6 +127,16 @@ def is_managed() -> bool:
     return AGENT_PID_VARIABLE in os.environ
 
 
+def is_elastic() -> bool:
+    """Whether a foreign torchrun started this process, and starts it again when it fails or machines come and go."""
+    return not is_managed() and _read_int(os.environ, "TORCHELASTIC_MAX_RESTARTS", 0) > 0
+
+
+def shares_agent_store() -> bool:
+    """Whether torchrun has its workers meet in a store that outlives them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
 def read_environment() -> dict[str, str]:
     """A copy of the environment, for environment.json, which keeps only an allow-list of it."""
     return dict(os.environ)

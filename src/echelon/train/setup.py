@@ -45,18 +45,20 @@ def prepare_run(
     find_cluster: Callable[[], Cluster],
     variables: Mapping[str, str],
     say: Callable[[str], None],
+    patience_seconds: float = 0.0,
 ) -> PreparedRun | None:
     """Open the run folder, prepare the data, resolve the plan, write all of it down; None when the run has finished.
 
     No process group may exist: the others wait without a collective, however long the data takes. `variables` is
-    the environment, of which an allow-list is written down. The folder stays locked by this process.
+    the environment, of which an allow-list is written down. The folder stays locked by this process;
+    `patience_seconds` is how long another one that holds it may take to end.
     """
     from echelon.data.mixture import describe_mixture
     from echelon.data.prepare import prepare_data
     from echelon.train.evaluate import check_evaluation
 
     find_cluster = cache(find_cluster)
-    opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()))
+    opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()), patience_seconds)
     folder = opened.folder
     if opened.state == "finished":
         catch_up(recipe, folder, say)
