@@ -82,7 +82,7 @@ class RunFolder:
 
     @property
     def events_path(self) -> Path:
-        """Start, resume, checkpoint, signal, failure, done."""
+        """What happened when: see docs/checkpoints.md."""
         return self.path / "events.jsonl"
 
     @property
@@ -129,6 +129,15 @@ class RunFolder:
     def death_path(self) -> Path:
         """Where the parent tells its workers that one of them has died."""
         return self.outcomes_dir / "death"
+
+    def write_pid(self, rank: int) -> None:
+        """Note which process is this rank, for the parent to watch."""
+        (self.outcomes_dir / f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
+
+    def read_pids(self) -> list[int]:
+        """The processes of the ranks that have noted theirs."""
+        found = (path.read_text(encoding="utf-8") for path in self.outcomes_dir.glob("pid-*"))
+        return [int(text) for text in found if text.isdecimal()]
 
     def tracker_path(self, name: str) -> Path:
         """What this tracker was given of the run."""

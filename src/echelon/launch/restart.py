@@ -2,16 +2,14 @@
 
 import os
 import re
-import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from echelon.launch.outcome import Outcome
-from echelon.run_folder import write_text
+from echelon.run_folder import RunFolder, write_text
 
 RESTART_VARIABLE = "ECHELON_RESTART"
 """Tells workers that they start anew: JSON of when the processes before them had ended, and after how many seconds."""
@@ -70,19 +68,18 @@ class DeathWatch:
         self.died_at: float | None = None
         self._over = threading.Event()
 
-    def watch(self, word: Path) -> None:
-        """Wait for a child that fails, and have `word` written then: its peers, which may hang, leave by it.
+    def watch(self, folder: RunFolder) -> None:
+        """Wait for a worker that fails, and say so in the run folder then: its peers, which may hang, leave by it.
 
-        The child is left for the agent to collect.
+        Workers are those that wrote down their pid: this process may have other children. The dead one is left for the
+        agent to collect.
         """
         while not self._over.wait(_LOOK_SECONDS):
-            with suppress(ChildProcessError):
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0):
-                    self.died_at = time.time()
-                    with suppress(OSError):  # a full disk takes no word; the agent ends them all the same, later
-                        write_text(word, _describe_status(found.si_code, found.si_status))
-                    return
+            if any(_has_failed(pid) for pid in folder.read_pids()):
+                self.died_at = time.time()
+                with suppress(OSError):  # a full disk takes no word; the agent ends them all the same, later
+                    write_text(folder.death_path, "a rank has died\n")
+                return
 
     def stop(self) -> None:
         """End the watching thread."""
@@ -90,10 +87,10 @@ class DeathWatch:
 
 
 @contextmanager
-def deaths_watched(word: Path) -> Iterator[DeathWatch]:
-    """Watch this process's children during the block."""
+def deaths_watched(folder: RunFolder) -> Iterator[DeathWatch]:
+    """Watch the workers of a run, children of this process, during the block."""
     watch = DeathWatch()
-    thread = threading.Thread(target=watch.watch, args=(word,), name="death-watch", daemon=True)
+    thread = threading.Thread(target=watch.watch, args=(folder,), name="death-watch", daemon=True)
     if hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
         thread.start()
     try:
@@ -104,5 +101,10 @@ def deaths_watched(word: Path) -> Iterator[DeathWatch]:
             thread.join()
 
 
-def _describe_status(code: int, status: int) -> str:
-    return f"exit code {status}" if code == os.CLD_EXITED else signal.Signals(status).name
+def _has_failed(pid: int) -> bool:
+    """Whether this child has ended, and not with 0; one that was collected has no say any more."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0)

@@ -30,6 +30,7 @@ class Journal:
         self._batches = batches
         self._started: tuple[int, float] | None = None
         self._recovery: RecoveryWatch | None = None
+        self._append_event = folder.append_event
 
     def say(self, line: str) -> None:
         """A line for the person at the console. In one write: couriers speak from threads of their own.
@@ -61,6 +62,11 @@ class Journal:
         self._write(row)
         for line in render_evaluation(row):
             self.say(line)
+
+    def note(self, event: str, step: int) -> None:
+        """One line of events.jsonl, if the disk takes it."""
+        with suppress(OSError):
+            self._append_event(event, step=step)
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """What the prompts became at one evaluation: into samples.jsonl, and a line each for the console."""

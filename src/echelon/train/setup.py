@@ -65,7 +65,9 @@ def prepare_run(
         return None
     try:
         check_trackers(recipe)
+        folder.append_event("prepare")
         data = prepare_data(recipe, say)
+        folder.append_event("prepared")
         if opened.state == "resumed":
             _refuse_other_text(folder, data.content_digest)
         num_steps = recipe.num_steps(data.train.num_samples)

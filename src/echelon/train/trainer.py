@@ -126,6 +126,8 @@ class Trainer:
     def evaluate(self) -> EvalResults | None:
         """Losses on the held-out text, and samples of the prompts; None when a stop came in between. Collective."""
         assert self.evaluator is not None
+        if self.journal is not None:
+            self.journal.note("evaluation", self.state.step)
         with self.engine.evaluation() as evaluation:
             results = self.evaluator.run(evaluation, self.stop)
             if results is None:
@@ -134,6 +136,7 @@ class Trainer:
             texts = None if self.sampler is None else self.sampler.run(evaluation)
         if self.journal is not None:
             self.journal.evaluation(results.row(self.state.step))
+            self.journal.note("evaluated", self.state.step)
             if self.sampler is not None and texts is not None:
                 self.journal.samples(self.state.step, self.sampler.prompts, texts)
         return results

@@ -89,6 +89,8 @@ def leave_after_peers(folder: RunFolder) -> None:
     What an error of its own has to say comes first, in the seconds that are left.
     """
     rank = find_place().rank
+    with suppress(OSError):  # on a full disk the agent alone notices a death
+        folder.write_pid(rank)
 
     def watch() -> NoReturn:
         while not folder.death_path.exists():
