@@ -47,8 +47,9 @@ class Precision:
 class ParallelPlan:
     """Degrees, batch arithmetic and policies of one run; strategies are values of it.
 
-    One global batch is num_replicas * dp_size * num_microbatches * micro_batch_size sequences. `why` says, for people,
-    what was chosen for them and from which numbers. Raises PlanError for a malformed field.
+    One global batch is num_replicas * dp_size * num_microbatches * micro_batch_size sequences, of which `num_fill` have
+    no targets: they fill up a batch that the ranks of a resumed run cannot share evenly. `why` says, for people, what
+    was chosen for them and from which numbers. Raises PlanError for a malformed field.
     """
 
     strategy: str
@@ -61,6 +62,7 @@ class ParallelPlan:
     num_replicas: int = 1
     micro_batch_size: int = 1
     num_microbatches: int = 1
+    num_fill: int = 0
     reshard_after_forward: bool = False
     reduce_gradients: ReduceGradients = "last"
     cpu_offload: bool = False
@@ -76,6 +78,8 @@ class ParallelPlan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise PlanError(f"plan.{name}={value!r} is not a whole number above 0.")
+        if isinstance(self.num_fill, bool) or not isinstance(self.num_fill, int) or self.num_fill < 0:
+            raise PlanError(f"plan.num_fill={self.num_fill!r} is not a whole number.")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"plan.{name}={getattr(self, name)!r} is not true or false.")
@@ -95,7 +99,11 @@ class ParallelPlan:
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of one optimizer step."""
+        """Sequences of one optimizer step, without those that fill it up."""
+        return self._num_fed - self.num_fill
+
+    @property
+    def _num_fed(self) -> int:
         return self.num_replicas * self.dp_size * self.num_microbatches * self.micro_batch_size
 
     @property
@@ -120,6 +128,8 @@ class ParallelPlan:
         reduction = f"; gradients reduced after {when}" if self.dp_size > 1 else ""
         policy = self.precision
         rounding = "" if policy.rounding == "nearest" else f" ({policy.rounding} rounding)"
+        share = self.num_fill / self._num_fed
+        fill = f" - {self.num_fill} empty ones ({share:.1%} of the computation is wasted)" if self.num_fill else ""
         moments = f"moments {policy.optimizer}" if self.optimizer != "adamw_8bit" else "moments in 8 bits"
         return [
             f"plan: {self.strategy} on {processes} (dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard})"
@@ -128,7 +138,7 @@ class ParallelPlan:
             f"precision: parameters {policy.param}, compute {policy.compute}, reduction {policy.reduce}, "
             f"master weights {policy.master}{rounding}, optimizer {self.optimizer} with {moments}",
             f"batch: {self.global_batch_size} sequences = {self.num_replicas * self.dp_size} ranks x "
-            f"{self.num_microbatches} microbatches x {self.micro_batch_size} sequences",
+            f"{self.num_microbatches} microbatches x {self.micro_batch_size} sequences{fill}",
             *(f"why: {line}" for line in self.why),
         ]
 
@@ -171,13 +181,16 @@ def _check_keys(where: str, content: Mapping[str, Any], names: set[str]) -> None
         raise PlanError(f"{where} {found}; it was written by another version of echelon: start again with --fresh.")
 
 
-def resolve_plan(recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None = None) -> ParallelPlan:
+def resolve_plan(
+    recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None = None, fill: bool = False
+) -> ParallelPlan:
     """The plan a recipe gets on a cluster: every cross-field check, and every `auto` decided and explained in `why`.
 
-    `num_samples` is the number of training sequences, once it is known. Raises PlanError, or ConfigError where the
-    recipe is wrong on any cluster, with the values that would fit.
+    `num_samples` is the number of training sequences, once it is known. `fill`: a batch that the ranks cannot share
+    evenly is filled up, as for a run that goes on with another number of them; else it is refused. Raises PlanError, or
+    ConfigError where the recipe is wrong on any cluster, with the values that would fit.
     """
     # The one import that points up: the chooser weighs plans by the planner's memory model, which is made of plans.
     from echelon.planner.choose import choose_plan
 
-    return choose_plan(recipe, shape, cluster, num_samples)
+    return choose_plan(recipe, shape, cluster, num_samples, fill)

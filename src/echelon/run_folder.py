@@ -83,7 +83,7 @@ class RunFolder:
 
     @property
     def events_path(self) -> Path:
-        """Start, resume, checkpoint, signal, failure, done."""
+        """What happened when: see docs/checkpoints.md."""
         return self.path / "events.jsonl"
 
     @property
@@ -126,6 +126,20 @@ class RunFolder:
         """Where the parent asks its workers to stop."""
         return self.outcomes_dir / "stop"
 
+    @property
+    def death_path(self) -> Path:
+        """Where the parent tells its workers that one of them has died."""
+        return self.outcomes_dir / "death"
+
+    def write_pid(self, rank: int) -> None:
+        """Note which process is this rank, for the parent to watch."""
+        (self.outcomes_dir / f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
+
+    def read_pids(self) -> list[int]:
+        """The processes of the ranks that have noted theirs."""
+        found = (path.read_text(encoding="utf-8") for path in self.outcomes_dir.glob("pid-*"))
+        return [int(text) for text in found if text.isdecimal()]
+
     def tracker_path(self, name: str) -> Path:
         """What this tracker was given of the run."""
         return self.path / "trackers" / f"{name}.json"
@@ -142,22 +156,26 @@ class RunFolder:
             except OSError as error:
                 raise self._explain("made", error) from error
 
-    def lock(self) -> None:
-        """Hold the folder for this process until `unlock()` or its end. A live run raises ConfigError with its pid."""
+    def lock(self, patience_seconds: float = 0.0) -> None:
+        """Hold the folder for this process until `unlock()` or its end. A live run raises ConfigError with its pid.
+
+        `patience_seconds`: how long one that is about to end may take to let go of it.
+        """
         self.create()
         try:
             fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise self._explain("written to", error) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        deadline = time.monotonic() + patience_seconds
+        while not (held := _try_lock(fd)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if not held:
             holder = os.read(fd, 100).decode("utf-8", "replace").strip() or "unknown"
             os.close(fd)
             raise ConfigError(
                 f"run.dir={self.path} is in use by a live run (pid {holder}); "
                 "wait for it, stop it, or give this run another run.name."
-            ) from None
+            )
         self._lock_fd = fd
         try:
             os.ftruncate(fd, 0)
@@ -226,6 +244,15 @@ class RunFolder:
         """Drop the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; returns their number."""
         return sum(_cut_rows(path, step) for path in (self.metrics_path, self.samples_path) if path.exists())
 
+    def last_step(self) -> int:
+        """The last step that has a row in metrics.jsonl; 0 where none has."""
+        try:
+            lines = self.metrics_path.read_bytes().splitlines()
+        except OSError:
+            return 0
+        steps = (_row_step(line) for line in reversed(lines))
+        return next((step for step in steps if step is not None), 0)
+
     def newest_step(self) -> int | None:
         """The step of the newest published checkpoint, by name alone; None when there is none."""
         names = (re.fullmatch(r"step-(\d+)", path.name) for path in _list_directory(self.checkpoints_dir))
@@ -252,11 +279,12 @@ class RunFolder:
             return f" early, at step {outcome['step']}; raise evaluate.early_stopping, or set it to null, to go on"
         return "; raise train.steps to go on"
 
-    def clear_outcomes(self) -> None:
-        """Forget how earlier attempts ended, before a new one starts."""
+    def clear_outcomes(self, restart: bool = False) -> None:
+        """Forget how earlier attempts ended, before a new one starts; a `restart` still hears of a stop."""
         self.outcome_path.unlink(missing_ok=True)
         for path in _list_directory(self.outcomes_dir):
-            path.unlink(missing_ok=True)
+            if not (restart and path == self.stop_path):
+                path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove what a killed process left half written. For the holder of the lock, while no worker runs."""
@@ -272,6 +300,14 @@ class RunFolder:
             number += 1
         self.path.rename(target)
         return target
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def find_model_dir(source: str) -> str:
@@ -294,20 +330,25 @@ class OpenedRun:
 
 
 def open_run(
-    recipe: Recipe, fresh: bool, say: Callable[[str], None], check: Callable[[], None] = lambda: None
+    recipe: Recipe,
+    fresh: bool,
+    say: Callable[[str], None],
+    check: Callable[[], None] = lambda: None,
+    patience_seconds: float = 0.0,
 ) -> OpenedRun:
     """Find out what `recipe.run.dir` holds: nothing, a run to resume, or one that has finished; lock it.
 
     A run whose recipe differs in a key that would change the model or its data raises ConfigError with the
     difference; `fresh` moves the old run aside instead. `check` is called for a run that starts anew, before its
-    folder is made and before an old run is moved aside: what it refuses leaves everything as it was.
+    folder is made and before an old run is moved aside: what it refuses leaves everything as it was. `patience_seconds`
+    is how long a live run may take to end.
     """
     folder = RunFolder(Path(recipe.run.dir))
     _refuse_foreign_folder(folder)
     had_recipe = folder.recipe_path.exists()
     if fresh or not had_recipe:
         check()
-    folder.lock()
+    folder.lock(patience_seconds)
     folder.sweep()
     if not had_recipe:
         return OpenedRun(folder, "new")
@@ -397,13 +438,17 @@ def _cut_rows(path: Path, step: int) -> int:
 
 
 def _is_row_up_to(line: str, step: int) -> bool:
-    if not line.endswith("\n"):
-        return False
+    found = _row_step(line) if line.endswith("\n") else None
+    return found is not None and found <= step
+
+
+def _row_step(line: str | bytes) -> int | None:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
+    except ValueError:
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 torch is imported inside the functions: the role of a command and the watchdog are needed before it is loaded.
 """
 
+import json
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from echelon.errors import ConfigError, LaunchError
 from echelon.hardware import Accelerator, Cluster, find_accelerator
+from echelon.launch.restart import RESTART_VARIABLE
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,9 @@ _PROCESS_STARTED = time.time()
 CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 RENDEZVOUS_SECONDS = 120.0
+# How long a rank waits for its peers in a collective before it counts them as lost. A peer's death is noticed at once;
+# this is for a machine that vanished without a word, and longer than any step, compilation included, may differ.
+COLLECTIVE_SECONDS = 300.0
 _GRACE_SECONDS = 5.0
 _WATCHDOG_SECONDS = 0.5
 
@@ -59,6 +64,27 @@ class Place:
     world_size: int
     local_rank: int
     local_world_size: int
+
+
+@dataclass(frozen=True)
+class LastEnd:
+    """When the processes before this one had ended (UTC seconds), and how long that took; None if nobody saw it."""
+
+    time: float
+    detection_seconds: float | None
+
+
+def find_last_end(sign_of_life: Path) -> LastEnd | None:
+    """What this process goes on from, where it was started again by itself; None for a start by somebody's command.
+
+    Under torchrun, which does not say so, it is the last change of the file `sign_of_life`.
+    """
+    if RESTART_VARIABLE in os.environ:
+        told = json.loads(os.environ[RESTART_VARIABLE])
+        return LastEnd(told["ended_at"], told["detection_seconds"])
+    if "TORCHELASTIC_RUN_ID" in os.environ and not is_managed() and sign_of_life.exists():
+        return LastEnd(sign_of_life.stat().st_mtime, None)
+    return None
 
 
 def launch_role(env: Mapping[str, str] | None = None) -> Role:
@@ -109,6 +135,16 @@ def find_start(earlier: float) -> float:
     `earlier` already, with this process, which the agent has started anew."""
     command = float(os.environ.get(_STARTED_VARIABLE, _PROCESS_STARTED))
     return command if command >= earlier else _PROCESS_STARTED
+
+
+def is_elastic() -> bool:
+    """Whether a foreign torchrun started this process, and starts it again when it fails or machines come and go."""
+    return not is_managed() and _read_int(os.environ, "TORCHELASTIC_MAX_RESTARTS", 0) > 0
+
+
+def shares_agent_store() -> bool:
+    """Whether torchrun has its workers meet in a store that outlives them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def read_environment() -> dict[str, str]:
@@ -272,7 +308,7 @@ def _explain_rendezvous(error: Exception, place: Place, timeout_seconds: float) 
     )
 
 
-def start_runtime(timeout_seconds: float = 1800.0, store: "Store | None" = None) -> Runtime:
+def start_runtime(timeout_seconds: float = COLLECTIVE_SECONDS, store: "Store | None" = None) -> Runtime:
     """Join the process group: NCCL with one GPU per process, else gloo on the CPU; one process is a group of one.
 
     Collective: every rank calls it. `timeout_seconds` is how long a collective may wait for its peers; `store` is

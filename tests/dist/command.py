@@ -64,11 +64,11 @@ class CommandLine:
         return Ending(code, out, err, seconds)
 
 
-def start(*arguments, **environment):
+def start(*arguments, cwd=None, **environment):
     """The command as a process of its own, in a session of its own, as a terminal would start it."""
     env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    return subprocess.Popen([sys.executable, "-m", "echelon", *arguments], env=env | environment, **pipes)
+    return subprocess.Popen([sys.executable, "-m", "echelon", *arguments], env=env | environment, cwd=cwd, **pipes)
 
 
 def finish(process, seconds=60):

@@ -1,4 +1,4 @@
-"""A job whose workers do almost nothing, to see how endings travel: `stub_job.py parent RUN COUNT MODE`.
+"""A job whose workers do almost nothing, to see how endings travel: `stub_job.py parent RUN COUNT MODE RESTARTS`.
 
 Its workers are this same file; they use echelon's own process part, and a collective in place of training.
 """
@@ -14,12 +14,13 @@ from echelon.launch.job import JobSpec
 from echelon.launch.local import LocalLauncher
 from echelon.run_folder import RunFolder
 from echelon.runtime import exported, start_runtime, start_watchdog, stop_runtime, worker_environment
-from echelon.train.worker import OutcomeReport, leave, redirect_output
+from echelon.train.worker import OutcomeReport, leave, leave_after_peers, redirect_output
 
 
-def run_parent(run_dir, count, mode):
+def run_parent(run_dir, count, mode, restarts):
     argv = (sys.executable, __file__, "worker", run_dir, mode)
-    outcome = LocalLauncher(exported).submit(JobSpec(argv, int(count), Path(run_dir), worker_environment(int(count))))
+    job = JobSpec(argv, int(count), Path(run_dir), worker_environment(int(count)), int(restarts))
+    outcome = LocalLauncher(exported, lambda line: print(line, flush=True)).submit(job)
     print(f"message: {outcome.message}", flush=True)
     return outcome.code
 
@@ -28,6 +29,7 @@ def run_worker(run_dir, mode):
     start_watchdog()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = RunFolder(Path(run_dir))
+    leave_after_peers(folder)
     console, _ = redirect_output(folder)
     with OutcomeReport(folder, int(os.environ["RANK"])) as report:
         runtime = start_runtime(timeout_seconds=60)
@@ -38,6 +40,18 @@ def run_worker(run_dir, mode):
         meet()
     stop_runtime(failed=report.outcome.code != 0)
     return leave(1 if report.outcome.code == 1 else 0)
+
+
+def kill_once(rank):
+    """Rank 1 kills itself when it is first started; its peer is deaf to everything but the word that one has died."""
+    first = not Path(os.environ["STUB_KILLED"]).exists()
+    meet()
+    if first and rank == 1:
+        Path(os.environ["STUB_KILLED"]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if first:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
 
 
 def meet():
@@ -56,6 +70,8 @@ def behave(rank, mode):
         raise ValueError("the seventh tensor is missing")
     if mode == "kill" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "kill once":
+        kill_once(rank)
     while mode == "work":
         meet()
         time.sleep(0.05)

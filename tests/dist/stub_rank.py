@@ -27,7 +27,7 @@ RECIPE = Recipe.model_validate(
 )
 
 
-def prepare(recipe, fresh, find_cluster, variables, say):
+def prepare(recipe, fresh, find_cluster, variables, say, patience_seconds):
     if sys.argv[1] == "refuse":
         raise ConfigError("data.train: text.txt is empty; give a file with text.")
     time.sleep(2)

@@ -333,6 +333,7 @@ def test_stops_and_deaths_in_the_middle_of_training(echelon, tmp_path):
     assert_refused(finish(job), 3, "stopped by SIGINT at step", "newest checkpoint is step", "resumes from it")
     assert_no_orphan()
 
+    command = (*command, "fault.max_restarts=0")
     job = train_until_saved()
     [victim] = [each for each in psutil.Process(job.pid).children() if each.environ().get("RANK") == "1"]
     victim.kill()

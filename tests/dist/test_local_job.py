@@ -11,20 +11,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+from command import read_lines
+
 pytestmark = pytest.mark.dist
 
 STUB = Path(__file__).with_name("stub_job.py")
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def start_job(folder, mode, count=2):
-    command = [sys.executable, str(STUB), "parent", str(folder), str(count), mode]
+def start_job(folder, mode, count=2, restarts=0):
+    command = [sys.executable, str(STUB), "parent", str(folder), str(count), mode, str(restarts)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def run_job(folder, mode, count=2):
+def run_job(folder, mode, count=2, restarts=0):
     """The exit code, the lines on the terminal, and the message the parent would show."""
-    job = start_job(folder, mode, count)
+    job = start_job(folder, mode, count, restarts)
     output, _ = job.communicate(timeout=60)
     lines = output.splitlines()
     [message] = [line.removeprefix("message: ") for line in lines if line.startswith("message: ")]
@@ -77,6 +79,32 @@ def test_killed_rank_is_named(tmp_path):
     assert code == 1
     assert message.startswith(f"rank 1 (pid {pid}) was killed by SIGKILL")
     assert message.endswith(f"see {tmp_path / 'logs' / 'rank-00001.log'}")
+
+
+def test_killed_rank_is_replaced_and_a_peer_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("STUB_KILLED", str(tmp_path / "killed"))
+    code, lines, message = run_job(tmp_path, "kill once", restarts=1)
+    assert (code, message) == (0, ""), lines
+    up, failure, restart, up_again, _ = lines
+    assert up == up_again == "rank 0 of 2 is up"
+    assert "was killed by SIGKILL" in failure and failure.startswith("failure: rank 1 (pid ")
+    assert restart == "restart 1 of 1: from the beginning"
+    events = read_lines(tmp_path / "events.jsonl")
+    assert [row["event"] for row in events] == ["failure", "restart"]
+    # The word, a second for last words, the agent's looks; never the 30 seconds that torchrun's agent grants.
+    assert 1 < events[1]["detection_seconds"] < 15
+
+
+def test_refusal_and_a_failure_that_comes_back_are_not_restarted(tmp_path):
+    code, lines, _ = run_job(tmp_path / "a", "refuse", restarts=3)
+    assert code == 2 and not [line for line in lines if line.startswith("restart")]
+    code, lines, message = run_job(tmp_path / "b", "raise", count=2, restarts=3)
+    assert code == 1 and [line for line in lines if line.startswith("restart")] == [
+        "restart 1 of 3: from the beginning",
+        "restart 2 of 3: from the beginning",
+    ]
+    assert "rank 1 failed: ValueError: the seventh tensor is missing" in message
+    assert message.endswith("the same failure came back without a new checkpoint in between, 3 in a row")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

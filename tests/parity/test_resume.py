@@ -103,6 +103,18 @@ def test_two_ranks_then_four_then_one(workers, text, tmp_path, uninterrupted):
     assert hashes(rows) == hashes(uninterrupted)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_three_ranks_that_cannot_share_the_batch_evenly(workers, text, tmp_path, uninterrupted, parallel):
+    """8 sequences over 3 ranks of 3: the last place is filled with a sequence without targets."""
+    train(workers, with_ranks(Row("ddp"), 2), tmp_path, text, steps=10, stop_at=4)
+    rows = train(workers, with_ranks(Row(parallel), 3, micro_batch=4), tmp_path, text, steps=10)
+    losses, norms = difference(rows, uninterrupted)
+    assert losses <= 2e-5 and norms <= 1e-4
+    assert hashes(rows) == hashes(uninterrupted)
+    ours, theirs = ([row["tokens"] for row in each if row["kind"] == "train"] for each in (rows, uninterrupted))
+    assert ours == theirs
+
+
 def test_without_the_checkpoint_the_metrics_begin_again(workers, text, tmp_path, uninterrupted):
     """The resume tests can fail: a run whose checkpoints are gone starts over and cuts its own rows."""
     train(workers, Row(), tmp_path, text, steps=10, stop_at=5)

@@ -108,7 +108,8 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
 def resolve(row: Row, recipe: Any, num_samples: int) -> ParallelPlan:
     """The plan that the real planner makes of the row on this many processes of one machine."""
     cluster = Cluster(MACHINE, num_devices=row.ranks, devices_per_node=row.ranks, kind="cpu")
-    return resolve_plan(recipe, build_shape(small_config(row.family, row.tied)), cluster, num_samples=num_samples)
+    shape = build_shape(small_config(row.family, row.tied))
+    return resolve_plan(recipe, shape, cluster, num_samples=num_samples, fill=True)
 
 
 def train(

@@ -276,3 +276,16 @@ def test_description():
     assert precision_line.startswith("precision: parameters float32, compute float32")
     assert batch_line == "batch: 24 sequences = 4 ranks x 3 microbatches x 2 sequences"
     assert why_line == "why: asked for"
+
+
+def test_a_run_that_goes_on_fills_up_what_the_ranks_cannot_share():
+    plan = resolve_plan(build_recipe(batch=8), TINY, cpus(3), fill=True)
+    assert (plan.dp_size, plan.num_microbatches, plan.micro_batch_size, plan.num_fill) == (3, 1, 3, 1)
+    assert plan.global_batch_size == 8 and ParallelPlan.from_dict(plan.to_dict()) == plan
+    assert "1 empty ones (11.1% of the computation is wasted)" in "\n".join(plan.describe())
+    # A micro batch that was given and does not divide becomes the next smaller one that does.
+    plan = resolve_plan(build_recipe(batch=8, micro_batch_size=4), TINY, cpus(3), fill=True)
+    assert (plan.num_microbatches, plan.micro_batch_size, plan.num_fill) == (1, 3, 1)
+    assert resolve_plan(build_recipe(batch=2), TINY, cpus(5), fill=True).num_fill == 3
+    even = resolve_plan(build_recipe(batch=8), TINY, cpus(4), fill=True)
+    assert even == resolve_plan(build_recipe(batch=8), TINY, cpus(4)) and even.num_fill == 0

@@ -31,7 +31,6 @@ REFUSED = {
     "parallel.microbatches": "parallel.microbatches=4",
     "parallel.placement": "parallel.placement=tp",
     "parallel.order": "parallel.order=[tp, dp_shard]",
-    "fault.max_restarts": "fault.max_restarts=1",
     "sync.name": "sync.name=diloco",
     "engine": "engine=deepspeed",
     "launch": "launch.nodes=2",

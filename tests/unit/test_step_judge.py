@@ -11,7 +11,7 @@ from echelon.recipe import FaultConfig
 from echelon.run_folder import RunFolder
 from echelon.train.bad_steps import StepJudge
 from echelon.train.diagnosis import _merge
-from echelon.train.recovery import _read_suppressed
+from echelon.train.rollback import _read_suppressed
 from echelon.train.state import TrainState
 
 CPU = torch.device("cpu")

@@ -57,8 +57,8 @@ class CheckpointStore:
     `save` returns. The threads agree on how a save ended, so that every rank does the same about one that failed: it is
     tried again 10 steps later, then 100, and the third failure in a row is an error.
 
-    `say` gets lines for the user and `note` the events `checkpoint` and `save_failed`, both on rank 0 alone, from the
-    thread.
+    `say` gets lines for the user and `note` the events: `save` when one begins, `publish` when all ranks have written,
+    `checkpoint` when it has its name, `save_failed`. Both on rank 0 alone, also from the thread.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class CheckpointStore:
         self.wait()
         began = time.monotonic()
         self._began_at, self._look_at, self._retry_at = step, step + 1, None
+        self._tell("save", step)
         checkpoint = Checkpoint(step, self._folder / f"step-{step:08d}")
         writing = self._folder / f".writing-{step:08d}"
         writer = FileSystemWriter(writing, single_file_per_rank=True, sync_files=True)
@@ -213,6 +214,7 @@ class CheckpointStore:
         reports = self._gather((reason, described))
         reason = next((each for each, _ in reports if each is not None), None)
         if self._is_publisher and reason is None:
+            self._tell("publish", checkpoint.step)
             try:
                 merged = {name: entry for _, each in reports for name, entry in each.items()}
                 publish(writing, checkpoint.path, state, merged)
@@ -236,8 +238,7 @@ class CheckpointStore:
     def _conclude(self, checkpoint: Checkpoint, keep: int | None, seconds: float) -> None:
         """After a save: the event, and room for the next one."""
         self._damaged.discard(checkpoint.step)
-        with suppress(OSError):  # a disk that is full by now takes no event
-            self._note("checkpoint", step=checkpoint.step, seconds=seconds)
+        self._tell("checkpoint", checkpoint.step, seconds=seconds)
         try:
             prune(self._folder, self._keep_last, keep, self._damaged)
         except OSError as error:
@@ -250,8 +251,12 @@ class CheckpointStore:
         plan = "" if count == MAX_FAILURES else "; it is tried again"
         name = checkpoint.path.name
         self._say(f"The checkpoint {name} could not be written: {reason} (failure {count} of {MAX_FAILURES}{plan}).")
-        with suppress(OSError):  # nor does it take this one
-            self._note("save_failed", step=checkpoint.step, reason=reason)
+        self._tell("save_failed", checkpoint.step, reason=reason)
+
+    def _tell(self, event: str, step: int, **fields: Any) -> None:
+        if self._is_publisher:
+            with suppress(OSError):  # a full disk takes no event
+                self._note(event, step=step, **fields)
 
     def _save_error(self, reason: str) -> CheckpointError:
         return CheckpointError(

@@ -14,7 +14,7 @@ import torch
 from echelon.batch import BatchSchedule
 from echelon.data.order import DataOrder, Words, mix
 from echelon.data.shards import NO_LABEL, Dataset
-from echelon.errors import ConfigError, DataError
+from echelon.errors import DataError
 
 _PREFETCH = 2
 _LOW_32_BITS = np.uint64(2**32 - 1)
@@ -28,7 +28,8 @@ class Microbatch:
     """The sequences of one forward pass.
 
     input_ids and labels are int64 `[batch, seq]`, labels -100 where there is no target; sample_ids and positions, which
-    are places in the global batch of the step, int64 `[batch]`.
+    are places in the global batch of the step, int64 `[batch]`. A sequence that only fills up the batch has no target
+    and the sample id -1.
     """
 
     input_ids: torch.Tensor
@@ -81,19 +82,24 @@ def hash_sequences(
 
 
 def hash_microbatch(microbatch: Microbatch) -> int:
-    """`hash_sequences` of the tensors of a microbatch on the CPU."""
+    """`hash_sequences` of the tensors of a microbatch on the CPU, without those that only fill it up."""
+    fed = int((microbatch.sample_ids >= 0).sum())  # what fills up comes last
     return hash_sequences(
-        microbatch.sample_ids, microbatch.positions, microbatch.input_ids.numpy(), microbatch.labels.numpy()
+        microbatch.sample_ids[:fed],
+        microbatch.positions[:fed],
+        microbatch.input_ids[:fed].numpy(),
+        microbatch.labels[:fed].numpy(),
     )
 
 
 class BatchLoader(Iterator[StepBatch]):
     """The batches of one data-parallel rank from `start_step` on, without end.
 
-    Of a step that feeds B sequences, rank r of R takes places [r*B/R, (r+1)*B/R), in microbatches of
-    `micro_batch_size` (the last one smaller if that does not divide). No state: starting at any step costs nothing.
-    A background thread keeps two steps ready; an error in it is raised by `next`. Use as a context manager or call
-    `close`. `pin_memory` puts tensors where a GPU can fetch them while the host goes on.
+    Of a step that feeds B sequences, each of R ranks takes n = ceil(B/R) places, rank r [r*n, (r+1)*n), in
+    microbatches of `micro_batch_size` (the last one smaller if that does not divide). Places from B on are filled with
+    sequences that have no target: the loss is a sum over targets, so they change nothing. No state: starting at any
+    step costs nothing. A background thread keeps two steps ready; an error in it is raised by `next`. Use as a context
+    manager or call `close`. `pin_memory` puts tensors where a GPU can fetch them while the host goes on.
     """
 
     def __init__(
@@ -107,18 +113,11 @@ class BatchLoader(Iterator[StepBatch]):
         start_step: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        """Raises DataError for a dataset without samples, ConfigError for a batch the ranks cannot share evenly."""
+        """Raises DataError for a dataset without samples."""
         if dataset.num_samples == 0:
             raise DataError(
                 f"data.train holds {dataset.num_tokens} tokens: a sample takes at least two; give more text."
             )
-        for size in batches.sizes:
-            if size % dp_size:
-                below = size // dp_size * dp_size
-                raise ConfigError(
-                    f"a global batch of {size} sequences is not a multiple of the {dp_size} data-parallel ranks; "
-                    f"use {f'{below} or ' if below else ''}{below + dp_size}."
-                )
         assert order.num_samples == dataset.num_samples, "the order is of another dataset"
         assert micro_batch_size > 0 and 0 <= dp_rank < dp_size, "no such microbatch or rank"
         self._dataset = dataset
@@ -169,11 +168,17 @@ class BatchLoader(Iterator[StepBatch]):
         self._next_step += 1
 
     def _build(self, step: int) -> StepBatch:
-        count = self._batches.sequences(step) // self._dp_size
+        size = self._batches.sequences(step)
+        count = -(-size // self._dp_size)
         first_position = self._dp_rank * count
-        sample_ids = self._order.sample_ids(self._batches.first_sequence(step) + first_position, count)
+        fill = min(count, max(0, first_position + count - size))
+        sample_ids = self._order.sample_ids(self._batches.first_sequence(step) + first_position, count - fill)
         positions = np.arange(first_position, first_position + count)
         inputs, labels = self._dataset.read_samples(sample_ids)
+        if fill:
+            sample_ids = np.pad(sample_ids, (0, fill), constant_values=-1)
+            inputs = np.pad(inputs, ((0, fill), (0, 0)))
+            labels = np.pad(labels, ((0, fill), (0, 0)), constant_values=NO_LABEL)
         microbatches = []
         for first in range(0, count, self._micro_batch_size):
             rows = slice(first, first + self._micro_batch_size)

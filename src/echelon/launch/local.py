@@ -1,5 +1,6 @@
 """Workers on this machine, under torchrun's elastic agent, which runs inside this process."""
 
+import json
 import logging
 import shlex
 import signal
@@ -7,14 +8,15 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.launch.job import JobSpec
-from echelon.launch.outcome import FAILED, Outcome, ProcessDeath, fold_outcomes, read_outcomes
+from echelon.launch.outcome import FAILED, Outcome, ProcessDeath, fold_outcomes, is_peer_leaving, read_outcomes
+from echelon.launch.restart import RESTART_VARIABLE, Restarts, deaths_watched
 from echelon.run_folder import RunFolder, write_text
 from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS
 
@@ -29,14 +31,19 @@ _ENDING_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
 
 
 class LocalLauncher:
-    """Starts the workers here, waits for them, and takes them along when it is stopped.
+    """Starts the workers here, waits for them, starts them again when one fails, takes them along when it is stopped.
 
     `export` puts variables into this process's environment for the time of a job, since the agent hands that on to the
-    workers; it is `runtime.exported`, a layer above this one.
+    workers; it is `runtime.exported`, a layer above this one. `say` gets a line about each restart.
     """
 
-    def __init__(self, export: Callable[[Mapping[str, str]], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        export: Callable[[Mapping[str, str]], AbstractContextManager[None]],
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._export = export
+        self._say = say
 
     def render(self, job: JobSpec) -> str:
         """The command each worker runs, and how many there are."""
@@ -45,42 +52,70 @@ class LocalLauncher:
 
     def submit(self, job: JobSpec) -> Outcome:
         """Run the job to its end. Workers inherit stdout and stderr; no worker outlives the call."""
-        run_folder = RunFolder(job.run_dir)
-        run_folder.create()
-        run_folder.clear_outcomes()
-        # The agent's own store would give a restarted worker stale addresses.
-        with self._export({**job.env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}):
-            deaths, stopped_by = _run_agent(job, run_folder.stop_path)
-        outcomes = read_outcomes(run_folder.outcomes_dir)
-        if stopped_by is not None:
-            return Outcome(FAILED, f"stopped by {stopped_by}")
-        return fold_outcomes(outcomes, deaths, run_folder.logs_dir)
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        folder = RunFolder(job.run_dir)
+        folder.create()
+        folder.clear_outcomes()
+        _silence_agent()
+        with _stops_handed_on(job.notice_seconds, folder.stop_path) as asked:
+            try:
+                return self._run(job, folder, asked)
+            except SignalException as error:
+                return Outcome(FAILED, f"stopped by {error.sigval.name}")
+
+    def _run(self, job: JobSpec, folder: RunFolder, asked: Sequence[object]) -> Outcome:
+        """Attempt after attempt, each under an agent of its own, until one does not fail or may not be repeated.
+
+        The agent could restart by itself; but between two of its attempts nobody could read how the first one ended,
+        sweep what it left half-written, or see that the same failure comes back.
+        """
+        restarts = Restarts(job.max_restarts)
+        announced: dict[str, str] = {}
+        while True:
+            outcome, failed_at = self._attempt(job, folder, announced)
+            if outcome.code != FAILED or asked or is_peer_leaving(folder.outcomes_dir):
+                return outcome
+            step = folder.newest_step()
+            ending = restarts.refuse(outcome, step)
+            if ending is not None:
+                return ending
+            ended_at = time.time()
+            folder.sweep()
+            folder.clear_outcomes(restart=True)
+            seconds = None if failed_at is None else ended_at - failed_at
+            with suppress(OSError):  # a full disk takes no event
+                folder.append_event("failure", step=step, code=outcome.code, message=outcome.message)
+                folder.append_event("restart", step=step, number=restarts.done, detection_seconds=seconds)
+            start = "from the beginning" if step is None else f"from step {step}"
+            self._say(f"failure: {outcome.message}")
+            self._say(f"restart {restarts.done} of {job.max_restarts}: {start}")
+            announced = {RESTART_VARIABLE: json.dumps({"ended_at": ended_at, "detection_seconds": seconds})}
+
+    def _attempt(self, job: JobSpec, folder: RunFolder, variables: Mapping[str, str]) -> tuple[Outcome, float | None]:
+        """Start the workers once; how they ended, and when the first of them died."""
+        # The agent's own store would give workers that start anew stale addresses.
+        variables = {**job.env, **variables, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with self._export(variables), deaths_watched(folder) as watch:
+            deaths = _run_agent(job)
+        return fold_outcomes(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir), watch.died_at
 
 
-def _run_agent(job: JobSpec, word: Path) -> tuple[list[ProcessDeath], str | None]:
-    """Run the agent: the processes that did not leave with 0, and the signal that ended this process's wait.
-
-    `word` is the file that asks the workers to stop.
-    """
+def _run_agent(job: JobSpec) -> list[ProcessDeath]:
+    """Run the agent: the processes that did not leave with 0."""
     # torch is imported here alone, so that this module stays light enough for `echelon --help`.
-    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    _silence_agent()
     entrypoint, *arguments = job.argv
-    with (
-        tempfile.TemporaryDirectory(prefix="echelon-agent-") as scratch,
-        _stops_handed_on(job.notice_seconds, word),
-    ):
+    with tempfile.TemporaryDirectory(prefix="echelon-agent-") as scratch:
         try:
             elastic_launch(_build_config(job, Path(scratch)), entrypoint)(*arguments)
         except ChildFailedError as error:
-            failures = error.failures.items()
-            return [ProcessDeath(rank, each.pid, each.exitcode, each.timestamp) for rank, each in failures], None
-        except SignalException as error:
-            return [], error.sigval.name
-    return [], None
+            return [
+                ProcessDeath(rank, each.pid, each.exitcode, each.timestamp) for rank, each in error.failures.items()
+            ]
+    return []
 
 
 def _build_config(job: JobSpec, scratch: Path) -> "LaunchConfig":
@@ -98,7 +133,7 @@ def _build_config(job: JobSpec, scratch: Path) -> "LaunchConfig":
         "rdzv_backend": "c10d",
         "rdzv_endpoint": "127.0.0.1:0",
         "local_addr": "127.0.0.1",
-        "max_restarts": job.max_restarts,
+        "max_restarts": 0,
         "monitor_interval": _MONITOR_SECONDS,
         "signals_to_handle": ",".join(each.name for each in _ENDING_SIGNALS),
     }
@@ -120,10 +155,11 @@ def _silence_agent() -> None:
 
 
 @contextmanager
-def _stops_handed_on(notice_seconds: float, word: Path) -> Iterator[None]:
+def _stops_handed_on(notice_seconds: float, word: Path) -> Iterator[Sequence[object]]:
     """The first signal asks the workers to save and stop; a second one, or the end of the notice, ends the agent.
 
-    Afterwards the handlers of before come back, also those that the agent has replaced.
+    `word` is the file that asks them. Yields what holds something once a signal has come. Afterwards the handlers of
+    before come back, also those that the agent has replaced.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -147,7 +183,7 @@ def _stops_handed_on(notice_seconds: float, word: Path) -> Iterator[None]:
     for each in mine:
         signal.signal(each, stop)
     try:
-        yield
+        yield asked
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for each, handler in before.items():

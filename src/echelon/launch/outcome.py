@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from echelon.errors import ConfigError, DataError, LaunchError, PlanError
+from echelon.errors import ConfigError, DataError, EchelonError, LaunchError, PlanError
 from echelon.run_folder import write_json, write_text
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
@@ -33,21 +33,28 @@ _PEER_VANISHED = re.compile(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job, or one command, ended: the exit code of the contract, and the message to show."""
+    """How a job, or one command, ended: the exit code of the contract, and the message to show.
+
+    `final`: a new start would end in the same way.
+    """
 
     code: int
     message: str = ""
+    final: bool = False
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What a rank reported: its exit code, its message, when (UTC seconds), and whether it only echoes a peer."""
+    """What a rank reported: its exit code, its message, when (UTC seconds), whether it only echoes a peer, and whether
+    it is final: a new start would end in the same way.
+    """
 
     rank: int
     code: int
     message: str
     time: float
     secondary: bool = False
+    final: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,15 @@ def is_secondary(error: BaseException) -> bool:
         return True
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return cause is not None and is_secondary(cause)
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether a new start from the newest checkpoint would end in the same error: one that echelon raised by itself.
+
+    Steps repeat bit for bit, so a loss that is not finite comes back, and a full disk stays full. Only a meeting of
+    ranks that failed may succeed another time.
+    """
+    return isinstance(error, EchelonError) and not isinstance(error, LaunchError) and not is_secondary(error)
 
 
 def reserve_outcome(directory: Path, rank: int) -> None:
@@ -98,7 +114,7 @@ def read_outcomes(directory: Path) -> list[RankOutcome]:
 
 
 def is_peer_leaving(directory: Path) -> bool:
-    """Whether a peer was refused or stopped after a save: then this rank's error is no failure to restart from."""
+    """Whether a rank was refused or stopped after a save: then its peers' errors are no failure to restart from."""
     return any(each.code in (REFUSED, STOPPED) and not each.secondary for each in read_outcomes(directory))
 
 
@@ -123,7 +139,7 @@ def fold_outcomes(outcomes: Sequence[RankOutcome], deaths: Sequence[ProcessDeath
     if by_accident:
         return _describe_death(by_accident[0], logs_dir)
     if causes:
-        return Outcome(causes[0].code, causes[0].message)
+        return Outcome(causes[0].code, causes[0].message, causes[0].final)
     aborted = [each for each in killed if each.exit_code == -signal.SIGABRT]
     rest = [*aborted, *unreported, *killed]
     if rest:
@@ -148,6 +164,6 @@ def _name_signal(number: int) -> str:
         return f"signal {number}"
 
 
-def report(rank: int, code: int, message: str, secondary: bool = False) -> RankOutcome:
+def report(rank: int, code: int, message: str, secondary: bool = False, final: bool = False) -> RankOutcome:
     """A report of this moment."""
-    return RankOutcome(rank, code, message, time.time(), secondary)
+    return RankOutcome(rank, code, message, time.time(), secondary, final)

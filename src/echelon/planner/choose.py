@@ -29,6 +29,7 @@ class _Request:
     num_samples: int | None
     precision: Precision
     compile: bool
+    fill: bool
 
     @property
     def usable_bytes(self) -> float | None:
@@ -43,12 +44,14 @@ class _Request:
         return estimate_memory(self.shape, plan, self.recipe.data.sequence_len, self.cluster.kind)
 
 
-def choose_plan(recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None) -> ParallelPlan:
+def choose_plan(
+    recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None, fill: bool
+) -> ParallelPlan:
     """See `echelon.plan.resolve_plan`, whose body this is."""
     _check_positions(recipe, shape)
     precision, precision_why = _choose_precision(recipe.train, cluster)
     compile_model, compile_why = _choose_compile(recipe.train.compile, cluster)
-    request = _Request(recipe, shape, cluster, num_samples, precision, compile_model)
+    request = _Request(recipe, shape, cluster, num_samples, precision, compile_model, fill)
     if recipe.parallel == "auto":
         plan, plan_why = _choose_strategy(request)
     else:
@@ -142,8 +145,8 @@ def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, l
 def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
     """The plan with the largest micro batch within the cap that fits, or with the smallest when none does."""
     recipe, cap = request.recipe, MICRO_BATCH_TOKENS[request.cluster.kind]
-    per_rank = check_batch(recipe, layout.dp_size, request.num_samples)
-    sizes = micro_batch_sizes(recipe, layout.dp_size)
+    per_rank = check_batch(recipe, layout.dp_size, request.num_samples, request.fill)
+    sizes = micro_batch_sizes(recipe, layout.dp_size, request.fill)
     automatic, length = recipe.train.micro_batch_size == "auto", recipe.data.sequence_len
     if automatic:
         sizes = [size for size in sizes if size * length <= cap or size == 1]
@@ -171,6 +174,7 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
         cpu_offload=layout.cpu_offload,
         micro_batch_size=micro_batch_size,
         num_microbatches=num_microbatches,
+        num_fill=layout.dp_size * num_microbatches * micro_batch_size - request.recipe.global_batch_size,
         activation_checkpointing=request.recipe.train.activation_checkpointing,
         compile=request.compile,
         precision=request.precision,

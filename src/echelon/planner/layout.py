@@ -120,8 +120,8 @@ def _strategy_name(replicate: int, shard: int, reshard: bool, reduce: ReduceGrad
     return {(True, "each"): "fsdp", (False, "each"): "zero2", (False, "last"): "zero1"}.get((reshard, reduce), "custom")
 
 
-def check_batch(recipe: "Recipe", dp_size: int, num_samples: int | None) -> int:
-    """Sequences that each rank gets of a whole global batch.
+def check_batch(recipe: "Recipe", dp_size: int, num_samples: int | None, fill: bool = False) -> int:
+    """Sequences that each rank gets of a whole global batch; with `fill`, those included that fill it up.
 
     Raises PlanError, naming batches and process counts that divide, for that batch and for every size of a ramp.
     """
@@ -131,6 +131,8 @@ def check_batch(recipe: "Recipe", dp_size: int, num_samples: int | None) -> int:
             f"data.train has {num_samples} samples of data.sequence_len={recipe.data.sequence_len} tokens, fewer than "
             f"the {dp_size} ranks that share them; use at most {num_samples} processes, more text or shorter sequences."
         )
+    if fill:
+        return -(-batch // dp_size)
     if batch % dp_size == 0:
         _check_ramp(recipe, dp_size)
         return batch // dp_size
@@ -170,16 +172,18 @@ def _check_ramp(recipe: "Recipe", dp_size: int) -> None:
     )
 
 
-def micro_batch_sizes(recipe: "Recipe", dp_size: int) -> list[int]:
+def micro_batch_sizes(recipe: "Recipe", dp_size: int, fill: bool = False) -> list[int]:
     """Micro batch sizes to choose from, largest first: the one given, or all that divide a rank's share of every step.
 
-    Raises PlanError naming the nearest sizes that divide.
+    Raises PlanError naming the nearest sizes that divide; with `fill`, the next smaller one is taken instead.
     """
     given = recipe.train.micro_batch_size
-    shares = [size // dp_size for size in recipe.batches.sizes]
+    shares = [-(-size // dp_size) for size in recipe.batches.sizes]
     fitting = _divisors(math.gcd(*shares))
     if given == "auto":
         return fitting[::-1]
+    if fill:
+        return [max(size for size in fitting if size <= given)]
     failing = [share for share in shares if share % given]
     if failing:
         fits = _join([str(n) for n in _near(fitting, given, each_side=1)])

@@ -85,7 +85,9 @@ class FaultConfig(Section):
         "makes a step a bad one. Default: no norm that is finite does.",
     )
     spike_window: Count = Field(100, description="Applied steps in that median; until there are as many, none spikes.")
-    max_restarts: CountOrZero = Field(0, description="How often failed processes are started again.")
+    max_restarts: CountOrZero = Field(
+        3, description="How often failed processes are started again, from the newest checkpoint."
+    )
     mean_hours_between_failures: Positive | None = Field(
         None,
         description="Hours between two failures of the whole job, for `checkpoint.every_steps: auto`. Default: 50,000 "

@@ -49,7 +49,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("parallel.microbatches", "no pipeline; set train.micro_batch_size"),
     Unbuilt("parallel.placement", "dp_shard inside dp_replicate"),
     Unbuilt("parallel.order", "dp_shard inside dp_replicate"),
-    Unbuilt("fault.max_restarts", "0; run the same command again to resume"),
     Unbuilt("sync.name", "every_step"),
     Unbuilt("engine", "native"),
     Unbuilt("launch", "processes on this machine, or under torchrun"),

@@ -28,8 +28,9 @@ from echelon.train.goodput import TimeBook
 from echelon.train.heartbeat import Heartbeat
 from echelon.train.interval import SaveInterval
 from echelon.train.journal import Journal
-from echelon.train.recovery import find_suppressed, load_checkpoint
+from echelon.train.recovery import RecoveryWatch
 from echelon.train.replicas import describe_replicas
+from echelon.train.rollback import find_suppressed, load_checkpoint
 from echelon.train.sampler import PromptSampler
 from echelon.train.state import TrainState
 from echelon.train.trackers import start_trackers
@@ -114,6 +115,7 @@ def build_trainer(
     compile_backend: str = "inductor",
 ) -> Trainer:
     """Everything a run needs, rehearsed and loaded, ready for `fit`. Collective."""
+    recovery = RecoveryWatch(folder, lambda line: write_line(console, line)) if runtime.rank == 0 else None
     device = runtime.device
     meshes = build_mesh(plan, device.type)
     data = open_prepared(folder.read_prepared_path(), recipe.data.sequence_len)
@@ -133,10 +135,12 @@ def build_trainer(
     journal, book = None, TimeBook()
     num_steps = recipe.num_steps(data.train.num_samples)
     peak_flops = find_peak_flops(device, plan.precision.compute)
-    if runtime.rank == 0:
+    if recovery is not None:
+        recovery.loaded()
         book = open_book(folder, saved)
         folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops)
         journal = Journal(folder, console, num_steps, recipe.train.log_every, recipe.batches)
+        journal.tell_recovery(recovery)
         journal.add_couriers(start_trackers(recipe, folder, state.step, journal.say))
         journal.say(f"tokens: pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}")
         journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")

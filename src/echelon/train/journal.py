@@ -11,6 +11,7 @@ from echelon.batch import BatchSchedule
 from echelon.errors import is_disk_full
 from echelon.run_folder import RunFolder
 from echelon.train.console import render_evaluation, render_sample_line, render_step
+from echelon.train.recovery import RecoveryWatch
 from echelon.train.trackers import Courier
 
 
@@ -29,6 +30,8 @@ class Journal:
         self._log_every = log_every
         self._batches = batches
         self._started: tuple[int, float] | None = None
+        self._recovery: RecoveryWatch | None = None
+        self._append_event = folder.append_event
 
     def say(self, line: str) -> None:
         """A line for the person at the console. In one write: couriers speak from threads of their own.
@@ -43,9 +46,15 @@ class Journal:
         """Have these bring the rows to their trackers; `close` waits for them."""
         self._couriers += couriers
 
+    def tell_recovery(self, recovery: RecoveryWatch) -> None:
+        """Have this hear of the steps."""
+        self._recovery = recovery
+
     def train(self, row: dict[str, Any]) -> None:
         """One training step."""
         self._write(row)
+        if self._recovery is not None:
+            self._recovery.stepped(row["step"])
         if self._is_logged(row["step"]):
             self.say(render_step(row, self._num_steps, self._remaining(row["step"])))
 
@@ -54,6 +63,11 @@ class Journal:
         self._write(row)
         for line in render_evaluation(row):
             self.say(line)
+
+    def note(self, event: str, step: int) -> None:
+        """One line of events.jsonl, if the disk takes it."""
+        with suppress(OSError):
+            self._append_event(event, step=step)
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """What the prompts became at one evaluation: into samples.jsonl, and a line each for the console."""

@@ -1,149 +1,71 @@
-"""What is done about a bad step: it is passed over, or leads back to a checkpoint, or ends the run with a diagnosis."""
+"""How long a run needed to go on after its processes were lost, part by part."""
 
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
-
-from echelon.checkpoint.folder import Checkpoint
-from echelon.checkpoint.store import CheckpointStore
-from echelon.engines import Engine
-from echelon.errors import TrainingError
-from echelon.recipe import FaultConfig
 from echelon.run_folder import RunFolder
-from echelon.train.bad_steps import StepJudge
-from echelon.train.diagnosis import Diagnosis, diagnose
-from echelon.train.metrics import StepMetrics, finite
-from echelon.train.state import TrainState
-
-if TYPE_CHECKING:
-    from echelon.train.trainer import Trainer
+from echelon.runtime import find_last_end
 
 
-class BadStep(Exception):
-    """A step with which training cannot simply go on. Raised on every rank, between two steps."""
+@dataclass(frozen=True)
+class Recovery:
+    """Seconds of each part, up to the end of the first step.
 
-    def __init__(self, metrics: StepMetrics) -> None:
-        super().__init__(f"step {metrics.step + 1}")
-        self.metrics = metrics
-
-
-def load_checkpoint(checkpoint: Checkpoint, store: CheckpointStore, engine: Engine, judge: StepJudge) -> dict[str, Any]:
-    """Put engine and judge where a checkpoint has them; everything in it that is no tensor. Collective."""
-    store.load(checkpoint, engine.state_dict())
-    saved = checkpoint.read_state()
-    judge.load_state_dict(saved.get("judge", {}))
-    return saved
-
-
-def pass_over(trainer: "Trainer", metrics: StepMetrics) -> None:
-    """Note a bad step; it was not applied, and nothing else is to be done unless there were too many in a row.
-
-    Raises BadStep where there is.
+    Attributes:
+        detection_seconds: from the death of the first process until all of them had ended; None where no parent saw it.
+        restart_seconds: until new processes had met; where no parent saw the end, since the last sign of life.
+        load_seconds: until the model was built and the checkpoint loaded.
+        first_step_seconds: until the first step was done.
+        repeated_steps: steps that were done already, and are done again.
     """
-    if metrics.step + 1 in trainer.state.suppressed:
-        return
-    fault = trainer.recipe.fault
-    if fault.on_bad_step != "skip" or metrics.bad_in_a_row >= fault.max_bad_steps:
-        raise BadStep(metrics)
-    _note(trainer, metrics, "skip", None)
-    if trainer.journal is not None:
-        trainer.journal.say(
-            f"bad step {metrics.step + 1}: {describe_numbers(metrics)}; not applied, {metrics.bad_in_a_row} in a row "
-            f"of fault.max_bad_steps={fault.max_bad_steps}"
+
+    detection_seconds: float | None
+    restart_seconds: float
+    load_seconds: float
+    first_step_seconds: float
+    repeated_steps: int
+
+    def describe(self) -> str:
+        """The line for the console."""
+        steps = "1 step was" if self.repeated_steps == 1 else f"{self.repeated_steps} steps were"
+        detected = f"all had ended {self.detection_seconds:.1f} s after the failure, " if self.detection_seconds else ""
+        since = "later" if self.detection_seconds else "after the last sign of life"
+        return (
+            f"recovered: {detected}new processes had met {self.restart_seconds:.1f} s {since}, the checkpoint was "
+            f"loaded after {self.load_seconds:.1f} s more and the first step done after {self.first_step_seconds:.1f} "
+            f"s; {steps} lost"
         )
 
 
-def recover(trainer: "Trainer", metrics: StepMetrics) -> None:
-    """Go back to the newest checkpoint, never to apply this step; or end the run. Collective.
+class RecoveryWatch:
+    """Measures a recovery in rank 0, from the start of this process to its first step."""
 
-    The weights are those that the step met: the judge has applied nothing since.
+    def __init__(self, folder: RunFolder, say: Callable[[str], None]) -> None:
+        """To be made as soon as the ranks have met, before metrics.jsonl is cut."""
+        self._folder = folder
+        self._say = say
+        self._up_at = self._loaded_at = time.time()
+        self._done_before = folder.last_step()
+        self._end = find_last_end(folder.metrics_path)
 
-    Raises:
-        TrainingError: the recipe wants the run to stop, or it had too many bad steps in a row.
-    """
-    trainer.store.wait()  # every rank is here, so the save under way can be whole first
-    fault = trainer.recipe.fault
-    goes_back = fault.on_bad_step == "rollback" and metrics.bad_in_a_row < fault.max_bad_steps
-    batch = trainer.loader.batch(metrics.step).to(trainer.device)
-    num_targets = trainer.count_targets(batch).clamp(min=1)
-    diagnosis = diagnose(trainer.engine, batch, num_targets, trainer.meshes.loss)
-    _note(trainer, metrics, "rollback" if goes_back else "stop", diagnosis)
-    if not goes_back:
-        raise TrainingError(describe_stop(metrics, fault, diagnosis))
-    _roll_back(trainer, metrics, diagnosis)
+    def loaded(self) -> None:
+        """The checkpoint is loaded."""
+        self._loaded_at = time.time()
 
-
-def _roll_back(trainer: "Trainer", metrics: StepMetrics, diagnosis: Diagnosis) -> None:
-    """Collective. What it writes first is the event: a run that dies here must know that the step is ruled out."""
-    journal, number = trainer.journal, metrics.step + 1
-    checkpoint = trainer.store.newest()
-    if checkpoint is None:
-        raise TrainingError(
-            f"step {number}: {describe_numbers(metrics)}, and there is no checkpoint to go back to any more; start the "
-            "same command again."
+    def stepped(self, step: int) -> None:
+        """A step is done; the first call writes the event and says the line, if this start follows a loss."""
+        if self._end is None:
+            return
+        recovery = Recovery(
+            detection_seconds=self._end.detection_seconds,
+            restart_seconds=max(0.0, self._up_at - self._end.time),
+            load_seconds=self._loaded_at - self._up_at,
+            first_step_seconds=time.time() - self._loaded_at,
+            repeated_steps=max(0, self._done_before - step + 1),
         )
-    if journal is not None:
-        journal.event("rollback", step=checkpoint.step, suppressed=number)
-        journal.say(
-            f"bad step {number}: {describe_numbers(metrics)}; back to step {checkpoint.step}, and step {number} will "
-            f"not be applied. {diagnosis.describe()}"
-        )
-    known = trainer.state.suppressed
-    saved = load_checkpoint(checkpoint, trainer.store, trainer.engine, trainer.judge)
-    trainer.state = TrainState.from_dict(saved["train"]).suppressing((*known, number))
-    trainer.book.go_back(saved.get("book", {}))
-    trainer.loader.seek(checkpoint.step)
-    if journal is not None:
-        journal.cut(checkpoint.step)
-
-
-def _note(trainer: "Trainer", metrics: StepMetrics, action: str, diagnosis: Diagnosis | None) -> None:
-    if trainer.journal is not None:
-        trainer.journal.event(
-            "bad_step",
-            step=metrics.step + 1,
-            loss=finite(metrics.loss),
-            grad_norm=finite(metrics.grad_norm),
-            batch_hash=metrics.batch_hash,
-            in_a_row=metrics.bad_in_a_row,
-            action=action,
-            **({} if diagnosis is None else diagnosis.fields()),
-        )
-
-
-def describe_numbers(metrics: StepMetrics) -> str:
-    """The loss and the norm of a step."""
-    return f"loss={metrics.loss:.6g} and gradient norm={metrics.grad_norm:.6g}"
-
-
-def describe_stop(metrics: StepMetrics, fault: FaultConfig, diagnosis: Diagnosis) -> str:
-    """Why the run ends at this step, what is known of it, and what to do."""
-    is_finite = finite(metrics.grad_norm) is not None
-    rule = (
-        f"which is more than fault.spike_factor={fault.spike_factor:g} times the median of the steps before"
-        if is_finite
-        else "and both must be finite"
-    )
-    many = ""
-    if fault.on_bad_step != "stop":
-        many = f"; it is the last of {metrics.bad_in_a_row} bad steps in a row (fault.max_bad_steps)"
-    return (
-        f"step {metrics.step + 1}: {describe_numbers(metrics)}, {rule}{many}; the update was not applied, and the "
-        f"checkpoints before it are kept. {diagnosis.describe()} Lower optim.learning_rate, lengthen "
-        "optim.warmup_steps or set optim.max_grad_norm, and train anew with --fresh or another run.name"
-        + ("; or pass over such steps with fault.on_bad_step=skip." if fault.on_bad_step == "stop" else ".")
-    )
-
-
-def find_suppressed(folder: RunFolder) -> tuple[int, ...]:
-    """The steps that rollbacks of this run have ruled out, by events.jsonl: also those no checkpoint was saved after.
-
-    Collective: rank 0 reads.
-    """
-    found = [_read_suppressed(folder) if dist.get_rank() == 0 else []]
-    dist.broadcast_object_list(found, src=0)
-    return tuple(found[0])
-
-
-def _read_suppressed(folder: RunFolder) -> list[int]:
-    return [int(event["suppressed"]) for event in folder.read_events() if event["event"] == "rollback"]
+        self._end = None
+        with suppress(OSError):  # a full disk takes no event
+            self._folder.append_event("recovered", step=step, **asdict(recovery))
+        self._say(recovery.describe())

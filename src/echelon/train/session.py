@@ -19,8 +19,10 @@ from echelon.runtime import (
     detect_launched_cluster,
     exported,
     find_place,
+    is_elastic,
     open_store,
     read_environment,
+    shares_agent_store,
     start_watchdog,
     use_deterministic_algorithms,
     worker_environment,
@@ -36,6 +38,12 @@ _READY_KEY = "echelon/run"
 _POLL_SECONDS = 0.5
 # How long a shared file system may take to show another machine's files.
 _VISIBLE_SECONDS = 15.0
+# How long the rank 0 of a machine that was lost may outlive it, beside which torchrun has started another one.
+_PATIENCE_SECONDS = 15.0
+_SHARED_STORE = (
+    "torchrun: its workers share the store of an agent, which keeps addresses of earlier starts, so that restarts may "
+    "fail; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started"
+)
 
 
 def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: Say) -> Outcome:
@@ -50,11 +58,11 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: S
         count,
         folder.path,
         worker_environment(count, recipe.train.deterministic),
-        recipe.fault.max_restarts or 0,
+        recipe.fault.max_restarts,
         recipe.fault.notice_seconds,
     )
     try:
-        outcome = LocalLauncher(exported).submit(job)
+        outcome = LocalLauncher(exported, say).submit(job)
         if outcome.code != DONE:
             folder.sweep()
         return _describe_ending(folder, outcome)
@@ -119,7 +127,10 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> P
     """Rank 0's part: prepare, then tell the others how it went, also when it went wrong. An Outcome ends all ranks."""
     word: dict[str, int] = {"code": FAILED, "digest": 0}
     try:
-        run = prepare_run(recipe, fresh, detect_launched_cluster, read_environment(), say)
+        patience = _PATIENCE_SECONDS if is_elastic() else 0.0
+        if patience and shares_agent_store():
+            say(_SHARED_STORE)
+        run = prepare_run(recipe, fresh, detect_launched_cluster, read_environment(), say, patience)
         word = {"code": DONE, "digest": digest_run(run.folder) if run else 0}
     except EchelonError as error:
         word["code"] = error.exit_code

@@ -45,25 +45,29 @@ def prepare_run(
     find_cluster: Callable[[], Cluster],
     variables: Mapping[str, str],
     say: Callable[[str], None],
+    patience_seconds: float = 0.0,
 ) -> PreparedRun | None:
     """Open the run folder, prepare the data, resolve the plan, write all of it down; None when the run has finished.
 
     No process group may exist: the others wait without a collective, however long the data takes. `variables` is
-    the environment, of which an allow-list is written down. The folder stays locked by this process.
+    the environment, of which an allow-list is written down. The folder stays locked by this process;
+    `patience_seconds` is how long another one that holds it may take to end.
     """
     from echelon.data.mixture import describe_mixture
     from echelon.data.prepare import prepare_data
     from echelon.train.evaluate import check_evaluation
 
     find_cluster = cache(find_cluster)
-    opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()))
+    opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()), patience_seconds)
     folder = opened.folder
     if opened.state == "finished":
         catch_up(recipe, folder, say)
         return None
     try:
         check_trackers(recipe)
+        folder.append_event("prepare")
         data = prepare_data(recipe, say)
+        folder.append_event("prepared")
         if opened.state == "resumed":
             _refuse_other_text(folder, data.content_digest)
         num_steps = recipe.num_steps(data.train.num_samples)
@@ -76,7 +80,9 @@ def prepare_run(
         cluster = find_cluster()
         plan = _find_pinned_plan(opened, cluster)
         if plan is None:
-            plan = resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples)
+            # A run that goes on must do so on whatever processes there are left.
+            goes_on = opened.state == "resumed"
+            plan = resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples, fill=goes_on)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
         _fetch_weights(recipe)
         folder.write_prepared_path(data.path, data.content_digest)

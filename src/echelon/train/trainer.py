@@ -37,8 +37,8 @@ from echelon.train.metrics import (
     peak_memory_bytes,
     train_row,
 )
-from echelon.train.recovery import BadStep, pass_over, recover
 from echelon.train.replicas import compare_replicas, describe_differences
+from echelon.train.rollback import BadStep, pass_over, recover
 from echelon.train.sampler import PromptSampler
 from echelon.train.state import TrainState
 
@@ -154,6 +154,8 @@ class Trainer:
     def evaluate(self) -> EvalResults | None:
         """Losses on the held-out text, and samples of the prompts; None when a stop came in between. Collective."""
         assert self.evaluator is not None
+        if self.journal is not None:
+            self.journal.note("evaluation", self.state.step)
         with self.engine.evaluation() as evaluation:
             beat = partial(self.heart.beat, f"the evaluation after step {self.state.step}")
             results = self.evaluator.run(evaluation, self.stop, beat)
@@ -163,6 +165,7 @@ class Trainer:
             texts = None if self.sampler is None else self.sampler.run(evaluation)
         if self.journal is not None:
             self.journal.evaluation(results.row(self.state.step))
+            self.journal.note("evaluated", self.state.step)
             if self.sampler is not None and texts is not None:
                 self.journal.samples(self.state.step, self.sampler.prompts, texts)
         return results

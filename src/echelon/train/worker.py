@@ -6,6 +6,8 @@ Its output goes to logs/rank-N.log, and how it ended to .outcomes/rank-N.json; w
 import os
 import re
 import sys
+import threading
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -18,8 +20,10 @@ from echelon.launch.outcome import (
     FAILED,
     STOPPED,
     RankOutcome,
+    is_final,
     is_peer_leaving,
     is_secondary,
+    read_outcomes,
     report,
     reserve_outcome,
     write_outcome,
@@ -42,6 +46,10 @@ if TYPE_CHECKING:
     from echelon.recipe import Recipe
 
 
+_LOOK_SECONDS = 0.2
+# Between a peer's death and this rank's end: what its own error says, if it has one, is written by then.
+_LAST_WORDS_SECONDS = 1.0
+
 # What torch says of an operation that `torch.use_deterministic_algorithms` rules out.
 _UNREPEATABLE = re.compile(r"(\S+) does not have a deterministic implementation")
 
@@ -53,6 +61,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     [run_dir] = sys.argv[1:] if argv is None else argv
     folder = RunFolder(Path(run_dir))
     stop = listen_for_stops(folder)
+    leave_after_peers(folder)
     console, _ = redirect_output(folder)
     outcome = run_rank(folder, console, stop)
     failed = outcome.code == FAILED and not (outcome.secondary and is_peer_leaving(folder.outcomes_dir))
@@ -66,12 +75,34 @@ def listen_for_stops(folder: RunFolder) -> StopRequest:
         rank = find_place().rank
         message = f"stopped at once by a second signal, {name}; what was not saved is lost"
         with suppress(OSError):
-            write_outcome(folder.outcomes_dir, report(rank, FAILED, message))
+            write_outcome(folder.outcomes_dir, report(rank, FAILED, message, final=True))
         leave(1)
 
     stop = StopRequest()
     stop.listen(folder.stop_path, leave_at_once)
     return stop
+
+
+def leave_after_peers(folder: RunFolder) -> None:
+    """From now on this rank leaves when another one has died: on a GPU a collective would wait for it in vain.
+
+    What an error of its own has to say comes first, in the seconds that are left.
+    """
+    rank = find_place().rank
+    with suppress(OSError):  # on a full disk the agent alone notices a death
+        folder.write_pid(rank)
+
+    def watch() -> NoReturn:
+        while not folder.death_path.exists():
+            time.sleep(_LOOK_SECONDS)
+        time.sleep(_LAST_WORDS_SECONDS)
+        if rank not in {each.rank for each in read_outcomes(folder.outcomes_dir)}:
+            with suppress(OSError):
+                message = "left because another rank had died"
+                write_outcome(folder.outcomes_dir, report(rank, FAILED, message, secondary=True))
+        leave(1)
+
+    threading.Thread(target=watch, name="peers", daemon=True).start()
 
 
 def run_rank(folder: RunFolder, console: TextIO, stop: StopRequest, store: "Store | None" = None) -> RankOutcome:
@@ -161,7 +192,7 @@ class OutcomeReport:
         if error is None:
             self.outcome = report(self._rank, DONE, "")
         elif isinstance(error, EchelonError):
-            self.outcome = report(self._rank, error.exit_code, str(error), is_secondary(error))
+            self.outcome = report(self._rank, error.exit_code, str(error), is_secondary(error), is_final(error))
         else:
             message = explain_error(error, self._rank, self._folder)
             self.outcome = report(self._rank, FAILED, message, is_secondary(error))

@@ -1,0 +1,110 @@
+"""Whether a group of processes that failed is started again, and the words about it."""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+from echelon.launch.outcome import Outcome
+from echelon.run_folder import RunFolder, write_text
+
+RESTART_VARIABLE = "ECHELON_RESTART"
+"""Tells workers that they start anew: JSON of when the processes before them had ended, and after how many seconds."""
+
+SAME_FAILURES = 3
+"""So often in a row the same failure without a new checkpoint ends the job, whatever restarts are left."""
+
+_LOOK_SECONDS = 0.02
+# What differs between two occurrences of one failure: who it struck first.
+_WHO = re.compile(r"rank \d+ (\(pid \d+\) )?|; see \S+")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How an attempt failed, and at which newest checkpoint; None: there was none."""
+
+    message: str
+    step: int | None
+
+
+@dataclass
+class Restarts:
+    """Counts a job's failures and decides on each."""
+
+    limit: int
+    done: int = 0
+    _last: Failure | None = None
+    _in_a_row: int = 0
+
+    def refuse(self, outcome: Outcome, step: int | None) -> Outcome | None:
+        """Take note of a failure. None: start again; else how the job ends, in words that say why it is not restarted.
+
+        `step` is that of the newest checkpoint.
+        """
+        failure = Failure(_WHO.sub("", outcome.message), step)
+        self._in_a_row = self._in_a_row + 1 if failure == self._last else 1
+        self._last = failure
+        came_back = "the same failure came back without a new checkpoint in between"
+        if outcome.final or self.limit == 0:
+            return outcome
+        if self._in_a_row == SAME_FAILURES:
+            return replace(outcome, message=f"{outcome.message}; not restarted: {came_back}, {SAME_FAILURES} in a row")
+        if self.done == self.limit:
+            why = f"; {came_back}" if self._in_a_row > 1 else ""
+            return replace(
+                outcome, message=f"{outcome.message}; not restarted: fault.max_restarts={self.limit} is used up{why}"
+            )
+        self.done += 1
+        return None
+
+
+class DeathWatch:
+    """When the first process of an attempt died; None while none has, or where the system does not tell."""
+
+    def __init__(self) -> None:
+        self.died_at: float | None = None
+        self._over = threading.Event()
+
+    def watch(self, folder: RunFolder) -> None:
+        """Wait for a worker that fails, and say so in the run folder then: its peers, which may hang, leave by it.
+
+        Workers are those that wrote down their pid: this process may have other children. The dead one is left for the
+        agent to collect.
+        """
+        while not self._over.wait(_LOOK_SECONDS):
+            if any(_has_failed(pid) for pid in folder.read_pids()):
+                self.died_at = time.time()
+                with suppress(OSError):  # a full disk takes no word; the agent ends them all the same, later
+                    write_text(folder.death_path, "a rank has died\n")
+                return
+
+    def stop(self) -> None:
+        """End the watching thread."""
+        self._over.set()
+
+
+@contextmanager
+def deaths_watched(folder: RunFolder) -> Iterator[DeathWatch]:
+    """Watch the workers of a run, children of this process, during the block."""
+    watch = DeathWatch()
+    thread = threading.Thread(target=watch.watch, args=(folder,), name="death-watch", daemon=True)
+    if hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
+        thread.start()
+    try:
+        yield watch
+    finally:
+        watch.stop()
+        if thread.is_alive():
+            thread.join()
+
+
+def _has_failed(pid: int) -> bool:
+    """Whether this child has ended, and not with 0; one that was collected has no say any more."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0)

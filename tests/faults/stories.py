@@ -1,0 +1,289 @@
+"""Killing a job at drawn moments, and seeing it end as if nothing had been.
+
+A story is one run, from its data preparation to its last step, with a few kills in between. A kill waits for its phase
+in what the run itself writes, events.jsonl and metrics.jsonl, then for a drawn while, and strikes from outside. In
+which phase it landed is read from events.jsonl afterwards. The job goes on by itself, or the same command is run again.
+"""
+
+import copy
+import json
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from command import TEXT, finish, marked_processes, read_lines, start, write_recipe
+from echelon.run_folder import RunFolder
+from training import equal_tensors, tensors_of
+
+EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
+PHASES = ("data preparation", "start", "step", "save", "publish", "evaluation")
+# The event that begins a phase and those that end it, the narrowest phase first.
+SPANS = {
+    "publish": ("publish", ("checkpoint", "save_failed")),
+    "save": ("save", ("publish", "save_failed")),
+    "evaluation": ("evaluation", ("evaluated",)),
+    "data preparation": ("prepare", ("prepared",)),
+}
+ATTEMPTS = ("restart", "prepare")  # each begins another one
+# How long a phase lasts, about: the while between its beginning and a kill is drawn from it.
+SECONDS = {"data preparation": 1.5, "start": 4.0, "step": 0.02, "save": 0.05, "publish": 0.08, "evaluation": 0.1}
+LOOK_SECONDS = 0.001
+PATIENCE_SECONDS = 300.0
+GONE_SECONDS = 10.0
+
+RECIPE = "story.json"
+STEPS = 180
+SECTIONS = {
+    "train": {"steps": STEPS, "global_batch_size": 12, "log_every": 90, "eval_every": 20},
+    "checkpoint": {"every_steps": 20, "keep_last": 2},
+    "evaluate": {"batches": 12},
+    "fault": {"max_restarts": 20},
+}
+MODEL = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.1}
+
+
+@dataclass
+class Kill:
+    """One kill: what was asked for, and what became of it."""
+
+    phase: str
+    signal: str
+    target: str
+    at: float = 0.0
+    landed: str = ""
+    at_step: int = 0
+    steps_lost: int = 0
+    by_itself: bool = False
+    exit_code: int | None = None
+    seconds_to_recover: float | None = None
+
+
+@dataclass
+class Story:
+    """A run of `ranks` under `parallel`, the kills it has to survive, and the seed their moments are drawn from."""
+
+    ranks: int
+    parallel: str
+    kills: list[tuple[str, str, str]]
+    seed: int
+    done: list[Kill] = field(default_factory=list)
+
+    @property
+    def kind(self):
+        """What an uninterrupted run is compared by."""
+        return self.ranks, self.parallel
+
+
+class Teller:
+    """Runs one story in a folder of its own."""
+
+    def __init__(self, folder, story):
+        self._folder, self._story = folder, story
+        self._random = random.Random(story.seed)
+        self._events: list[dict] = []
+        self._read_bytes = 0
+        self.run = RunFolder(folder / "runs" / "tiny")
+        write_faulty_recipe(folder, story.parallel)
+
+    def tell(self):
+        """Kill and go on, to the end. Asserts that the job ends well and that nothing of it is left after any kill."""
+        job = self._start()
+        for plan in self._story.kills:
+            kill = Kill(*plan)
+            if not self._strike(job, kill):
+                break  # the job was over before the phase came
+            self._story.done.append(kill)
+            job = self._go_on(job, kill)
+        ending = finish(job, PATIENCE_SECONDS)
+        assert ending.code == 0, (self._story, ending, tail_of(self.run))
+        assert not wait_until_gone(marked_processes()), "processes of the job outlive it"
+        for kill in self._story.done:
+            self._look_back(kill)
+
+    def _start(self):
+        path = [str(Path(__file__).with_name("slow_disk")), os.environ.get("PYTHONPATH", "")]
+        command = ("train", RECIPE, "--nproc", str(self._story.ranks))
+        self._mark = len(self._read_events())
+        return start(*command, cwd=self._folder, PYTHONPATH=os.pathsep.join(filter(None, path)), OMP_NUM_THREADS="1")
+
+    def _read_events(self):
+        """All events so far; a look costs little while there is none that is new."""
+        path = self.run.events_path
+        if path.exists() and path.stat().st_size > self._read_bytes:
+            with path.open("rb") as file:
+                file.seek(self._read_bytes)
+                lines = file.read().split(b"\n")[:-1]
+            self._read_bytes += sum(len(line) + 1 for line in lines)
+            self._events += [json.loads(line) for line in lines]
+        return self._events
+
+    def _strike(self, job, kill):
+        """Wait for the moment and kill; False if the job was over before."""
+        if not self._await(job, kill.phase):
+            return False
+        time.sleep(self._random.uniform(0, SECONDS[kill.phase]))
+        while not (victims := find_victims(job, kill.target, self._story.ranks)) and job.poll() is None:
+            time.sleep(LOOK_SECONDS)
+        if job.poll() is not None:
+            return False
+        self._left = processes_of(job)
+        self._left_ranks = [each for each in self._left[1:] if (role_of(each) or "").isdecimal()]
+        self._mark = len(self._read_events())
+        kill.at_step, kill.at = self.run.last_step(), time.time()
+        for victim in victims:
+            with suppress(psutil.NoSuchProcess):  # it ended just now by itself, or as a child of the one before it
+                victim.send_signal(signal.Signals[kill.signal])
+        return True
+
+    def _await(self, job, phase):
+        """Until the phase has begun, for the first or the second time; False if the job ends before."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        first, last_step = None, None
+        times = self._random.randint(1, 2)
+        while job.poll() is None:
+            assert time.monotonic() < deadline, f"no {phase} came: {tail_of(self.run)}"
+            names = [row["event"] for row in self._read_events()[self._mark :]]
+            if phase == "data preparation" and "prepare" in names:
+                return True
+            if phase == "start" and ("prepared" in names or "restart" in names):
+                return True
+            if phase not in ("data preparation", "start") and ("start" in names or "resume" in names):
+                # What came before the processes of now were up was of those before them.
+                first = len(names) if first is None else first
+                last_step = self.run.last_step() + self._random.randint(2, 8) if last_step is None else last_step
+                if phase == "step" and self.run.last_step() >= last_step and self._classify(time.time()) == phase:
+                    return True
+                if phase in SPANS and names[first:].count(SPANS[phase][0]) >= times:
+                    return True
+            time.sleep(LOOK_SECONDS)
+        return False
+
+    def _go_on(self, job, kill):
+        """After a kill: whoever had to end has ended; the job is on its way again, or is started again."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while job.poll() is None:
+            if any(row["event"] == "restart" for row in self._read_events()[self._mark :]):
+                kill.by_itself = True
+                assert not wait_until_gone(self._left_ranks), "ranks of before the failure live on"
+                return job
+            assert time.monotonic() < deadline, f"neither ended nor started anew: {tail_of(self.run)}"
+            time.sleep(0.02)
+        ending = finish(job, 30)
+        kill.exit_code = ending.code
+        assert "Traceback" not in ending.err, ending.err
+        assert not wait_until_gone(self._left), "processes of the job outlive it"
+        return self._start()
+
+    def _look_back(self, kill):
+        """What the run's own trace says of a kill: the phase it landed in, and when processes were up again."""
+        kill.landed = self._classify(kill.at)
+        up = next((row for row in self._read_events() if row["time"] > kill.at and is_up(row)), None)
+        if up is not None:
+            kill.seconds_to_recover = up["time"] - kill.at
+            kill.steps_lost = max(0, kill.at_step - up["step"])
+
+    def _classify(self, at):
+        """The phase that the run was in."""
+        names = [row["event"] for row in self._read_events() if row["time"] <= at]
+        latest = max((index for index, name in enumerate(names) if name in ATTEMPTS), default=0)
+        names = names[latest:]
+        for phase, (begin, ends) in SPANS.items():
+            after = names[len(names) - names[::-1].index(begin) :] if begin in names else None
+            if after is not None and not any(each in ends for each in after):
+                return phase
+        return "step" if "start" in names or "resume" in names else "start"
+
+
+def is_up(row):
+    """An event of processes that are ready for their first step."""
+    return row["event"] in ("start", "resume")
+
+
+def write_faulty_recipe(folder, parallel):
+    """The recipe of every story; its text is large enough that preparing it is no matter of milliseconds."""
+    model = {"model": {"config": MODEL}}
+    data = {"prepare_workers": 2, "validation_fraction": 0.002}
+    recipe = write_recipe(folder, **model, parallel=parallel, data=data, **copy.deepcopy(SECTIONS))
+    recipe.rename(folder / RECIPE)
+    (folder / "text.txt").write_text(TEXT * 150)
+
+
+def train_uninterrupted(folder, ranks, parallel):
+    """The same recipe without a kill, on a disk that is not slow."""
+    write_faulty_recipe(folder, parallel)
+    ending = finish(start("train", RECIPE, "--nproc", str(ranks), cwd=folder, OMP_NUM_THREADS="1"), 300)
+    assert ending.code == 0, ending
+    return RunFolder(folder / "runs" / "tiny")
+
+
+def assert_same(run, whole):
+    """The metrics columns and the final weights and moments are equal bit for bit."""
+    ours, theirs = (
+        [[row[key] for key in EXACT] for row in read_lines(each.metrics_path) if row["kind"] == "train"]
+        for each in (run, whole)
+    )
+    assert ours == theirs
+    assert equal_tensors(tensors_of(run.path, STEPS), tensors_of(whole.path, STEPS))
+    losses = [
+        [(row["step"], row["loss"]) for row in read_lines(each.metrics_path) if row["kind"] == "eval"]
+        for each in (run, whole)
+    ]
+    assert losses[0] == losses[1]
+
+
+def processes_of(job):
+    """The command's process and all below it."""
+    try:
+        parent = psutil.Process(job.pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def find_victims(job, target, ranks):
+    """Who is to be killed: the agent, all, rank 0 or another one; while data is prepared, one that tokenizes."""
+    found = processes_of(job)
+    if target in ("agent", "all") or not found:
+        return found[:1] if target == "agent" else found
+    wanted = "0" if target == "rank 0" else str(ranks - 1)
+    return [each for each in found[1:] if role_of(each) in (wanted, "tokenizing")][:1]
+
+
+def role_of(process):
+    """The RANK of a process, "tokenizing" for one that prepares data, None for another."""
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        if "multiprocessing.spawn" in " ".join(process.cmdline()):
+            return "tokenizing"
+        return process.environ().get("RANK")
+    return None
+
+
+def wait_until_gone(processes):
+    """Those that are still there after GONE_SECONDS."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while left := [each for each in processes if is_alive(each)]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+    return []
+
+
+def is_alive(process):
+    """Whether it runs; a zombie does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def tail_of(run):
+    """What a failing test shows of a run: its last events, and the end of each log."""
+    events = run.events_path.read_text().splitlines()[-8:] if run.events_path.exists() else []
+    logs = [path.read_text(errors="replace")[-1500:] for path in sorted(run.logs_dir.glob("*.log"))]
+    return "\n".join([*events, *logs])
