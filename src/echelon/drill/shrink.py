@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from echelon.model.build import load_config
 from echelon.recipe import Recipe
 
@@ -49,6 +51,8 @@ def shrink(recipe: Recipe, folder: Path, num_processes: int, num_steps: int) -> 
         "fault": "{hang_seconds: 10, notice_seconds: 60, max_restarts: 3}",
         "track": "[]",
     }
+    if torch.cuda.is_available():
+        overrides["train.deterministic"] = "true"
     if recipe.tokenizer is None:
         overrides["tokenizer"] = recipe.model.checkpoint
     return [f"{key}={value}" for key, value in overrides.items()]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,11 +38,16 @@ class Trial:
     command: tuple[str, ...]
     num_steps: int
 
+    @property
+    def log(self) -> Path:
+        """What the command printed."""
+        return self.run.path.with_suffix(".log")
+
     @contextmanager
     def started(self) -> Iterator["Job"]:
         """The command under way; whatever is left of it is ended with the block."""
-        self.run.path.mkdir(parents=True, exist_ok=True)
-        with (self.run.path / "drill.log").open("ab") as log:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "echelon", *self.command],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
@@ -61,7 +67,7 @@ class Trial:
 
     def last_words(self) -> str:
         """The last line that the command printed."""
-        lines = (self.run.path / "drill.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return lines[-1] if lines else "it said nothing"
 
     def rows(self) -> list[dict[str, Any]]:

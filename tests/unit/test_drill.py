@@ -1,0 +1,70 @@
+"""What a drill makes of a recipe: a small one of the same kind, that loads and plans."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from echelon.drill.shrink import shrink, shrink_model
+from echelon.model.build import build_on_meta, load_config
+from echelon.recipe import load_recipe
+
+MODELS = {
+    "llama": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "gpt2": {"n_embd": 1024, "n_layer": 24, "n_head": 16, "resid_pdrop": 0.2},
+    "gemma2": {"hidden_size": 2304, "num_hidden_layers": 26, "head_dim": 256, "sliding_window": 64},
+    "gemma3_text": {"hidden_size": 1152, "num_hidden_layers": 26, "head_dim": 256},
+    "qwen3": {"hidden_size": 1024, "num_hidden_layers": 28, "tie_word_embeddings": True},
+    "mistral": {},
+}
+
+
+def write(folder: Path, **changes) -> Path:
+    recipe = {
+        "run": {"name": "big"},
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": "bytes",
+        "data": {"train": "text.txt", "sequence_len": 4096},
+        "train": {"tokens": 2e9, "global_batch_tokens": 524288, "precision": "bf16"},
+        "optim": {"learning_rate": 1e-3, "schedule": "wsd", "schedule_unit": "tokens", "warmup_tokens": 1000000},
+        "parallel": "fsdp",
+    } | changes
+    path = folder / "big.json"
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_small_model_of_the_same_family(tmp_path, model_type):
+    given = {"model_type": model_type, "vocab_size": 512, **MODELS[model_type]}
+    recipe, _ = load_recipe(write(tmp_path, model={"config": given}))
+    small = load_config(shrink_model(recipe))
+    assert small.model_type == model_type
+    assert sum(each.numel() for each in build_on_meta(small).parameters()) < 400_000
+    for key in ("resid_pdrop", "sliding_window", "tie_word_embeddings", "vocab_size"):
+        if key in given:
+            assert getattr(small, key) == given[key]
+
+
+def test_what_is_small_stays_as_it_is(tmp_path):
+    given = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    recipe, _ = load_recipe(write(tmp_path, model={"config": given}))
+    assert shrink_model(recipe).items() >= given.items()
+
+
+def test_the_shape_of_a_checkpoint(tmp_path):
+    load_config({"model_type": "qwen3", "vocab_size": 600, "tie_word_embeddings": True}).save_pretrained(tmp_path / "m")
+    recipe, _ = load_recipe(write(tmp_path, model={"checkpoint": str(tmp_path / "m")}, tokenizer=None))
+    small = shrink_model(recipe)
+    assert small["model_type"] == "qwen3" and small["tie_word_embeddings"] and small["hidden_size"] == 64
+    assert f"tokenizer={tmp_path / 'm'}" in shrink(recipe, tmp_path, 2, 24)
+
+
+def test_the_small_recipe_loads(tmp_path):
+    path = write(tmp_path)
+    recipe, _ = load_recipe(path)
+    small, _ = load_recipe(path, shrink(recipe, tmp_path / "drill" / "x", 2, 60))
+    assert small.train.steps == 60 and small.train.tokens is None and small.global_batch_size == 4
+    assert small.checkpoint.every_steps == 10 and small.run.dir == tmp_path / "drill" / "x"
+    assert small.optim.schedule == "wsd" and small.parallel == recipe.parallel
+    assert small.prepared_dir == recipe.prepared_dir, "the data is not prepared once more"
