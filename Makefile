@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test slow parity bench gpu lint clean
+.PHONY: help demo test slow parity faults bench gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -11,6 +11,7 @@ help:
 	@echo "make test     set up, run the tests"
 	@echo "make slow     the tests that take too long for every day: a killed server, a browser on MLflow's page, full disks (12 minutes)"
 	@echo "make parity   every strategy against the single process, the whole product of options (long)"
+	@echo "make faults   kills a job at drawn moments, 66 times, and compares its end; the report is faults.md (30 minutes)"
 	@echo "make bench    the cost of a step beside a plain PyTorch loop's (long)"
 	@echo "make gpu      on a machine with an NVIDIA GPU: its tests and all benchmarks, into a folder of logs (10 minutes)"
 	@echo "make lint     style and types"
@@ -50,6 +51,10 @@ slow: .venv/.slow
 parity: .venv/.installed
 	@echo "== comparing every strategy with the single process"
 	$(BIN)/python -m pytest tests/parity -m "not gpu"
+
+faults: .venv/.installed
+	@echo "== killing jobs in every phase, and comparing them with those that were never interrupted"
+	$(BIN)/python -m pytest tests/faults -v -m "slow or not slow"
 
 bench: .venv/.installed
 	@echo "== timing echelon's step beside a plain loop's"

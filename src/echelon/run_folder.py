@@ -11,27 +11,16 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from echelon.errors import ConfigError, DataError, EchelonError, explain_storage_error, is_disk_full
-from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipes, load_recipe, redact
+from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipes, load_recipe
 
-# Only these variables are written down: everything else may hold a secret.
-_RECORDED_VARIABLES = re.compile(
-    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS|MKL_NUM_THREADS"
-    r"|CUDA_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|PYTORCH_ALLOC_CONF|PYTORCH_CUDA_ALLOC_CONF|NCCL_[A-Z_0-9]+"
-    r"|GLOO_SOCKET_IFNAME|TORCH_NCCL_[A-Z_]+|TORCHELASTIC_(RUN_ID|RESTART_COUNT|MAX_RESTARTS)"
-    r"|SLURM_(JOB_ID|STEP_ID|PROCID|LOCALID|NODEID|NTASKS|NTASKS_PER_NODE|NNODES|JOB_NODELIST|JOB_PARTITION"
-    r"|RESTART_COUNT|CPUS_PER_TASK|GPUS_ON_NODE))"
-)
-_RECORDED_PACKAGES = ("echelon", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 # What a run leaves in its folder before recipe.yaml exists; any other file means the folder is somebody else's.
 _EARLY_FILES = {
     ".lock", ".outcomes", "logs", "checkpoints", "events.jsonl", "data.json", "environment.json", "estimate.json",
@@ -476,36 +465,3 @@ def sync_folder(path: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Replace the file with `value` as indented JSON, in one go."""
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")
-
-
-def describe_environment(variables: Mapping[str, str]) -> dict[str, Any]:
-    """What environment.json holds: versions, platform, git revision, and the launcher's variables by an allow-list."""
-    return {
-        "time": time.time(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "hostname": platform.node(),
-        "num_cores": os.cpu_count(),
-        "packages": {name: version for name in _RECORDED_PACKAGES if (version := _find_version(name))},
-        "git_revision": _find_git_revision(),
-        "variables": redact(
-            {key: value for key, value in sorted(variables.items()) if _RECORDED_VARIABLES.fullmatch(key)}
-        ),
-    }
-
-
-def _find_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _find_git_revision() -> str | None:
-    """The commit of the working directory, with `-dirty` when tracked files differ from it; None outside git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() or None

@@ -68,10 +68,15 @@ def check_record(run):
     assert all(math.isclose(math.exp(row["loss"]), row["perplexity"], rel_tol=1e-9) for row in evals)
 
     events = read_lines(run.events_path)
-    assert [(row["event"], row["step"]) for row in events] == [
+    milestones = ("start", "resume", "checkpoint", "done")
+    assert [(row["event"], row["step"]) for row in events if row["event"] in milestones] == [
         ("start", 0), ("checkpoint", 3), ("checkpoint", 4), ("done", 4),
         ("resume", 3), ("checkpoint", 6), ("checkpoint", 7), ("done", 7),
     ]  # fmt: skip
+    saves = ["save", "publish", "checkpoint"]
+    assert [row["event"] for row in events if row["event"] in saves] == saves * 4
+    assert [row["event"] for row in events[:3]] == ["prepare", "prepared", "start"]
+    assert [row["step"] for row in events if row["event"] in ("evaluation", "evaluated")] == [2, 2, 4, 4, 4, 4, 6, 6, 7, 7]
     times = [row["time"] for row in events]
     assert times == sorted(times) and times[0] > 1.7e9
     assert json.loads(run.plan_path.read_text())["dp_replicate"] == 2

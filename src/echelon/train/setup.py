@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from echelon.environment import describe_environment
 from echelon.errors import ConfigError
 from echelon.hardware import Cluster
 from echelon.plan import ParallelPlan, resolve_plan
@@ -16,7 +17,6 @@ from echelon.recipe import Recipe, TrainedTokenizerConfig, render_recipe
 from echelon.run_folder import (
     OpenedRun,
     RunFolder,
-    describe_environment,
     find_model_dir,
     is_run,
     open_run,

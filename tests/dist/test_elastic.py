@@ -1,0 +1,156 @@
+"""torchrun's agents as machines that are lost and come back: the run shrinks, grows, and feeds the same batches."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from command import CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from echelon.run_folder import RunFolder
+from training import LOSS
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+STEPS = 1500
+# A store that no agent hosts, as docs/elastic.md starts it.
+STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("serving", flush=True)
+time.sleep(3600)
+"""
+# torchrun, but for its imports ready when the file appears.
+AGENT = """
+import os, sys, time
+from torch.distributed.run import main
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+main(sys.argv[2:])
+"""
+
+
+@pytest.fixture
+def echelon(capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
+    yield CommandLine(capfd, monkeypatch)
+    assert_no_orphan(10)
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def start_agent(folder, name, port, hosts, ready=True):
+    """torchrun as one of one or two machines with a rank each; not before `folder/name.go` is there, unless ready."""
+    if ready:
+        (folder / f"{name}.go").touch()
+    conf = f"is_host={int(hosts)},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    options = [
+        "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--monitor-interval", "0.2",
+        "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", conf,
+        "--local-addr", "127.0.0.1", "-m", "echelon", "train", "recipe.json",
+    ]  # fmt: skip
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", AGENT, str(folder / f"{name}.go"), *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=env, **pipes)
+
+
+def events(run, name):
+    return [row for row in read_lines(run.events_path) if row["event"] == name]
+
+
+def rows(run):
+    return [row for row in read_lines(run.metrics_path) if row["kind"] == "train"]
+
+
+def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, port):
+    """A batch of 3 sequences: two ranks cannot share it evenly when the run goes on with them, so one is empty."""
+    recipe = write_recipe(
+        tmp_path, train={"steps": STEPS, "log_every": 500, "global_batch_size": 3}, checkpoint={"every_steps": 50},
+        optim={"learning_rate": 1e-4}
+    )
+    assert echelon("train", recipe, "run.dir=runs/whole", "--nproc", "1").code == 0
+    whole, run = RunFolder(tmp_path / "runs" / "whole"), RunFolder(tmp_path / "runs" / "tiny")
+    store = subprocess.Popen([sys.executable, "-c", STORE, str(port)], stdout=subprocess.PIPE, text=True)
+    assert store.stdout.readline() == "serving\n"
+    lasting = start_agent(tmp_path, "lasting", port, hosts=False)
+    second, third = (start_agent(tmp_path, name, port, hosts=False, ready=False) for name in ("second", "third"))
+    try:
+        await_line(run.metrics_path, '"step": 60,', lasting, 120)  # alone: 3 sequences
+        (tmp_path / "second.go").touch()
+        await_count(run, "recovered", 1, lasting)  # grown
+        assert events(run, "recovered")[0]["repeated_steps"] == 0  # the agent's SIGTERM was a save
+        await_line(run.metrics_path, f'"step": {run.last_step() + 60},', lasting, 120)
+        killed_at = time.time()
+        second.kill()
+        await_count(run, "recovered", 2, lasting)  # shrunk
+        assert events(run, "recovered")[1]["time"] - killed_at < 60
+        (tmp_path / "third.go").touch()
+        endings = [finish(each, 300) for each in (lasting, third)]
+        assert [each.code for each in endings] == [0, 0], endings
+    finally:
+        for process in (store, lasting, second, third):
+            process.kill()
+            process.communicate()
+    sizes = re.findall(r"plan: ddp on (\d) process", endings[0].out + endings[1].out)
+    assert sorted(sizes) == ["1", "1", "2", "2"]
+    assert "3 sequences = 2 ranks x 1 microbatches x 2 sequences - 1 empty ones (25.0% of the computation is wasted)" in (
+        endings[0].out
+    )
+    ours, theirs = rows(run), rows(whole)
+    assert [row["step"] for row in ours] == list(range(1, STEPS + 1))
+    for key in ("batch_hash", "tokens", "learning_rate"):
+        assert [row[key] for row in ours] == [row[key] for row in theirs], key
+    grown_at = events(run, "recovered")[0]["step"] - 1
+    differences = [abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True)]
+    print("grown at", grown_at, [f"{max(differences[i:i+50]):.1e}" for i in range(0, STEPS, 50)])
+    assert max(differences[:grown_at]) == 0
+    assert max(differences[: grown_at + 20]) <= LOSS
+
+
+def test_when_the_agent_with_the_store_dies_all_end_at_once_and_the_same_command_resumes(echelon, tmp_path, port):
+    write_recipe(tmp_path, train={"steps": 400, "log_every": 100}, checkpoint={"every_steps": 20})
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    host = start_agent(tmp_path, "host", port, hosts=True)
+    deadline = time.monotonic() + 60
+    while not listens(port):
+        assert time.monotonic() < deadline and host.poll() is None
+        time.sleep(0.1)
+    guest = start_agent(tmp_path, "guest", port, hosts=False)
+    try:
+        await_line(run.metrics_path, '"step": 60,', guest, 120)
+        started = time.monotonic()
+        host.kill()
+        ending = finish(guest, 60)
+        assert ending.code == 1 and time.monotonic() - started < 30
+        assert "The connection to the C10d store has failed" in ending.err
+    finally:
+        for process in (host, guest):
+            process.kill()
+            process.communicate()
+    ending = finish(start("train", "recipe.json", "--nproc", "2"), 120)
+    assert ending.code == 0 and "Resuming from step-" in ending.out, ending
+    assert [row["step"] for row in rows(run)] == list(range(1, 401))
+
+
+def listens(port):
+    """Whether somebody listens there; no connection is made, which the store would take for a client."""
+    return any(each.laddr and each.laddr.port == port for each in psutil.net_connections("tcp") if each.status == "LISTEN")
+
+
+def await_count(run, name, count, process, seconds=120):
+    deadline = time.monotonic() + seconds
+    while len(events(run, name)) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"no {count} {name}"
+        time.sleep(0.05)
