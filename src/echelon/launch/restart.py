@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ SAME_FAILURES = 3
 """So often in a row the same failure without a new checkpoint ends the job, whatever restarts are left."""
 
 _LOOK_SECONDS = 0.02
+# How long workers whose peer has died may take to leave. Longer than what counts as a death of its own in outcome.py.
+_PATIENCE_SECONDS = 6.0
 # What differs between two occurrences of one failure: who it struck first.
 _WHO = re.compile(r"rank \d+ (\(pid \d+\) )?|; see \S+")
 
@@ -79,7 +82,16 @@ class DeathWatch:
                 self.died_at = time.time()
                 with suppress(OSError):  # a full disk takes no word; the agent ends them all the same, later
                     write_text(folder.death_path, "a rank has died\n")
+                if not self._over.wait(_PATIENCE_SECONDS):
+                    self._kill_the_rest(folder)
                 return
+
+    def _kill_the_rest(self, folder: RunFolder) -> None:
+        """A suspended worker heeds no word and no SIGTERM, and the agent would wait half a minute for it."""
+        for pid in folder.read_pids():
+            with suppress(ChildProcessError, ProcessLookupError):
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> None:
         """End the watching thread."""
