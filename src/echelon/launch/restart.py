@@ -17,7 +17,7 @@ RESTART_VARIABLE = "ECHELON_RESTART"
 SAME_FAILURES = 3
 """So often in a row the same failure without a new checkpoint ends the job, whatever restarts are left."""
 
-_LOOK_SECONDS = 0.02
+_LOOK_SECONDS = 0.1
 # What differs between two occurrences of one failure: who it struck first.
 _WHO = re.compile(r"rank \d+ (\(pid \d+\) )?|; see \S+")
 
