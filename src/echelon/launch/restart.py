@@ -47,18 +47,18 @@ class Restarts:
         failure = Failure(_WHO.sub("", outcome.message), step)
         self._in_a_row = self._in_a_row + 1 if failure == self._last else 1
         self._last = failure
-        came_back = "the same failure came back without a new checkpoint in between"
         if outcome.final or self.limit == 0:
             return outcome
+        came_back = "the same failure came back without a new checkpoint in between"
         if self._in_a_row == SAME_FAILURES:
-            return replace(outcome, message=f"{outcome.message}; not restarted: {came_back}, {SAME_FAILURES} in a row")
-        if self.done == self.limit:
-            why = f"; {came_back}" if self._in_a_row > 1 else ""
-            return replace(
-                outcome, message=f"{outcome.message}; not restarted: fault.max_restarts={self.limit} is used up{why}"
-            )
-        self.done += 1
-        return None
+            why = f"{came_back}, {SAME_FAILURES} in a row"
+        elif self.done == self.limit:
+            why = f"fault.max_restarts={self.limit} is used up" + (f"; {came_back}" if self._in_a_row > 1 else "")
+        else:
+            self.done += 1
+            return None
+        way_on = "" if step is None else f"; the same command goes on from step {step}"
+        return replace(outcome, message=f"{outcome.message}; not restarted: {why}{way_on}")
 
 
 class DeathWatch:
