@@ -18,8 +18,8 @@ def test_up_to_the_limit():
     ending = restarts.refuse(Outcome(FAILED, "rank 0 failed: ValueError: x; see log"), 20)
     assert ending == Outcome(
         FAILED,
-        "rank 0 failed: ValueError: x; see log; not restarted: fault.max_restarts=2 is used up; the same command goes on "
-        "from step 20",
+        "rank 0 failed: ValueError: x; see log; not restarted: fault.max_restarts=2 is used up; the same command goes "
+        "on from step 20",
     )
 
 
