@@ -228,9 +228,12 @@ def default_num_processes() -> int:
     return max(1, num_cores() // 2)
 
 
-def start_watchdog() -> None:
-    """Make this worker leave as soon as the process that started it is gone, even by SIGKILL."""
-    expected = _read_int(os.environ, AGENT_PID_VARIABLE, os.getppid())
+def start_watchdog(parent: int | None = None) -> None:
+    """Make this worker leave as soon as the process that started it is gone, even by SIGKILL.
+
+    `parent` is that process; by default what the agent said, or else the parent of now.
+    """
+    expected = _read_int(os.environ, AGENT_PID_VARIABLE, os.getppid()) if parent is None else parent
 
     def watch() -> None:
         while os.getppid() == expected:

@@ -113,9 +113,8 @@ def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, 
         assert [row[key] for row in ours] == [row[key] for row in theirs], key
     grown_at = events(run, "recovered")[0]["step"] - 1
     differences = [abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True)]
-    print("grown at", grown_at, [f"{max(differences[i:i+50]):.1e}" for i in range(0, STEPS, 50)])
     assert max(differences[:grown_at]) == 0
-    assert max(differences[: grown_at + 20]) <= LOSS
+    assert 0 < max(differences) <= LOSS
 
 
 def test_when_the_agent_with_the_store_dies_all_end_at_once_and_the_same_command_resumes(echelon, tmp_path, port):

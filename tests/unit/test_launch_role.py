@@ -6,7 +6,16 @@ import sys
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.runtime import Place, find_place, launch_role, num_cores, worker_environment
+from echelon.runtime import (
+    AGENT_PID_VARIABLE,
+    Place,
+    find_place,
+    is_elastic,
+    launch_role,
+    num_cores,
+    shares_agent_store,
+    worker_environment,
+)
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {
@@ -69,3 +78,17 @@ def test_cli_and_launch_import_no_torch():
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_only_a_foreign_torchrun_with_restarts_starts_processes_again_by_itself(monkeypatch):
+    monkeypatch.delenv(AGENT_PID_VARIABLE, raising=False)
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    assert not is_elastic()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert is_elastic()
+    monkeypatch.setenv(AGENT_PID_VARIABLE, "1")  # of echelon's own agent
+    assert not is_elastic()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert shares_agent_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert not shares_agent_store()

@@ -17,7 +17,9 @@ def test_up_to_the_limit():
     assert restarts.done == 2
     ending = restarts.refuse(Outcome(FAILED, "rank 0 failed: ValueError: x; see log"), 20)
     assert ending == Outcome(
-        FAILED, "rank 0 failed: ValueError: x; see log; not restarted: fault.max_restarts=2 is used up"
+        FAILED,
+        "rank 0 failed: ValueError: x; see log; not restarted: fault.max_restarts=2 is used up; the same command goes "
+        "on from step 20",
     )
 
 
@@ -28,14 +30,15 @@ def test_the_same_failure_again_and_again_ends_it():
     endings = [restarts.refuse(killed(number % 2, number), step) for number, step in enumerate(steps)]
     assert endings[:-1] == [None] * 6
     assert endings[-1].message.endswith(
-        "; not restarted: the same failure came back without a new checkpoint in between, 3 in a row"
+        "; not restarted: the same failure came back without a new checkpoint in between, 3 in a row; the same command "
+        "goes on from step 20"
     )
 
 
 def test_words_when_the_same_failure_used_up_the_limit():
     restarts = Restarts(1)
-    restarts.refuse(killed(0), 10)
-    ending = restarts.refuse(killed(1), 10)
+    restarts.refuse(killed(0), None)
+    ending = restarts.refuse(killed(1), None)
     assert ending.message.endswith("=1 is used up; the same failure came back without a new checkpoint in between")
 
 

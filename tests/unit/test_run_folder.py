@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -188,3 +189,13 @@ def test_environment_holds_no_secret():
 def test_unwritable_place_is_one_message():
     with pytest.raises(ConfigError, match=r"run\.dir=/dev/null/run"):
         open_run(build_recipe(Path("/dev/null/run")), fresh=False, say=print)
+
+
+def test_a_lock_that_is_about_to_be_released_is_waited_for(tmp_path):
+    holder, newcomer = RunFolder(tmp_path), RunFolder(tmp_path)
+    holder.lock()
+    with pytest.raises(ConfigError, match="in use by a live run"):
+        newcomer.lock(0.1)
+    threading.Timer(0.3, holder.unlock).start()
+    newcomer.lock(30)
+    newcomer.unlock()

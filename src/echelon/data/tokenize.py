@@ -8,6 +8,7 @@ tokenizer from its JSON.
 
 import itertools
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -34,7 +35,7 @@ from echelon.data.readers.record import (
     hash_for_split,
 )
 from echelon.errors import DataError, EchelonError
-from echelon.runtime import use_one_tokenizer_thread
+from echelon.runtime import start_watchdog, use_one_tokenizer_thread
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -263,7 +264,7 @@ class _Worker:
     def __init__(self, encoding: Encoding) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, encoding), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, encoding, os.getpid()), daemon=True)
         self._process.start()
         theirs.close()
         self._index = 0
@@ -305,8 +306,12 @@ class _Worker:
         )
 
 
-def _serve(connection: Connection, encoding: Encoding) -> None:
-    """The life of a worker: one thread, Ctrl-C left to the parent, tasks until the pipe is closed."""
+def _serve(connection: Connection, encoding: Encoding, parent: int) -> None:
+    """The life of a worker: one thread, Ctrl-C left to the parent, tasks until the pipe is closed.
+
+    Where the parent is gone in the middle of a task, it ends at once.
+    """
+    start_watchdog(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # it was started while the parent held them back
     use_one_tokenizer_thread()

@@ -12,7 +12,8 @@ from echelon.launch.outcome import Outcome
 class JobSpec:
     """`num_processes` copies of `argv`, told apart by RANK and the other variables of torchrun.
 
-    `notice_seconds`: how long they may take to save when they are asked to stop; 0: they are ended at once.
+    `max_restarts`: how often all of them are started again because one has failed. `notice_seconds`: how long they may
+    take to save when they are asked to stop; 0: they are ended at once.
     """
 
     argv: tuple[str, ...]

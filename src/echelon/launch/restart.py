@@ -18,7 +18,7 @@ RESTART_VARIABLE = "ECHELON_RESTART"
 SAME_FAILURES = 3
 """So often in a row the same failure without a new checkpoint ends the job, whatever restarts are left."""
 
-_LOOK_SECONDS = 0.02
+_LOOK_SECONDS = 0.1
 # How long workers whose peer has died may take to leave. Longer than what counts as a death of its own in outcome.py.
 _PATIENCE_SECONDS = 6.0
 # What differs between two occurrences of one failure: who it struck first.
@@ -50,18 +50,18 @@ class Restarts:
         failure = Failure(_WHO.sub("", outcome.message), step)
         self._in_a_row = self._in_a_row + 1 if failure == self._last else 1
         self._last = failure
-        came_back = "the same failure came back without a new checkpoint in between"
         if outcome.final or self.limit == 0:
             return outcome
+        came_back = "the same failure came back without a new checkpoint in between"
         if self._in_a_row == SAME_FAILURES:
-            return replace(outcome, message=f"{outcome.message}; not restarted: {came_back}, {SAME_FAILURES} in a row")
-        if self.done == self.limit:
-            why = f"; {came_back}" if self._in_a_row > 1 else ""
-            return replace(
-                outcome, message=f"{outcome.message}; not restarted: fault.max_restarts={self.limit} is used up{why}"
-            )
-        self.done += 1
-        return None
+            why = f"{came_back}, {SAME_FAILURES} in a row"
+        elif self.done == self.limit:
+            why = f"fault.max_restarts={self.limit} is used up" + (f"; {came_back}" if self._in_a_row > 1 else "")
+        else:
+            self.done += 1
+            return None
+        way_on = "" if step is None else f"; the same command goes on from step {step}"
+        return replace(outcome, message=f"{outcome.message}; not restarted: {why}{way_on}")
 
 
 class DeathWatch:

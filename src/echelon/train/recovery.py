@@ -16,7 +16,7 @@ class Recovery:
     Attributes:
         detection_seconds: from the death of the first process until all of them had ended; None where no parent saw it.
         restart_seconds: until new processes had met; where no parent saw the end, since the last sign of life.
-        load_seconds: until the model was built and the checkpoint loaded.
+        load_seconds: until the model was built, and the checkpoint loaded if there is one.
         first_step_seconds: until the first step was done.
         repeated_steps: steps that were done already, and are done again.
     """
@@ -30,12 +30,13 @@ class Recovery:
     def describe(self) -> str:
         """The line for the console."""
         steps = "1 step was" if self.repeated_steps == 1 else f"{self.repeated_steps} steps were"
-        detected = f"all had ended {self.detection_seconds:.1f} s after the failure, " if self.detection_seconds else ""
-        since = "later" if self.detection_seconds else "after the last sign of life"
+        detected, since = "", "after the last sign of life"
+        if self.detection_seconds is not None:
+            detected, since = f"all had ended {self.detection_seconds:.1f} s after the failure, ", "later"
         return (
-            f"recovered: {detected}new processes had met {self.restart_seconds:.1f} s {since}, the checkpoint was "
-            f"loaded after {self.load_seconds:.1f} s more and the first step done after {self.first_step_seconds:.1f} "
-            f"s; {steps} lost"
+            f"recovered: {detected}new processes had met {self.restart_seconds:.1f} s {since}, the model was loaded "
+            f"after {self.load_seconds:.1f} s more and the first step done after {self.first_step_seconds:.1f} s; "
+            f"{steps} lost"
         )
 
 

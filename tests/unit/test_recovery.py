@@ -1,0 +1,53 @@
+"""What a recovery cost is measured part by part, told once, and only where something was lost."""
+
+import json
+import time
+
+import pytest
+
+from echelon.launch.restart import RESTART_VARIABLE
+from echelon.run_folder import RunFolder
+from echelon.train.recovery import RecoveryWatch
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.metrics_path.write_text('{"kind": "train", "step": 25}\n{"kind": "train", "step": 26}\n')
+    return folder
+
+
+def test_a_restart_is_told_once_with_its_parts(folder, monkeypatch):
+    told = {"ended_at": time.time() - 12, "detection_seconds": 0.25}
+    monkeypatch.setenv(RESTART_VARIABLE, json.dumps(told))
+    lines = []
+    watch = RecoveryWatch(folder, lines.append)
+    folder.cut_metrics(20)  # what was there before counts
+    watch.loaded()
+    watch.stepped(21)
+    watch.stepped(22)
+    [row] = [json.loads(line) for line in folder.events_path.read_text().splitlines()]
+    assert (row["event"], row["step"], row["detection_seconds"], row["repeated_steps"]) == ("recovered", 21, 0.25, 6)
+    assert 12 <= row["restart_seconds"] < 13 and 0 <= row["load_seconds"] < 1 and 0 <= row["first_step_seconds"] < 1
+    [line] = lines
+    assert line.startswith("recovered: all had ended 0.2 s after the failure, new processes had met 12.")
+    assert line.endswith("; 6 steps were lost")
+
+
+def test_under_torchrun_it_counts_from_the_last_sign_of_life(folder, monkeypatch):
+    monkeypatch.delenv(RESTART_VARIABLE, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    lines = []
+    watch = RecoveryWatch(folder, lines.append)
+    watch.loaded()
+    watch.stepped(27)
+    assert "after the last sign of life" in lines[0] and lines[0].endswith("; 0 steps were lost")
+    assert json.loads(folder.events_path.read_text())["detection_seconds"] is None
+
+
+def test_a_start_by_hand_says_nothing(folder, monkeypatch):
+    for name in (RESTART_VARIABLE, "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    lines = []
+    RecoveryWatch(folder, lines.append).stepped(27)
+    assert not lines and not folder.events_path.exists()
