@@ -1,6 +1,6 @@
 """The run folder: where each file of a run stands, who may write there, and how a run is found again.
 
-`recipe.yaml plan.json estimate.json environment.json data.json metrics.jsonl events.jsonl outcome.json
+`recipe.yaml plan.json estimate.json environment.json data.json remote.json metrics.jsonl events.jsonl outcome.json
 checkpoints/step-00000100/ model/ export/ logs/rank-00000.log trackers/mlflow.json`
 """
 
@@ -34,7 +34,7 @@ _RECORDED_PACKAGES = ("echelon", "torch", "transformers", "tokenizers", "safeten
 # What a run leaves in its folder before recipe.yaml exists; any other file means the folder is somebody else's.
 _EARLY_FILES = {
     ".lock", ".outcomes", "logs", "checkpoints", "events.jsonl", "data.json", "environment.json", "estimate.json",
-    "plan.json",
+    "plan.json", "remote.json",
 }  # fmt: skip
 _TEMPORARY = re.compile(r"\..+\.tmp")
 # A finished run goes on only when one of these asks for more.
@@ -104,6 +104,11 @@ class RunFolder:
     def data_path(self) -> Path:
         """Names the prepared text that the run reads."""
         return self.path / "data.json"
+
+    @property
+    def remote_path(self) -> Path:
+        """Which run this is, among those whose checkpoints are in an object store."""
+        return self.path / "remote.json"
 
     @property
     def export_dir(self) -> Path:
@@ -284,13 +289,18 @@ class OpenedRun:
 
 
 def open_run(
-    recipe: Recipe, fresh: bool, say: Callable[[str], None], check: Callable[[], None] = lambda: None
+    recipe: Recipe,
+    fresh: bool,
+    say: Callable[[str], None],
+    check: Callable[[], None] = lambda: None,
+    bring_back: Callable[[RunFolder], None] = lambda folder: None,
 ) -> OpenedRun:
     """Find out what `recipe.run.dir` holds: nothing, a run to resume, or one that has finished; lock it.
 
     A run whose recipe differs in a key that would change the model or its data raises ConfigError with the
     difference; `fresh` moves the old run aside instead. `check` is called for a run that starts anew, before its
-    folder is made and before an old run is moved aside: what it refuses leaves everything as it was.
+    folder is made and before an old run is moved aside: what it refuses leaves everything as it was. `bring_back` may
+    fill the locked folder with what the run left elsewhere; it is not called where a run starts afresh.
     """
     folder = RunFolder(Path(recipe.run.dir))
     _refuse_foreign_folder(folder)
@@ -299,15 +309,17 @@ def open_run(
         check()
     folder.lock()
     folder.sweep()
-    if not had_recipe:
-        return OpenedRun(folder, "new")
     if fresh:
-        target = folder.move_aside()
-        folder.unlock()
-        say(f"run: the old run is now in {target}")
-        folder.lock()
+        if had_recipe:
+            target = folder.move_aside()
+            folder.unlock()
+            say(f"run: the old run is now in {target}")
+            folder.lock()
         return OpenedRun(folder, "new")
     try:
+        bring_back(folder)
+        if not folder.recipe_path.exists():
+            return OpenedRun(folder, "new")
         return _reopen(folder, recipe, say)
     except BaseException:
         folder.unlock()
@@ -380,13 +392,14 @@ def _list_directory(path: Path) -> list[Path]:
 
 def _cut_rows(path: Path, step: int) -> int:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if _is_row_up_to(line, step)]
+    kept = [line for line in lines if is_row_up_to(line, step)]
     if len(kept) < len(lines):
         write_text(path, "".join(kept))
     return len(lines) - len(kept)
 
 
-def _is_row_up_to(line: str, step: int) -> bool:
+def is_row_up_to(line: str, step: int) -> bool:
+    """Whether a line of metrics.jsonl or samples.jsonl is whole, and of this step or an earlier one."""
     if not line.endswith("\n"):
         return False
     try:
@@ -409,8 +422,8 @@ def write_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
+def sync_path(path: Path) -> None:
+    """Flush a file, or a folder's entries, to disk, so that a rename that follows survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

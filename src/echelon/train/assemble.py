@@ -3,12 +3,15 @@
 from typing import TextIO
 
 import torch
+import torch.distributed as dist
 
 from echelon.checkpoint.store import CheckpointStore
+from echelon.checkpoint.upload import Uploader
 from echelon.data.loader import BatchLoader, Microbatch
 from echelon.data.mixture import build_order
 from echelon.data.prepare import PreparedData, open_prepared
 from echelon.engines.native import NativeEngine, build_native_engine
+from echelon.errors import StoppedError
 from echelon.mesh import Meshes, build_mesh
 from echelon.model.build import resolve_config
 from echelon.model.folder import write_model_folder
@@ -28,6 +31,9 @@ from echelon.train.state import TrainState
 from echelon.train.trackers import start_trackers
 from echelon.train.trainer import Trainer
 
+# Of the notice: what closing trackers and ending the processes may take after the last upload was given up.
+_LEAVING_SECONDS = 5.0
+
 
 def run_training(
     recipe: Recipe, plan: ParallelPlan, folder: RunFolder, runtime: Runtime, console: TextIO, stop: StopRequest
@@ -38,15 +44,25 @@ def run_training(
     """
     trainer = build_trainer(recipe, plan, folder, runtime, console)
     trainer.stop = stop
+
+    def time_left() -> float:
+        return stop.seconds_left(recipe.fault.notice_seconds) - _LEAVING_SECONDS
+
     done = False
     try:
         state = trainer.fit()
-        trainer.store.close()
+        trainer.store.close(time_left)
         if trainer.journal is not None:
             trainer.journal.flush()
         done = True
         if runtime.rank == 0:
             finish(trainer, folder, console)
+    except StoppedError:
+        trainer.store.close(time_left)
+        raise
+    except BaseException:
+        trainer.store.abandon()
+        raise
     finally:
         trainer.loader.close()
         if trainer.journal is not None:
@@ -108,6 +124,7 @@ def build_trainer(
     peak_flops = find_peak_flops(device, plan.precision.compute)
     if runtime.rank == 0:
         folder.cut_metrics(state.step)
+        store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
         folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops)
         journal = Journal(folder, console, num_steps, recipe.train.log_every, recipe.batches)
         journal.add_couriers(start_trackers(recipe, folder, state.step, journal.say))
@@ -138,9 +155,14 @@ def build_trainer(
 def build_store(recipe: Recipe, folder: RunFolder, console: TextIO) -> CheckpointStore:
     """The run's checkpoint store, with an event for each save and a line where something is wrong. Collective."""
     keep_last, asynchronous = recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous
-    return CheckpointStore(
-        folder.checkpoints_dir, keep_last, asynchronous, lambda line: write_line(console, line), folder.append_event
-    )
+
+    def say(line: str) -> None:
+        write_line(console, line)
+
+    uploads = None
+    if recipe.checkpoint.remote is not None and dist.get_rank() == 0:
+        uploads = Uploader(recipe.checkpoint.remote, folder, keep_last, say, folder.append_event)
+    return CheckpointStore(folder.checkpoints_dir, keep_last, asynchronous, say, folder.append_event, uploads)
 
 
 def write_line(console: TextIO, line: str) -> None:

@@ -51,17 +51,21 @@ def prepare_run(
     No process group may exist: the others wait without a collective, however long the data takes. `variables` is
     the environment, of which an allow-list is written down. The folder stays locked by this process.
     """
+    from echelon.checkpoint.recovery import Recovery
     from echelon.data.mixture import describe_mixture
     from echelon.data.prepare import prepare_data
     from echelon.train.evaluate import check_evaluation
 
     find_cluster = cache(find_cluster)
-    opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()))
+    remote = Recovery(recipe, say)
+    opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()), remote.bring_back)
     folder = opened.folder
     if opened.state == "finished":
         catch_up(recipe, folder, say)
+        remote.send_rest(folder)
         return None
     try:
+        remote.claim(folder)
         check_trackers(recipe)
         data = prepare_data(recipe, say)
         if opened.state == "resumed":
