@@ -34,7 +34,7 @@ _RECORDED_PACKAGES = ("echelon", "torch", "transformers", "tokenizers", "safeten
 # What a run leaves in its folder before recipe.yaml exists; any other file means the folder is somebody else's.
 _EARLY_FILES = {
     ".lock", ".outcomes", "logs", "checkpoints", "events.jsonl", "data.json", "environment.json", "estimate.json",
-    "plan.json", "remote.json",
+    "plan.json", "remote.json", "metrics.jsonl", "samples.jsonl", "trackers",
 }  # fmt: skip
 _TEMPORARY = re.compile(r"\..+\.tmp")
 # A finished run goes on only when one of these asks for more.
@@ -217,9 +217,14 @@ class RunFolder:
                 file.truncate(size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.events_path))
 
-    def cut_metrics(self, step: int) -> int:
-        """Drop the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; returns their number."""
-        return sum(_cut_rows(path, step) for path in (self.metrics_path, self.samples_path) if path.exists())
+    def cut_metrics(self, step: int, owes_evaluation: bool = False) -> int:
+        """Drop the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; returns their number.
+
+        Where the evaluation at `step` is owed, it is made again, and its rows go too.
+        """
+        evaluated = step - owes_evaluation
+        paths = (self.metrics_path, self.samples_path)
+        return sum(_cut_rows(path, step, evaluated) for path in paths if path.exists())
 
     def newest_step(self) -> int | None:
         """The step of the newest published checkpoint, by name alone; None when there is none."""
@@ -390,23 +395,26 @@ def _list_directory(path: Path) -> list[Path]:
     return sorted(path.iterdir()) if path.is_dir() else []
 
 
-def _cut_rows(path: Path, step: int) -> int:
+def _cut_rows(path: Path, step: int, evaluated: int) -> int:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if is_row_up_to(line, step)]
+    kept = [line for line in lines if is_row_up_to(line, step, evaluated)]
     if len(kept) < len(lines):
         write_text(path, "".join(kept))
     return len(lines) - len(kept)
 
 
-def is_row_up_to(line: str, step: int) -> bool:
-    """Whether a line of metrics.jsonl or samples.jsonl is whole, and of this step or an earlier one."""
+def is_row_up_to(line: str, step: int, evaluated: int) -> bool:
+    """Whether a line of metrics.jsonl or samples.jsonl is whole, and of `step` or before; of an evaluation, `evaluated`
+    or before."""
     if not line.endswith("\n"):
         return False
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
         return False
-    return isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return False
+    return bool(row["step"] <= (step if row.get("kind") == "train" else evaluated))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -58,7 +58,7 @@ def events(run, name):
 
 def await_events(run, name, job, count):
     """Wait until there are so many of this event; those of before a download come back with it."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(events(run, name)) < count:
         assert job.poll() is None, job.communicate()
         assert time.monotonic() < deadline, f"{name}: {events(run, name)}"
@@ -127,7 +127,7 @@ def test_a_stop_waits_for_its_upload(echelon, server, tmp_path):
     )
     run = RunFolder(tmp_path / "runs" / "tiny")
     job = start(*TRAIN)
-    await_line(run.metrics_path, '"step": 5,', job)
+    await_line(run.metrics_path, '"step": 5,', job, seconds=120)
     os.kill(job.pid, signal.SIGTERM)
     stopped = finish(job)
     assert stopped.code == 3 and "not yet" not in stopped.out, stopped

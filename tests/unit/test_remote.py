@@ -149,7 +149,11 @@ def test_another_machine_goes_on_where_this_one_was_lost(address, request, tmp_p
     second.save(40, content=b"other")
     second.settle()
     assert second.found() == [30, 40]
+    # As a kill in the middle of the download's end leaves it.
+    (tmp_path / "three").mkdir()
+    (tmp_path / "three" / "metrics.jsonl").write_text('{"step": 1}\n')
     third = Machine(tmp_path / "three", url)
+    assert third.rows() == [10, 20, 30, 40]
     assert (third.run.checkpoints_dir / "step-00000040" / "__0_0.distcp").read_bytes().startswith(b"other")
 
 
@@ -163,7 +167,7 @@ def test_damage_is_noticed_and_the_one_before_is_taken(url, tmp_path):
     content = bytearray(store.read(f"{name}/{newest}"))
     content[500] ^= 1
     store.write(f"{name}/{newest}", bytes(content))
-    lines = describe_remote(first.run.path, verify=True)
+    lines = list(describe_remote(first.run.path, verify=True))
     assert [damaged for _, damaged in lines] == [False, True]
     assert "step 20  damaged: the contents of __0_0.distcp changed after it was written" in lines[1][0]
     second = Machine(tmp_path / "two", url)
@@ -216,6 +220,8 @@ def test_a_server_that_dies_in_an_upload_leaves_no_half(server, s3_url, tmp_path
         server.fail_after = None
         first.settle()
         assert first.found()[-1] == 20 + sent
+    sent = [path for method, path in server.requests if method == "PUT" and "/step-00000023-" in path]
+    assert [path.rpartition("/")[2] for path in sent].count("__0_0.distcp") == 1  # what had arrived is not sent again
     said = [line for line in first.lines if "could not be uploaded" in line]
     assert len(said) == 3 and len([line for line in first.lines if "work again" in line]) == 3
     assert not any("the-secret" in line or "AKIA" in line for line in first.lines)

@@ -47,6 +47,6 @@ def unpack_bundle(path: Path, folder: RunFolder) -> None:
 def _rows_up_to(path: Path, step: int) -> str:
     """Rows stand in the order of their steps, so only those at the end are looked into."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    while lines and not is_row_up_to(lines[-1], step):
+    while lines and not is_row_up_to(lines[-1], step, step):
         lines.pop()
     return "".join(lines)

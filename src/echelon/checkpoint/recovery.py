@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from echelon.checkpoint.bundle import unpack_bundle
@@ -117,7 +117,13 @@ class Recovery:
         with tempfile.TemporaryDirectory(prefix="echelon-") as scratch:
             path = Path(scratch) / "recipe.yaml"
             path.write_text(owner.recipe, encoding="utf-8")
-            old, _ = load_recipe(path)
+            try:
+                old, _ = load_recipe(path)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"checkpoint.remote={self._remote.url} holds a run whose recipe cannot be read ({error}); pass "
+                    "--fresh to leave it where it is and begin another, or choose another address."
+                ) from error
         if blocking := blocking_differences(old, self._recipe):
             shown = "\n".join(f"  {each.key}: {each.old!r} -> {each.new!r}" for each in blocking)
             raise ConfigError(
@@ -184,26 +190,21 @@ def _has_whole_one(folder: RunFolder, step: int) -> bool:
     return any(not find_faults(each.path, checksums=not folder.is_finished()) for each in reversed(own))
 
 
-def describe_remote(run: Path, verify: bool) -> list[tuple[str, bool]]:
-    """A line for each remote checkpoint of a run folder, and whether that one is damaged.
+def describe_remote(run: Path, verify: bool) -> Iterator[tuple[str, bool]]:
+    """A line for each remote checkpoint of a run folder, and whether that one is damaged; `verify` reads every byte.
 
-    With `verify` every byte is read. Raises ObjectStoreError; nothing where the run has no `checkpoint.remote`.
+    Nothing where the run has no `checkpoint.remote`. Raises ObjectStoreError.
     """
     folder = RunFolder(run)
     name = read_run_name(folder)
-    if name is None or not folder.recipe_path.exists():
-        return []
-    url = load_recipe(folder.recipe_path)[0].checkpoint.remote
-    if url is None:
-        return []
-    remote, lines = RemoteRuns(ObjectStore(url)), []
-    for checkpoint in remote.find(name):
-        place = f"{url}/{name}/{checkpoint.folder or checkpoint.name}"
-        if not verify:
-            lines.append((f"step {checkpoint.step}  {place}", False))
-            continue
-        faults = remote.verify(name, checkpoint)
-        lines.append(
-            (f"step {checkpoint.step}  {'damaged: ' + '; '.join(faults) if faults else 'whole'}  {place}", bool(faults))
-        )
-    return lines
+    url = load_recipe(folder.recipe_path)[0].checkpoint.remote if folder.recipe_path.exists() else None
+    if name is None or url is None:
+        return
+    remote = RemoteRuns(ObjectStore(url))
+    try:
+        for checkpoint in remote.find(name):
+            faults = remote.verify(name, checkpoint) if verify else []
+            state = ("damaged: " + "; ".join(faults) if faults else "whole") + "  " if verify else ""
+            yield f"step {checkpoint.step}  {state}{url}/{name}/{checkpoint.folder or checkpoint.name}", bool(faults)
+    except ObjectStoreError as error:
+        raise ObjectStoreError(f"checkpoint.remote={url} cannot be read ({error}).", error.kind) from None

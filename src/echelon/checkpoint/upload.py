@@ -22,6 +22,8 @@ PATIENCE_SECONDS = 300.0
 
 _FIRST_DELAY_SECONDS = 1.0
 _MAX_DELAY_SECONDS = 60.0
+# After as many, a newer checkpoint takes the turn.
+_ATTEMPTS = 3
 # While somebody waits for the last upload.
 _DELAY_AT_END_SECONDS = 2.0
 
@@ -108,8 +110,9 @@ class Uploader:
             self._closing_since = self._closing_since or time.monotonic()
             self._changed.notify_all()
             self._changed.wait_for(self.is_done, seconds)
-            failing_since = max(self._closing_since, self._failing_since or time.monotonic())
-            return self.is_done() or time.monotonic() - failing_since > PATIENCE_SECONDS
+            if self.is_done() or self._failing_since is None:
+                return self.is_done()
+            return time.monotonic() - max(self._closing_since, self._failing_since) > PATIENCE_SECONDS
 
     def tell_unfinished(self) -> None:
         """Say which checkpoint does not get there before this process ends, if there is one."""
@@ -124,12 +127,12 @@ class Uploader:
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
-            delay = _FIRST_DELAY_SECONDS
+            failures = 0
             while not self._attempt(job) and not self._given_up:
-                if self._is_superseded(delay):
+                if self._is_superseded(failures):
                     self._leave_out(job)
                     break
-                delay = min(2 * delay, _MAX_DELAY_SECONDS)
+                failures += 1
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -139,14 +142,21 @@ class Uploader:
             self._current, self._waiting = self._waiting, None
             return None if self._given_up else self._current
 
-    def _is_superseded(self, delay: float) -> bool:
-        """Wait before the next attempt; whether a newer checkpoint came meanwhile."""
+    def _is_superseded(self, failures: int) -> bool:
+        """Wait before the next attempt; whether a newer checkpoint takes the turn of one that goes on failing.
+
+        The first few failures cost it nothing: the files that arrived are not sent again.
+        """
         with self._changed:
             closing_since = self._closing_since
+            gives_way = failures + 1 >= _ATTEMPTS or closing_since is not None
+            delay = min(_FIRST_DELAY_SECONDS * 2**failures, _MAX_DELAY_SECONDS)
             if closing_since is not None:
                 delay = min(delay, _DELAY_AT_END_SECONDS)
-            self._changed.wait_for(lambda: self._waiting is not None or self._closing_since != closing_since, delay)
-            return self._waiting is not None
+            self._changed.wait_for(
+                lambda: (gives_way and self._waiting is not None) or self._closing_since != closing_since, delay
+            )
+            return gives_way and self._waiting is not None
 
     def _attempt(self, job: Job) -> bool:
         """Upload one, and remove old ones; whether that went well."""
@@ -181,7 +191,7 @@ class Uploader:
         if self._given_up:
             return
         step, began = job.checkpoint.step, time.monotonic()
-        if not (job.if_missing and self._is_there(job.checkpoint)):
+        if not self._is_there(job):
             bundle = self._folder.path / f".run.zip.{self._writer}.tmp"
             try:
                 write_bundle(self._folder, step, bundle)
@@ -200,9 +210,10 @@ class Uploader:
         if not self._given_up and checkpoint.path.is_dir():
             self._upload(Job(checkpoint, step, if_missing=True))
 
-    def _is_there(self, checkpoint: Checkpoint) -> bool:
-        found = self._remote.find(self._run)
-        return any(each.step == checkpoint.step and each.holds(checkpoint) for each in found)
+    def _is_there(self, job: Job) -> bool:
+        """Whether an earlier attempt published it, or the store had it anyway where that is enough."""
+        found = [each for each in self._remote.find(self._run) if each.step == job.checkpoint.step]
+        return any(each.folder == job.folder or (job.if_missing and each.holds(job.checkpoint)) for each in found)
 
     @property
     def _run(self) -> str:
@@ -213,7 +224,7 @@ class Uploader:
 
     def _is_writer(self) -> bool:
         owner = self._remote.read_owner()
-        return owner is not None and owner.writer == self._writer
+        return owner is None or owner.writer == self._writer
 
     def _give_up(self, reason: str) -> None:
         with self._changed:

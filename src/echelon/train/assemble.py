@@ -123,7 +123,7 @@ def build_trainer(
     num_steps = recipe.num_steps(data.train.num_samples)
     peak_flops = find_peak_flops(device, plan.precision.compute)
     if runtime.rank == 0:
-        folder.cut_metrics(state.step)
+        folder.cut_metrics(state.step, state.owes_evaluation)
         store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
         folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops)
         journal = Journal(folder, console, num_steps, recipe.train.log_every, recipe.batches)
