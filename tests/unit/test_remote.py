@@ -12,7 +12,7 @@ import pytest
 from echelon.checkpoint import object_store, upload
 from echelon.checkpoint.folder import Checkpoint, find_checkpoints, find_faults, publish
 from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError, describe_failure
-from echelon.checkpoint.recovery import Recovery, describe_remote
+from echelon.checkpoint.remote_start import RemoteStart, describe_remote
 from echelon.checkpoint.remote import RemoteRuns, read_run_name
 from echelon.checkpoint.upload import Uploader
 from echelon.errors import CheckpointError, ConfigError, EchelonError
@@ -64,11 +64,11 @@ class Machine:
         path = folder.with_suffix(".yaml")
         path.write_text(recipe.format(folder=folder, url=url))
         self.recipe, _ = load_recipe(path)
-        self.recovery = Recovery(self.recipe, self.lines.append)
-        opened = open_run(self.recipe, fresh, self.lines.append, bring_back=self.recovery.bring_back)
+        self.remote_start = RemoteStart(self.recipe, self.lines.append)
+        opened = open_run(self.recipe, fresh, self.lines.append, bring_back=self.remote_start.bring_back)
         self.state, self.run = opened.state, opened.folder
         try:
-            self.recovery.claim(self.run)
+            self.remote_start.claim(self.run)
         finally:
             self.run.unlock()
         self.run.recipe_path.write_text(render_recipe(self.recipe))
@@ -260,7 +260,7 @@ def test_a_hung_server_delays_the_end_no_longer_than_asked(server, s3_url, tmp_p
     second = Machine(tmp_path / "two", s3_url)
     assert second.rows() == [10]
     second.publish(20)
-    second.recovery.send_rest(second.run)
+    second.remote_start.send_rest(second.run)
     assert second.found() == [10, 20]
 
 

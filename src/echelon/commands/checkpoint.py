@@ -17,7 +17,7 @@ def list_run_checkpoints(run: RunArgument) -> None:
     """The checkpoints of a run, oldest first; then those in `checkpoint.remote`."""
     require_folder(run)
     from echelon.checkpoint.folder import list_checkpoints
-    from echelon.checkpoint.recovery import describe_remote
+    from echelon.checkpoint.remote_start import describe_remote
 
     found = list_checkpoints(run)
     for checkpoint in found:
@@ -34,7 +34,7 @@ def verify(run: RunArgument) -> None:
     damaged."""
     require_folder(run)
     from echelon.checkpoint.folder import find_faults, list_checkpoints, require_run
-    from echelon.checkpoint.recovery import describe_remote
+    from echelon.checkpoint.remote_start import describe_remote
 
     require_run(run)
     found = list_checkpoints(run)

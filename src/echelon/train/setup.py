@@ -51,13 +51,13 @@ def prepare_run(
     No process group may exist: the others wait without a collective, however long the data takes. `variables` is
     the environment, of which an allow-list is written down. The folder stays locked by this process.
     """
-    from echelon.checkpoint.recovery import Recovery
+    from echelon.checkpoint.remote_start import RemoteStart
     from echelon.data.mixture import describe_mixture
     from echelon.data.prepare import prepare_data
     from echelon.train.evaluate import check_evaluation
 
     find_cluster = cache(find_cluster)
-    remote = Recovery(recipe, say)
+    remote = RemoteStart(recipe, say)
     opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()), remote.bring_back)
     folder = opened.folder
     if opened.state == "finished":

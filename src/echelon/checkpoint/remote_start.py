@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 _RETRY_DELAYS_SECONDS = (1.0, 4.0, 15.0)
 
 
-class Recovery:
+class RemoteStart:
     """The dealings of one start with the address of `checkpoint.remote`; without one, nothing is done.
 
     Errors: ConfigError where the address is another run's or cannot be used at all, EchelonError where the server fails
