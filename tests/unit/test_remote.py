@@ -12,8 +12,8 @@ import pytest
 from echelon.checkpoint import object_store, upload
 from echelon.checkpoint.folder import Checkpoint, find_checkpoints, find_faults, publish
 from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError, describe_failure
-from echelon.checkpoint.remote_start import RemoteStart, describe_remote
 from echelon.checkpoint.remote import RemoteRuns, read_run_name
+from echelon.checkpoint.remote_start import RemoteStart, describe_remote
 from echelon.checkpoint.upload import Uploader
 from echelon.errors import CheckpointError, ConfigError, EchelonError
 from echelon.recipe import load_recipe, render_recipe
@@ -243,7 +243,7 @@ def test_uploads_never_hold_up_a_run_that_saves_faster(server, s3_url, tmp_path,
     assert "checkpoint: uploads to" in first.lines[-1]
 
 
-def test_a_hung_server_delays_the_end_no_longer_than_asked(server, s3_url, tmp_path, monkeypatch):
+def test_a_dead_server_delays_the_end_no_longer_than_asked(server, s3_url, tmp_path, monkeypatch):
     first = Machine(tmp_path / "one", s3_url)
     server.stop()
     first.save(10)
