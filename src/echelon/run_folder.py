@@ -1,6 +1,6 @@
 """The run folder: where each file of a run stands, who may write there, and how a run is found again.
 
-`recipe.yaml plan.json estimate.json environment.json data.json metrics.jsonl events.jsonl outcome.json
+`recipe.yaml plan.json estimate.json environment.json data.json remote.json metrics.jsonl events.jsonl outcome.json
 checkpoints/step-00000100/ model/ export/ logs/rank-00000.log trackers/mlflow.json`
 """
 
@@ -24,7 +24,7 @@ from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipe
 # What a run leaves in its folder before recipe.yaml exists; any other file means the folder is somebody else's.
 _EARLY_FILES = {
     ".lock", ".outcomes", "logs", "checkpoints", "events.jsonl", "data.json", "environment.json", "estimate.json",
-    "plan.json",
+    "plan.json", "remote.json", "metrics.jsonl", "samples.jsonl", "trackers",
 }  # fmt: skip
 _TEMPORARY = re.compile(r"\..+\.tmp")
 # A finished run goes on only when one of these asks for more.
@@ -94,6 +94,11 @@ class RunFolder:
     def data_path(self) -> Path:
         """Names the prepared text that the run reads."""
         return self.path / "data.json"
+
+    @property
+    def remote_path(self) -> Path:
+        """Which run this is, among those whose checkpoints are in an object store."""
+        return self.path / "remote.json"
 
     @property
     def export_dir(self) -> Path:
@@ -229,9 +234,14 @@ class RunFolder:
                 events.append(json.loads(line))
         return events
 
-    def cut_metrics(self, step: int) -> int:
-        """Drop the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; returns their number."""
-        return sum(_cut_rows(path, step) for path in (self.metrics_path, self.samples_path) if path.exists())
+    def cut_metrics(self, step: int, owes_evaluation: bool = False) -> int:
+        """Drop the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; returns their number.
+
+        Where the evaluation at `step` is owed, it is made again, and its rows go too.
+        """
+        evaluated = step - owes_evaluation
+        paths = (self.metrics_path, self.samples_path)
+        return sum(_cut_rows(path, step, evaluated) for path in paths if path.exists())
 
     def last_step(self) -> int:
         """The last step that has a row in metrics.jsonl; 0 where none has."""
@@ -239,8 +249,8 @@ class RunFolder:
             lines = self.metrics_path.read_bytes().splitlines()
         except OSError:
             return 0
-        steps = (_row_step(line) for line in reversed(lines))
-        return next((step for step in steps if step is not None), 0)
+        rows = (_read_row(line) for line in reversed(lines))
+        return next((int(row["step"]) for row in rows if row is not None), 0)
 
     def newest_step(self) -> int | None:
         """The step of the newest published checkpoint, by name alone; None when there is none."""
@@ -323,14 +333,16 @@ def open_run(
     fresh: bool,
     say: Callable[[str], None],
     check: Callable[[], None] = lambda: None,
+    bring_back: Callable[[RunFolder], None] = lambda folder: None,
     patience_seconds: float = 0.0,
 ) -> OpenedRun:
     """Find out what `recipe.run.dir` holds: nothing, a run to resume, or one that has finished; lock it.
 
     A run whose recipe differs in a key that would change the model or its data raises ConfigError with the
     difference; `fresh` moves the old run aside instead. `check` is called for a run that starts anew, before its
-    folder is made and before an old run is moved aside: what it refuses leaves everything as it was. `patience_seconds`
-    is how long a live run may take to end.
+    folder is made and before an old run is moved aside: what it refuses leaves everything as it was. `bring_back` may
+    fill the locked folder with what the run left elsewhere; it is not called where a run starts afresh.
+    `patience_seconds` is how long a live run may take to end.
     """
     folder = RunFolder(Path(recipe.run.dir))
     _refuse_foreign_folder(folder)
@@ -339,15 +351,17 @@ def open_run(
         check()
     folder.lock(patience_seconds)
     folder.sweep()
-    if not had_recipe:
-        return OpenedRun(folder, "new")
     if fresh:
-        target = folder.move_aside()
-        folder.unlock()
-        say(f"run: the old run is now in {target}")
-        folder.lock()
+        if had_recipe:
+            target = folder.move_aside()
+            folder.unlock()
+            say(f"run: the old run is now in {target}")
+            folder.lock()
         return OpenedRun(folder, "new")
     try:
+        bring_back(folder)
+        if not folder.recipe_path.exists():
+            return OpenedRun(folder, "new")
         return _reopen(folder, recipe, say)
     except BaseException:
         folder.unlock()
@@ -418,26 +432,27 @@ def _list_directory(path: Path) -> list[Path]:
     return sorted(path.iterdir()) if path.is_dir() else []
 
 
-def _cut_rows(path: Path, step: int) -> int:
+def _cut_rows(path: Path, step: int, evaluated: int) -> int:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if _is_row_up_to(line, step)]
+    kept = [line for line in lines if is_row_up_to(line, step, evaluated)]
     if len(kept) < len(lines):
         write_text(path, "".join(kept))
     return len(lines) - len(kept)
 
 
-def _is_row_up_to(line: str, step: int) -> bool:
-    found = _row_step(line) if line.endswith("\n") else None
-    return found is not None and found <= step
+def is_row_up_to(line: str, step: int, evaluated: int) -> bool:
+    """Whether a line of metrics.jsonl or samples.jsonl is whole, and of `step` or before; of an evaluation, `evaluated`
+    or before."""
+    row = _read_row(line) if line.endswith("\n") else None
+    return row is not None and bool(row["step"] <= (step if row.get("kind") == "train" else evaluated))
 
 
-def _row_step(line: str | bytes) -> int | None:
+def _read_row(line: str | bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except ValueError:
         return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return step if isinstance(step, int) else None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -453,8 +468,8 @@ def write_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
+def sync_path(path: Path) -> None:
+    """Flush a file, or a folder's entries, to disk, so that a rename that follows survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

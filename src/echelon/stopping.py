@@ -4,6 +4,7 @@ The word is a file that holds a signal's name: a launcher hands a stop on to its
 sends by itself mean that a peer has failed and there is nothing left to save.
 """
 
+import math
 import os
 import select
 import signal
@@ -53,6 +54,10 @@ class StopRequest:
             self.name, self._asked_at = name, now
         elif now - self._asked_at > ECHO_SECONDS:
             self._leave(name)
+
+    def seconds_left(self, notice_seconds: float) -> float:
+        """Of the time that whoever asked allows; without end while nobody asked."""
+        return math.inf if self.name is None else self._asked_at + notice_seconds - time.monotonic()
 
     def flags(self) -> list[float]:
         """One number for each of STOP_SIGNALS, 1 for the one that asked: to be summed over the ranks."""

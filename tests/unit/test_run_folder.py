@@ -133,6 +133,10 @@ def test_metrics_are_cut_at_the_checkpoint(tmp_path):
     kept = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
     assert kept == [{"kind": "train", "step": 1}, {"kind": "train", "step": 2}, {"kind": "eval", "step": 2}]
     assert folder.cut_metrics(2) == 0
+    folder.samples_path.write_text('{"step": 1}\n{"step": 2}\n')
+    assert folder.cut_metrics(2, owes_evaluation=True) == 2  # it is made again, and so are its samples
+    assert json.loads(folder.metrics_path.read_text().splitlines()[-1]) == {"kind": "train", "step": 2}
+    assert folder.samples_path.read_text() == '{"step": 1}\n'
     assert RunFolder(tmp_path / "none").cut_metrics(2) == 0
 
 

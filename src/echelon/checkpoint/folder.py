@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import CheckpointError, ConfigError
-from echelon.run_folder import is_run, sweep_checkpoints, sync_folder, write_json
+from echelon.run_folder import is_run, sweep_checkpoints, sync_path, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -126,10 +126,14 @@ def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int
         entries = sorted((str(name), entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"it has no readable {MANIFEST} ({error})"]
+    return compare_files(folder, entries[part::parts], checksums)
+
+
+def compare_files(folder: Path, entries: Iterable[tuple[str, int, str]], checksums: bool) -> list[str]:
+    """What of these files, each with its name, size and SHA-256, is not so; a phrase for each."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
         found = readers.map(
-            lambda entry: _find_fault(folder / entry[0], entry[1], entry[2] if checksums else None),
-            entries[part::parts],
+            lambda entry: _find_fault(folder / entry[0], entry[1], entry[2] if checksums else None), entries
         )
         return [fault for fault in found if fault is not None]
 
@@ -173,17 +177,22 @@ def publish(writing: Path, final: Path, state: Mapping[str, Any], described: Map
     write_json(writing / STATE, dict(state))
     files = dict(described) | describe_files(path for path in writing.iterdir() if path.name not in described)
     write_json(writing / MANIFEST, {"format": FORMAT, "files": files})
-    sync_folder(writing)
+    give_name(writing, final)
+
+
+def give_name(writing: Path, final: Path) -> None:
+    """Publish a complete folder whose files are on the disk; one of that name is replaced, as `publish` says."""
+    sync_path(writing)
     replaced = final.with_name(f".replaced-{final.name.removeprefix('step-')}")
     if final.exists():
         final.rename(replaced)
     writing.rename(final)
-    sync_folder(final.parent)
+    sync_path(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def prune(folder: Path, keep_last: int, keep: int | None = None, damaged: Collection[int] = ()) -> None:
-    """Remove what is older than the newest `keep_last` whole checkpoints, but not the one of the step `keep`.
+def prune(folder: Path, keep_last: int, keep: Collection[int | None] = (), damaged: Collection[int] = ()) -> None:
+    """Remove what is older than the newest `keep_last` whole checkpoints, but not those of the steps `keep`.
 
     Whole are those whose files are there in their sizes, without the steps `damaged`, which are known to be not.
     """
@@ -191,7 +200,7 @@ def prune(folder: Path, keep_last: int, keep: int | None = None, damaged: Collec
     whole = [each.step for each in checkpoints if each.step not in damaged and not find_faults(each.path)]
     oldest = whole[-keep_last] if len(whole) >= keep_last else 0
     for checkpoint in checkpoints:
-        if checkpoint.step < oldest and checkpoint.step != keep:
+        if checkpoint.step < oldest and checkpoint.step not in keep:
             remove(checkpoint)
 
 

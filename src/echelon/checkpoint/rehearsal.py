@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from echelon.errors import CheckpointError
-from echelon.run_folder import sync_folder
+from echelon.run_folder import sync_path
 
 # Beside the tensors: the index of the checkpoint, headers and alignment, what else writes to the disk meanwhile.
 MARGIN_FRACTION = 0.05
@@ -39,9 +39,9 @@ def rehearse_save(folder: Path, num_bytes: int, num_tensors: int, group: dist.Pr
 
     def publish() -> None:
         if is_publisher:
-            sync_folder(writing)
+            sync_path(writing)
             writing.rename(final)
-            sync_folder(folder)
+            sync_path(folder)
             _check_space(folder, num_bytes, num_tensors)
 
     try:

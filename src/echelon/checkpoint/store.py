@@ -4,6 +4,7 @@ A checkpoint is written into a hidden folder beside its final place. When every 
 `state.json` and a manifest of sizes and checksums, flushes all of it to disk and renames the folder (`folder.py`).
 """
 
+import math
 import re
 import time
 import warnings
@@ -33,6 +34,7 @@ from echelon.checkpoint.folder import (
 )
 from echelon.checkpoint.rehearsal import rehearse_save
 from echelon.checkpoint.safety import SafeReader, read_metadata
+from echelon.checkpoint.upload import Uploader
 from echelon.errors import CheckpointError, is_disk_full
 from echelon.run_folder import sweep_checkpoints
 
@@ -42,6 +44,8 @@ T = TypeVar("T")
 
 # Checking a checkpoint longer than this is worth a line.
 _LONG_SECONDS = 10.0
+# For how long a failed run awaits its last upload.
+_ABANDONED_SECONDS = 3.0
 # What torch's writer says, without an errno, when a disk takes only the beginning of a file.
 _CUT_SHORT = re.compile(r"PytorchStreamWriter failed|unexpected pos|file write failed")
 
@@ -58,7 +62,8 @@ class CheckpointStore:
     tried again 10 steps later, then 100, and the third failure in a row is an error.
 
     `say` gets lines for the user and `note` the events: `save` when one begins, `publish` when all ranks have written,
-    `checkpoint` when it has its name, `save_failed`. Both on rank 0 alone, also from the thread.
+    `checkpoint` when it has its name, `save_failed`. `uploads` is offered every checkpoint. All three on rank 0 alone,
+    also from the thread.
     """
 
     def __init__(
@@ -68,12 +73,14 @@ class CheckpointStore:
         asynchronous: bool,
         say: Callable[[str], None] = _ignore,
         note: Callable[..., None] = _ignore,
+        uploads: Uploader | None = None,
     ) -> None:
         self._folder = folder
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         self._say = say
         self._note = note
+        self._uploads = uploads
         self._group = dist.new_group(backend="gloo")
         self._control = dist.new_group(backend="gloo")
         self._is_publisher = dist.get_rank() == 0
@@ -158,10 +165,33 @@ class CheckpointStore:
                 self.wait()
         return self._retry_at is not None and step >= self._retry_at
 
-    def close(self) -> None:
-        """Wait, and release the thread."""
+    def close(self, time_left: Callable[[], float] = lambda: math.inf) -> None:
+        """Wait, for the last upload too, and release the thread; no rank leaves while rank 0 is at the upload.
+
+        `time_left` is asked again and again: the upload is awaited until it is 0 on some rank.
+        """
         self.wait()
         self._publisher.shutdown()
+        is_over = torch.tensor(0)
+        while not is_over:
+            is_over.fill_(time_left() <= 0 or (self._is_publisher and self._await_uploads(time_left())))
+            dist.all_reduce(is_over, dist.ReduceOp.MAX, group=self._control)
+        if self._uploads is not None:
+            self._uploads.tell_unfinished()
+
+    def abandon(self) -> None:
+        """After a failure, on each rank by itself: give the upload under way a moment, and say what is left of it."""
+        if self._uploads is not None:
+            self._uploads.wait(_ABANDONED_SECONDS)
+            self._uploads.tell_unfinished()
+
+    def upload_newest(self, step: int, keep: int | None) -> None:
+        """On rank 0: have the checkpoint that a start goes on from uploaded, unless the object store holds it."""
+        if self._uploads is not None and step:
+            self._uploads.offer(Checkpoint(step, self._folder / f"step-{step:08d}"), keep, if_missing=True)
+
+    def _await_uploads(self, seconds: float) -> bool:
+        return self._uploads is None or self._uploads.wait(min(seconds, 1.0))
 
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint, the same one on every rank; damaged ones are passed over, each with a line.
@@ -238,9 +268,10 @@ class CheckpointStore:
     def _conclude(self, checkpoint: Checkpoint, keep: int | None, seconds: float) -> None:
         """After a save: the event, and room for the next one."""
         self._damaged.discard(checkpoint.step)
+        uploading = () if self._uploads is None else self._uploads.offer(checkpoint, keep)
         self._tell("checkpoint", checkpoint.step, seconds=seconds)
         try:
-            prune(self._folder, self._keep_last, keep, self._damaged)
+            prune(self._folder, self._keep_last, (keep, *uploading), self._damaged)
         except OSError as error:
             self._say(f"{checkpoint.path.name} is saved, but an older checkpoint could not be removed: {error}.")
 

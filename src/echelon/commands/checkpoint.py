@@ -14,22 +14,27 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder."
 
 @app.command("list")
 def list_run_checkpoints(run: RunArgument) -> None:
-    """The checkpoints of a run, oldest first."""
+    """The checkpoints of a run, oldest first; then those in `checkpoint.remote`."""
     require_folder(run)
     from echelon.checkpoint.folder import list_checkpoints
+    from echelon.checkpoint.remote_start import describe_remote
 
     found = list_checkpoints(run)
     for checkpoint in found:
         say(f"step {checkpoint.step}  {checkpoint.path}")
     if not found:
         say(f"checkpoint: {run} has none yet")
+    for line, _ in describe_remote(run, verify=False):
+        say(line)
 
 
 @app.command()
 def verify(run: RunArgument) -> None:
-    """Read every checkpoint and compare it with its checksums; exit code 1 if any is damaged."""
+    """Read every checkpoint, those in `checkpoint.remote` too, and compare it with its checksums; exit code 1 if any is
+    damaged."""
     require_folder(run)
     from echelon.checkpoint.folder import find_faults, list_checkpoints, require_run
+    from echelon.checkpoint.remote_start import describe_remote
 
     require_run(run)
     found = list_checkpoints(run)
@@ -42,6 +47,9 @@ def verify(run: RunArgument) -> None:
         any_damaged |= bool(faults)
     if not found:
         say(f"checkpoint: {run} has none yet")
+    for line, is_damaged in describe_remote(run, verify=True):
+        say(line)
+        any_damaged |= is_damaged
     if any_damaged:
         raise typer.Exit(1)
 

@@ -51,7 +51,7 @@ from echelon.data.tokenizer import (
 )
 from echelon.data.writing import CorpusWriter, WritingOptions
 from echelon.errors import ConfigError, DataError, EchelonError
-from echelon.run_folder import find_model_dir, sync_folder
+from echelon.run_folder import find_model_dir, sync_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -311,7 +311,7 @@ def _write_folder(
         save_manifest(partial, writer.write(_num_workers(spec, corpus)))
         writer.finish()
         os.rename(partial, folder)
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
     except (ConfigError, DataError):
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from echelon.data.duplicates import DigestSet
 from echelon.data.readers.record import DIGEST_BYTES
 from echelon.data.shards import ShardRecord
-from echelon.run_folder import sync_folder
+from echelon.run_folder import sync_path
 
 PROGRESS_NAME = "progress.json"
 DIGESTS_NAME = "digests.bin"
@@ -110,7 +110,7 @@ class WritingJournal:
             stream.flush()
             os.fsync(stream.fileno())
         fresh.replace(self._folder / PROGRESS_NAME)
-        sync_folder(self._folder)
+        sync_path(self._folder)
 
     def remove(self) -> None:
         """Take progress and digests away: the folder is complete."""

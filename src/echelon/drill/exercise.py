@@ -88,7 +88,7 @@ def run_drill(recipe: Recipe, path: Path, overrides: list[str], num_processes: i
 
 
 def _strike(fault: Fault, trial: Trial, whole: Trial) -> Finding:
-    watch = _Watch(trial, fault.noticed_by)
+    watch = _Watch(trial, fault)
     try:
         with trial.started() as job:
             watch.struck(job.wait_for_step(round(_STRIKE_AT * trial.num_steps)))
@@ -105,16 +105,16 @@ def _strike(fault: Fault, trial: Trial, whole: Trial) -> Finding:
             with trial.started() as job:
                 code = watch.see_to_the_end(job)
     except TrainingError as error:
-        return watch.report(fault, False, str(error))
-    return watch.report(fault, trial.equals(whole))
+        return watch.report(False, str(error))
+    return watch.report(trial.equals(whole))
 
 
 class _Watch:
     """Sees when a run notices what was done to it, and when it is beyond where it was."""
 
-    def __init__(self, trial: Trial, noticed_by: tuple[str, ...]) -> None:
+    def __init__(self, trial: Trial, fault: Fault) -> None:
         self._trial = trial
-        self._noticed_by = noticed_by
+        self._fault = fault
         self._moment = 0.0
         self.step = 0
         self.starts = 0
@@ -141,16 +141,18 @@ class _Watch:
         assert code is not None
         return code
 
-    def report(self, fault: Fault, identical: bool, trouble: str | None = None) -> Finding:
+    def report(self, identical: bool, trouble: str | None = None) -> Finding:
         """What was seen."""
         folder = str(self._trial.run.path)
-        return Finding(fault.name, self.noticed, self.recovered, self.lost, self.starts, identical, folder, trouble)
+        return Finding(
+            self._fault.name, self.noticed, self.recovered, self.lost, self.starts, identical, folder, trouble
+        )
 
     def _look(self) -> bool:
         events = self._trial.events(self._moment)
-        if self.noticed is None and any(event["event"] in self._noticed_by for event in events):
+        if self.noticed is None and any(event["event"] in self._fault.noticed_by for event in events):
             self.noticed = time.time() - self._moment
-        went_on = any(event["event"] in ("resume", "start", "checkpoint") for event in events)
+        went_on = any(event["event"] in self._fault.over_by for event in events)
         if self.recovered is None and self.noticed is not None and went_on and self._trial.newest_row() > self.step:
             self.recovered = time.time() - self._moment
         return False

@@ -27,6 +27,7 @@ class Fault:
         damage: done to the files of the run when the command has ended, if anything.
         repair: what a person does when the command has ended in an error that says so, if anything.
         noticed_by: events that say that the run has noticed; else its end does.
+        over_by: events after which the next step is one of a run that has recovered.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Fault:
     damage: Callable[[Trial], None] | None = None
     repair: Callable[[Trial], None] | None = None
     noticed_by: tuple[str, ...] = ("failure", "signal", "save_failed", "bad_step")
+    over_by: tuple[str, ...] = ("resume", "start")
 
 
 def ask_to_stop(job: Job) -> None:
@@ -103,7 +105,7 @@ FAULTS = (
     Fault("a rank killed", kill_a_rank),
     Fault("the agent killed", kill_the_agent),
     Fault("a rank hangs", suspend_a_rank),
-    *((Fault("the disk is full", fill_the_disk),) if sys.platform == "linux" else ()),
+    *((Fault("the disk is full", fill_the_disk, over_by=("checkpoint",)),) if sys.platform == "linux" else ()),
     Fault("a damaged checkpoint", kill_the_agent, damage=flip_a_byte, noticed_by=("resume",)),
     Fault("NaN in the weights", kill_the_agent, damage=write_a_nan, repair=remove_the_newest),
 )

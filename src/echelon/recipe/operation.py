@@ -1,8 +1,9 @@
 """How the run is kept, watched and ended: checkpoints, evaluation, faults, budget."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, PositiveOrZero, Section
 
@@ -20,6 +21,29 @@ class CheckpointConfig(Section):
     keep_last: Count = Field(3, description="How many of the newest checkpoints are kept.")
     keep_best: Flag = Field(False, description="Also keep the one with the lowest evaluation loss.")
     asynchronous: Flag = Field(True, alias="async", description="Write in the background while training goes on.")
+    remote: str | None = Field(
+        None,
+        description="Where each checkpoint is copied to in the background: an address of the run's own, such as "
+        "`s3://bucket/runs/NAME`, `gs://...` or `file:///...`. The same command on another machine resumes from there.",
+    )
+
+    @field_validator("remote")
+    @classmethod
+    def _remote_is_an_address_without_secrets(cls, remote: str | None) -> str | None:
+        if remote is None:
+            return None
+        if re.search(r"[@?]", remote):  # not shown: it may be what must stay secret
+            raise ValueError(
+                "checkpoint.remote must be an address without a name, password or query in it, for a recipe's text is "
+                "kept; leave it to the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...) or to "
+                "fsspec's own configuration."
+            )
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^:]*[^:/][^:]*", remote):
+            raise ValueError(
+                f"checkpoint.remote={remote} must be one address with its protocol and a path; for example "
+                "s3://bucket/runs/NAME, gs://bucket/runs/NAME or file:///mnt/backup/NAME."
+            )
+        return remote.rstrip("/")
 
 
 class EvaluateConfig(Section):

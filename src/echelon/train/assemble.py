@@ -4,12 +4,15 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 
 from echelon.checkpoint.store import CheckpointStore
+from echelon.checkpoint.upload import Uploader
 from echelon.data.loader import BatchLoader, Microbatch
 from echelon.data.mixture import build_order
 from echelon.data.prepare import PreparedData, open_prepared
 from echelon.engines.native import NativeEngine, build_native_engine
+from echelon.errors import StoppedError
 from echelon.mesh import Meshes, build_mesh
 from echelon.model.build import resolve_config
 from echelon.model.folder import write_model_folder
@@ -36,6 +39,9 @@ from echelon.train.state import TrainState
 from echelon.train.trackers import start_trackers
 from echelon.train.trainer import Trainer
 
+# Of the notice: what closing trackers and ending the processes may take after the last upload was given up.
+_LEAVING_SECONDS = 5.0
+
 
 def run_training(
     recipe: Recipe,
@@ -52,17 +58,27 @@ def run_training(
     """
     trainer = build_trainer(recipe, plan, folder, runtime, console)
     trainer.stop, trainer.heart = stop, heart
+
+    def time_left() -> float:
+        return stop.seconds_left(recipe.fault.notice_seconds) - _LEAVING_SECONDS
+
     done = False
     heart.start()
     try:
         state = trainer.fit()
         heart.stop()
-        trainer.store.close()
+        trainer.store.close(time_left)
         if trainer.journal is not None:
             trainer.journal.flush()
         done = True
         if runtime.rank == 0:
             finish(trainer, folder, console)
+    except StoppedError:
+        trainer.store.close(time_left)
+        raise
+    except BaseException:
+        trainer.store.abandon()
+        raise
     finally:
         heart.stop()
         trainer.loader.close()
@@ -138,6 +154,7 @@ def build_trainer(
     if recovery is not None:
         recovery.loaded()
         book = open_book(folder, saved)
+        store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
         folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops)
         journal = Journal(folder, console, num_steps, recipe.train.log_every, recipe.batches)
         journal.tell_recovery(recovery)
@@ -174,7 +191,8 @@ def build_trainer(
 def open_book(folder: RunFolder, saved: dict[str, Any] | None) -> TimeBook:
     """Where the run's time went so far; cuts off the rows of lost steps, which tell how long those took. Rank 0."""
     written = folder.metrics_path.stat().st_mtime if folder.metrics_path.exists() else 0.0
-    num_cut = folder.cut_metrics(0 if saved is None else saved["train"]["step"])
+    at = {} if saved is None else saved["train"]
+    num_cut = folder.cut_metrics(at.get("step", 0), at.get("owes_evaluation", False))
     book: dict[str, Any] | None = None if saved is None else saved.get("book")
     starts = [event["time"] for event in folder.read_events()]
     if book is None and starts:  # an earlier start came to no checkpoint
@@ -189,9 +207,14 @@ def open_book(folder: RunFolder, saved: dict[str, Any] | None) -> TimeBook:
 def build_store(recipe: Recipe, folder: RunFolder, console: TextIO) -> CheckpointStore:
     """The run's checkpoint store, with an event for each save and a line where something is wrong. Collective."""
     keep_last, asynchronous = recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous
-    return CheckpointStore(
-        folder.checkpoints_dir, keep_last, asynchronous, lambda line: write_line(console, line), folder.append_event
-    )
+
+    def say(line: str) -> None:
+        write_line(console, line)
+
+    uploads = None
+    if recipe.checkpoint.remote is not None and dist.get_rank() == 0:
+        uploads = Uploader(recipe.checkpoint.remote, folder, keep_last, say, folder.append_event)
+    return CheckpointStore(folder.checkpoints_dir, keep_last, asynchronous, say, folder.append_event, uploads)
 
 
 def write_line(console: TextIO, line: str) -> None:

@@ -53,17 +53,23 @@ def prepare_run(
     the environment, of which an allow-list is written down. The folder stays locked by this process;
     `patience_seconds` is how long another one that holds it may take to end.
     """
+    from echelon.checkpoint.remote_start import RemoteStart
     from echelon.data.mixture import describe_mixture
     from echelon.data.prepare import prepare_data
     from echelon.train.evaluate import check_evaluation
 
     find_cluster = cache(find_cluster)
-    opened = open_run(recipe, fresh, say, lambda: check_request(recipe, find_cluster()), patience_seconds)
+    remote = RemoteStart(recipe, say)
+    opened = open_run(
+        recipe, fresh, say, lambda: check_request(recipe, find_cluster()), remote.bring_back, patience_seconds
+    )
     folder = opened.folder
     if opened.state == "finished":
         catch_up(recipe, folder, say)
+        remote.send_rest(folder)
         return None
     try:
+        remote.claim(folder)
         check_trackers(recipe)
         folder.append_event("prepare")
         data = prepare_data(recipe, say)

@@ -1,0 +1,164 @@
+"""Objects under an address such as s3://bucket/run, through fsspec; whatever goes wrong is one plain sentence.
+
+Credentials come from the environment or from fsspec's own configuration, and are never looked at here.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from echelon.errors import ConfigError, EchelonError, is_disk_full
+
+# Packages that fsspec imports for a protocol, by the extra that installs them.
+_EXTRAS = {"s3": ("s3", "s3fs"), "s3a": ("s3", "s3fs"), "gs": ("gcs", "gcsfs"), "gcs": ("gcs", "gcsfs")}
+_CHUNK_BYTES = 2**23
+# What a server or a client library may repeat of a request: logins, signed queries, access keys.
+_SECRETS = re.compile(r"(?<=//)[^/\s@]*@|\?\S+|\b(?:AKIA|ASIA)[0-9A-Z]{12,}|(?i:bearer|signature|credential)[ =:]\S+")
+_MAX_REASON = 300
+
+Kind = Literal["absent", "refused", "failed"]
+
+
+class ObjectStoreError(EchelonError):
+    """An object store could not be used: `absent` is what is not there, `refused` what the request may not have."""
+
+    def __init__(self, message: str, kind: Kind) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class ObjectStore:
+    """Objects by name, a path below `url`. Every method raises ObjectStoreError, with no secret in its message."""
+
+    def __init__(self, url: str) -> None:
+        """Nothing is asked of the server. Raises ConfigError for a protocol that cannot be used here."""
+        import fsspec.core
+        from fsspec.implementations.local import LocalFileSystem
+
+        self.url = url
+        protocol = url.partition("://")[0]
+        options: dict[str, Any] = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+        try:
+            # Listings must be those of now: another process may write here too.
+            self._system, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+        except ImportError:
+            extra, package = _EXTRAS.get(protocol, ("", ""))
+            remedy = f"pip install 'echelon[{extra}]'" if extra else "install it"
+            raise ConfigError(
+                f"checkpoint.remote={url} needs {package or f'the fsspec package of {protocol}'}, which is not "
+                f"installed; {remedy}, or use another address."
+            ) from None
+        except ValueError:
+            raise ConfigError(
+                f"checkpoint.remote={url}: fsspec knows no protocol {protocol}; use s3, gs, file or another one of its."
+            ) from None
+        self._is_local = isinstance(self._system, LocalFileSystem)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of an object; None where there is none."""
+        try:
+            with self._plainly():
+                content: bytes = self._system.cat_file(self._path(name))
+                return content
+        except ObjectStoreError as error:
+            if error.kind == "absent":
+                return None
+            raise
+
+    def write(self, name: str, content: bytes) -> None:
+        """Make or replace an object in one go."""
+        with self._plainly():
+            if self._is_local:  # where a file grows as it is written
+                path = Path(self._path(name))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+                temporary.write_bytes(content)
+                temporary.replace(path)
+            else:
+                self._system.pipe_file(self._path(name), content)
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """The bytes of every object below a name, by its path below that name."""
+        prefix = self._path(name)
+        with self._plainly():
+            found = self._system.find(prefix, detail=True)
+        return {path[len(prefix) + 1 :]: int(entry["size"]) for path, entry in found.items() if len(path) > len(prefix)}
+
+    def upload(self, path: Path, name: str) -> None:
+        """Make or replace an object from a file. The client library checks the transfer where its protocol can."""
+        with self._plainly():
+            self._system.put_file(str(path), self._path(name))
+
+    def download(self, name: str, path: Path) -> None:
+        """Write an object's content to a file. OSError: the disk here is full."""
+        with self._plainly():
+            self._system.get_file(self._path(name), str(path))
+
+    def digest(self, name: str) -> tuple[int, str]:
+        """The number of bytes of an object and their SHA-256: reads all of it."""
+        digest, count = hashlib.sha256(), 0
+        with self._plainly(), self._system.open(self._path(name), "rb", block_size=_CHUNK_BYTES) as source:
+            while chunk := source.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                count += len(chunk)
+        return count, digest.hexdigest()
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+        for name in names:
+            try:
+                with self._plainly():
+                    self._system.rm_file(self._path(name))
+            except ObjectStoreError as error:
+                if error.kind != "absent":
+                    raise
+
+    def remove_folder(self, name: str) -> None:
+        """Remove every object below a name."""
+        self.remove(f"{name}/{each}" for each in self.sizes(name))
+        if self._is_local and (path := Path(self._path(name))).is_dir():
+            with self._plainly():
+                path.rmdir()
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextmanager
+    def _plainly(self) -> Iterator[None]:
+        """Turn an error into one of ours. Each client library has classes of its own, many of them no OSError."""
+        try:
+            yield
+        except Exception as error:
+            if is_disk_full(error):
+                raise
+            # Without its cause: what a library says at length may hold the request, signature and all.
+            raise ObjectStoreError(describe_failure(error), _find_kind(error)) from None
+
+
+def describe_failure(error: BaseException) -> str:
+    """One line about an error of an object store or a disk, without anything that looks like a secret."""
+    reason = (str(error).strip().splitlines() or [""])[0]
+    reason = _SECRETS.sub("***", reason)[:_MAX_REASON]
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+
+
+def _find_kind(error: BaseException) -> Kind:
+    if isinstance(error, FileNotFoundError):
+        return "absent"
+    return "refused" if isinstance(error, PermissionError) or "Credential" in type(error).__name__ else "failed"
+
+
+def retried(attempt: Callable[[], None], delays: Iterable[float], wait: Callable[[float], Any]) -> None:
+    """Call `attempt` until the store does not fail, waiting between; the last failure, or a refusal, is raised."""
+    for delay in delays:
+        try:
+            return attempt()
+        except ObjectStoreError as error:
+            if error.kind != "failed":
+                raise
+        wait(delay)
+    return attempt()

@@ -1,0 +1,243 @@
+"""Checkpoints in an object store: what stands there, and how one is published, found, verified, downloaded, removed.
+
+    URL/run.json                          which run the address belongs to, its recipe, and who writes there now
+    URL/RUN/step-00000100.json            the marker: the folder, and the size and checksum of every file in it
+    URL/RUN/step-00000100-1a2b3c4d/       the checkpoint's files, and run.zip: what else a run folder needs
+
+An object store has no rename, but replaces an object in one go. So the marker is written last, and goes first when a
+checkpoint is removed: without one there is no checkpoint. A step that is saved again gets another folder, and its
+marker is replaced when that one is whole.
+"""
+
+import json
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from echelon.checkpoint.folder import FORMAT, MANIFEST, Checkpoint, check_files, compare_files, describe_files
+from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError
+from echelon.errors import CheckpointError
+from echelon.run_folder import RunFolder, write_json
+
+OWNER = "run.json"
+BUNDLE = "run.zip"
+
+_DOWNLOADS_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose an address is: the run's name there, its recipe as YAML, and the process that writes there now."""
+
+    run: str
+    recipe: str
+    writer: str
+
+
+@dataclass(frozen=True)
+class RemoteCheckpoint:
+    """A checkpoint that has a marker. `files` has size and checksum by name; `faults` what a listing showed of it."""
+
+    step: int
+    folder: str = ""
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name that its folder has in a run folder."""
+        return f"step-{self.step:08d}"
+
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Whether it is a whole copy of this one."""
+        wanted = describe_files([checkpoint.path / MANIFEST])[MANIFEST]
+        return not self.faults and self.files.get(MANIFEST) == wanted
+
+
+class RemoteRuns:
+    """The runs under one address, of which `run.json` names the one that goes on. Raises ObjectStoreError throughout.
+
+    Nothing is cached: every call asks the server.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self.url = store.url
+
+    def read_owner(self) -> Owner | None:
+        """The run that the address belongs to; None where it is free. Raises CheckpointError for another file there."""
+        content = self._store.read(OWNER)
+        if content is None:
+            return None
+        try:
+            values = json.loads(content)
+            return Owner(str(values["run"]), str(values["recipe"]), str(values["writer"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.url}/{OWNER} is not what echelon writes ({error}); give an address of the run's own as "
+                "checkpoint.remote, or restore that object."
+            ) from error
+
+    def claim(self, owner: Owner) -> None:
+        """Make the address this run's, and its writer the only one that may publish."""
+        self._store.write(OWNER, _render({"format": FORMAT, **asdict(owner)}))
+
+    def find(self, run: str) -> list[RemoteCheckpoint]:
+        """A run's checkpoints, oldest first, with what the listing shows of damage; contents are not read."""
+        sizes = self._store.sizes(run)
+        steps = sorted(step for name in sizes if (step := _marked_step(name)) is not None)
+        found = ((step, self._store.read(f"{run}/{_marker(step)}")) for step in steps)
+        return [_parse(step, content, sizes) for step, content in found if content is not None]
+
+    def verify(self, run: str, checkpoint: RemoteCheckpoint) -> list[str]:
+        """What is not as it was written, a phrase for each file: reads every byte and compares it with its checksum."""
+        faults = list(checkpoint.faults)
+        for name, entry in ({} if faults else checkpoint.files).items():
+            try:
+                if self._store.digest(f"{run}/{checkpoint.folder}/{name}") != (entry["bytes"], entry["sha256"]):
+                    faults.append(f"the contents of {name} changed after it was written")
+            except ObjectStoreError as error:
+                if error.kind != "absent":
+                    raise
+                faults.append(f"{name} is missing")
+        return faults
+
+    def download(self, run: str, checkpoint: RemoteCheckpoint, into: Path) -> list[str]:
+        """Write the files, the bundle too, into a folder, and compare them with their checksums; returns the faults."""
+        if checkpoint.faults:
+            return list(checkpoint.faults)
+        into.mkdir(parents=True)
+
+        def fetch(name: str) -> str | None:
+            try:
+                self._store.download(f"{run}/{checkpoint.folder}/{name}", into / name)
+            except ObjectStoreError as error:
+                if error.kind != "absent":
+                    raise
+                return f"{name} is missing"
+            return None
+
+        with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as readers:
+            missing = [fault for fault in readers.map(fetch, checkpoint.files) if fault is not None]
+        return missing or compare_files(into, _entries(checkpoint.files), checksums=True)
+
+    def publish(
+        self, run: str, checkpoint: Checkpoint, folder: str, bundle: Path, may_publish: Callable[[], bool]
+    ) -> int:
+        """Upload a checkpoint of this machine and write its marker; returns the bytes, 0 if `may_publish` forbade it.
+
+        What an earlier attempt left whole in `folder` is not sent again. `may_publish` is asked before the marker.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged here, or the server reports other sizes than were sent.
+        """
+        check_files(checkpoint.path, checksums=True)
+        files: dict[str, dict[str, Any]] = dict(json.loads((checkpoint.path / MANIFEST).read_bytes())["files"])
+        files |= describe_files([checkpoint.path / MANIFEST])
+        files[BUNDLE] = describe_files([bundle])[bundle.name]
+        sent = self._store.sizes(f"{run}/{folder}")
+        # One after another: client libraries send the parts of one file side by side, and hold them in memory for it.
+        for name, entry in files.items():
+            if sent.get(name) != entry["bytes"] or name == BUNDLE:
+                self._store.upload(bundle if name == BUNDLE else checkpoint.path / name, f"{run}/{folder}/{name}")
+        sent = self._store.sizes(f"{run}/{folder}")
+        for name, entry in files.items():
+            if sent.get(name) != entry["bytes"]:
+                raise CheckpointError(f"{name} arrived with {sent.get(name, 0)} bytes of {entry['bytes']}")
+        if not may_publish():
+            self._store.remove_folder(f"{run}/{folder}")
+            return 0
+        marker = {"format": FORMAT, "step": checkpoint.step, "folder": folder, "files": files}
+        self._store.write(f"{run}/{_marker(checkpoint.step)}", _render(marker))
+        return sum(entry["bytes"] for entry in files.values())
+
+    def prune(self, run: str, newest: int, keep_last: int, keep: int | None) -> None:
+        """Remove what is older than the newest `keep_last` whole ones up to the step `newest`, but not the step `keep`.
+
+        What is beyond `newest` counts for nothing: it is of a course that a resume has left.
+        """
+        found = [each for each in self.find(run) if each.step <= newest]
+        whole = [each.step for each in found if not each.faults]
+        oldest = whole[-keep_last] if len(whole) >= keep_last else 0
+        for checkpoint in found:
+            if checkpoint.step < oldest and checkpoint.step != keep:
+                self._store.remove([f"{run}/{_marker(checkpoint.step)}"])
+        self.sweep(run)
+
+    def sweep(self, run: str) -> None:
+        """Remove the files that no marker names, nor one that cannot be read may name. For the only writer."""
+        markers = self.find(run)
+        named = {each.folder for each in markers}
+        unread = tuple(f"{each.name}-" for each in markers if not each.folder)
+        folders = {name.partition("/")[0] for name in self._store.sizes(run) if "/" in name}
+        for folder in sorted(folders - named):
+            if not folder.startswith(unread):
+                self._store.remove_folder(f"{run}/{folder}")
+
+
+def new_folder(step: int) -> str:
+    """A name for the folder of an upload that no other upload has."""
+    return f"step-{step:08d}-{uuid.uuid4().hex[:8]}"
+
+
+def write_run_name(folder: RunFolder, run: str) -> None:
+    """Note in a run folder by which name an object store knows it."""
+    write_json(folder.remote_path, {"run": run})
+
+
+def read_run_name(folder: RunFolder) -> str | None:
+    """By which name an object store knows this run folder; None when it has none."""
+    try:
+        return str(json.loads(folder.remote_path.read_text(encoding="utf-8"))["run"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _entries(files: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int, str]]:
+    return sorted((name, entry["bytes"], entry["sha256"]) for name, entry in files.items())
+
+
+def _marker(step: int) -> str:
+    return f"step-{step:08d}.json"
+
+
+def _marked_step(name: str) -> int | None:
+    digits = name.removeprefix("step-").removesuffix(".json")
+    return int(digits) if digits.isdecimal() and name == _marker(int(digits)) else None
+
+
+def _render(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def _parse(step: int, content: bytes, sizes: Mapping[str, int]) -> RemoteCheckpoint:
+    """The checkpoint of a marker, compared with the sizes of a listing."""
+    try:
+        values = json.loads(content)
+        if values["format"] != FORMAT:
+            return RemoteCheckpoint(step, faults=(f"it has format {values['format']}; this version reads {FORMAT}",))
+        folder = str(values["folder"])
+        files = {
+            str(name): {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
+            for name, entry in values["files"].items()
+        }
+        if values["step"] != step or not _are_plain([folder, *files]) or not {MANIFEST, BUNDLE} <= files.keys():
+            return RemoteCheckpoint(step, faults=("its marker does not fit it",))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return RemoteCheckpoint(step, faults=(f"its marker cannot be read ({error})",))
+    faults = []
+    for name, entry in files.items():
+        size = sizes.get(f"{folder}/{name}")
+        if size is None:
+            faults.append(f"{name} is missing")
+        elif size != entry["bytes"]:
+            faults.append(f"{name} has {size} bytes; {entry['bytes']} were written")
+    return RemoteCheckpoint(step, folder, files, tuple(faults))
+
+
+def _are_plain(names: Collection[str]) -> bool:
+    """Whether these are names of files and not paths: what a server says decides nothing about other folders here."""
+    return all(name not in ("", ".", "..") and "\\" not in name and PurePosixPath(name).name == name for name in names)

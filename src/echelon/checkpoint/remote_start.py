@@ -1,0 +1,210 @@
+"""What a start does about `checkpoint.remote`, before any worker: find the run's own there, bring back what is newer
+than what the run folder holds, claim the address. No process group exists yet, however long a download takes."""
+
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from echelon.checkpoint.bundle import unpack_bundle
+from echelon.checkpoint.folder import find_checkpoints, find_faults, give_name
+from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError, retried
+from echelon.checkpoint.remote import BUNDLE, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
+from echelon.checkpoint.upload import Uploader
+from echelon.errors import CheckpointError, ConfigError, EchelonError, explain_storage_error
+from echelon.recipe import Recipe, blocking_differences, load_recipe, render_recipe
+from echelon.run_folder import RunFolder, sync_path
+
+Say = Callable[[str], None]
+
+_RETRY_DELAYS_SECONDS = (1.0, 4.0, 15.0)
+
+
+class RemoteStart:
+    """The dealings of one start with the address of `checkpoint.remote`; without one, nothing is done.
+
+    Errors: ConfigError where the address is another run's or cannot be used at all, EchelonError where the server fails
+    and this start depends on it. A run folder with a whole checkpoint of its own goes on without a server.
+    """
+
+    def __init__(self, recipe: Recipe, say: Say) -> None:
+        """Asks no server. Raises ConfigError for a protocol that cannot be used here."""
+        self._recipe = recipe
+        self._say = say
+        url = recipe.checkpoint.remote
+        self._remote = None if url is None else RemoteRuns(ObjectStore(url))
+        self._is_down = False
+
+    def bring_back(self, folder: RunFolder) -> None:
+        """Fill a locked run folder from the newest good remote checkpoint, if that is newer than its own newest."""
+        if self._remote is None:
+            return
+        is_new = not folder.recipe_path.exists()
+        try:
+            owner = self._remote.read_owner()
+            if owner is None:
+                return
+            if read_run_name(folder) not in ({owner.run, None} if is_new else {owner.run}):
+                raise ConfigError(
+                    f"checkpoint.remote={self._remote.url} holds the checkpoints of another run than the one in "
+                    f"run.dir={folder.path}; give each run an address of its own."
+                )
+            if is_new:
+                self._refuse_other_recipe(owner)
+            self._fetch_newest(folder, owner.run, is_new)
+            write_run_name(folder, owner.run)
+        except ObjectStoreError as error:
+            self._go_on_without(folder, error)
+
+    def claim(self, folder: RunFolder) -> None:
+        """Write down whose the address is, which also shows whether it can be written to. For a run that starts."""
+        if self._remote is None:
+            return
+        run = read_run_name(folder) or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
+        write_run_name(folder, run)
+        if self._is_down:
+            return
+        try:
+            before = self._remote.read_owner()
+            self._remote.claim(Owner(run, render_recipe(self._recipe), ""))
+        except ObjectStoreError as error:
+            self._go_on_without(folder, error)
+            return
+        if before is not None and before.run != run:
+            self._say(f"checkpoint: the old run's checkpoints stay in {self._remote.url}/{before.run}")
+
+    def send_rest(self, folder: RunFolder) -> None:
+        """Upload a finished run's newest checkpoint, where an outage at its end kept it here."""
+        newest = next(iter(reversed(find_checkpoints(folder.checkpoints_dir))), None)
+        if self._remote is None or self._is_down or newest is None:
+            return
+        folder.lock()
+        try:
+            if read_run_name(folder) is None:
+                self.claim(folder)
+            keep = newest.read_state()["train"].get("best_step") if self._recipe.checkpoint.keep_best else None
+            keep_last = self._recipe.checkpoint.keep_last
+            uploader = Uploader(self._remote.url, folder, keep_last, self._say, folder.append_event)
+            uploader.offer(newest, keep, if_missing=True)
+            while not uploader.wait(1.0) and not uploader.is_failing:
+                pass
+            uploader.tell_unfinished()
+        finally:
+            folder.unlock()
+
+    def _go_on_without(self, folder: RunFolder, error: ObjectStoreError) -> None:
+        """A run that has a checkpoint here goes on; another one cannot know what it would begin anew."""
+        assert self._remote is not None
+        told = f"checkpoint.remote={self._remote.url} cannot be used ({error})"
+        if folder.recipe_path.exists() and any(
+            not find_faults(each.path) for each in find_checkpoints(folder.checkpoints_dir)
+        ):
+            self._is_down = True
+            self._say(f"checkpoint: {told}; going on from what is in {folder.path}, and uploads are tried again")
+            return
+        if error.kind == "failed":
+            raise EchelonError(f"{told}; start the same command again when the server answers.") from None
+        raise ConfigError(
+            f"{told}; check the address, that its bucket exists, and that the credentials in the environment may list, "
+            "read, write and delete there."
+        ) from None
+
+    def _refuse_other_recipe(self, owner: Owner) -> None:
+        """The rule of an existing run folder, for one whose folder is not here."""
+        assert self._remote is not None
+        with tempfile.TemporaryDirectory(prefix="echelon-") as scratch:
+            path = Path(scratch) / "recipe.yaml"
+            path.write_text(owner.recipe, encoding="utf-8")
+            try:
+                old, _ = load_recipe(path)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"checkpoint.remote={self._remote.url} holds a run whose recipe cannot be read ({error}); pass "
+                    "--fresh to leave it where it is and begin another, or choose another address."
+                ) from error
+        if blocking := blocking_differences(old, self._recipe):
+            shown = "\n".join(f"  {each.key}: {each.old!r} -> {each.new!r}" for each in blocking)
+            raise ConfigError(
+                f"checkpoint.remote={self._remote.url} holds a run of another recipe:\n{shown}\nrestore these keys to "
+                "resume it, pass --fresh to leave it where it is and begin another, or choose another address."
+            )
+
+    def _fetch_newest(self, folder: RunFolder, run: str, is_new: bool) -> None:
+        assert self._remote is not None
+        found = self._remote.find(run)
+        for checkpoint in reversed(found):
+            if not is_new and _has_whole_one(folder, checkpoint.step):
+                return
+            if self._fetch(folder, run, checkpoint):
+                return
+        if is_new and found:
+            raise CheckpointError(
+                f"None of the checkpoints in {self._remote.url} is whole, and there is none in {folder.path}; pass "
+                "--fresh to begin anew, which leaves them where they are."
+            )
+
+    def _fetch(self, folder: RunFolder, run: str, checkpoint: RemoteCheckpoint) -> bool:
+        """Download one and give it its name, if it is whole; whether it is."""
+        assert self._remote is not None
+        remote, began = self._remote, time.monotonic()
+        writing = folder.checkpoints_dir / f".writing-{checkpoint.step:08d}"
+        num_bytes = sum(entry["bytes"] for entry in checkpoint.files.values())
+        faults: list[str] = []
+        if not checkpoint.faults:
+            self._say(f"Downloading {checkpoint.name} ({num_bytes / 2**20:.1f} MiB) from {remote.url}.")
+
+        def attempt() -> None:
+            shutil.rmtree(writing, ignore_errors=True)
+            faults[:] = remote.download(run, checkpoint, writing)
+
+        try:
+            retried(attempt, _RETRY_DELAYS_SECONDS, time.sleep)
+            faults = faults or find_faults(writing)
+            if faults:
+                self._say(f"Passing over a damaged checkpoint: {remote.url}, {checkpoint.name}: {'; '.join(faults)}.")
+                return False
+            for path in writing.iterdir():
+                sync_path(path)
+            bundle = folder.path / f".{BUNDLE}.tmp"
+            (writing / BUNDLE).replace(bundle)
+            give_name(writing, folder.checkpoints_dir / checkpoint.name)
+            unpack_bundle(bundle, folder)
+            bundle.unlink()
+        except OSError as error:
+            raise EchelonError(
+                f"run.dir={folder.path}: {explain_storage_error(error, folder.path) or error}."
+            ) from error
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)
+        seconds = time.monotonic() - began
+        folder.append_event("download", step=checkpoint.step, seconds=seconds, bytes=num_bytes)
+        self._say(f"Downloaded {checkpoint.name} and compared it with its checksums in {seconds:.1f} s.")
+        return True
+
+
+def _has_whole_one(folder: RunFolder, step: int) -> bool:
+    """Whether the run folder itself has a whole checkpoint of this step or a later one; unless finished, reads it."""
+    own = [each for each in find_checkpoints(folder.checkpoints_dir) if each.step >= step]
+    return any(not find_faults(each.path, checksums=not folder.is_finished()) for each in reversed(own))
+
+
+def describe_remote(run: Path, verify: bool) -> Iterator[tuple[str, bool]]:
+    """A line for each remote checkpoint of a run folder, and whether that one is damaged; `verify` reads every byte.
+
+    Nothing where the run has no `checkpoint.remote`. Raises ObjectStoreError.
+    """
+    folder = RunFolder(run)
+    name = read_run_name(folder)
+    url = load_recipe(folder.recipe_path)[0].checkpoint.remote if folder.recipe_path.exists() else None
+    if name is None or url is None:
+        return
+    remote = RemoteRuns(ObjectStore(url))
+    try:
+        for checkpoint in remote.find(name):
+            faults = remote.verify(name, checkpoint) if verify else []
+            state = ("damaged: " + "; ".join(faults) if faults else "whole") + "  " if verify else ""
+            yield f"step {checkpoint.step}  {state}{url}/{name}/{checkpoint.folder or checkpoint.name}", bool(faults)
+    except ObjectStoreError as error:
+        raise ObjectStoreError(f"checkpoint.remote={url} cannot be read ({error}).", error.kind) from None

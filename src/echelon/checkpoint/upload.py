@@ -1,0 +1,262 @@
+"""Bringing a run's checkpoints to an object store in a thread of rank 0, so that no server slows or stops training.
+
+One checkpoint is under way at a time, and the newest one saved meanwhile waits; those between are left out and named.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from echelon.checkpoint.bundle import write_bundle
+from echelon.checkpoint.folder import Checkpoint
+from echelon.checkpoint.object_store import ObjectStore, describe_failure
+from echelon.checkpoint.remote import Owner, RemoteRuns, read_run_name
+from echelon.errors import CheckpointError, EchelonError
+from echelon.run_folder import RunFolder
+
+PATIENCE_SECONDS = 300.0
+"""For how long the end of a run awaits an upload that fails all the time."""
+
+_FIRST_DELAY_SECONDS = 1.0
+_MAX_DELAY_SECONDS = 60.0
+# After as many, a newer checkpoint takes the turn.
+_ATTEMPTS = 3
+# While somebody waits for the last upload.
+_DELAY_AT_END_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checkpoint to upload, `if_missing` only where it is not there yet.
+
+    `keep` is a step whose checkpoint stays besides the newest few.
+    """
+
+    checkpoint: Checkpoint
+    keep: int | None
+    if_missing: bool
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+
+    @property
+    def folder(self) -> str:
+        """The folder it is uploaded to, which no other upload has."""
+        return f"{self.checkpoint.path.name}-{self.mark}"
+
+
+class Uploader:
+    """Uploads what it is offered, and keeps the newest few there. Whatever fails becomes a line and an event.
+
+    `say` gets lines for the user, `note` the events `upload`, `upload_failed`, `upload_left_out` and
+    `upload_unfinished`; both from the thread.
+    """
+
+    def __init__(
+        self, url: str, folder: RunFolder, keep_last: int, say: Callable[[str], None], note: Callable[..., None]
+    ) -> None:
+        """Imports happen here, in the main thread; the server is first asked when there is something to upload."""
+        self._remote = RemoteRuns(ObjectStore(url))
+        self._folder = folder
+        self._keep_last = keep_last
+        self._say = say
+        self._note = note
+        self._writer = uuid.uuid4().hex
+        self._has_claimed = False
+        self._changed = threading.Condition()
+        self._current: Job | None = None
+        self._waiting: Job | None = None
+        self._closing_since: float | None = None
+        self._failing_since: float | None = None
+        self._given_up = False
+        self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
+        self._thread.start()
+
+    def offer(self, checkpoint: Checkpoint, keep: int | None = None, if_missing: bool = False) -> Collection[int]:
+        """Have this published checkpoint uploaded, before others that wait; returns at once.
+
+        One that was just saved is always sent, since what the store has of that step may be damaged; one that was found
+        here, `if_missing`, only where the store has none with the same manifest.
+
+        Returns the steps whose checkpoints must stay in the run folder until the next call.
+        """
+        with self._changed:
+            if self._given_up:
+                return ()
+            left_out, self._waiting = self._waiting, Job(checkpoint, keep, if_missing)
+            self._changed.notify_all()
+            held = {each.checkpoint.step for each in (self._current, self._waiting) if each is not None}
+        if left_out is not None:
+            self._leave_out(left_out)
+        return held
+
+    def is_done(self) -> bool:
+        """Whether nothing is left to upload, or nothing more can be."""
+        is_idle = self._current is None and self._waiting is None
+        return self._given_up or is_idle or not self._thread.is_alive()
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last attempt failed."""
+        return self._failing_since is not None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait this long at most for what is left; whether that is over: done, or failing for PATIENCE_SECONDS.
+
+        Nothing may be offered after the first call.
+        """
+        with self._changed:
+            self._closing_since = self._closing_since or time.monotonic()
+            self._changed.notify_all()
+            self._changed.wait_for(self.is_done, seconds)
+            if self.is_done() or self._failing_since is None:
+                return self.is_done()
+            return time.monotonic() - max(self._closing_since, self._failing_since) > PATIENCE_SECONDS
+
+    def tell_unfinished(self) -> None:
+        """Say which checkpoint does not get there before this process ends, if there is one."""
+        with self._changed:
+            job = None if self._given_up else self._waiting or self._current
+        if job is not None:
+            self._tell(
+                f"checkpoint: {job.checkpoint.path.name} is saved in {self._folder.path}, but not yet in "
+                f"{self._remote.url}; the same command uploads it"
+            )
+            self._record("upload_unfinished", job)
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            failures = 0
+            while not self._attempt(job) and not self._given_up:
+                if self._is_superseded(failures):
+                    self._leave_out(job)
+                    break
+                failures += 1
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._current = None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._waiting is not None or self._closing_since is not None)
+            self._current, self._waiting = self._waiting, None
+            return None if self._given_up else self._current
+
+    def _is_superseded(self, failures: int) -> bool:
+        """Wait before the next attempt; whether a newer checkpoint takes the turn of one that goes on failing.
+
+        The first few failures cost it nothing: the files that arrived are not sent again.
+        """
+        with self._changed:
+            closing_since = self._closing_since
+            gives_way = failures + 1 >= _ATTEMPTS or closing_since is not None
+            delay = min(_FIRST_DELAY_SECONDS * 2**failures, _MAX_DELAY_SECONDS)
+            if closing_since is not None:
+                delay = min(delay, _DELAY_AT_END_SECONDS)
+            self._changed.wait_for(
+                lambda: (gives_way and self._waiting is not None) or self._closing_since != closing_since, delay
+            )
+            return gives_way and self._waiting is not None
+
+    def _attempt(self, job: Job) -> bool:
+        """Upload one, and remove old ones; whether that went well."""
+        # Object stores are other people's code and other people's servers: none of it may end a training run.
+        try:
+            self._claim()
+            self._upload(job)
+            if job.keep is not None:
+                self._upload_kept(job.keep)
+        except Exception as error:
+            self._note_failure(job, error)
+            return False
+        if self._failing_since is not None:
+            self._tell(f"checkpoint: uploads to {self._remote.url} work again")
+            with self._changed:
+                self._failing_since = None
+        return True
+
+    def _claim(self) -> None:
+        """Be the one writer of this run, and take away what an earlier one left half-done."""
+        if self._has_claimed:
+            return
+        owner = self._remote.read_owner()
+        if owner is not None and owner.run != self._run:
+            self._give_up(f"{self._remote.url} now belongs to another run")
+            return
+        self._remote.claim(Owner(self._run, self._folder.recipe_path.read_text(encoding="utf-8"), self._writer))
+        self._remote.sweep(self._run)
+        self._has_claimed = True
+
+    def _upload(self, job: Job) -> None:
+        if self._given_up:
+            return
+        step, began = job.checkpoint.step, time.monotonic()
+        if not self._is_there(job):
+            bundle = self._folder.path / f".run.zip.{self._writer}.tmp"
+            try:
+                write_bundle(self._folder, step, bundle)
+                num_bytes = self._remote.publish(self._run, job.checkpoint, job.folder, bundle, self._is_writer)
+            finally:
+                bundle.unlink(missing_ok=True)
+            if num_bytes == 0:
+                self._give_up(f"another process goes on with this run and writes to {self._remote.url}")
+                return
+            self._record("upload", job, seconds=time.monotonic() - began, bytes=num_bytes)
+        self._remote.prune(self._run, step, self._keep_last, job.keep)
+
+    def _upload_kept(self, step: int) -> None:
+        """The best checkpoint, where it was left out when it was saved."""
+        checkpoint = Checkpoint(step, self._folder.checkpoints_dir / f"step-{step:08d}")
+        if not self._given_up and checkpoint.path.is_dir():
+            self._upload(Job(checkpoint, step, if_missing=True))
+
+    def _is_there(self, job: Job) -> bool:
+        """Whether an earlier attempt published it, or the store had it anyway where that is enough."""
+        found = [each for each in self._remote.find(self._run) if each.step == job.checkpoint.step]
+        return any(each.folder == job.folder or (job.if_missing and each.holds(job.checkpoint)) for each in found)
+
+    @property
+    def _run(self) -> str:
+        run = read_run_name(self._folder)
+        if run is None:
+            raise CheckpointError(f"{self._folder.remote_path} is missing; start the same command again to write it")
+        return run
+
+    def _is_writer(self) -> bool:
+        owner = self._remote.read_owner()
+        return owner is None or owner.writer == self._writer
+
+    def _give_up(self, reason: str) -> None:
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+        self._tell(f"checkpoint: {reason}; this process uploads nothing more, and training goes on")
+        with suppress(OSError):
+            self._note("upload_failed", reason=reason)
+
+    def _note_failure(self, job: Job, error: Exception) -> None:
+        """Say it once, until it works again."""
+        if self._failing_since is not None:
+            return
+        with self._changed:
+            self._failing_since = time.monotonic()
+        reason = str(error) if isinstance(error, EchelonError) else describe_failure(error)
+        self._tell(
+            f"checkpoint: {job.checkpoint.path.name} could not be uploaded to {self._remote.url} ({reason}); it is "
+            "tried again, and training goes on"
+        )
+        self._record("upload_failed", job, reason=reason)
+
+    def _leave_out(self, job: Job) -> None:
+        if self._failing_since is None:  # while uploads fail, that has been said
+            name = job.checkpoint.path.name
+            self._tell(f"checkpoint: {name} is not uploaded: a newer one was saved before its turn had come")
+        self._record("upload_left_out", job)
+
+    def _tell(self, line: str) -> None:
+        with suppress(OSError):  # a terminal that is gone ends no upload
+            self._say(line)
+
+    def _record(self, event: str, job: Job, **fields: object) -> None:
+        with suppress(OSError):  # a full disk takes no event
+            self._note(event, step=job.checkpoint.step, **fields)

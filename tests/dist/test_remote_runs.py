@@ -1,0 +1,136 @@
+"""Whole runs with their checkpoints in an object store: a machine is lost, a server is down, a stop has little time."""
+
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from command import MARK, CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from echelon.checkpoint.object_store import ObjectStore
+from echelon.run_folder import RunFolder
+from object_server import BUCKET, ObjectServer
+from training import equal_tensors, tensors_of
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+EXACT = ("kind", "step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
+STEPS = 300
+TRAIN = ("train", "recipe.json", "--nproc", "2")
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = ObjectServer()
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in server.environment.items():
+            patch.setenv(key, value)
+        ObjectStore(f"s3://{BUCKET}")._system.mkdir(BUCKET)
+        yield server
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def up(server):
+    server.start()
+
+
+@pytest.fixture
+def echelon(capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(MARK, str(tmp_path))
+    yield CommandLine(capfd, monkeypatch)
+    assert_no_orphan()
+
+
+def rows(run):
+    return [tuple(row.get(key) for key in EXACT) for row in read_lines(run.metrics_path)]
+
+
+def events(run, name):
+    if not run.events_path.exists():
+        return []
+    return [row["step"] for row in read_lines(run.events_path) if row["event"] == name]
+
+
+def await_events(run, name, job, count):
+    """Wait until there are so many of this event; those of before a download come back with it."""
+    deadline = time.monotonic() + 120
+    while len(events(run, name)) < count:
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline, f"{name}: {events(run, name)}"
+        time.sleep(0.02)
+
+
+def test_a_run_that_lost_its_machine_ends_as_one_that_did_not(echelon, server, tmp_path):
+    sections = {
+        "train": {"steps": STEPS, "global_batch_size": 4, "eval_every": 50, "precision": "fp32"},
+        "fault": {"notice_seconds": 15},
+    }
+    write_recipe(tmp_path, checkpoint={"every_steps": 10}, **sections)
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    assert echelon(*TRAIN).code == 0
+    straight, straight_rows = tensors_of(run.path, STEPS), rows(run)
+    shutil.rmtree("runs")
+
+    # The server is away for a while, and then the whole machine for good.
+    url = f"s3://{BUCKET}/runs/tiny"
+    write_recipe(tmp_path, checkpoint={"every_steps": 10, "remote": url}, **sections)
+    job = start(*TRAIN)
+    await_events(run, "upload", job, 1)
+    server.stop()
+    await_events(run, "upload_failed", job, 1)
+    server.start()
+    await_events(run, "upload", job, len(events(run, "upload")) + 1)
+    os.killpg(job.pid, signal.SIGKILL)
+    killed = finish(job)
+    assert_no_orphan()
+    assert killed.out.count("could not be uploaded") == 1 and not events(run, "done")
+    uploaded, reached = events(run, "upload")[-1], rows(run)[-1][1]
+    assert uploaded <= reached < STEPS
+    shutil.rmtree("runs")
+
+    # Another one goes on. It is asked to stop while the server is down.
+    job = start(*TRAIN)
+    await_events(run, "resume", job, 1)
+    resumed, failed = events(run, "resume"), len(events(run, "upload_failed"))
+    server.stop()
+    await_events(run, "upload_failed", job, failed + 1)
+    os.kill(job.pid, signal.SIGTERM)
+    stopped = finish(job)
+    assert stopped.code == 3 and stopped.seconds < 15 and resumed[0] >= uploaded, stopped
+    assert f"Downloading step-{resumed[0]:08d}" in stopped.out and f"Resuming from step-{resumed[0]:08d}" in stopped.out
+    assert re.search(rf"step-\d+ is saved in {run.path.relative_to(tmp_path)}, but not yet in {url}", stopped.out)
+    server.start()
+
+    ending = echelon(*TRAIN)
+    assert ending.code == 0, ending
+    assert "Downloading" not in ending.out  # what is here is newer
+    assert equal_tensors(tensors_of(run.path, STEPS), straight) and rows(run) == straight_rows
+    ending = echelon("checkpoint", "verify", run.path)
+    assert ending.code == 0 and [line.split()[:3] for line in ending.out.splitlines()] == [
+        ["step", str(step), "whole"] for step in (280, 290, 300) * 2
+    ]
+    secret = server.environment["AWS_SECRET_ACCESS_KEY"]
+    written = [path for path in Path("runs").rglob("*") if path.is_file()]
+    assert not any(secret in path.read_text(errors="replace") for path in written)
+    assert secret not in killed.out + killed.err + stopped.out + stopped.err
+
+
+def test_a_stop_waits_for_its_upload(echelon, server, tmp_path):
+    url = f"s3://{BUCKET}/runs/other"
+    write_recipe(
+        tmp_path, checkpoint={"every_steps": 100000, "remote": url}, train={"steps": 100000, "global_batch_size": 4}
+    )
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    job = start(*TRAIN)
+    await_line(run.metrics_path, '"step": 5,', job, seconds=120)
+    os.kill(job.pid, signal.SIGTERM)
+    stopped = finish(job)
+    assert stopped.code == 3 and "not yet" not in stopped.out, stopped
+    assert events(run, "upload") == events(run, "checkpoint") != []
+    listed = echelon("checkpoint", "list", run.path).out
+    assert len(re.findall(rf"step {events(run, 'upload')[0]}  ", listed)) == 2 and url in listed
