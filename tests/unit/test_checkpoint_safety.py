@@ -201,7 +201,7 @@ def test_a_save_that_fails_says_why_is_repeated_and_leaves_earlier_ones(tmp_path
     reason = "No space left on device: the disk is full"
     store.save(2, {"a": torch.ones(4)}, {})
     assert not store.wait() and not store.wait()
-    assert events == [("save_failed", {"step": 2, "reason": reason})]
+    assert events[-1] == ("save_failed", {"step": 2, "reason": reason})
     assert lines == [
         f"The checkpoint step-00000002 could not be written: {reason} (failure 1 of 3; it is tried again)."
     ]

@@ -70,6 +70,7 @@ def run_training(
         trainer.store.close(time_left)
         if trainer.journal is not None:
             trainer.journal.flush()
+            summarize(trainer, folder)
         done = True
         if runtime.rank == 0:
             finish(trainer, folder, console)
@@ -83,7 +84,8 @@ def run_training(
         heart.stop()
         trainer.loader.close()
         if trainer.journal is not None:
-            summarize(trainer, folder)
+            if not done:
+                summarize(trainer, folder)
             trainer.journal.close(done)
     return state
 
