@@ -38,7 +38,7 @@ demo: .venv/.installed
 
 test: .venv/.installed
 	@echo "== running the tests: units, then real processes over gloo"
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 .venv/.slow: .venv/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[slow]'
@@ -46,7 +46,7 @@ test: .venv/.installed
 
 slow: .venv/.slow
 	@echo "== running the tests that are marked slow, but for the product of strategies"
-	$(BIN)/python -m pytest tests/dist tests/unit -m slow
+	$(BIN)/python -m pytest tests/dist tests/docs tests/unit -m slow
 
 parity: .venv/.installed
 	@echo "== comparing every strategy with the single process"

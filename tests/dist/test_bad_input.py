@@ -34,7 +34,7 @@ from echelon.run_folder import RunFolder
 
 pytestmark = pytest.mark.dist
 
-SECONDS = 30.0  # what a refusal may take on a busy machine; alone it takes less than five
+SECONDS = 60.0  # what a refusal may take on a busy machine; alone it takes less than five
 
 
 @pytest.fixture

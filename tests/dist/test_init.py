@@ -19,6 +19,7 @@ def echelon(capfd, monkeypatch, tmp_path):
     assert_no_orphan()
 
 
+@pytest.mark.slow
 def test_a_recipe_from_two_numbers_trains(echelon):
     Path("text.txt").write_text(TEXT)
     ending = echelon("init", "small.yaml", "--params", "1m", "--tokens", "200k", "--vocab-size", "300")

@@ -52,6 +52,7 @@ def last_stop(run):
     return [row for row in read_lines(run.events_path) if row["event"] == "signal"][-1]
 
 
+@pytest.mark.slow
 def test_stops_leave_no_trace_in_the_result(echelon, run, tmp_path):
     """SIGTERM to the parent, SIGUSR1 to a rank, Ctrl-C to all; then the end, the same bit for bit."""
     ways = [

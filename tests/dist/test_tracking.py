@@ -50,6 +50,7 @@ def expected_points(run, kind, key):
     return [(row["step"], row[key]) for row in read_lines(run.metrics_path) if row["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_one_tracking_run_across_a_resume_and_its_model_registered(echelon, tmp_path):
     """Step 4 is lost, and done again by the resumed run; the finished run then gets a tracker more."""
     # A learning rate that does not depend on the number of steps.

@@ -157,7 +157,15 @@ class Session:
         load_recipe(path, [override.removesuffix("\n").removesuffix("\n...") for override in overrides])
 
 
-@on_every_page
+# Pages of which the same is run by other tests too: `make slow` runs these.
+SLOW_PAGES = {"optimization.md", "schedules.md", "tracking.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW_PAGES else []) for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
     session = Session(tmp_path)
     for block in read_blocks(page):
