@@ -65,7 +65,8 @@ class Machine:
         path.write_text(recipe.format(folder=folder, url=url))
         self.recipe, _ = load_recipe(path)
         self.remote_start = RemoteStart(self.recipe, self.lines.append)
-        opened = open_run(self.recipe, fresh, self.lines.append, bring_back=self.remote_start.bring_back)
+        start = self.remote_start
+        opened = open_run(self.recipe, fresh, self.lines.append, start.reach, start.bring_back)
         self.state, self.run = opened.state, opened.folder
         try:
             self.remote_start.claim(self.run)
@@ -271,8 +272,10 @@ def test_a_start_without_the_server(server, s3_url, tmp_path):
         with pytest.raises(EchelonError, match="start the same command again when the server answers") as caught:
             Machine(tmp_path / "two", s3_url)
         assert caught.value.exit_code == 1
-        with pytest.raises(EchelonError, match="start the same command again"):
-            Machine(tmp_path / "one", s3_url)  # it has no checkpoint either
+        for fresh in (False, True):  # it has no checkpoint either
+            with pytest.raises(EchelonError, match="start the same command again"):
+                Machine(tmp_path / "one", s3_url, fresh=fresh)
+        assert not list(tmp_path.glob("one.old*"))
         first.publish(10)
         again = Machine(tmp_path / "one", s3_url)
         assert again.state == "resumed" and "going on from what is in" in again.lines[0] and len(again.lines) == 1
@@ -299,9 +302,11 @@ def test_an_address_belongs_to_one_run(url, tmp_path):
     assert again.lines[-1] == f"checkpoint: the old run's checkpoints stay in {url}/{name}"
     assert [each.step for each in again.remote().find(name)] == [10] and again.found() == []
     store = ObjectStore(url)
-    store.write("run.json", b"[]")
-    with pytest.raises(CheckpointError, match="is not what echelon writes"):
-        Machine(tmp_path / "two", url)
+    owner = json.loads(store.read("run.json"))
+    for content in ([], {**owner, "run": "../other"}):
+        store.write("run.json", json.dumps(content).encode())
+        with pytest.raises(CheckpointError, match="is not what echelon writes"):
+            Machine(tmp_path / "two", url)
 
 
 def test_a_lost_or_damaged_disk_gets_the_newer_one_back(url, tmp_path):

@@ -74,6 +74,8 @@ class RemoteRuns:
             return None
         try:
             values = json.loads(content)
+            if not _are_plain([str(values["run"])]):
+                raise ValueError("its run has no plain name")
             return Owner(str(values["run"]), str(values["recipe"]), str(values["writer"]))
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(

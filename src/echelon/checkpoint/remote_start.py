@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from echelon.checkpoint.bundle import unpack_bundle
-from echelon.checkpoint.folder import find_checkpoints, find_faults, give_name
+from echelon.checkpoint.folder import Checkpoint, find_checkpoints, find_faults, give_name
 from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError, retried
 from echelon.checkpoint.remote import BUNDLE, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
 from echelon.checkpoint.upload import Uploader
@@ -37,6 +37,14 @@ class RemoteStart:
         self._remote = None if url is None else RemoteRuns(ObjectStore(url))
         self._is_down = False
 
+    def reach(self) -> None:
+        """Whether the server answers, before anything is made or moved for a run that starts anew."""
+        if self._remote is not None:
+            try:
+                self._remote.read_owner()
+            except ObjectStoreError as error:
+                raise self._refusal(error) from None
+
     def bring_back(self, folder: RunFolder) -> None:
         """Fill a locked run folder from the newest good remote checkpoint, if that is newer than its own newest."""
         if self._remote is None:
@@ -63,21 +71,20 @@ class RemoteStart:
         if self._remote is None:
             return
         run = read_run_name(folder) or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
-        write_run_name(folder, run)
-        if self._is_down:
-            return
+        before = None
         try:
-            before = self._remote.read_owner()
-            self._remote.claim(Owner(run, render_recipe(self._recipe), ""))
+            if not self._is_down:
+                before = self._remote.read_owner()
+                self._remote.claim(Owner(run, render_recipe(self._recipe), ""))
         except ObjectStoreError as error:
             self._go_on_without(folder, error)
-            return
+        write_run_name(folder, run)
         if before is not None and before.run != run:
             self._say(f"checkpoint: the old run's checkpoints stay in {self._remote.url}/{before.run}")
 
     def send_rest(self, folder: RunFolder) -> None:
         """Upload a finished run's newest checkpoint, where an outage at its end kept it here."""
-        newest = next(iter(reversed(find_checkpoints(folder.checkpoints_dir))), None)
+        newest = _newest_whole(folder)
         if self._remote is None or self._is_down or newest is None:
             return
         folder.lock()
@@ -96,20 +103,24 @@ class RemoteStart:
 
     def _go_on_without(self, folder: RunFolder, error: ObjectStoreError) -> None:
         """A run that has a checkpoint here goes on; another one cannot know what it would begin anew."""
-        assert self._remote is not None
-        told = f"checkpoint.remote={self._remote.url} cannot be used ({error})"
-        if folder.recipe_path.exists() and any(
-            not find_faults(each.path) for each in find_checkpoints(folder.checkpoints_dir)
-        ):
-            self._is_down = True
-            self._say(f"checkpoint: {told}; going on from what is in {folder.path}, and uploads are tried again")
-            return
+        if not folder.recipe_path.exists() or _newest_whole(folder) is None:
+            raise self._refusal(error) from None
+        self._is_down = True
+        self._say(
+            f"checkpoint: {self._describe(error)}; going on from what is in {folder.path}, and uploads are tried again"
+        )
+
+    def _refusal(self, error: ObjectStoreError) -> EchelonError:
+        told = self._describe(error)
         if error.kind == "failed":
-            raise EchelonError(f"{told}; start the same command again when the server answers.") from None
-        raise ConfigError(
+            return EchelonError(f"{told}; start the same command again when the server answers.")
+        return ConfigError(
             f"{told}; check the address, that its bucket exists, and that the credentials in the environment may list, "
             "read, write and delete there."
-        ) from None
+        )
+
+    def _describe(self, error: ObjectStoreError) -> str:
+        return f"checkpoint.remote={self._recipe.checkpoint.remote} cannot be used ({error})"
 
     def _refuse_other_recipe(self, owner: Owner) -> None:
         """The rule of an existing run folder, for one whose folder is not here."""
@@ -182,6 +193,13 @@ class RemoteStart:
         folder.append_event("download", step=checkpoint.step, seconds=seconds, bytes=num_bytes)
         self._say(f"Downloaded {checkpoint.name} and compared it with its checksums in {seconds:.1f} s.")
         return True
+
+
+def _newest_whole(folder: RunFolder) -> Checkpoint | None:
+    """The newest checkpoint of a run folder whose files are there in their sizes."""
+    return next(
+        (each for each in reversed(find_checkpoints(folder.checkpoints_dir)) if not find_faults(each.path)), None
+    )
 
 
 def _has_whole_one(folder: RunFolder, step: int) -> bool:

@@ -60,9 +60,12 @@ def prepare_run(
 
     find_cluster = cache(find_cluster)
     remote = RemoteStart(recipe, say)
-    opened = open_run(
-        recipe, fresh, say, lambda: check_request(recipe, find_cluster()), remote.bring_back, patience_seconds
-    )
+
+    def check() -> None:
+        check_request(recipe, find_cluster())
+        remote.reach()
+
+    opened = open_run(recipe, fresh, say, check, remote.bring_back, patience_seconds)
     folder = opened.folder
     if opened.state == "finished":
         catch_up(recipe, folder, say)
