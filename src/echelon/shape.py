@@ -12,6 +12,7 @@ from typing import Any, Literal
 from echelon.errors import ConfigError, PlanError
 
 LOGITS_CHUNK_BYTES = 256 * 2**20  # the loss holds at most this much of fp32 logits at a time, in one copy
+MAX_LAYERS = 2000
 VOCAB_MULTIPLE = 64  # a vocabulary that is chosen for the user is rounded up to this, for the matmul kernels
 
 NormKind = Literal["rms", "rms_fp32", "layer"]
@@ -89,6 +90,7 @@ def build_shape(config: Mapping[str, Any]) -> ModelShape:
     Raises ConfigError naming the key under `model.config` that is wrong, and PlanError when a model type outside the
     known families is asked for where torch is not installed.
     """
+    check_depth(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError(
@@ -100,6 +102,15 @@ def build_shape(config: Mapping[str, Any]) -> ModelShape:
     if model_type in FAMILIES:
         return _llama_like_shape(config, FAMILIES[model_type])
     return _measured_shape(config)
+
+
+def check_depth(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for more layers than anybody means: to build them, even without memory, would take for ever."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_depth(value)
+        elif str(key).endswith(("layers", "n_layer")) and isinstance(value, int | float) and value > MAX_LAYERS:
+            raise ConfigError(f"model.config.{key}={value:g} is more than a model can have; use {MAX_LAYERS} or less.")
 
 
 def resolve_vocab_size(

@@ -1,8 +1,13 @@
 """What a run has done so far: the part of a checkpoint that is not a tensor."""
 
+import json
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from pydantic import TypeAdapter
+
+from echelon.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -52,5 +57,10 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainState":
-        """The state that `to_dict` described."""
-        return cls(**values)
+        """The state that `to_dict` described. Raises CheckpointError for anything else."""
+        try:
+            TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
+            return cls(**values)
+        except (TypeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(f"state.json: train holds no counters of a run ({reason}).") from error
