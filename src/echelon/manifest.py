@@ -62,7 +62,7 @@ def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int
         if manifest["format"] != FORMAT:
             return [f"it has format {manifest['format']!r:.40}, and this version reads format {FORMAT}"]
         entries = sorted(_parse_entry(name, entry) for name, entry in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return [f"it has no readable {MANIFEST} ({error})"]
     with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
         found = readers.map(

@@ -70,7 +70,7 @@ class Tally:
             outcome = RIGHT
         except EchelonError as error:
             outcome, message = REFUSED, str(error)
-            if not re.search(words, message) or (not message.isprintable() and "\x00" in message):
+            if not re.search(words, message):
                 fault = f"names neither a file nor a key: {message[:500]}"
             elif len(message) > 5000:
                 fault = f"a message of {len(message)} characters: {message[:500]}"

@@ -25,8 +25,10 @@ from echelon.hardware import Accelerator, Cluster
 from echelon.manifest import MANIFEST, describe_files
 from echelon.model.build import build_on_meta, load_config
 from echelon.model.weights import load_pretrained
+from echelon.plan import resolve_plan
 from echelon.recipe import load_recipe
 from echelon.runtime import Runtime
+from echelon.shape import build_shape
 from echelon.train.assemble import build_trainer, load_newest
 from echelon.train.setup import check_weights, find_model_fields, prepare_run
 from echelon.train.target import load_target
@@ -76,10 +78,10 @@ class StoredFiles:
         trainer.journal.close()
         self._engine, self._store, self._sequence_len = trainer.engine, trainer.store, recipe.data.sequence_len
         self._run.unlock()
-        self._single = export_run(self._run.path, root / "single")
-        self._sharded = shutil.copytree(self._single, root / "sharded")
+        self.single = export_run(self._run.path, root / "single")
+        self._sharded = shutil.copytree(self.single, root / "sharded")
         (self._sharded / "model.safetensors").unlink()
-        AutoModelForCausalLM.from_pretrained(self._single).save_pretrained(self._sharded, max_shard_size="60KB")
+        AutoModelForCausalLM.from_pretrained(self.single).save_pretrained(self._sharded, max_shard_size="60KB")
         self._older, self._newest = (checkpoint.path for checkpoint in find_checkpoints(self._run.checkpoints_dir))
         self._prepared = self._run.read_prepared_path()
         self.kinds = self._make_kinds()
@@ -94,32 +96,37 @@ class StoredFiles:
     def _make_kinds(self) -> "list[Kind]":
         prepared, model, newest = self._prepared, self._run.model_dir, self._newest
         resume, load, data = self._resume, self._load_run, self._read_data
-        single, sharded = self._single, self._sharded
+        single, sharded = self.single, self._sharded
+        pretrained, evaluated = self._pretrained(single), self._evaluated(single)
+        text, config = (damage_bytes, damage_json), ("config", "buffers")
+        hf = single / "model.safetensors"
+        shards, index = sorted(sharded.glob("*.safetensors")), [sharded / "model.safetensors.index.json"]
+        parts = sorted(newest.glob("*.distcp"))
         return [
-            Kind("prepared text: manifest", [prepared / "manifest.json"], data, (damage_bytes, damage_json)),
+            Kind("prepared text: manifest", [prepared / "manifest.json"], data, text),
             Kind("prepared text: shards", sorted(prepared.glob("*.bin")), data, weight=2),
-            Kind("prepared text: tokenizer", sorted((prepared / "tokenizer").iterdir()), data, (damage_bytes, damage_json)),
-            Kind("checkpoint: manifest, resuming", [newest / MANIFEST], resume, (damage_bytes, damage_json)),
-            Kind("checkpoint: manifest, evaluating", [newest / MANIFEST], load, (damage_bytes, damage_json)),
-            Kind("checkpoint: state.json", [newest / "state.json"], resume, (damage_bytes, damage_json)),
+            Kind("prepared text: tokenizer", sorted((prepared / "tokenizer").iterdir()), data, text),
+            Kind("checkpoint: manifest, resuming", [newest / MANIFEST], resume, text),
+            Kind("checkpoint: manifest, evaluating", [newest / MANIFEST], load, text),
+            Kind("checkpoint: state.json, resuming", [newest / "state.json"], resume, text),
             Kind("checkpoint: .metadata, resuming", [newest / ".metadata"], resume),
             Kind("checkpoint: .metadata, evaluating", [newest / ".metadata"], load),
-            Kind("checkpoint: .distcp, resuming", sorted(newest.glob("*.distcp")), resume, weight=2),
-            Kind("checkpoint: .distcp, evaluating", sorted(newest.glob("*.distcp")), load),
+            Kind("checkpoint: .distcp, resuming", parts, resume, weight=2),
+            Kind("checkpoint: .distcp, evaluating", parts, load),
             Kind("checkpoint: .metadata, signed anew", [newest / ".metadata"], resume, signs=newest, weight=2),
-            Kind("checkpoint: .distcp, signed anew", sorted(newest.glob("*.distcp")), resume, signs=newest),
+            Kind("checkpoint: .distcp, signed anew", parts, resume, signs=newest),
             Kind("checkpoint: state.json, signed anew", [newest / "state.json"], resume, (damage_json,), signs=newest),
-            Kind("run: config and tokenizer", sorted(model.iterdir()), load, (damage_bytes, damage_json), weight=2),
-            Kind("HF folder: safetensors, training", [single / "model.safetensors"], self._pretrained(single), (damage_header,), weight=2),
-            Kind("HF folder: safetensors, evaluating", [single / "model.safetensors"], self._evaluated(single), (damage_header,)),
-            Kind("HF folder: shards, training", sorted(sharded.glob("*.safetensors")), self._pretrained(sharded), (damage_header,)),
-            Kind("HF folder: shards, evaluating", sorted(sharded.glob("*.safetensors")), self._evaluated(sharded), (damage_header,)),
-            Kind("HF folder: index, training", [sharded / "model.safetensors.index.json"], self._pretrained(sharded), (damage_bytes, damage_json)),
-            Kind("HF folder: index, evaluating", [sharded / "model.safetensors.index.json"], self._evaluated(sharded), (damage_bytes, damage_json)),
-            Kind("HF folder: config.json, training", [single / "config.json"], self._pretrained(single), (damage_bytes, damage_json), says=("config", "buffers")),
-            Kind("HF folder: config.json, evaluating", [single / "config.json"], self._evaluated(single), (damage_bytes, damage_json), says=("config", "buffers")),
-            Kind("HF folder: tokenizer", sorted(single.glob("tokenizer*.json")), self._evaluated(single), (damage_bytes, damage_json), says=("tokenizer",)),
-        ]  # fmt: skip
+            Kind("run: config and tokenizer", sorted(model.iterdir()), load, text, weight=2),
+            Kind("HF folder: safetensors, training", [hf], pretrained, (damage_header,), weight=2),
+            Kind("HF folder: safetensors, evaluating", [hf], evaluated, (damage_header,)),
+            Kind("HF folder: shards, training", shards, self._pretrained(sharded), (damage_header,)),
+            Kind("HF folder: shards, evaluating", shards, self._evaluated(sharded), (damage_header,)),
+            Kind("HF folder: index, training", index, self._pretrained(sharded), text),
+            Kind("HF folder: index, evaluating", index, self._evaluated(sharded), text),
+            Kind("HF folder: config.json, training", [single / "config.json"], pretrained, text, says=config),
+            Kind("HF folder: config.json, evaluating", [single / "config.json"], evaluated, text, says=config),
+            Kind("HF folder: tokenizer", sorted(single.glob("tok*.json")), evaluated, text, says=("tokenizer",)),
+        ]
 
     def _read_data(self) -> Parts:
         """What training reads of prepared text: every sample of every set, and the tokenizer."""
@@ -166,6 +173,7 @@ class StoredFiles:
         def load() -> Parts:
             check_weights(str(folder))
             fields, _ = find_model_fields(recipe, 300)
+            resolve_plan(recipe, build_shape(fields), MACHINE)
             config = load_config(str(folder))
             skeleton = build_on_meta(config)
             model = build_on_meta(config).to_empty(device="cpu")
@@ -224,7 +232,7 @@ class Kind:
             return True
         if "config" in self.says:  # it says which parameters there are; each must be as it was
             return value.items() - self.expected.items() <= {(key, value.get(key)) for key in (*self.says, "fields")}
-        return {**value, **dict.fromkeys(self.says, "")} == {**self.expected, **dict.fromkeys(self.says, "")}
+        return value | dict.fromkeys(self.says, "") == self.expected | dict.fromkeys(self.says, "")
 
 
 @contextmanager

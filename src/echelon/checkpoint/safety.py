@@ -76,7 +76,7 @@ def read_metadata(folder: Path) -> Metadata:
         TypeError,
         KeyError,
         OverflowError,
-        RecursionError,
+        RuntimeError,
         struct.error,
     ) as error:
         raise CheckpointError(f"Checkpoint {folder}: its .metadata cannot be read ({error}).") from error

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -39,10 +38,11 @@ def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False
     try:
         config = AutoConfig.for_model(model_type, **fields)
         _refuse_unknown_fields(model_type, fields, AutoConfig.for_model(model_type))
-    except (StrictDataclassError, ValueError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"model.config is no {model_type} config: {' '.join(str(error).split())}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers raises whatever it trips over
+        reason = " ".join(str(error).split())[:500]
+        raise ConfigError(f"model.config is no {model_type} config: {reason}") from error
     return config
 
 
@@ -100,7 +100,7 @@ def build_on_meta(
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **options)
-    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+    except Exception as error:  # as above
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"model: transformers cannot build a {config.model_type} model from this config "

@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from echelon.checkpoint.export import load_run_model
 from echelon.checkpoint.folder import checkpoint_of
+from echelon.data.tokenizer import try_tokenizer
 from echelon.errors import ConfigError, EchelonError
 from echelon.manifest import read_json
 from echelon.model.attention import choose_attention
@@ -63,7 +64,7 @@ def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTra
             )
         with _explained(target):
             tokenizer = AutoTokenizer.from_pretrained(target, **_LOCAL)
-            tokenizer.decode(tokenizer.encode("a word"))  # some faults show when it is used
+            try_tokenizer(tokenizer)
         return tokenizer
     if not is_run(target):
         raise ConfigError(f"{target} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
