@@ -3,13 +3,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test slow parity faults bench gpu lint clean
+.PHONY: help demo test slow fuzz parity faults bench gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     set up, train a small model on real text with two processes, evaluate it, sample from it"
 	@echo "make test     set up, run the tests"
 	@echo "make slow     the tests that take too long for every day: a killed server, a browser on MLflow's page, full disks (12 minutes)"
+	@echo "make fuzz     10,000 damaged files and recipes through the real loaders, and a table of what became of them (10 minutes)"
 	@echo "make parity   every strategy against the single process, the whole product of options (long)"
 	@echo "make faults   kills a job at drawn moments, 66 times, and compares its end: benchmarks/results/faults-cpu.md (30 minutes)"
 	@echo "make bench    the cost of a step beside a plain PyTorch loop's (long)"
@@ -47,6 +48,10 @@ test: .venv/.installed
 slow: .venv/.slow
 	@echo "== running the tests that are marked slow, but for the product of strategies"
 	$(BIN)/python -m pytest tests/dist tests/docs tests/unit -m slow
+
+fuzz: .venv/.installed
+	@echo "== loading 10,000 damaged files and recipes: a clean refusal each, or the right value"
+	$(BIN)/python -m pytest tests/fuzz -m slow --show-capture=no
 
 parity: .venv/.installed
 	@echo "== comparing every strategy with the single process"

@@ -309,11 +309,6 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def find_model_dir(source: str) -> str:
-    """Where the config and the tokenizer of `model.checkpoint` stand: in a run's `model/`, else the source itself."""
-    return str(RunFolder(Path(source)).model_dir) if is_run(Path(source)) else source
-
-
 def is_run(path: Path) -> bool:
     """Whether a folder is a run's."""
     return RunFolder(path).recipe_path.is_file()

@@ -5,6 +5,7 @@ not needed; any other model type is built once on the meta device. FLOPs and MFU
 """
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from typing import Any, Literal
 from echelon.errors import ConfigError, PlanError
 
 LOGITS_CHUNK_BYTES = 256 * 2**20  # the loss holds at most this much of fp32 logits at a time, in one copy
+MAX_LAYERS = 2000
+MAX_WIDTH = 10**9
 VOCAB_MULTIPLE = 64  # a vocabulary that is chosen for the user is rounded up to this, for the matmul kernels
 
 NormKind = Literal["rms", "rms_fp32", "layer"]
@@ -89,10 +92,11 @@ def build_shape(config: Mapping[str, Any]) -> ModelShape:
     Raises ConfigError naming the key under `model.config` that is wrong, and PlanError when a model type outside the
     known families is asked for where torch is not installed.
     """
+    check_depth(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError(
-            f"model.config.model_type={model_type!r}: a config needs its model type; add for example "
+            f"model.config.model_type={model_type!r:.80}: a config needs its model type; add for example "
             f"`model_type: llama`. Counted by formula: {', '.join(FAMILIES)}, gpt2."
         )
     if model_type == "gpt2":
@@ -100,6 +104,15 @@ def build_shape(config: Mapping[str, Any]) -> ModelShape:
     if model_type in FAMILIES:
         return _llama_like_shape(config, FAMILIES[model_type])
     return _measured_shape(config)
+
+
+def check_depth(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for more layers than anybody means: to build them, even without memory, would take for ever."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_depth(value)
+        elif str(key).endswith(("layers", "n_layer")) and isinstance(value, int | float) and value > MAX_LAYERS:
+            raise ConfigError(f"model.config.{key}={value:g} is more than a model can have; use {MAX_LAYERS} or less.")
 
 
 def resolve_vocab_size(
@@ -146,19 +159,25 @@ class _Fields:
     def count(self, key: str) -> int:
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"model.config.{key}={value!r} is not a whole number above 0; give one, or leave it out.")
+            raise ConfigError(
+                f"model.config.{key}={value!r:.80} is not a whole number above 0; give one, or leave it out."
+            )
+        if value > MAX_WIDTH:
+            raise ConfigError(f"model.config.{key}={value} is more than a model can have; use {MAX_WIDTH} or less.")
         return value
 
     def share(self, key: str) -> float:
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise ConfigError(f"model.config.{key}={value!r} is not a fraction from 0 to below 1; use for example 0.0.")
+            raise ConfigError(
+                f"model.config.{key}={value!r:.80} is not a fraction from 0 to below 1; use for example 0.0."
+            )
         return float(value)
 
     def flag(self, key: str) -> bool:
         value = self.get(key)
         if not isinstance(value, bool):
-            raise ConfigError(f"model.config.{key}={value!r} is not true or false.")
+            raise ConfigError(f"model.config.{key}={value!r:.80} is not true or false.")
         return value
 
 
@@ -263,16 +282,18 @@ _GPT2_ALIASES = {
 }
 
 
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+def divisors(number: int) -> list[int]:
+    """What divides a number, smallest first."""
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def _check_divides(divisor_key: str, divisor: int, number_key: str, number: int) -> None:
     """Raises ConfigError naming the values below and above that would divide."""
     if number % divisor == 0:
         return
-    divisors = _divisors(number)
-    near = [max(d for d in divisors if d < divisor), min((d for d in divisors if d > divisor), default=number)]
+    fitting = divisors(number)
+    near = [max(d for d in fitting if d < divisor), min((d for d in fitting if d > divisor), default=number)]
     raise ConfigError(
         f"model.config.{divisor_key}={divisor} does not divide model.config.{number_key}={number}; "
         f"use {divisor_key} {' or '.join(str(d) for d in dict.fromkeys(near))}."
@@ -373,7 +394,6 @@ def _measured_shape(config: Mapping[str, Any]) -> ModelShape:
     model_type = config["model_type"]
     try:
         import torch
-        from huggingface_hub.errors import StrictDataclassError
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as missing:
         raise PlanError(
@@ -383,18 +403,23 @@ def _measured_shape(config: Mapping[str, Any]) -> ModelShape:
     if model_type not in CONFIG_MAPPING:
         close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"use for example {', '.join(FAMILIES)} or gpt2."
-        raise ConfigError(f"model.config.model_type={model_type!r} is not a model type of transformers; {hint}")
+        raise ConfigError(f"model.config.model_type={model_type!r:.80} is not a model type of transformers; {hint}")
     try:
         built_config = AutoConfig.for_model(**config)
-    except (StrictDataclassError, ValueError, TypeError) as wrong:
+    except Exception as wrong:  # transformers raises whatever it trips over
         raise ConfigError(f"model.config is not a valid {model_type} config: {wrong}; correct that field.") from wrong
     if type(built_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"model.config.model_type={model_type!r} has no causal language model in transformers; "
             f"use a decoder, for example {', '.join(FAMILIES)} or gpt2."
         )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(built_config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(built_config)
+    except Exception as wrong:  # as above
+        raise ConfigError(
+            f"model.config makes no {model_type} model in transformers: {wrong}; correct that field."
+        ) from wrong
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     layers: list[Any] = list(max(stacks, key=len, default=[]))

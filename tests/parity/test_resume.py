@@ -1,5 +1,6 @@
 """A run that stopped and went on is the run that never stopped; under another plan it is the same curve."""
 
+import random
 import shutil
 
 import pytest
@@ -21,7 +22,9 @@ PLANS = [
     with_ranks(Row("hsdp"), 4),
     with_ranks(Row("ddp", family="gpt2", tied=True, dropout=0.1), 2, micro_batch=2),
     with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1), 4),
-    with_ranks(Row("ddp", precision="bf16", checkpointing="full"), 2),
+    Row(family="gpt2", tied=True, dropout=0.1, precision="bf16"),
+    with_ranks(Row("ddp", family="gpt2", tied=True, dropout=0.1, precision="bf16", checkpointing="full"), 2),
+    with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1, precision="bf16"), 4, micro_batch=1),
     with_ranks(Row("fsdp", optimizer="muon"), 2),
     with_ranks(Row("ddp", optimizer="adamw_8bit", precision="bf16", master_weights="bf16_kahan"), 2),
     with_ranks(Row("zero1", optimizer="adafactor", precision="fp16"), 2),
@@ -94,10 +97,16 @@ def test_every_optimizer_goes_on_under_another_plan(workers, text, tmp_path, ref
     assert hashes(rows) == hashes(expected)
 
 
-def test_two_ranks_then_four_then_one(workers, text, tmp_path, uninterrupted):
-    train(workers, with_ranks(Row("ddp"), 2), tmp_path, text, steps=10, stop_at=3)
-    train(workers, with_ranks(Row("fsdp"), 4), tmp_path, text, steps=10, stop_at=7)
-    rows = train(workers, Row(), tmp_path, text, steps=10)
+MOVES = [Row("ddp"), with_ranks(Row("fsdp"), 2), with_ranks(Row("zero1"), 4), with_ranks(Row("ddp"), 2), Row("fsdp")]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_that_moves_again_and_again(workers, text, tmp_path, uninterrupted, seed):
+    """1 -> 2 -> 4 -> 2 -> 1 ranks and as many strategies, at steps drawn from the seed."""
+    stops = sorted(random.Random(seed).sample(range(1, 10), len(MOVES) - 1))
+    print(f"seed {seed}: moved after steps {stops}")
+    for row, stop in zip(MOVES, [*stops, 10], strict=True):
+        rows = train(workers, row, tmp_path, text, steps=10, stop_at=stop)
     losses, norms = difference(rows, uninterrupted)
     assert losses <= 2e-5 and norms <= 1e-4
     assert hashes(rows) == hashes(uninterrupted)

@@ -10,10 +10,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from echelon.checkpoint.folder import check_files, find_checkpoints, publish
+from echelon.checkpoint.folder import find_checkpoints, publish
 from echelon.checkpoint.safety import read_metadata
 from echelon.checkpoint.store import CheckpointStore, load_alone
 from echelon.errors import CheckpointError
+from echelon.manifest import check_files
 
 
 @pytest.fixture(autouse=True)

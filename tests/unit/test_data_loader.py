@@ -28,7 +28,7 @@ def build_dataset(folder: Path, num_tokens: int) -> TokenDataset:
     with ShardWriter(folder, "train", "uint16", 100) as writer:
         writer.append(tokens)
         records = writer.finish()
-    return TokenDataset([TokenStore([(folder / each.file, each.tokens) for each in records], "uint16")], 8)
+    return TokenDataset([TokenStore(folder, records, "uint16")], 8)
 
 
 def load(

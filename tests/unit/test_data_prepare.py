@@ -19,6 +19,7 @@ from echelon.data.source import PYTHON_STDLIB, Source
 from echelon.data.tokenize import Progress
 from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.errors import ConfigError, DataError, EchelonError
+from echelon.manifest import write_manifest
 from echelon.recipe import load_recipe
 
 POEM = "Über allen Gipfeln\nIst Ruh,\nIn allen Wipfeln\nSpürest du\nKaum einen Hauch;\n"
@@ -226,6 +227,9 @@ def test_a_wrong_tokenizer_is_refused(tmp_path):
     with pytest.raises(DataError, match="the tokenizer given did not make the tokens"):
         open_prepared(folder, 8, tokenizer=other)
     other.save_pretrained(folder / "tokenizer")
+    with pytest.raises(DataError, match=r"the tokenizer in .* cannot be read: .*tokenizer.json has"):
+        open_prepared(folder, 8)
+    write_manifest(folder / "tokenizer")
     with pytest.raises(DataError, match=r"the tokenizer in .* did not make the tokens"):
         open_prepared(folder, 8)
     (folder / "tokenizer" / "tokenizer.json").write_text("{")

@@ -1,10 +1,12 @@
 """Shards, the manifest, and the windows cut from them, against a loop over a list."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
 import os
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from echelon.data.shards import (
+    BLOCK_BYTES,
     FORMAT_VERSION,
     Manifest,
     ShardRecord,
@@ -37,7 +40,7 @@ def write(folder: Path, tokens: np.ndarray, max_tokens: int, dtype: str = "uint1
 
 def build_store(folder: Path, tokens: np.ndarray, max_tokens: int, dtype: str = "uint16") -> TokenStore:
     records = write(folder, tokens, max_tokens, dtype)
-    return TokenStore([(folder / record.file, record.tokens) for record in records], dtype)
+    return TokenStore(folder, records, dtype)
 
 
 def build_manifest(shards: tuple[ShardRecord, ...]) -> Manifest:
@@ -115,7 +118,10 @@ def test_more_than_2_to_the_32_tokens(tmp_path):
             os.truncate(path, 2 * size)
             stream.seek(2 * (2**32) if index == 0 else 0)
             stream.write((tail[:9] if index == 0 else tail[9:]).tobytes())
-    store = TokenStore([(tmp_path / f"{index}.bin", size) for index, size in enumerate(sizes)], "uint16")
+    zeros, ends = f"{zlib.crc32(bytes(BLOCK_BYTES)):08x}", [f"{zlib.crc32(part):08x}" for part in (tail[:9], tail[9:])]
+    blocks = [zeros * (2**33 // BLOCK_BYTES) + ends[0], ends[1]]
+    shards = [ShardRecord(f"{index}.bin", size, 2 * size, "", blocks[index]) for index, size in enumerate(sizes)]
+    store = TokenStore(tmp_path, shards, "uint16")
     assert store.num_tokens == 2**32 + 29
     assert store.read(2**32 - 1, 2**32 + 29).tolist() == [0, *tail.tolist()]
     dataset = TokenDataset([store], sequence_len=4)
@@ -171,12 +177,54 @@ def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
         with pytest.raises(DataError, match=match):
             load_manifest(tmp_path)
 
-    for text in (whole[: len(whole) // 2], "", "[]", "{}", "null", '{"format_version": 3}'):
+    def refuse_signed(match: str, **changes: object) -> None:
+        """As somebody would write it who knows the format."""
+        kept = {key: value for key, value in {**content, **changes}.items() if key != "sha256" and value != "absent"}
+        digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+        refuse(json.dumps({**kept, "sha256": digest}), match)
+
+    for text in (whole[: len(whole) // 2], "", "[]", "{}", "null", '{"format_version": 4}', "[" * 10**5):
         refuse(text, "damaged")
-    refuse(json.dumps({**content, "format_version": 1}), "is of format 1, this version reads 3")
+    refuse(json.dumps({**content, "format_version": 1}), "is of format 1, this version reads 4")
+    refuse(whole.replace('"stop": 100', '"stop": 99'), "it changed after it was written")
     for field in dataclasses.fields(Manifest):
-        refuse(json.dumps({key: value for key, value in content.items() if key != field.name}), "damaged")
-    refuse(json.dumps({**content, "dtype": "float32"}), "damaged")
-    refuse(whole.replace('"stop": 100', '"stop": 101'), "a split reaches beyond")
-    refuse(whole.replace('"tokens": 40', '"tokens": 41'), "counts of tokens and bytes disagree")
-    refuse(whole.replace("train-000-00000.bin", "../train-000-00000.bin"), "no plain file name")
+        refuse_signed("damaged", **{field.name: "absent"})
+    refuse_signed("damaged", dtype="float32")
+    refuse_signed("a split reaches beyond", train=[{**content["train"][0], "stop": 101}])
+    for change in ({"tokens": 41}, {"blocks": ""}):
+        refuse_signed("counts of tokens and bytes disagree", streams=with_first_shard(content, **change))
+    refuse_signed("no plain file name", streams=with_first_shard(content, file="../train-000-00000.bin"))
+
+
+def with_first_shard(content: dict, **changes: object) -> dict:
+    """The streams of a manifest, its first shard changed."""
+    [source] = content["streams"]["train"]
+    first, *others = source["shards"]
+    return {"train": [{**source, "shards": [{**first, **changes}, *others]}]}
+
+
+@pytest.mark.parametrize("place", [0, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES - 1, 4 * BLOCK_BYTES + 7])
+def test_altered_tokens_are_refused_when_they_are_read(tmp_path, place):
+    """Every token of a block whose checksum is wrong, and no other; also when a killed writer went on in its middle."""
+    tokens = np.random.default_rng(4).integers(0, 2**16, 2 * BLOCK_BYTES + 5).astype(np.uint16)
+    half = BLOCK_BYTES + 11
+    with ShardWriter(tmp_path, "train-000", "uint16") as writer:
+        writer.append(tokens[:half])
+        finished, num_open = writer.sync()
+    with ShardWriter(tmp_path, "train-000", "uint16", finished=finished, open_tokens=num_open) as writer:
+        writer.append(tokens[half:])
+        records = writer.finish()
+    path = tmp_path / records[0].file
+    whole = TokenStore(tmp_path, records, "uint16")
+    assert np.array_equal(whole.read(0, tokens.size), tokens)
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    store = TokenStore(tmp_path, records, "uint16")
+    first = place // BLOCK_BYTES * BLOCK_BYTES // 2
+    last = min(first + BLOCK_BYTES // 2, tokens.size)
+    for start, stop in ((0, first), (last, tokens.size)):
+        assert np.array_equal(store.read(start, stop), tokens[start:stop])
+    for start, stop in ((first, first + 1), (last - 1, last), (0, tokens.size)):
+        with pytest.raises(DataError, match=f"was altered: its tokens from {first} on .* prepare again"):
+            store.read(start, stop)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from echelon.checkpoint import object_store, upload
-from echelon.checkpoint.folder import Checkpoint, find_checkpoints, find_faults, publish
+from echelon.checkpoint.folder import Checkpoint, find_checkpoints, publish
 from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError, describe_failure
 from echelon.checkpoint.remote import RemoteRuns, read_run_name
 from echelon.checkpoint.remote_start import RemoteStart, describe_remote
 from echelon.checkpoint.upload import Uploader
 from echelon.errors import CheckpointError, ConfigError, EchelonError
+from echelon.manifest import find_faults
 from echelon.recipe import load_recipe, render_recipe
 from echelon.run_folder import open_run
 from object_server import BUCKET, ObjectServer

@@ -15,9 +15,10 @@ from echelon.checkpoint.folder import checkpoint_of
 from echelon.checkpoint.safety import read_metadata
 from echelon.checkpoint.store import load_alone
 from echelon.errors import CheckpointError, ConfigError
-from echelon.model.build import build_on_meta, parameter_names
+from echelon.manifest import MANIFEST
+from echelon.model.build import build_on_meta, load_config, parameter_names
+from echelon.model.folder import run_model_dir
 from echelon.model.weights import initialize_buffers
-from echelon.run_folder import RunFolder
 
 SHARD_BYTES = 4 * 2**30
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,11 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def run_skeleton(run: Path) -> PreTrainedModel:
     """The model of a run, on meta, from the config that its training wrote."""
-    from transformers import AutoConfig
-
-    folder = RunFolder(run)
-    config = AutoConfig.from_pretrained(folder.model_dir)
-    return build_on_meta(config)
+    return build_on_meta(load_config(str(run_model_dir(run))))
 
 
 def load_run_model(run: Path, device: torch.device, which: str | None = None) -> PreTrainedModel:
@@ -64,7 +61,7 @@ def export_run(run: Path, out: Path, dtype: str = "fp32", which: str | None = No
     try:
         writing.mkdir(parents=True)
         _write_weights(checkpoint.path, run_skeleton(run), writing, DTYPES[dtype])
-        _write_sidecars(RunFolder(run).model_dir, writing, dtype)
+        _write_sidecars(run_model_dir(run), writing, dtype)
         if out.exists():
             out.rmdir()
         writing.rename(out)
@@ -125,6 +122,8 @@ def check_complete(checkpoint: Path, skeleton: PreTrainedModel) -> None:
 def _write_sidecars(model_dir: Path, out: Path, dtype: str) -> None:
     """Copy config and tokenizer, with the dtype that the weights were written in."""
     for path in model_dir.iterdir():
+        if path.name == MANIFEST:
+            continue
         text = path.read_bytes()
         if path.name == "config.json":
             config = json.loads(text)

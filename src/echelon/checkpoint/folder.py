@@ -6,22 +6,17 @@ hidden name, is never read, and is swept by the next start.
 """
 
 import hashlib
-import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import CheckpointError, ConfigError
+from echelon.manifest import MANIFEST, check_files, find_faults, read_json, write_manifest
 from echelon.run_folder import is_run, sweep_checkpoints, sync_path, write_json
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 STATE = "state.json"
-
-_FILES_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -32,8 +27,16 @@ class Checkpoint:
     path: Path
 
     def read_state(self) -> dict[str, Any]:
-        """The run's counters at this step: everything of a checkpoint that is not a tensor."""
-        state: dict[str, Any] = json.loads((self.path / STATE).read_text())
+        """The run's counters at this step: everything of a checkpoint that is not a tensor. Raises CheckpointError."""
+        try:
+            content = (self.path / STATE).read_bytes()
+            if hashlib.sha256(content).hexdigest() != read_json(self.path / MANIFEST)["files"][STATE]["sha256"]:
+                raise ValueError("it changed after it was written")
+            state: dict[str, Any] = read_json(self.path / STATE)
+            if not isinstance(state.get("train"), dict):
+                raise ValueError("it has no counters")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.path / STATE} cannot be used: {error}.") from error
         return state
 
 
@@ -103,70 +106,6 @@ def _some_checkpoints(run: Path) -> list[Checkpoint]:
     return checkpoints
 
 
-def check_files(folder: Path, checksums: bool = False) -> None:
-    """Compare a checkpoint's files with its manifest: names and sizes, and contents if asked.
-
-    Raises:
-        CheckpointError: naming the first file that is missing or differs.
-    """
-    if faults := find_faults(folder, checksums):
-        raise CheckpointError(f"{folder}: {faults[0]}.")
-
-
-def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int = 1) -> list[str]:
-    """What of a checkpoint is not as it was written, a phrase for each file; nothing if it is whole.
-
-    Sizes cost a look at each file. With `checksums` every byte is read and hashed once, a few files at a time. Of
-    several processes each may take the share `part` of `parts` of the files.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        if manifest["format"] != FORMAT:
-            return [f"it has format {manifest['format']}, and this version reads format {FORMAT}"]
-        entries = sorted((str(name), entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"it has no readable {MANIFEST} ({error})"]
-    return compare_files(folder, entries[part::parts], checksums)
-
-
-def compare_files(folder: Path, entries: Iterable[tuple[str, int, str]], checksums: bool) -> list[str]:
-    """What of these files, each with its name, size and SHA-256, is not so; a phrase for each."""
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
-        found = readers.map(
-            lambda entry: _find_fault(folder / entry[0], entry[1], entry[2] if checksums else None), entries
-        )
-        return [fault for fault in found if fault is not None]
-
-
-def _find_fault(path: Path, num_bytes: int, digest: str | None) -> str | None:
-    try:
-        if not path.is_file():
-            return f"{path.name} is missing"
-        if path.stat().st_size != num_bytes:
-            return f"{path.name} has {path.stat().st_size} bytes; {num_bytes} were written"
-        if digest is not None and file_digest(path) != digest:
-            return f"the contents of {path.name} changed after it was written"
-    except OSError as error:  # a bad disk says so when it is read
-        return f"{path.name} cannot be read ({error.strerror or error})"
-    return None
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's contents."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def describe_files(paths: Iterable[Path]) -> dict[str, Any]:
-    """The manifest's entry of each file, by its name: size and checksum. Reads them, a few at a time."""
-    paths = sorted(paths)
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
-        digests = list(readers.map(file_digest, paths))
-    return {
-        path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in zip(paths, digests, strict=True)
-    }
-
-
 def publish(writing: Path, final: Path, state: Mapping[str, Any], described: Mapping[str, Any]) -> None:
     """Complete a written folder and give it its name, so that it is either whole or absent after any crash.
 
@@ -175,8 +114,7 @@ def publish(writing: Path, final: Path, state: Mapping[str, Any], described: Map
     which `sweep_checkpoints` puts it back; it is removed when the new one is in its place on the disk.
     """
     write_json(writing / STATE, dict(state))
-    files = dict(described) | describe_files(path for path in writing.iterdir() if path.name not in described)
-    write_json(writing / MANIFEST, {"format": FORMAT, "files": files})
+    write_manifest(writing, described)
     give_name(writing, final)
 
 

@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from echelon.checkpoint.folder import FORMAT, MANIFEST, Checkpoint, check_files, compare_files, describe_files
+from echelon.checkpoint.folder import Checkpoint
 from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError
 from echelon.errors import CheckpointError
+from echelon.manifest import FORMAT, MANIFEST, check_files, compare_files, describe_files
 from echelon.run_folder import RunFolder, write_json
 
 OWNER = "run.json"

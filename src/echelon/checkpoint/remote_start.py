@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from echelon.checkpoint.bundle import unpack_bundle
-from echelon.checkpoint.folder import Checkpoint, find_checkpoints, find_faults, give_name
+from echelon.checkpoint.folder import Checkpoint, find_checkpoints, give_name
 from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError, retried
 from echelon.checkpoint.remote import BUNDLE, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
 from echelon.checkpoint.upload import Uploader
 from echelon.errors import CheckpointError, ConfigError, EchelonError, explain_storage_error
+from echelon.manifest import find_faults
 from echelon.recipe import Recipe, blocking_differences, load_recipe, render_recipe
 from echelon.run_folder import RunFolder, sync_path
 

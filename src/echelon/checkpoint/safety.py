@@ -6,6 +6,7 @@ an unpickler that admits DCP's own classes only, entries of bytes are refused, a
 
 import io
 import pickle
+import struct
 from collections import OrderedDict
 from pathlib import Path, PurePath
 from typing import Any
@@ -39,8 +40,11 @@ ADMITTED = {
 DTYPES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """Admits the classes that DCP's metadata is made of, and nothing that can run code."""
+class MetadataUnpickler(pickle._Unpickler):
+    """Admits the classes that DCP's metadata is made of, and nothing that can run code.
+
+    The one of pickle's two that is written in Python: the other makes room for as many gigabytes as a file asks for.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """Raises CheckpointError for every class that is not on the list."""
@@ -59,6 +63,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     try:
         metadata = MetadataUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
+        refusal = _find_refusal(metadata)
     except CheckpointError as error:
         raise CheckpointError(f"Checkpoint {folder} refused: {error}.") from error
     except (
@@ -70,19 +75,28 @@ def read_metadata(folder: Path) -> Metadata:
         IndexError,
         TypeError,
         KeyError,
+        OverflowError,
+        RuntimeError,
+        struct.error,
     ) as error:
         raise CheckpointError(f"Checkpoint {folder}: its .metadata cannot be read ({error}).") from error
+    if refusal is not None:
+        raise CheckpointError(f"Checkpoint {folder} refused: {refusal}.")
+    assert isinstance(metadata, Metadata)
+    return metadata
+
+
+def _find_refusal(metadata: Any) -> str | None:
+    """Why what was unpickled is not to be used; None if it may be."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, (dict, OrderedDict)):
-        raise CheckpointError(f"Checkpoint {folder} refused: its .metadata is not DCP's.")
+        return "its .metadata is not DCP's"
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"Checkpoint {folder} refused: {name} is not a tensor but pickled bytes.")
+            return f"{name} is not a tensor but pickled bytes"
     for info in metadata.storage_data.values():
         if PurePath(info.relative_path).name != info.relative_path:
-            raise CheckpointError(
-                f"Checkpoint {folder} refused: it points at {info.relative_path}, outside its folder."
-            )
-    return metadata
+            return f"it points at {info.relative_path}, outside its folder"
+    return None
 
 
 class SafeReader(FileSystemReader):

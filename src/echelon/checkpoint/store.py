@@ -24,11 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from echelon.checkpoint.folder import (
     Checkpoint,
-    check_files,
-    describe_files,
     describe_newest,
     find_checkpoints,
-    find_faults,
     prune,
     publish,
 )
@@ -36,6 +33,7 @@ from echelon.checkpoint.rehearsal import rehearse_save
 from echelon.checkpoint.safety import SafeReader, read_metadata
 from echelon.checkpoint.upload import Uploader
 from echelon.errors import CheckpointError, is_disk_full
+from echelon.manifest import check_files, describe_files, find_faults
 from echelon.run_folder import sweep_checkpoints
 
 MAX_FAILURES = 3
@@ -222,7 +220,7 @@ class CheckpointStore:
             CheckpointError: the checkpoint is hostile, lacks a tensor, or holds another shape.
         """
         check_shapes(checkpoint.path, tensors)
-        load(dict(tensors), storage_reader=SafeReader(checkpoint.path), process_group=self._group)
+        _fill(checkpoint.path, tensors, process_group=self._group)
 
     def _finish(
         self,
@@ -318,7 +316,14 @@ def load_alone(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     check_shapes(folder, tensors)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
-        load(dict(tensors), storage_reader=SafeReader(folder), no_dist=True)
+        _fill(folder, tensors, no_dist=True)
+
+
+def _fill(folder: Path, tensors: Mapping[str, Any], **options: Any) -> None:
+    try:
+        load(dict(tensors), storage_reader=SafeReader(folder), **options)
+    except CheckpointException as error:
+        raise CheckpointError(f"Checkpoint {folder} cannot be read: {_find_reason(error)}.") from error
 
 
 def _find_reason(error: BaseException) -> str:

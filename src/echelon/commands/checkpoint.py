@@ -33,8 +33,9 @@ def verify(run: RunArgument) -> None:
     """Read every checkpoint, those in `checkpoint.remote` too, and compare it with its checksums; exit code 1 if any is
     damaged."""
     require_folder(run)
-    from echelon.checkpoint.folder import find_faults, list_checkpoints, require_run
+    from echelon.checkpoint.folder import list_checkpoints, require_run
     from echelon.checkpoint.remote_start import describe_remote
+    from echelon.manifest import find_faults
 
     require_run(run)
     found = list_checkpoints(run)

@@ -50,8 +50,10 @@ from echelon.data.tokenizer import (
     vocabulary_size,
 )
 from echelon.data.writing import CorpusWriter, WritingOptions
-from echelon.errors import ConfigError, DataError, EchelonError
-from echelon.run_folder import find_model_dir, sync_path
+from echelon.errors import CheckpointError, ConfigError, DataError, EchelonError
+from echelon.manifest import check_files, write_manifest
+from echelon.model.folder import find_model_dir
+from echelon.run_folder import sync_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -227,9 +229,10 @@ def open_prepared(
     manifest = load_manifest(path)
     check_shards(path, manifest, verify=verify)
     try:
+        check_files(path / "tokenizer", checksums=True)
         saved = fingerprint_json((path / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"the tokenizer in {path} cannot be read: {error}; delete {path} and prepare again.") from error
+    except (CheckpointError, OSError, ValueError) as error:
+        raise DataError(f"the tokenizer in {path} cannot be read: {error} Delete {path} and prepare again.") from error
     found = {f"the tokenizer in {path}": saved}
     if tokenizer is not None:
         found["the tokenizer given"] = tokenizer_fingerprint(tokenizer)
@@ -239,10 +242,7 @@ def open_prepared(
                 f"{what} did not make the tokens in {path}: its fingerprint is {fingerprint}, theirs "
                 f"{manifest.tokenizer_fingerprint}; use the tokenizer they were made with, or prepare again."
             )
-    stores = {
-        name: TokenStore([(path / shard.file, shard.tokens) for shard in manifest.shards(name)], manifest.dtype)
-        for name in manifest.streams
-    }
+    stores = {name: TokenStore(path, manifest.shards(name), manifest.dtype) for name in manifest.streams}
 
     def cut(split: Split) -> TokenDataset:
         return TokenDataset([stores[split.stream]], sequence_len, start=split.start, stop=split.stop)
@@ -341,6 +341,7 @@ def _keep_tokenizer(
     for folder in (unfinished, place):
         shutil.rmtree(folder, ignore_errors=True)
     tokenizer.save_pretrained(unfinished)
+    write_manifest(unfinished)
     unfinished.rename(place)
     return tokenizer
 

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,10 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.errors import DataError
+from echelon.manifest import read_json
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST_NAME = "manifest.json"
 MAX_SHARD_TOKENS = 2**30
+BLOCK_BYTES = 2**17
+"""What one checksum of a shard covers: as much as the system reads around a page of a file that is touched first."""
 NO_LABEL = -100
 """The label of a position that is no target."""
 
@@ -30,12 +34,13 @@ _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dty
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard file: its name, and what it must hold."""
+    """A shard file: its name, and what it must hold. `blocks` has the CRC-32 of each BLOCK_BYTES, 8 hex digits each."""
 
     file: str
     tokens: int
     bytes: int
     sha256: str
+    blocks: str
 
 
 @dataclass(frozen=True)
@@ -103,11 +108,16 @@ class Manifest:
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json."""
+    """Write manifest.json, with a checksum of what it says."""
+    content = asdict(manifest)
     with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as stream:
-        json.dump(asdict(manifest), stream, indent=1)
+        json.dump({**content, "sha256": _digest(content)}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -115,9 +125,11 @@ def load_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     remedy = f"delete {folder} and prepare again"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         version = content["format_version"]
         if version == FORMAT_VERSION:
+            if content.pop("sha256") != _digest(content):
+                raise ValueError("it changed after it was written")
             return _parse_manifest(content)
     except FileNotFoundError as error:
         raise DataError(f"{folder} holds no prepared data: {MANIFEST_NAME} is missing.") from error
@@ -125,7 +137,7 @@ def load_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); {remedy}.") from error
-    raise DataError(f"{path} is of format {version}, this version reads {FORMAT_VERSION}; {remedy}.")
+    raise DataError(f"{path} is of format {version!r:.40}, this version reads {FORMAT_VERSION}; {remedy}.")
 
 
 def _parse_manifest(content: dict[str, Any]) -> Manifest:
@@ -142,8 +154,9 @@ def _parse_manifest(content: dict[str, Any]) -> Manifest:
     manifest = Manifest(**{**content, "streams": streams, "train": train, "validation": validation})
     itemsize = _DTYPES[manifest.dtype].itemsize
     for name in streams:
-        if any(shard.bytes != shard.tokens * itemsize for shard in manifest.shards(name)):
-            raise ValueError("counts of tokens and bytes disagree")
+        for shard in manifest.shards(name):
+            if shard.bytes != shard.tokens * itemsize or len(shard.blocks) != 8 * -(-shard.bytes // BLOCK_BYTES):
+                raise ValueError("counts of tokens and bytes disagree")
     for split in (*train, *validation):
         if not 0 <= split.start <= split.stop <= sum(shard.tokens for shard in manifest.shards(split.stream)):
             raise ValueError("a split reaches beyond its stream")
@@ -179,6 +192,34 @@ def _hash_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+class _Checksums:
+    """The SHA-256 of a shard and the CRC-32 of each of its blocks, from its bytes in order."""
+
+    def __init__(self) -> None:
+        self._whole = hashlib.sha256()
+        self._blocks: list[str] = []
+        self._crc = self._num_open = 0
+
+    def update(self, data: bytes) -> None:
+        self._whole.update(data)
+        rest = memoryview(data)
+        while rest:
+            head = rest[: BLOCK_BYTES - self._num_open]
+            self._crc, self._num_open, rest = zlib.crc32(head, self._crc), self._num_open + len(head), rest[len(head) :]
+            if self._num_open == BLOCK_BYTES:
+                self._end_block()
+
+    def describe(self) -> tuple[str, str]:
+        """(sha256, blocks) of a ShardRecord; nothing can be added any more."""
+        if self._num_open:
+            self._end_block()
+        return self._whole.hexdigest(), "".join(self._blocks)
+
+    def _end_block(self) -> None:
+        self._blocks.append(f"{self._crc:08x}")
+        self._crc = self._num_open = 0
+
+
 class ShardWriter:
     """Writes tokens to `folder/prefix-00000.bin` and so on, each of at most `max_tokens`. A context manager."""
 
@@ -201,7 +242,7 @@ class ShardWriter:
         self._max_tokens = max_tokens
         self._records: list[ShardRecord] = list(finished)
         self._stream: BinaryIO | None = None
-        self._hash = hashlib.sha256()
+        self._checksums = _Checksums()
         self._tokens_in_shard = open_tokens
         self.num_tokens = sum(shard.tokens for shard in finished) + open_tokens
         if open_tokens:
@@ -222,7 +263,7 @@ class ShardWriter:
             head = tokens[: self._max_tokens - self._tokens_in_shard]
             data = head.astype(self._dtype, copy=False).tobytes()
             self._stream.write(data)
-            self._hash.update(data)
+            self._checksums.update(data)
             self._tokens_in_shard += head.size
             self.num_tokens += head.size
             tokens = tokens[head.size :]
@@ -245,7 +286,7 @@ class ShardWriter:
         self._stream = (self._folder / self._shard_name()).open("r+b")
         left = num_bytes
         while left and (block := self._stream.read(min(left, 2**20))):
-            self._hash.update(block)
+            self._checksums.update(block)
             left -= len(block)
         if left:
             raise OSError(f"{self._stream.name} is shorter than what was written to it")
@@ -262,19 +303,25 @@ class ShardWriter:
         os.fsync(self._stream.fileno())
         self._stream.close()
         num_bytes = self._tokens_in_shard * self._dtype.itemsize
-        self._records.append(ShardRecord(self._shard_name(), self._tokens_in_shard, num_bytes, self._hash.hexdigest()))
-        self._stream, self._hash, self._tokens_in_shard = None, hashlib.sha256(), 0
+        sha256, blocks = self._checksums.describe()
+        self._records.append(ShardRecord(self._shard_name(), self._tokens_in_shard, num_bytes, sha256, blocks))
+        self._stream, self._checksums, self._tokens_in_shard = None, _Checksums(), 0
 
 
 class TokenStore:
-    """Shard files read as one sequence of tokens, memory-mapped when first touched."""
+    """Shard files read as one sequence of tokens, memory-mapped when first touched.
 
-    def __init__(self, shards: Sequence[tuple[Path, int]], dtype: str) -> None:
-        """`shards`: each file and how many tokens it holds."""
+    A block is compared with its checksum when something of it is first read: so whatever is read is what was written,
+    and a corpus of any size is opened at once.
+    """
+
+    def __init__(self, folder: Path, shards: Sequence[ShardRecord], dtype: str) -> None:
         self.dtype = _DTYPES[dtype]
+        self._folder = folder
         self._shards = list(shards)
-        self._stops = np.cumsum([0, *(num_tokens for _, num_tokens in shards)], dtype=np.int64)
+        self._stops = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
         self._maps: dict[int, npt.NDArray[Any]] = {}
+        self._unchecked = [np.ones(len(shard.blocks) // 8, dtype=np.bool_) for shard in shards]
 
     @property
     def num_tokens(self) -> int:
@@ -282,23 +329,37 @@ class TokenStore:
         return int(self._stops[-1])
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Tokens [start, stop), `[stop - start]`: a view of the file where they lie in one shard."""
+        """Tokens [start, stop), `[stop - start]`: a view of the file where they lie in one shard.
+
+        Raises DataError for tokens that were altered.
+        """
         assert 0 <= start <= stop <= self.num_tokens, f"tokens {start}:{stop} of {self.num_tokens}"
         index = int(np.searchsorted(self._stops, start, side="right")) - 1
         parts = []
         while start < stop:
             offset, end = int(self._stops[index]), min(stop, int(self._stops[index + 1]))
-            parts.append(self._map(index)[start - offset : end - offset])
+            parts.append(self._view(index, start - offset, end - offset))
             start, index = end, index + 1
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
 
-    def _map(self, index: int) -> npt.NDArray[Any]:
+    def _view(self, index: int, start: int, stop: int) -> npt.NDArray[Any]:
+        """Tokens [start, stop) of a shard, checked."""
+        shard = self._shards[index]
         if index not in self._maps:
-            path, num_tokens = self._shards[index]
-            self._maps[index] = np.memmap(path, dtype=self.dtype, mode="r", shape=(num_tokens,))
-        return self._maps[index]
+            self._maps[index] = np.memmap(self._folder / shard.file, self.dtype, mode="r", shape=(shard.tokens,))
+        tokens, unchecked, size = self._maps[index], self._unchecked[index], BLOCK_BYTES // self.dtype.itemsize
+        for block in range(start // size, -(-stop // size)):
+            if unchecked[block]:
+                found = zlib.crc32(tokens[block * size : (block + 1) * size].data)
+                if f"{found:08x}" != shard.blocks[8 * block : 8 * block + 8]:
+                    raise DataError(
+                        f"{self._folder / shard.file} was altered: its tokens from {block * size} on are not what was "
+                        f"written; delete {self._folder} and prepare again."
+                    )
+                unchecked[block] = False
+        return tokens[start:stop]
 
 
 class Dataset(Protocol):

@@ -16,13 +16,14 @@ from echelon.errors import ConfigError, DataError
 from echelon.model.hub import is_hub_reachable
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 EOS = "eos"
 """What `data.document_separator` calls the tokenizer's own end of text."""
 
+MAX_VOCAB = 2**24
 MIN_TRAINED_VOCAB = 257
 """256 bytes and `<|endoftext|>`."""
 
@@ -101,7 +102,8 @@ def load_tokenizer(path_or_id: str, trust_remote_code: bool = False) -> "PreTrai
         tokenizer = AutoTokenizer.from_pretrained(
             str(path) if is_local else path_or_id, trust_remote_code=trust_remote_code, local_files_only=is_offline
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        try_tokenizer(tokenizer)
+    except Exception as error:  # the tokenizers library raises Exception itself, transformers whatever it trips over
         if is_offline and not is_local:
             raise DataError(
                 f"tokenizer={path_or_id} is no folder here and not in the hub's cache, and the hub cannot be reached; "
@@ -119,6 +121,17 @@ def load_tokenizer(path_or_id: str, trust_remote_code: bool = False) -> "PreTrai
             f"with transformers and give the saved folder."
         )
     return tokenizer
+
+
+def try_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Use a tokenizer that was just loaded: some faults show no earlier. Raises whatever the libraries raise.
+
+    ValueError for an id that no vocabulary reaches: `tokenizers` makes room for all ids below it.
+    """
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= MAX_VOCAB:
+        raise ValueError(f"it has a token of id {largest}, and a vocabulary has at most {MAX_VOCAB}.")
+    tokenizer.decode(tokenizer.encode("a word"))
 
 
 def build_tokenizer(

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, EchelonError
+from echelon.manifest import read_json
 from echelon.model.attention import choose_attention
+from echelon.model.folder import find_model_dir
 from echelon.model.hub import is_hub_reachable
 from echelon.recipe import Recipe
-from echelon.run_folder import find_model_dir
-from echelon.shape import resolve_vocab_size
+from echelon.shape import check_depth, resolve_vocab_size
 
 WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json"]
 # Fields that `transformers` still takes under a name its config classes no longer list.
@@ -33,14 +33,16 @@ def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False
     if isinstance(source, str):
         return _read_config(source, trust_remote_code)
     fields = dict(source)
+    check_depth(fields)
     model_type = fields.pop("model_type")
     try:
         config = AutoConfig.for_model(model_type, **fields)
         _refuse_unknown_fields(model_type, fields, AutoConfig.for_model(model_type))
-    except (StrictDataclassError, ValueError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"model.config is no {model_type} config: {' '.join(str(error).split())}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers raises whatever it trips over
+        reason = " ".join(str(error).split())[:500]
+        raise ConfigError(f"model.config is no {model_type} config: {reason}") from error
     return config
 
 
@@ -49,17 +51,25 @@ def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
     is_local = Path(folder).is_dir()
     offline = is_local or not is_hub_reachable()
     try:
+        if is_local:
+            check_depth(read_json(Path(folder) / "config.json"))
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=offline)
-    except (OSError, ValueError) as error:
+    except EchelonError:
+        raise
+    except Exception as error:  # in a damaged file transformers raises whatever it trips over
         where = (
             "no config of a model can be read there" if is_local else "no such folder, and the hub has no config of it"
         )
         raise ConfigError(
-            f"model.checkpoint={source}: {where} ({str(error).splitlines()[0]}); give one with config.json and "
+            f"model.checkpoint={source}: {where} ({_first_line(error)}); give one with config.json and "
             "safetensors, or a hub id."
         ) from error
     assert isinstance(config, PretrainedConfig)
     return config
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _refuse_unknown_fields(model_type: str, fields: Mapping[str, Any], default: PretrainedConfig) -> None:
@@ -90,7 +100,7 @@ def build_on_meta(
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **options)
-    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+    except Exception as error:  # as above
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"model: transformers cannot build a {config.model_type} model from this config "
@@ -118,7 +128,7 @@ def find_weights(source: str, download: bool) -> Path:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.checkpoint={source}: it is no folder, and could not be fetched from the hub "
-            f"({str(error).splitlines()[0]}); give a folder with config.json and safetensors, or check the id."
+            f"({_first_line(error)}); give a folder with config.json and safetensors, or check the id."
         ) from error
 
 

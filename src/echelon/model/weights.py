@@ -7,19 +7,23 @@ DTensor's CPU generator gives every shard the same numbers.
 
 import copy
 import hashlib
-import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from echelon.errors import CheckpointError, ConfigError
+from echelon.manifest import read_json
 from echelon.model.parts import weight_groups
+
+_FLOATING = ("F64", "F32", "F16", "BF16")
 
 
 def derive_seed(*parts: object) -> int:
@@ -105,10 +109,9 @@ class SafetensorsFolder:
         index = path / "model.safetensors.index.json"
         single = path / "model.safetensors"
         if index.is_file():
-            names = json.loads(index.read_text())["weight_map"]
-            self._files = {name: path / file for name, file in names.items()}
+            self._files = _read_index(index)
         elif single.is_file():
-            with safe_open(single, framework="pt") as file:
+            with _opened(single) as file:
                 self._files = dict.fromkeys(file.keys(), single)
         else:
             raise ConfigError(
@@ -122,15 +125,42 @@ class SafetensorsFolder:
         return next((candidate for candidate in (name, bare) if candidate in self._files), None)
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """One slice of one tensor; only its bytes are read."""
-        with safe_open(self._files[name], framework="pt") as file:
+        """One slice of one tensor; only its bytes are read. Raises CheckpointError, as everything that reads here."""
+        with _opened(self._files[name]) as file:
             tensor: Tensor = file.get_slice(name)[slices]
             return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole tensor's shape."""
-        with safe_open(self._files[name], framework="pt") as file:
-            return tuple(file.get_slice(name).get_shape())
+        with _opened(self._files[name]) as file:
+            whole = file.get_slice(name)
+            if whole.get_dtype() not in _FLOATING:
+                raise CheckpointError(
+                    f"{self._files[name]}: {name} is stored as {whole.get_dtype()}, and weights are read as "
+                    f"{', '.join(_FLOATING)}; convert the checkpoint, or get the file again if it is damaged."
+                )
+            return tuple(whole.get_shape())
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """The file of each tensor, all in the folder of the index."""
+    try:
+        files = {name: path.parent / file for name, file in read_json(path)["weight_map"].items()}
+        for file in files.values():
+            if file.parent != path.parent or file.suffix != ".safetensors" or not file.is_file():
+                raise ValueError(f"it names {str(file)[:200]!r}, which is no safetensors file beside it")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); get the file again.") from error
+    return files
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path} cannot be read ({str(error).strip()[:300]}); get the file again.") from error
 
 
 @torch.no_grad()

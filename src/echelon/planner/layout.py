@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware import Cluster
 from echelon.plan import ReduceGradients
+from echelon.shape import divisors
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -97,12 +98,12 @@ def _mapped_degrees(parallel: "ParallelConfig", world: int) -> tuple[int, int]:
     replicate = parallel.dp_replicate or 1
     if parallel.dp_shard == "auto":
         if world % replicate:
-            fits = _join([str(n) for n in _near(_divisors(world), replicate)])
+            fits = _join([str(n) for n in _near(divisors(world), replicate)])
             raise PlanError(f"parallel.dp_replicate={replicate} does not divide the {world} processes; use {fits}.")
         return replicate, world // replicate
     shard = parallel.dp_shard or 1
     if replicate * shard != world:
-        fits = _join([f"{world // n} x {n}" for n in _near(_divisors(world), shard)])
+        fits = _join([f"{world // n} x {n}" for n in _near(divisors(world), shard)])
         raise PlanError(
             f"parallel: dp_replicate {replicate} x dp_shard {shard} makes {replicate * shard} processes, and there "
             f"{'is' if world == 1 else 'are'} {world}; run {replicate * shard} processes, or use "
@@ -137,7 +138,7 @@ def check_batch(recipe: "Recipe", dp_size: int, num_samples: int | None, fill: b
         _check_ramp(recipe, dp_size)
         return batch // dp_size
     multiples = [multiple for multiple in (batch // dp_size * dp_size, (batch // dp_size + 1) * dp_size) if multiple]
-    processes = _join([str(n) for n in _near(_divisors(batch), dp_size)])
+    processes = _join([str(n) for n in _near(divisors(batch), dp_size)])
     if recipe.train.global_batch_tokens is not None:
         length = recipe.data.sequence_len
         given = f"train.global_batch_tokens={recipe.train.global_batch_tokens} ({batch} sequences)"
@@ -161,11 +162,11 @@ def _check_ramp(recipe: "Recipe", dp_size: int) -> None:
     # The whole batch divides: so does every size, if the first one and the increment do.
     ways = [
         f"from: {first * unit} with an increment of "
-        + _join([str(n * dp_size * unit) for n in _divisors((size - first) // dp_size)[:4]])
+        + _join([str(n * dp_size * unit) for n in divisors((size - first) // dp_size)[:4]])
         for first in dict.fromkeys(starts)
     ]
     remedy = ", or ".join(ways) if ways else "one global batch"
-    processes = _join([str(n) for n in _near(_divisors(math.gcd(*recipe.batches.sizes)), dp_size)])
+    processes = _join([str(n) for n in _near(divisors(math.gcd(*recipe.batches.sizes)), dp_size)])
     raise PlanError(
         f"train.batch_ramp: steps of {_join_some(failing)} sequences do not divide by the {dp_size} ranks; "
         f"use {remedy}, or {processes} processes."
@@ -179,7 +180,7 @@ def micro_batch_sizes(recipe: "Recipe", dp_size: int, fill: bool = False) -> lis
     """
     given = recipe.train.micro_batch_size
     shares = [-(-size // dp_size) for size in recipe.batches.sizes]
-    fitting = _divisors(math.gcd(*shares))
+    fitting = divisors(math.gcd(*shares))
     if given == "auto":
         return fitting[::-1]
     if fill:
@@ -193,11 +194,6 @@ def micro_batch_sizes(recipe: "Recipe", dp_size: int, fill: bool = False) -> lis
             f"{ranks} gets in a step; use {fits}."
         )
     return [given]
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def _near(values: list[int], target: int, each_side: int = 2) -> list[int]:

@@ -25,9 +25,11 @@ from echelon.recipe.operation import (
     Tracker,
     WandbConfig,
 )
-from echelon.recipe.section import Section
+from echelon.recipe.section import PathOrName, Section
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, SyncConfig, TrainConfig
 from echelon.schedule import find_fault
+
+MAX_RAMP_SIZES = 10_000
 
 
 def _name_or_mapping(value: Any) -> str:
@@ -36,7 +38,8 @@ def _name_or_mapping(value: Any) -> str:
 
 # The tags make pydantic report against the form the user chose, not against every form there is.
 Tokenizer = Annotated[
-    Annotated[str, Tag("name")] | Annotated[TrainedTokenizerConfig, Tag("mapping")], Discriminator(_name_or_mapping)
+    Annotated[PathOrName, Tag("name")] | Annotated[TrainedTokenizerConfig, Tag("mapping")],
+    Discriminator(_name_or_mapping),
 ]
 Parallel = Annotated[
     Annotated[ParallelName, Tag("name")] | Annotated[ParallelConfig, Tag("mapping")], Discriminator(_name_or_mapping)
@@ -120,6 +123,11 @@ class Recipe(Section):
             raise ValueError(
                 f"train.batch_ramp.increment={ramp.increment} does not divide the {size - ramp.start} from "
                 f"train.batch_ramp.from={ramp.start} to train.{key}={size}; use a divisor of it."
+            )
+        if (count := (size - ramp.start) // ramp.increment) > MAX_RAMP_SIZES:
+            raise ValueError(
+                f"train.batch_ramp.increment={ramp.increment} makes {count} sizes of the batch; use an increment that "
+                f"makes {MAX_RAMP_SIZES} or fewer."
             )
         return self
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from echelon.recipe.section import Count, Flag, Number, Positive, Section, Whole
+from echelon.recipe.section import AnyPath, Count, Flag, Number, PathOrName, Positive, Section, Whole
 
 TextFormat = Literal[
     "auto", "text", "jsonl", "csv", "parquet", "arrow", "hub", "nanogpt", "npy", "megatron",
@@ -20,7 +20,7 @@ class RunConfig(Section):
     """The name of the run, where it lives, and the seed everything random is drawn from."""
 
     name: str = Field(description="Name of the run: letters, digits, `.`, `_` and `-`.")
-    dir: Path = Field(
+    dir: AnyPath = Field(
         default_factory=lambda run: Path("runs") / run["name"],
         description="The run folder. Default: `runs/NAME`. Training into an existing one resumes it.",
     )
@@ -40,7 +40,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The model: an existing one to continue from, or the shape of a new one. Exactly one of the two."""
 
-    checkpoint: str | None = Field(
+    checkpoint: PathOrName | None = Field(
         None, description="Weights to start from: a folder, a hub id, or the folder of another run."
     )
     config: dict[str, Any] | None = Field(
@@ -99,7 +99,7 @@ class SourceConfig(Section):
     name: str | None = Field(
         None, description="What lines and metrics call it, for example `code`. Default: the last part of `path`."
     )
-    path: str = Field(
+    path: PathOrName = Field(
         description="A file, a folder (read recursively), a glob, a dataset of `save_to_disk`, the name of one on the "
         "hub (with `format: hub`), or `python-stdlib`: the source of the running Python's standard library, without "
         "its tests."
@@ -172,7 +172,7 @@ class DataConfig(Section):
         description="Share of a source's records that may be unreadable: they are left out, counted and named. Beyond "
         "it the source is refused.",
     )
-    prepared_dir: Path | None = Field(
+    prepared_dir: AnyPath | None = Field(
         None, description="Where tokenized text is kept for every run. Default: `prepared` beside the run folder."
     )
     prepare_workers: Count | Literal["auto"] = Field("auto", description="Processes that tokenize.")

@@ -15,7 +15,7 @@ from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key,
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.training import BATCH_KEYS, STEP_KEYS
 from echelon.recipe.unbuilt import check_built
-from echelon.recipe.yaml_text import parse_yaml
+from echelon.recipe.yaml_text import parse_yaml, shorten
 
 COMMAND_LINE = "command line"
 
@@ -78,9 +78,9 @@ def _apply_override(draft: Draft, override: str) -> list[str]:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not all(key.split(".")):
-        raise ConfigError(f"{COMMAND_LINE}: {override!r} is not KEY=VALUE; for example train.steps=100.")
+        raise ConfigError(f"{COMMAND_LINE}: {shorten(override)!r} is not KEY=VALUE; for example train.steps=100.")
     path: KeyPath = tuple(int(part) if part.isdigit() else part for part in key.split("."))
-    value: Any = parse_yaml(text, f"{COMMAND_LINE}, {override}")[0]
+    value: Any = parse_yaml(text, f"{COMMAND_LINE}, {shorten(override)}")[0]
     notes = []
     if translation := translate(path, value, COMMAND_LINE):
         path, value = translation.path, translation.value

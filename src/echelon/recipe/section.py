@@ -1,9 +1,12 @@
 """What every section of a recipe shares: frozen, unknown keys refused, exact types, hashable by content."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationInfo
+
+PathOrText = TypeVar("PathOrText", Path, str)
 
 
 class Section(BaseModel):
@@ -30,6 +33,16 @@ def _integer_when_whole(value: Any) -> Any:
 
 # Pydantic's default is to turn "5" into 5 and true into 1. A recipe says what it means: only 2e9 becomes 2000000000.
 _FromWholeFloat = BeforeValidator(_integer_when_whole)
+
+
+def _is_a_path(value: PathOrText, info: ValidationInfo) -> PathOrText:
+    if any(len(name.encode()) > 255 for name in str(value).split("/")) or len(str(value)) > 4000:
+        raise ValueError(f"{info.field_name}={str(value)[:40]}... is longer than any path can be.")
+    return value
+
+
+AnyPath = Annotated[Path, AfterValidator(_is_a_path)]
+PathOrName = Annotated[str, AfterValidator(_is_a_path)]
 Whole = Annotated[int, Strict(), _FromWholeFloat]
 Count = Annotated[int, Strict(), Field(ge=1), _FromWholeFloat]
 CountOrZero = Annotated[int, Strict(), Field(ge=0), _FromWholeFloat]

@@ -29,10 +29,10 @@ class TrainConfig(Section):
     tokens: Count | None = Field(None, description="Tokens to train on, padding not counted, for example `2e9`.")
     epochs: Positive | None = Field(None, description="Passes over the training text.")
     global_batch_tokens: Count | None = Field(
-        None, description="Tokens per optimizer step over all processes: a multiple of `data.sequence_len`."
+        None, le=10**12, description="Tokens per optimizer step over all processes: a multiple of `data.sequence_len`."
     )
     global_batch_size: Count | None = Field(
-        None, description="Sequences per optimizer step over all processes. One of the two batch keys."
+        None, le=10**9, description="Sequences per optimizer step over all processes. One of the two batch keys."
     )
     micro_batch_size: Count | Literal["auto"] = Field(
         "auto", description="Sequences of one forward and backward on one device; never changes the result."

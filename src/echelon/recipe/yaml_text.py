@@ -10,6 +10,9 @@ from echelon.errors import ConfigError
 from echelon.recipe.keys import KeyPath
 
 LONGEST_SHOWN = 80
+MAX_PLACES = 100_000
+MAX_DEPTH = 100
+MAX_DIGITS = 40
 
 _TAG = "tag:yaml.org,2002:"
 # (type, pattern, the characters it may start with): the scalars of YAML 1.2, and `<<` for merging an anchored mapping.
@@ -42,6 +45,12 @@ class _RecipeDumper(yaml.SafeDumper):
         return True
 
 
+_UNTEXTUAL = re.compile("[\0\ud800-\udfff]")
+_CONTAINERS = {_TAG + name for name in ("map", "seq")}
+_TEXTS = {_TAG + "str": [re.compile(r".*", re.DOTALL)]}
+for _type, _pattern, _ in _SCALARS:
+    _TEXTS.setdefault(_TAG + _type, []).append(re.compile(rf"(?:{_pattern})"))
+
 _RecipeLoader.yaml_implicit_resolvers = {}
 for _type, _pattern, _first_characters in _SCALARS:
     for _side in (_RecipeLoader, _RecipeDumper):
@@ -53,8 +62,8 @@ _RecipeLoader.add_constructor(_TAG + "float", _RecipeLoader.construct_decimal)
 def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
     """The value of a YAML document, and for each key in it where it stands: `recipe.yaml, line 3`.
 
-    Raises ConfigError, naming `source` and the line, for text that is not YAML, a key given twice, or a tag that
-    would make an object.
+    Raises ConfigError, naming `source` and the line, for text that is not YAML, a key given twice, a tag that would
+    make an object, and for what is deeper or, with its anchors written out, longer than any recipe.
     """
     try:
         loader = _RecipeLoader(text)
@@ -65,9 +74,11 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
         return _unshared(loader.construct_document(node)), origins
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{source}{line}: this is not valid YAML: {error.problem}.") from None
+        raise ConfigError(f"{source}{line}: this is not valid YAML: {shorten(str(error.problem))}.") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: lists and mappings stand in each other more than {MAX_DEPTH} deep.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: this is not valid YAML: {error}.") from None
+        raise ConfigError(f"{source}: this is not valid YAML: {shorten(str(error))}.") from None
 
 
 def render_yaml(value: Any) -> str:
@@ -82,7 +93,11 @@ def render_inline(value: Any) -> str:
 
 def show_value(value: Any) -> str:
     """A value as the user would write it, cut where it is longer than a line: for messages."""
-    text = render_inline(value)
+    return shorten(render_inline(value))
+
+
+def shorten(text: str) -> str:
+    """A text cut where it is longer than a line."""
     return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
 
 
@@ -104,9 +119,12 @@ def _unshared(value: Any) -> Any:
 def _find_origins(loader: _RecipeLoader, root: yaml.Node, source: str) -> dict[KeyPath, str]:
     origins: dict[KeyPath, str] = {}
 
+    def check(node: yaml.Node, around: tuple[yaml.Node, ...]) -> None:
+        if fault := _find_fault(node, around, len(origins)):
+            raise ConfigError(f"{source}, line {node.start_mark.line + 1}: {fault}.")
+
     def visit(node: yaml.Node, path: KeyPath, around: tuple[yaml.Node, ...] = ()) -> None:
-        if node in around:
-            raise ConfigError(f"{source}, line {node.start_mark.line + 1}: this anchor contains itself.")
+        check(node, around)
         around = (*around, node)
         if isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
@@ -115,10 +133,11 @@ def _find_origins(loader: _RecipeLoader, root: yaml.Node, source: str) -> dict[K
         elif isinstance(node, yaml.MappingNode):
             here: dict[Any, str] = {}
             for key_node, value_node in node.value:
-                key = "<<" if key_node.tag == _TAG + "merge" else loader.construct_object(key_node, deep=True)
                 line = f"{source}, line {key_node.start_mark.line + 1}"
-                if isinstance(key, list | dict):
+                if not isinstance(key_node, yaml.ScalarNode):
                     raise ConfigError(f"{line}: a key must be a word, not a list or a mapping.")
+                check(key_node, around)
+                key = "<<" if key_node.tag == _TAG + "merge" else loader.construct_object(key_node, deep=True)
                 if key in here:
                     raise ConfigError(f"{line}: {key} is given twice (before: {here[key]}); keep one.")
                 here[key] = origins[(*path, key)] = line
@@ -126,3 +145,22 @@ def _find_origins(loader: _RecipeLoader, root: yaml.Node, source: str) -> dict[K
 
     visit(root, ())
     return origins
+
+
+def _find_fault(node: yaml.Node, around: tuple[yaml.Node, ...], num_places: int) -> str | None:
+    """What keeps a node from being a plain value in a recipe of human size."""
+    if node in around:
+        return "this anchor contains itself"
+    if len(around) > MAX_DEPTH:
+        return f"lists and mappings stand in each other more than {MAX_DEPTH} deep"
+    if num_places > MAX_PLACES:
+        return f"with its anchors written out this has more than {MAX_PLACES:,} entries"
+    if not isinstance(node, yaml.ScalarNode):
+        plain = node.tag in _CONTAINERS
+    else:
+        plain = any(pattern.fullmatch(node.value) for pattern in _TEXTS.get(node.tag, ()))
+        if _UNTEXTUAL.search(node.value):
+            return "a text has a character that no file can hold"
+        if plain and node.tag == _TAG + "int" and len(node.value) > MAX_DIGITS:
+            return f"{show_value(node.value)} has more than {MAX_DIGITS} digits"
+    return None if plain else f"this is not valid YAML: {shorten(node.tag)} is not what stands here; leave the tag out"

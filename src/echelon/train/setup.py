@@ -1,7 +1,6 @@
 """From a recipe to a run folder that workers can start from: data, shape, plan, and the files that explain them."""
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -11,13 +10,14 @@ from typing import Any
 from echelon.environment import describe_environment
 from echelon.errors import ConfigError
 from echelon.hardware import Cluster
+from echelon.manifest import read_json
+from echelon.model.folder import find_model_dir
 from echelon.plan import ParallelPlan, resolve_plan
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.recipe import Recipe, TrainedTokenizerConfig, render_recipe
 from echelon.run_folder import (
     OpenedRun,
     RunFolder,
-    find_model_dir,
     is_run,
     open_run,
     write_json,
@@ -214,7 +214,7 @@ def write_run(
 
 def read_plan(folder: RunFolder) -> ParallelPlan:
     """The plan of plan.json."""
-    return ParallelPlan.from_dict(json.loads(folder.plan_path.read_text(encoding="utf-8")))
+    return ParallelPlan.from_dict(read_json(folder.plan_path))
 
 
 def digest_run(folder: RunFolder) -> int:
@@ -233,7 +233,7 @@ def _find_pinned_plan(opened: OpenedRun, cluster: Cluster) -> ParallelPlan | Non
     if opened.state != "resumed" or changed or not folder.plan_path.exists():
         return None
     try:
-        before = json.loads(folder.environment_path.read_text(encoding="utf-8"))["cluster"]
+        before = read_json(folder.environment_path)["cluster"]
         plan = read_plan(folder)
     except (OSError, ValueError, KeyError, TypeError):
         return None  # then it is made again
@@ -279,7 +279,7 @@ def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[st
     path = Path(find_model_dir(checkpoint)) / "config.json"
     if path.is_file():
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            fields = read_json(path)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"model.checkpoint={checkpoint}: {path} cannot be read ({error}); give a whole model folder."

@@ -1,9 +1,14 @@
 """What a run has done so far: the part of a checkpoint that is not a tensor."""
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from pydantic import TypeAdapter
+
+from echelon.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -59,5 +64,10 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainState":
-        """The state that `to_dict` described."""
-        return cls(**{**values, "suppressed": tuple(values.get("suppressed", ()))})
+        """The state that `to_dict` described. Raises CheckpointError for anything else."""
+        try:
+            TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
+            return cls(**{**values, "suppressed": tuple(values.get("suppressed", ()))})
+        except (TypeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(f"state.json: train holds no counters of a run ({reason}).") from error

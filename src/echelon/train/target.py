@@ -5,16 +5,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from echelon.checkpoint.export import load_run_model
 from echelon.checkpoint.folder import checkpoint_of
-from echelon.errors import ConfigError
+from echelon.data.tokenizer import try_tokenizer
+from echelon.errors import ConfigError, EchelonError
+from echelon.manifest import read_json
 from echelon.model.attention import choose_attention
 from echelon.model.build import is_model_folder
-from echelon.run_folder import RunFolder, is_run
+from echelon.model.folder import run_model_dir
+from echelon.run_folder import is_run
+from echelon.shape import check_depth
+
+# A folder is read as it lies: nothing is asked of the hub, no code in it is run.
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 def find_device() -> torch.device:
@@ -38,10 +44,14 @@ def load_target(
         return load_run_model(target, device, checkpoint), tokenizer
     logging.disable_progress_bar()
     with _explained(target):
-        attention = choose_attention(AutoConfig.from_pretrained(target), None)
-        model = AutoModelForCausalLM.from_pretrained(
-            target, dtype="auto", use_safetensors=True, attn_implementation=attention
-        )
+        check_depth(read_json(target / "config.json"))
+        config = AutoConfig.from_pretrained(target, **_LOCAL)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            target, config=config, dtype="auto", use_safetensors=True, output_loading_info=True,
+            attn_implementation=choose_attention(config, None), **_LOCAL,
+        )  # fmt: skip
+        if report["missing_keys"]:  # transformers would make weights up
+            raise ValueError(f"its files lack the weight {min(report['missing_keys'])}")
     return model.to(device).eval(), tokenizer
 
 
@@ -53,11 +63,13 @@ def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTra
                 f"--checkpoint {checkpoint}: {target} is an HF folder and has no checkpoints; leave it out."
             )
         with _explained(target):
-            return AutoTokenizer.from_pretrained(target, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(target, **_LOCAL)
+            try_tokenizer(tokenizer)
+        return tokenizer
     if not is_run(target):
         raise ConfigError(f"{target} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
     checkpoint_of(target, checkpoint)
-    return AutoTokenizer.from_pretrained(RunFolder(target).model_dir)
+    return AutoTokenizer.from_pretrained(run_model_dir(target), **_LOCAL)
 
 
 @contextmanager
@@ -65,7 +77,9 @@ def _explained(target: Path) -> Iterator[None]:
     """Turns what `transformers` says of an incomplete folder into one line."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except EchelonError:
+        raise
+    except Exception as error:  # in a damaged file transformers raises whatever it trips over
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"{target} cannot be loaded: {reason}; give a whole HF model folder: config.json, *.safetensors and the "

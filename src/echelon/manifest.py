@@ -1,0 +1,101 @@
+"""What a folder must hold: a manifest of the size and checksum of each of its files, and JSON read without trust."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import CheckpointError
+from echelon.run_folder import write_json
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+_FILES_AT_ONCE = 4
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file. Raises OSError, or ValueError for whatever is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("lists in lists without end") from error
+
+
+def write_manifest(folder: Path, described: Mapping[str, Any] | None = None) -> None:
+    """Write the manifest of a folder; `described` has the entries that are known already, the other files are read."""
+    files = dict(described or {})
+    files |= describe_files(path for path in folder.iterdir() if path.name not in files and path.name != MANIFEST)
+    write_json(folder / MANIFEST, {"format": FORMAT, "files": files})
+
+
+def describe_files(paths: Iterable[Path]) -> dict[str, Any]:
+    """The manifest's entry of each file, by its name: size and checksum. Reads them, a few at a time."""
+    paths = sorted(paths)
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
+        digests = list(readers.map(file_digest, paths))
+    return {
+        path.name: {"bytes": path.stat().st_size, "sha256": digest} for path, digest in zip(paths, digests, strict=True)
+    }
+
+
+def check_files(folder: Path, checksums: bool = False) -> None:
+    """Compare a folder's files with its manifest: names and sizes, and contents if asked.
+
+    Raises:
+        CheckpointError: naming the first file that is missing or differs.
+    """
+    if faults := find_faults(folder, checksums):
+        raise CheckpointError(f"{folder}: {faults[0]}.")
+
+
+def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int = 1) -> list[str]:
+    """What of a folder is not as it was written, a phrase for each file; nothing if it is whole.
+
+    Sizes cost a look at each file. With `checksums` every byte is read and hashed once, a few files at a time. Of
+    several processes each may take the share `part` of `parts` of the files.
+    """
+    try:
+        manifest = read_json(folder / MANIFEST)
+        if manifest["format"] != FORMAT:
+            return [f"it has format {manifest['format']!r:.40}, and this version reads format {FORMAT}"]
+        entries = sorted(_parse_entry(name, entry) for name, entry in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        return [f"it has no readable {MANIFEST} ({error})"]
+    return compare_files(folder, entries[part::parts], checksums)
+
+
+def compare_files(folder: Path, entries: Iterable[tuple[str, int, str]], checksums: bool) -> list[str]:
+    """What of these files, each with its name, size and SHA-256, is not so; a phrase for each."""
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
+        found = readers.map(
+            lambda entry: _find_fault(folder / entry[0], entry[1], entry[2] if checksums else None), entries
+        )
+        return [fault for fault in found if fault is not None]
+
+
+def _parse_entry(name: str, entry: Any) -> tuple[str, int, str]:
+    if Path(name).name != name or len(name) > 255:
+        raise ValueError(f"{name[:50]!r} is no file name")
+    return name, int(entry["bytes"]), str(entry["sha256"])
+
+
+def _find_fault(path: Path, num_bytes: int, digest: str | None) -> str | None:
+    try:
+        if not path.is_file():
+            return f"{path.name} is missing"
+        if path.stat().st_size != num_bytes:
+            return f"{path.name} has {path.stat().st_size} bytes; {num_bytes} were written"
+        if digest is not None and file_digest(path) != digest:
+            return f"the contents of {path.name} changed after it was written"
+    except OSError as error:  # a bad disk says so when it is read
+        return f"{path.name} cannot be read ({error.strerror or error})"
+    return None
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

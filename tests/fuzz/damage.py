@@ -1,0 +1,208 @@
+"""Ways to damage a file, each a pure function of a random generator: what disks, cables, editors and strangers do."""
+
+import io
+import json
+import os
+import pickle
+import random
+import re
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HUGE = (2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**53, 2**63 - 1, 2**64 - 1, 10**19)
+ODD_VALUES: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 3, 2.5, -0.0, 1e308, float("nan"), float("inf"), 2**31, 2**63, 10**30, "", "x", "../x",
+    "/etc/passwd", "\0", "é\u202e", "1", "null", [], {}, [[]], [None], {"": {}}, "x" * 5000,
+)  # fmt: skip
+
+
+class Canary:
+    """Unpickled by anything that runs what it reads, this makes a folder."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = str(marker)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (self._marker,)
+
+
+def torch_archive(payload: bytes) -> bytes:
+    """A file as `torch.save` writes it, with another pickle inside."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", payload)
+        archive.writestr("archive/version", "3\n")
+        archive.writestr("archive/byteorder", "little")
+    return buffer.getvalue()
+
+
+def foreign_files(marker: Path) -> dict[str, bytes]:
+    """Files of other kinds, by what they are; two of them would run code if they were trusted."""
+    payload = pickle.dumps(Canary(marker))
+    return {
+        "nothing": b"",
+        "a pickle that runs code": payload,
+        "a torch file that runs code": torch_archive(payload),
+        "an old pickle that runs code": pickle.dumps(Canary(marker), protocol=0),
+        "a picture": b"\x89PNG\r\n\x1a\n" + bytes(64),
+        "compressed": b"\x1f\x8b\x08\x00" + bytes(60),
+        "text": b"Not what you were looking for.\n",
+        "a page": b"<!DOCTYPE html><html><body>404</body></html>",
+        "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n",
+        "an empty mapping": b"{}",
+        "an empty list": b"[]",
+        "null": b"null",
+        "a number": b"1" * 5000,
+        "deep lists": b"[" * 100_000 + b"]" * 100_000,
+        "deep mappings": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        "zeros": bytes(4096),
+        "ones": b"\xff" * 4096,
+    }
+
+
+def flip_bits(rng: random.Random, data: bytes) -> bytes:
+    """One bit to three bytes of them."""
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 24))):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def set_bytes(rng: random.Random, data: bytes) -> bytes:
+    """Other bytes in a few places, also those that mean something to most formats."""
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        changed[rng.randrange(len(changed))] = rng.choice((0, 0xFF, 0x80, *b'"{}[]:,.-\\0129\n', rng.randrange(256)))
+    return bytes(changed)
+
+
+def truncate(rng: random.Random, data: bytes) -> bytes:
+    """The beginning alone."""
+    return data[: rng.choice((rng.randrange(len(data)), len(data) - 1, min(8, len(data) - 1)))]
+
+
+def append(rng: random.Random, data: bytes) -> bytes:
+    """More than was written."""
+    return data + rng.choice((b"\0", b"\n}", data, data[: rng.randrange(1, 200)], rng.randbytes(rng.randrange(1, 200))))
+
+
+def insert(rng: random.Random, data: bytes) -> bytes:
+    """A few bytes in between."""
+    place = rng.randrange(len(data) + 1)
+    return data[:place] + rng.randbytes(rng.randrange(1, 9)) + data[place:]
+
+
+def delete(rng: random.Random, data: bytes) -> bytes:
+    """A span that is gone."""
+    start, stop = _span(rng, data)
+    return data[:start] + data[stop:]
+
+
+def duplicate(rng: random.Random, data: bytes) -> bytes:
+    """A span that stands twice."""
+    start, stop = _span(rng, data)
+    return data[:stop] + data[start:stop] + data[stop:]
+
+
+def overwrite(rng: random.Random, data: bytes) -> bytes:
+    """A span of zeros, ones or something else from the same file, as a lost block leaves it."""
+    start, stop = _span(rng, data)
+    source = rng.randrange(len(data))
+    fill = rng.choice((bytes(stop - start), b"\xff" * (stop - start), data[source : source + stop - start]))
+    return data[:start] + fill + data[start + len(fill) :]
+
+
+def huge_field(rng: random.Random, data: bytes) -> bytes:
+    """A huge number where a length may stand: in the first bytes, or anywhere."""
+    width = rng.choice(("<I", "<Q", ">I", ">Q"))
+    value = rng.choice(HUGE) % (2**32 if width[1] == "I" else 2**64)
+    place = rng.choice((0, 0, rng.randrange(len(data))))
+    field = struct.pack(width, value)
+    return data[:place] + field + data[place + len(field) :]
+
+
+def huge_digits(rng: random.Random, data: bytes) -> bytes:
+    """A number in the text that is huge, negative or none."""
+    numbers = list(re.finditer(rb"\d+", data))
+    if not numbers:
+        return huge_field(rng, data)
+    chosen = rng.choice(numbers)
+    number = rng.choice((*map(str, HUGE), "-1", "0", "1e400", "9" * 5000, "NaN", str(rng.randrange(10**6)))).encode()
+    return data[: chosen.start()] + number + data[chosen.end() :]
+
+
+def _span(rng: random.Random, data: bytes) -> tuple[int, int]:
+    start = rng.randrange(len(data))
+    return start, min(len(data), start + rng.choice((1, 1, rng.randrange(1, 64), rng.randrange(1, 4096))))
+
+
+BYTEWISE = (
+    flip_bits, flip_bits, set_bytes, set_bytes, truncate, append, insert, delete, duplicate, overwrite, huge_field,
+    huge_digits,
+)  # fmt: skip
+
+
+def damage_bytes(rng: random.Random, data: bytes) -> bytes:
+    """One or two of the damages above, different from the data."""
+    while True:
+        changed = rng.choice(BYTEWISE)(rng, data)
+        if changed and rng.random() < 0.2:
+            changed = rng.choice(BYTEWISE)(rng, changed)
+        if changed != data:
+            return changed
+
+
+def damage_json(rng: random.Random, data: bytes) -> bytes:
+    """Valid JSON in which one value, key or entry is another one."""
+    content = json.loads(data)
+    places = list(_places(content))
+    while json.dumps(content) == json.dumps(json.loads(data)):
+        container, key = rng.choice(places)
+        choice = rng.randrange(5)
+        if choice == 0:
+            del container[key]
+        elif choice == 1 and isinstance(container, dict):
+            container[rng.choice(("x", key + "x", ""))] = container.pop(key)
+        elif choice == 2:
+            other, other_key = rng.choice(places)
+            container[key] = json.loads(json.dumps(other[other_key]))
+        else:
+            container[key] = rng.choice((*ODD_VALUES, *HUGE))
+        places = list(_places(content))
+        if not places:
+            break
+    return json.dumps(content).encode()
+
+
+def _places(content: Any) -> Any:
+    """Every (container, key) of a JSON value."""
+    if isinstance(content, dict):
+        items: Any = content.items()
+    elif isinstance(content, list):
+        items = enumerate(content)
+    else:
+        return
+    for key, value in items:
+        yield content, key
+        yield from _places(value)
+
+
+def damage_header(rng: random.Random, data: bytes) -> bytes:
+    """A safetensors file whose header is damaged: its length, its text, or one of its entries, the length set right.
+
+    The tensors themselves stay as they are: the format has no checksum, so nobody could tell.
+    """
+    length = int.from_bytes(data[:8], "little")
+    header, tensors = data[8 : 8 + length], data[8 + length :]
+    choice = rng.randrange(6)
+    if choice == 0:
+        return struct.pack("<Q", rng.choice((*HUGE[:-1], 0, 1, length - 1, length + 1, length + 8))) + data[8:]
+    if choice == 1:
+        return truncate(rng, data)
+    if choice == 2:
+        return data[: 8 + length] + rng.choice((tensors[:-1], tensors[1:], tensors + b"\0", b""))
+    changed = damage_json(rng, header) if choice == 3 else damage_bytes(rng, header)
+    return struct.pack("<Q", len(changed)) + changed + tensors if choice < 5 else data[:8] + changed + tensors

@@ -1,0 +1,278 @@
+"""Everything of a run that is read back: valid files, and the loaders that training, evaluation and export use."""
+
+import hashlib
+import io
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from command import write_recipe
+from damage import damage_bytes, damage_header, damage_json, foreign_files
+from echelon.checkpoint.export import export_run
+from echelon.checkpoint.folder import find_checkpoints
+from echelon.data.prepare import open_prepared
+from echelon.errors import EchelonError
+from echelon.hardware import Accelerator, Cluster
+from echelon.manifest import MANIFEST, describe_files
+from echelon.model.build import build_on_meta, load_config
+from echelon.model.weights import load_pretrained
+from echelon.plan import resolve_plan
+from echelon.recipe import load_recipe
+from echelon.runtime import Runtime
+from echelon.shape import build_shape
+from echelon.train.assemble import build_trainer, load_newest
+from echelon.train.setup import check_weights, find_model_fields, prepare_run
+from echelon.train.target import load_target
+
+MACHINE = Cluster(Accelerator("test machine", 2**33, None, None, None, "-"), 1, 1, "cpu")
+Parts = dict[str, str]
+SAMPLE = "One plus 1 is 2, and \t so on: äß€.\n"
+
+
+def digest(*values: Any) -> str:
+    """A hash of tensors, arrays, texts and JSON values, whatever holds them."""
+    found = hashlib.sha256()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().contiguous().view(torch.uint8).numpy() if value.ndim else value.item()
+        if isinstance(value, np.ndarray):
+            found.update(repr((value.shape, value.dtype)).encode() + np.ascontiguousarray(value).tobytes())
+        else:
+            found.update((value if isinstance(value, str) else json.dumps(value, default=repr)).encode())
+    return found.hexdigest()
+
+
+class StoredFiles:
+    """One small run with two checkpoints, what it was exported to, and how each file of them is read back."""
+
+    def __init__(self, root: Path, marker: Path) -> None:
+        """Trains four steps in this process, whose process group must exist."""
+        self.marker = marker
+        self._foreign = foreign_files(marker)
+        recipe_path = write_recipe(
+            root,
+            run={"name": "fuzz", "dir": str(root / "run")},
+            tokenizer={"train": {"vocab_size": 300}},
+            data={"prepare_workers": 1, "prepared_dir": str(root / "prepared")},
+            train={"steps": 4, "eval_every": 100},
+            checkpoint={"every_steps": 2},
+        )
+        text = (root / "text.txt").absolute()
+        recipe, _ = load_recipe(recipe_path, [f"data.train={text}"])
+        prepared = prepare_run(recipe, False, lambda: MACHINE, {}, lambda line: None)
+        assert prepared is not None
+        self._run, self._console = prepared.folder, io.StringIO()
+        self._runtime = Runtime(0, 1, 0, 1, torch.device("cpu"), "gloo")
+        trainer = build_trainer(recipe, prepared.plan, self._run, self._runtime, self._console)
+        trainer.fit()
+        trainer.loader.close()
+        trainer.journal.close()
+        self._engine, self._store, self._sequence_len = trainer.engine, trainer.store, recipe.data.sequence_len
+        self._run.unlock()
+        self.single = export_run(self._run.path, root / "single")
+        self._sharded = shutil.copytree(self.single, root / "sharded")
+        (self._sharded / "model.safetensors").unlink()
+        AutoModelForCausalLM.from_pretrained(self.single).save_pretrained(self._sharded, max_shard_size="60KB")
+        self._older, self._newest = (checkpoint.path for checkpoint in find_checkpoints(self._run.checkpoints_dir))
+        self._prepared = self._run.read_prepared_path()
+        self.kinds = self._make_kinds()
+        for kind in self.kinds:
+            kind.expected = kind.load()
+        self._earlier = self._load_earlier()
+
+    def close(self) -> None:
+        """Release the store's thread."""
+        self._store.close()
+
+    def _make_kinds(self) -> "list[Kind]":
+        prepared, model, newest = self._prepared, self._run.model_dir, self._newest
+        resume, load, data = self._resume, self._load_run, self._read_data
+        single, sharded = self.single, self._sharded
+        pretrained, evaluated = self._pretrained(single), self._evaluated(single)
+        text, config = (damage_bytes, damage_json), ("config", "buffers")
+        hf = single / "model.safetensors"
+        shards, index = sorted(sharded.glob("*.safetensors")), [sharded / "model.safetensors.index.json"]
+        parts = sorted(newest.glob("*.distcp"))
+        return [
+            Kind("prepared text: manifest", [prepared / "manifest.json"], data, text),
+            Kind("prepared text: shards", sorted(prepared.glob("*.bin")), data, weight=2),
+            Kind("prepared text: tokenizer", sorted((prepared / "tokenizer").iterdir()), data, text),
+            Kind("checkpoint: manifest, resuming", [newest / MANIFEST], resume, text),
+            Kind("checkpoint: manifest, evaluating", [newest / MANIFEST], load, text),
+            Kind("checkpoint: state.json, resuming", [newest / "state.json"], resume, text),
+            Kind("checkpoint: .metadata, resuming", [newest / ".metadata"], resume),
+            Kind("checkpoint: .metadata, evaluating", [newest / ".metadata"], load),
+            Kind("checkpoint: .distcp, resuming", parts, resume, weight=2),
+            Kind("checkpoint: .distcp, evaluating", parts, load),
+            Kind("checkpoint: .metadata, signed anew", [newest / ".metadata"], resume, signs=newest, weight=2),
+            Kind("checkpoint: .distcp, signed anew", parts, resume, signs=newest),
+            Kind("checkpoint: state.json, signed anew", [newest / "state.json"], resume, (damage_json,), signs=newest),
+            Kind("run: config and tokenizer", sorted(model.iterdir()), load, text, weight=2),
+            Kind("HF folder: safetensors, training", [hf], pretrained, (damage_header,), weight=2),
+            Kind("HF folder: safetensors, evaluating", [hf], evaluated, (damage_header,)),
+            Kind("HF folder: shards, training", shards, self._pretrained(sharded), (damage_header,)),
+            Kind("HF folder: shards, evaluating", shards, self._evaluated(sharded), (damage_header,)),
+            Kind("HF folder: index, training", index, self._pretrained(sharded), text),
+            Kind("HF folder: index, evaluating", index, self._evaluated(sharded), text),
+            Kind("HF folder: config.json, training", [single / "config.json"], pretrained, text, says=config),
+            Kind("HF folder: config.json, evaluating", [single / "config.json"], evaluated, text, says=config),
+            Kind("HF folder: tokenizer", sorted(single.glob("tok*.json")), evaluated, text, says=("tokenizer",)),
+        ]
+
+    def _read_data(self) -> Parts:
+        """What training reads of prepared text: every sample of every set, and the tokenizer."""
+        data = open_prepared(self._run.read_prepared_path(), self._sequence_len)
+        sets = [
+            ("train", data.train, None),
+            *((each.name, each.dataset, each.bytes_per_token) for each in data.validation),
+        ]
+        parts: list[Any] = [data.vocab_size, data.fingerprint, data.manifest.separator]
+        for name, dataset, bytes_per_token in sets:
+            parts += [name, bytes_per_token, *dataset.read_samples(np.arange(dataset.num_samples))]
+        return {"data": digest(*parts), "tokenizer": digest(*describe_tokenizer(data.tokenizer))}
+
+    def _resume(self) -> Parts:
+        """What a resumed run begins with; raises PassedOver where that is an earlier checkpoint and a line says so."""
+        tensors = self._engine.state_dict()
+        for tensor in tensors.values():
+            tensor.fill_(7)
+        self._console.seek(0)
+        self._console.truncate()
+        state = load_newest(self._store, self._engine, self._runtime, self._console)
+        found = {"state": digest(state.to_dict())} | {name: digest(tensors[name]) for name in tensors}
+        if "Passing over" in (line := self._console.getvalue()):
+            assert found == self._earlier, "an earlier checkpoint, and not as it was"
+            raise PassedOver(line)
+        return found
+
+    def _load_earlier(self) -> Parts:
+        """What a resumed run begins with when the newest checkpoint is not there."""
+        aside = self._newest.rename(self._newest.with_name("aside"))
+        try:
+            return self._resume()
+        finally:
+            aside.rename(self._newest)
+
+    def _load_run(self) -> Parts:
+        """What `echelon eval`, `generate` and `export` take from a run."""
+        return describe_target(self._run.path)
+
+    def _pretrained(self, folder: Path) -> Callable[[], Parts]:
+        """What training takes from `model.checkpoint`."""
+        recipe, _ = load_recipe(self._run.recipe_path, [f"model.checkpoint={folder}"])
+
+        def load() -> Parts:
+            check_weights(str(folder))
+            fields, _ = find_model_fields(recipe, 300)
+            resolve_plan(recipe, build_shape(fields), MACHINE)
+            config = load_config(str(folder))
+            skeleton = build_on_meta(config)
+            model = build_on_meta(config).to_empty(device="cpu")
+            model.tie_weights()
+            load_pretrained(model, skeleton, folder)
+            return {"fields": digest(fields), **describe_model(model)}
+
+        return load
+
+    def _evaluated(self, folder: Path) -> Callable[[], Parts]:
+        return lambda: describe_target(folder)
+
+    def damage(self, rng: random.Random, kind: "Kind") -> "tuple[Path, bytes | None]":
+        """One of the kind's files, and what shall stand in its place; None: nothing."""
+        path = rng.choice(kind.files)
+        choice = rng.random()
+        if choice < 0.02:
+            return path, None
+        if choice < 0.14:
+            return path, self._foreign[rng.choice(sorted(self._foreign))]
+        if choice < 0.18:
+            others = [other for each in self.kinds for other in each.files if other != path]
+            if (content := rng.choice(others).read_bytes()) != path.read_bytes():
+                return path, content
+        damage = rng.choice(kind.damages)
+        if damage is damage_json and path.suffix not in (".json", ".jinja"):
+            damage = damage_bytes
+        return path, damage(rng, path.read_bytes())
+
+
+class PassedOver(EchelonError):
+    """Stands for the line about a damaged checkpoint in whose place an earlier one was taken, exactly as it was."""
+
+
+@dataclass
+class Kind:
+    """Files of one kind, and their loader.
+
+    `signs`: the checkpoint whose manifest is written anew after the damage, as an adversary would: then checksums hold,
+    what loads is what was signed, and it only must do no harm. `says`: the parts of the value that a text of the user's
+    own decides, which no checksum protects; what it says is right, as with a recipe.
+    """
+
+    name: str
+    files: list[Path]
+    load: Callable[[], Parts]
+    damages: tuple[Callable[[random.Random, bytes], bytes], ...] = (damage_bytes,)
+    signs: Path | None = None
+    says: tuple[str, ...] = ()
+    weight: int = 1
+    expected: Parts = field(default_factory=dict)
+
+    def is_right(self, value: Parts) -> bool:
+        """Whether what was loaded is what the undamaged files hold, as far as they decide it."""
+        if self.signs is not None:
+            return True
+        if "config" in self.says:  # it says which parameters there are; each must be as it was
+            return value.items() - self.expected.items() <= {(key, value.get(key)) for key in (*self.says, "fields")}
+        return value | dict.fromkeys(self.says, "") == self.expected | dict.fromkeys(self.says, "")
+
+
+@contextmanager
+def replaced(path: Path, content: bytes | None, signs: Path | None = None) -> Iterator[None]:
+    """A file with other content, or none, for the time of the block; the manifest made to agree if asked."""
+    before = path.read_bytes()
+    manifest = None if signs is None else (signs / MANIFEST).read_bytes()
+    try:
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
+        if signs is not None:
+            files = [each for each in signs.iterdir() if each.name != MANIFEST]
+            (signs / MANIFEST).write_text(json.dumps({"format": 1, "files": describe_files(files)}))
+        yield
+    finally:
+        path.write_bytes(before)
+        if signs is not None and manifest is not None:
+            (signs / MANIFEST).write_bytes(manifest)
+
+
+def describe_tokenizer(tokenizer: Any) -> list[Any]:
+    """All that a tokenizer does: its rules, its special tokens, what it makes of a text and back."""
+    ids = tokenizer.encode(SAMPLE)
+    return [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, ids, tokenizer.decode(ids)]
+
+
+def describe_model(model: Any) -> Parts:
+    """The config, the buffers that follow from it, and each parameter."""
+    config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    buffers = dict(model.named_buffers())
+    return {
+        "config": digest(config),
+        "buffers": digest(sorted(buffers), *(buffers[name] for name in sorted(buffers))),
+        **{name: digest(parameter) for name, parameter in model.named_parameters()},
+    }
+
+
+def describe_target(folder: Path) -> Parts:
+    """What `echelon eval` and `echelon generate` take from a folder."""
+    model, tokenizer = load_target(folder, torch.device("cpu"))
+    return {**describe_model(model), "tokenizer": digest(*describe_tokenizer(tokenizer))}

@@ -1,0 +1,80 @@
+"""Thousands of damaged inputs through the real loaders: a clean refusal each, or the right value.
+
+Never a traceback, a hang, gigabytes of memory, foreign code run, or another value. `ECHELON_FUZZ_SEED` chooses other
+inputs. The seed is printed, and each input has a generator of its own that is made of it and the input's number.
+"""
+
+import os
+import random
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from echelon.recipe import Recipe
+from judge import Tally, limited_memory
+from recipes import CLUSTERS, base_texts, damage_text, is_valid, nothing_asked, plan_recipe, random_overrides
+from stored_files import StoredFiles, replaced
+
+SEED = os.environ.get("ECHELON_FUZZ_SEED", "0")
+A_KEY = r"[a-z_]+(\.[a-z_0-9]+)+"
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """The valid files, with a process group of this one process."""
+    root = tmp_path_factory.mktemp("fuzz")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    files = StoredFiles(root, root / "marker")
+    yield files
+    files.close()
+    dist.destroy_process_group()
+
+
+def fuzz_files(stored, tally, count):
+    """So many damaged files, shared out over the kinds by their weights."""
+    kinds = [kind for kind in stored.kinds for _ in range(kind.weight)]
+    for number in range(count):
+        kind = kinds[number % len(kinds)]
+        rng = random.Random(f"{SEED} {kind.name} {number}")
+        path, content = stored.damage(rng, kind)
+        words = "|".join((re.escape(path.name), re.escape(str(path.parent)), A_KEY))
+        with replaced(path, content, kind.signs):
+            tally.judge(kind.name, f"number {number}, seed {SEED}, {path.name}", kind.load, kind.is_right, words)
+
+
+def fuzz_recipes(stored, tally, count, folder):
+    """So many recipes: half of them damaged as text, half by what a command line adds."""
+    texts = base_texts(Path(__file__).parents[2] / "recipes", stored.single)
+    path = folder / "recipe.yaml"
+    words = "|".join((re.escape(path.name), "command line", A_KEY, *Recipe.model_fields))
+    for number in range(count):
+        kind = "recipe: text" if number % 2 else "recipe: overrides"
+        rng = random.Random(f"{SEED} {kind} {number}")
+        base, cluster = rng.choice(sorted(texts)), rng.choice(CLUSTERS)
+        overrides = [] if number % 2 else random_overrides(rng, stored.marker)
+        path.write_bytes(damage_text(rng, texts[base], stored.marker) if number % 2 else texts[base].encode())
+        tally.judge(
+            kind,
+            f"number {number}, seed {SEED}, {base} {' '.join(overrides)[:200]}",
+            partial(plan_recipe, path, overrides, cluster),
+            partial(is_valid, cluster=cluster, folder=folder),
+            words,
+        )
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_damaged_inputs_are_refused_or_right(stored, tmp_path, monkeypatch, capsys, count):
+    monkeypatch.setattr("socket.create_connection", nothing_asked)
+    tally = Tally(stored.marker)
+    with limited_memory():
+        fuzz_files(stored, tally, count // 2)
+        fuzz_recipes(stored, tally, count // 2, tmp_path)
+    with capsys.disabled():
+        if count > 200:
+            print(f"\n\nseed {SEED}\n{tally.table()}")
+    if tally.failures:
+        pytest.fail(f"seed {SEED}\n\n" + "\n\n".join(tally.failures), pytrace=False)
+    assert sum(counts["tried"] for counts in tally.counts.values()) == count
