@@ -7,7 +7,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ class StoredFiles:
         trainer.loader.close()
         trainer.journal.close()
         self._engine, self._store, self._sequence_len = trainer.engine, trainer.store, recipe.data.sequence_len
+        self._judge = trainer.judge
         self._run.unlock()
         self.single = export_run(self._run.path, root / "single")
         self._sharded = shutil.copytree(self.single, root / "sharded")
@@ -147,8 +148,9 @@ class StoredFiles:
             tensor.fill_(7)
         self._console.seek(0)
         self._console.truncate()
-        state = load_newest(self._store, self._engine, self._runtime, self._console)
-        found = {"state": digest(state.to_dict())} | {name: digest(tensors[name]) for name in tensors}
+        saved = load_newest(self._store, self._engine, self._judge, self._runtime, self._console)
+        assert saved is not None
+        found = {"state": digest(asdict(saved))} | {name: digest(tensors[name]) for name in tensors}
         if "Passing over" in (line := self._console.getvalue()):
             assert found == self._earlier, "an earlier checkpoint, and not as it was"
             raise PassedOver(line)

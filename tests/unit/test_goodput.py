@@ -4,6 +4,7 @@ import pytest
 
 from echelon.train import goodput
 from echelon.train.goodput import TimeBook
+from echelon.train.state import BookState
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_the_gap_after_a_checkpoint(clock, asked: bool) -> None:
     clock.now = 1100.0
     if asked:
         first.stop()
-    saved = first.state_dict()
+    saved = BookState(**first.state_dict())
     clock.now = 1160.0
     second = TimeBook(began=1150.0)
     second.resume(saved, last_sign=0.0 if asked else 1130.0)
@@ -66,7 +67,7 @@ def test_a_rollback_does_work_again(clock) -> None:
     book = TimeBook()
     book.turn("training")
     clock.now += 100
-    saved = book.state_dict()
+    saved = book.state_dict()["seconds"]
     clock.now += 40
     spend(book, clock, "evaluating", 5)
     book.move("training", "skipped", 2)

@@ -1,7 +1,7 @@
 """Building a trainer from a recipe and a plan, in one rank, and running it."""
 
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from echelon.train.recovery import RecoveryWatch
 from echelon.train.replicas import describe_replicas
 from echelon.train.rollback import find_suppressed, load_checkpoint
 from echelon.train.sampler import PromptSampler
-from echelon.train.state import TrainState
+from echelon.train.state import BookState, SavedState, TrainState
 from echelon.train.trackers import start_trackers
 from echelon.train.trainer import Trainer
 
@@ -147,7 +147,7 @@ def build_trainer(
     store.rehearse(engine.state_dict())
     judge = StepJudge(recipe.fault, device)
     saved = load_newest(store, engine, judge, runtime, console)
-    state = TrainState() if saved is None else TrainState.from_dict(saved["train"])
+    state = TrainState() if saved is None else saved.train
     state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
     sampler = build_sampler(recipe, data, device)
     journal, book = None, TimeBook()
@@ -190,18 +190,18 @@ def build_trainer(
     )
 
 
-def open_book(folder: RunFolder, saved: dict[str, Any] | None) -> TimeBook:
+def open_book(folder: RunFolder, saved: SavedState | None) -> TimeBook:
     """Where the run's time went so far; cuts off the rows of lost steps, which tell how long those took. Rank 0."""
     written = folder.metrics_path.stat().st_mtime if folder.metrics_path.exists() else 0.0
-    at = {} if saved is None else saved["train"]
-    num_cut = folder.cut_metrics(at.get("step", 0), at.get("owes_evaluation", False))
-    book: dict[str, Any] | None = None if saved is None else saved.get("book")
+    at = TrainState() if saved is None else saved.train
+    num_cut = folder.cut_metrics(at.step, at.owes_evaluation)
+    book = None if saved is None else saved.book
     starts = [event["time"] for event in folder.read_events()]
     if book is None and starts:  # an earlier start came to no checkpoint
-        book = {"seconds": {}, "until": min(starts), "stopped": False}
+        book = BookState({}, min(starts), stopped=False)
     if book is None:
         return TimeBook(find_start(0.0))
-    opened = TimeBook(find_start(book["until"]))
+    opened = TimeBook(find_start(book.until))
     opened.resume(book, last_sign=written if num_cut else 0.0)
     return opened
 
@@ -227,7 +227,7 @@ def write_line(console: TextIO, line: str) -> None:
 
 def load_newest(
     store: CheckpointStore, engine: NativeEngine, judge: StepJudge, runtime: Runtime, console: TextIO
-) -> dict[str, Any] | None:
+) -> SavedState | None:
     """Fill engine and judge from the newest whole checkpoint; what else is in it, or None without one. Collective."""
     checkpoint = store.newest()
     if checkpoint is None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from echelon.train.console import render_duration
+from echelon.train.state import BookState
 
 CAUSES = {
     "training": "in steps that count",
@@ -64,24 +65,24 @@ class TimeBook:
         """What comes after the state that is saved next is no failure: the run was asked to stop."""
         self._is_stopped = True
 
-    def go_back(self, saved: Mapping[str, Any]) -> None:
-        """The run continues from a checkpoint of this same start: what was done since is done again."""
+    def go_back(self, seconds: Mapping[str, float]) -> None:
+        """The run continues from a checkpoint of this same start, with these seconds: what was done since is redone."""
         for cause in _WORK:
-            self.move(cause, "redone", self.seconds[cause] - saved.get("seconds", {}).get(cause, 0.0))
+            self.move(cause, "redone", self.seconds[cause] - seconds.get(cause, 0.0))
 
-    def resume(self, saved: Mapping[str, Any], last_sign: float) -> None:
+    def resume(self, saved: BookState, last_sign: float) -> None:
         """Go on from an earlier start of the run; this one has begun when this book has.
 
         Args:
-            saved: what `state_dict` gave for the checkpoint that the run goes on from.
+            saved: what the checkpoint that the run goes on from has.
             last_sign: when the earlier start is last known to have been at work, as `time.time()` counts.
         """
-        until, began = saved["until"], self._since
-        for cause, seconds in saved["seconds"].items():
-            self.seconds[cause] += seconds
+        until, began = saved.until, self._since
+        for cause in CAUSES:
+            self.seconds[cause] += saved.seconds.get(cause, 0.0)
         redone = min(max(0.0, last_sign - until), max(0.0, began - until))
         self.seconds["redone"] += redone
-        self.seconds["stopped" if saved["stopped"] else "down"] += max(0.0, began - until - redone)
+        self.seconds["stopped" if saved.stopped else "down"] += max(0.0, began - until - redone)
         self._since = max(began, until)
 
     def state_dict(self) -> dict[str, Any]:

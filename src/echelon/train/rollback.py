@@ -1,6 +1,7 @@
 """What is done about a bad step: it is passed over, or leads back to a checkpoint, or ends the run with a diagnosis."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -13,7 +14,7 @@ from echelon.run_folder import RunFolder
 from echelon.train.bad_steps import StepJudge
 from echelon.train.diagnosis import Diagnosis, diagnose
 from echelon.train.metrics import StepMetrics, finite
-from echelon.train.state import TrainState
+from echelon.train.state import SavedState
 
 if TYPE_CHECKING:
     from echelon.train.trainer import Trainer
@@ -27,11 +28,15 @@ class BadStep(Exception):
         self.metrics = metrics
 
 
-def load_checkpoint(checkpoint: Checkpoint, store: CheckpointStore, engine: Engine, judge: StepJudge) -> dict[str, Any]:
-    """Put engine and judge where a checkpoint has them; everything in it that is no tensor. Collective."""
+def load_checkpoint(checkpoint: Checkpoint, store: CheckpointStore, engine: Engine, judge: StepJudge) -> SavedState:
+    """Put engine and judge where a checkpoint has them; everything in it that is no tensor. Collective.
+
+    Raises:
+        CheckpointError: it is hostile, or of something else than this run; nothing is changed then.
+    """
+    saved = SavedState.from_dict(checkpoint.read_state())
     store.load(checkpoint, engine.state_dict())
-    saved = checkpoint.read_state()
-    judge.load_state_dict(saved.get("judge", {}))
+    judge.load_state_dict(asdict(saved.judge))
     return saved
 
 
@@ -90,8 +95,8 @@ def _roll_back(trainer: "Trainer", metrics: StepMetrics, diagnosis: Diagnosis) -
         )
     known = trainer.state.suppressed
     saved = load_checkpoint(checkpoint, trainer.store, trainer.engine, trainer.judge)
-    trainer.state = TrainState.from_dict(saved["train"]).suppressing((*known, number))
-    trainer.book.go_back(saved.get("book", {}))
+    trainer.state = saved.train.suppressing((*known, number))
+    trainer.book.go_back({} if saved.book is None else saved.book.seconds)
     trainer.loader.seek(checkpoint.step)
     if journal is not None:
         journal.cut(checkpoint.step)

@@ -4,13 +4,19 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, with_config
 
 from echelon.errors import CheckpointError
 
+T = TypeVar("T")
 
+# An unknown counter is a damaged one, or of a version that counts what this one does not.
+_STRICT = ConfigDict(extra="forbid")
+
+
+@with_config(_STRICT)
 @dataclass(frozen=True)
 class TrainState:
     """Counters after a number of whole steps.
@@ -65,9 +71,47 @@ class TrainState:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainState":
         """The state that `to_dict` described. Raises CheckpointError for anything else."""
-        try:
-            TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
-            return cls(**{**values, "suppressed": tuple(values.get("suppressed", ()))})
-        except (TypeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise CheckpointError(f"state.json: train holds no counters of a run ({reason}).") from error
+        return _parse(cls, values)
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True)
+class JudgeState:
+    """What the next steps are judged by, as `StepJudge.state_dict` gives it."""
+
+    in_a_row: int = 0
+    norms: tuple[float, ...] = ()
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True)
+class BookState:
+    """Where the time went, as `TimeBook.state_dict` gives it."""
+
+    seconds: dict[str, float]
+    until: float
+    stopped: bool
+
+
+@with_config(_STRICT)
+@dataclass(frozen=True)
+class SavedState:
+    """Everything of a checkpoint that is not a tensor."""
+
+    train: TrainState
+    judge: JudgeState = JudgeState()
+    book: BookState | None = None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "SavedState":
+        """What `Trainer` saved. Raises CheckpointError for anything else."""
+        names = ["train", "judge", "book"]
+        return _parse(cls, {name: values[name] for name in names if name in values})
+
+
+def _parse(kind: type[T], values: dict[str, Any]) -> T:
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"state.json holds no counters of a run ({reason}).") from error
