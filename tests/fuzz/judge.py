@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from echelon.errors import EchelonError
 
-SECONDS = 10.0
+SECONDS = 30.0  # a busy machine may take many times what an idle one does
 MEMORY_BYTES = 2**31  # beyond what the process has when the limit is set
 
 REFUSED, RIGHT = "refused cleanly", "loaded right"

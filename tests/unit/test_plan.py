@@ -111,6 +111,7 @@ def test_layouts_that_do_not_fit_the_processes():
         parallel={"dp_replicate": 2, "dp_shard": 4},
     )  # fmt: skip
     refusal(PlanError, "there is 1;", "1 x 1", parallel={"dp_shard": 8}, cluster=cpus(1))
+    refusal(PlanError, "there is 1;", "1 x 1", parallel={"dp_replicate": 8}, cluster=cpus(1))
     refusal(
         PlanError, "dp_replicate=3 does not divide the 8", "1, 2, 4 or 8",
         parallel={"dp_replicate": 3, "dp_shard": "auto"}, cluster=cpus(8),

@@ -66,6 +66,12 @@ def test_a_merged_mapping_is_read_and_not_shared() -> None:
     assert value["d"]["b"]["c"] == value["f"]["b"]["c"] == 1
 
 
+# Each list holds the one before it eight times: a billion entries in nine lines.
+BOMB = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{chr(97 + level)}: &{chr(97 + level)} [{','.join([f'*{chr(96 + level)}'] * 8)}]\n" for level in range(1, 9)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -76,6 +82,14 @@ def test_a_merged_mapping_is_read_and_not_shared() -> None:
         ("a: !!python/object/apply:os.system [ls]\n", "f.yaml, line 1: this is not valid YAML"),
         ("a: &x [*x]\n", "f.yaml, line 1: this anchor contains itself."),
         ("a: \x00\n", "f.yaml: this is not valid YAML"),
+        ("a: 1\nb: !!timestamp 2001-99-99\n", "f.yaml, line 2: this is not valid YAML: tag:yaml.org,2002:timestamp"),
+        ("!!int x: 1\n", "f.yaml, line 1: this is not valid YAML"),
+        ("!!set {a}: 1\n", "f.yaml, line 1: a key must be a word"),
+        ("a: " + "9" * 5000, "f.yaml, line 1: '9999"),
+        ('a: "\\ud800"', "f.yaml, line 1: a text has a character that no file can hold."),
+        ("[" * 5000, "f.yaml: lists and mappings stand in each other"),
+        ("a: " + "[" * 200 + "]" * 200, "f.yaml, line 1: lists and mappings stand in each other"),
+        (BOMB, "f.yaml, line 1: with its anchors written out this has more than 100,000 entries."),
         ("[a]: 1\n", "f.yaml, line 1: a key must be a word"),
         ("a: 1\n---\nb: 2\n", "f.yaml, line 2: this is not valid YAML"),
     ],

@@ -7,9 +7,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from echelon.data.tokenizer import build_bytes_tokenizer
 from echelon.errors import CheckpointError, ConfigError
 from echelon.model.build import build_on_meta, load_config
 from echelon.model.weights import derive_seed, load_pretrained
+from echelon.train.target import load_target
 from families import EXTRA, small_config, small_model
 
 
@@ -89,3 +91,22 @@ def test_pickled_weights_are_refused(tmp_path):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="safetensors only"):
         load_pretrained(*materialised(tmp_path), tmp_path)
+
+
+def test_damaged_weights_are_refused_by_training_and_evaluation(tmp_path):
+    """Whole numbers in place of weights, and an index that names another folder's files; a name that is gone."""
+    model = small_model("llama")
+    tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
+    model.config.save_pretrained(tmp_path)
+    build_bytes_tokenizer().save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.layers\.0.* is stored as I32"):
+        load_pretrained(*materialised(tmp_path), tmp_path)
+    save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"lack the weight {name}"):  # transformers would make it up
+        load_target(tmp_path, torch.device("cpu"))
+    for files in ({name: "../model.safetensors"}, {name: "model.bin"}, {name: None}, []):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json cannot be read"):
+            load_pretrained(*materialised(tmp_path), tmp_path)

@@ -197,8 +197,8 @@ def micro_batch_sizes(recipe: "Recipe", dp_size: int, fill: bool = False) -> lis
 
 
 def _near(values: list[int], target: int, each_side: int = 2) -> list[int]:
-    """The sorted values closest to a target that is not among them, from either side."""
-    below, above = [v for v in values if v < target], [v for v in values if v > target]
+    """The sorted values closest to a target, from either side, and the target where it is among them."""
+    below, above = [v for v in values if v <= target], [v for v in values if v > target]
     return below[-each_side:] + above[:each_side]
 
 
