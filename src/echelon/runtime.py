@@ -37,9 +37,9 @@ _PROCESS_STARTED = time.time()
 CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 RENDEZVOUS_SECONDS = 120.0
-# How long a rank waits for its peers in a collective before it counts them as lost. A peer's death is noticed at once;
-# this is for a machine that vanished without a word, and longer than any step, compilation included, may differ.
-COLLECTIVE_SECONDS = 300.0
+# How long a rank waits for its peers in a collective before it counts them as lost. A peer's death is noticed at once,
+# and a hang in training by the heartbeat; this is for one before or between steps, and longer than either may differ.
+COLLECTIVE_SECONDS = 900.0
 _GRACE_SECONDS = 5.0
 _WATCHDOG_SECONDS = 0.5
 
