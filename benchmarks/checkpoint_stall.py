@@ -30,7 +30,8 @@ from echelon.train.setup import prepare_run
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tinyshakespeare.yaml"
 TEXT = Path(pydoc_data.topics.__file__)  # real text that every machine has
-CHANGES = [  # GPT-2's width and half its depth in the shape of a Llama; few tokens a step, so that a save is long beside it
+# GPT-2's width and half its depth in the shape of a Llama; few tokens a step, so that a save is long beside it.
+CHANGES = [
     "model.config.hidden_size=768", "model.config.intermediate_size=2048", "model.config.num_hidden_layers=6",
     "model.config.num_attention_heads=12", "model.config.num_key_value_heads=12", "model.config.vocab_size=16384",
     "train.micro_batch_size=1", "train.global_batch_size=1", "train.eval_every=1000000", "train.steps=1000000",

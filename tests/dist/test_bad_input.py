@@ -210,7 +210,7 @@ def test_existing_run(echelon, run):
     right = tokenizer.read_text()
     tokenizer.write_text(right.replace('"model":', '"normalizer": {"type": "NFC"}, "model":', 1).replace(
         '"normalizer": null', '"truncated": null'))  # fmt: skip
-    assert_refused(echelon(*more), 2, "did not make the tokens", "prepare again")
+    assert_refused(echelon(*more), 2, "tokenizer.json has", "prepare again")
     tokenizer.write_text(right)
     text = Path("text.txt")
     before = text.stat()
