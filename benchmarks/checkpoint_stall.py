@@ -21,10 +21,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from echelon.detection import detect_cluster
 from echelon.manifest import describe_files
 from echelon.model.build import load_config
 from echelon.recipe import load_recipe
-from echelon.runtime import detect_cluster, start_runtime, stop_runtime
+from echelon.runtime import start_runtime, stop_runtime
 from echelon.train.assemble import build_trainer
 from echelon.train.setup import prepare_run
 

@@ -21,9 +21,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echelon.data.prepare import open_prepared
+from echelon.detection import detect_cluster
 from echelon.model.build import load_config
 from echelon.recipe import load_recipe
-from echelon.runtime import detect_cluster, start_runtime, stop_runtime
+from echelon.runtime import start_runtime, stop_runtime
 from echelon.train.assemble import build_trainer
 from echelon.train.setup import prepare_run
 

@@ -151,7 +151,8 @@ def plan(
     if devices is not None:
         cluster = parse_devices(devices, devices_per_node)
     else:
-        from echelon.runtime import default_num_processes, detect_cluster
+        from echelon.detection import detect_cluster
+        from echelon.runtime import default_num_processes
 
         cluster = detect_cluster(default_num_processes())
     shape = build_shape(fields)

@@ -254,8 +254,7 @@ class RunFolder:
 
     def newest_step(self) -> int | None:
         """The step of the newest published checkpoint, by name alone; None when there is none."""
-        names = (re.fullmatch(r"step-(\d+)", path.name) for path in _list_directory(self.checkpoints_dir))
-        return max((int(name[1]) for name in names if name), default=None)
+        return newest_step(self.checkpoints_dir)
 
     def is_finished(self) -> bool:
         """Whether the run reached its last step and said so."""
@@ -425,6 +424,12 @@ def sweep_checkpoints(folder: Path) -> list[str]:
 
 def _list_directory(path: Path) -> list[Path]:
     return sorted(path.iterdir()) if path.is_dir() else []
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest published checkpoint in a folder, by name alone; None when there is none."""
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in _list_directory(folder))
+    return max((int(name[1]) for name in names if name), default=None)
 
 
 def _cut_rows(path: Path, step: int, evaluated: int) -> int:

@@ -6,6 +6,7 @@ torch is imported inside the functions: the role of a command and the watchdog a
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -18,7 +19,6 @@ from queue import Empty, Queue
 from typing import TYPE_CHECKING, Literal
 
 from echelon.errors import ConfigError, LaunchError
-from echelon.hardware import Accelerator, Cluster, find_accelerator
 from echelon.launch.restart import RESTART_VARIABLE
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ Role = Literal["worker", "agent", "local"]
 
 # Set for the workers that `echelon train` starts itself: the process they must not outlive.
 AGENT_PID_VARIABLE = "ECHELON_AGENT_PID"
+# The folder in memory that a worker's parent holds for snapshots.
+SNAPSHOT_VARIABLE = "ECHELON_SNAPSHOT_DIR"
 # When the command began that started this process, and when this process did.
 _STARTED_VARIABLE = "ECHELON_STARTED_AT"
 _PROCESS_STARTED = time.time()
@@ -130,6 +132,12 @@ def is_managed() -> bool:
     return AGENT_PID_VARIABLE in os.environ
 
 
+def find_snapshot_dir() -> Path | None:
+    """The folder in memory that the parent of this worker holds for it, if it does."""
+    place = os.environ.get(SNAPSHOT_VARIABLE)
+    return Path(place) if place else None
+
+
 def find_start(earlier: float) -> float:
     """When this start of the run began, as `time.time()` counts: with its command, or, where that had begun before
     `earlier` already, with this process, which the agent has started anew."""
@@ -152,10 +160,11 @@ def read_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def worker_environment(num_processes: int, deterministic: bool = False) -> dict[str, str]:
+def worker_environment(num_processes: int, deterministic: bool = False, memory: Path | None = None) -> dict[str, str]:
     """The variables of `num_processes` local workers: their share of the cores, and the process they belong to.
 
-    `deterministic`: with what cuBLAS must find before CUDA starts, for `use_deterministic_algorithms`.
+    `deterministic`: with what cuBLAS must find before CUDA starts, for `use_deterministic_algorithms`. `memory`: the
+    folder in memory for their snapshots.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
@@ -164,6 +173,7 @@ def worker_environment(num_processes: int, deterministic: bool = False) -> dict[
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
         AGENT_PID_VARIABLE: str(os.getpid()),
         _STARTED_VARIABLE: str(_PROCESS_STARTED),
+        **({} if memory is None else {SNAPSHOT_VARIABLE: str(memory)}),
         **(CUBLAS_WORKSPACES if deterministic else {}),
     }
 
@@ -213,7 +223,7 @@ def num_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    quota, _, period = _read_file("/sys/fs/cgroup/cpu.max").partition(" ")
+    quota, _, period = read_system_file("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit() and period.strip().isdigit():
         cores = min(cores, max(1, int(quota) // int(period)))
     return cores
@@ -238,6 +248,8 @@ def start_watchdog(parent: int | None = None) -> None:
     def watch() -> None:
         while os.getppid() == expected:
             time.sleep(_WATCHDOG_SECONDS)
+        if (place := find_snapshot_dir()) is not None:  # nobody else can give the memory back any more
+            shutil.rmtree(place, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="watchdog", daemon=True).start()
@@ -375,113 +387,6 @@ def stop_runtime(failed: bool = False) -> None:
         dist.destroy_process_group()
 
 
-def detect_cluster(num_processes: int) -> Cluster:
-    """The hardware of this machine as `num_processes` processes will use it, with figures for one process each.
-
-    Raises ConfigError when there are fewer GPUs than processes.
-    """
-    import torch
-
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else num_processes
-    if num_processes > visible:
-        raise ConfigError(
-            f"--nproc {num_processes} is more than the {visible} GPUs of this machine; use --nproc {visible} or less."
-        )
-    return _describe_cluster(num_processes, num_processes)
-
-
-def detect_launched_cluster() -> Cluster:
-    """The hardware under a foreign launcher: machines like this one, as many as the world size needs."""
-    place = find_place()
-    return _describe_cluster(place.world_size, min(place.local_world_size, place.world_size))
-
-
-def _describe_cluster(num_devices: int, devices_per_node: int) -> Cluster:
-    import torch
-
-    if torch.cuda.is_available():
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return Cluster(_describe_gpu(), num_devices, devices_per_node, "cuda", has_bf16)
-    return Cluster(_describe_cpu(devices_per_node), num_devices, devices_per_node, "cpu", _cpu_has_bf16())
-
-
-def _describe_gpu() -> Accelerator:
-    import torch
-
-    properties = torch.cuda.get_device_properties(0)
-    known = find_accelerator(properties.name, properties.total_memory)
-    if known is None:
-        rates = measure_matmul_flops("bfloat16"), measure_matmul_flops("float32")
-        return Accelerator(properties.name, properties.total_memory, *rates, None, "measured when the run started")
-    return Accelerator(
-        known.name,
-        properties.total_memory,
-        known.bf16_flops,
-        known.fp32_flops,
-        known.memory_bandwidth,
-        f"{known.source}; memory as the driver reports it",
-    )
-
-
-def _describe_cpu(num_processes: int) -> Accelerator:
-    """One process's share of the machine's memory and of its measured matmul rate."""
-    bf16_flops = measure_matmul_flops("bfloat16") / num_processes if _cpu_has_bf16() else None
-    fp32_flops = measure_matmul_flops("float32") / num_processes
-    memory = _machine_memory_bytes() // num_processes
-    return Accelerator("cpu", memory, bf16_flops, fp32_flops, None, "measured when the run started")
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether bf16 matmuls are faster than fp32 ones here: only where the CPU has AMX tiles for them."""
-    return "amx_bf16" in _read_file("/proc/cpuinfo")
-
-
-def find_peak_flops(device: "torch.device", compute_dtype: str) -> float:
-    """The peak that MFU is stated against, FLOP/s of this process's device: from the table, else measured now.
-
-    On a CPU every process measures its own share at the same time, so call it on all ranks together.
-    """
-    if device.type == "cuda":
-        peak = _describe_gpu().peak_flops(compute_dtype)
-        if peak is not None:
-            return peak
-    return measure_matmul_flops(compute_dtype)
-
-
-def describe_peak(device: "torch.device") -> str:
-    """Where the figure of `find_peak_flops` comes from."""
-    return "its vendor's figure" if device.type == "cuda" else "the matmul rate measured now"
-
-
-def _machine_memory_bytes() -> int:
-    """The machine's memory, or the container's limit where that is smaller."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limit = _read_file(path).strip()
-        if limit.isdigit():
-            total = min(total, int(limit))
-    return total
-
-
-def measure_matmul_flops(dtype_name: str, budget_seconds: float = 0.15) -> float:
-    """FLOP/s of the best of a few square matmuls on this machine's device, with the threads torch has now."""
-    import torch
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = 8192 if device.type == "cuda" else 1024
-    left = torch.ones(size, size, dtype=getattr(torch, dtype_name), device=device)
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    best = float("inf")
-    deadline = time.perf_counter() + budget_seconds
-    with torch.no_grad():
-        while best == float("inf") or time.perf_counter() < deadline:
-            started = time.perf_counter()
-            torch.mm(left, left)
-            wait()
-            best = min(best, time.perf_counter() - started)
-    return 2.0 * size**3 / best
-
-
 def _read_int(env: Mapping[str, str], key: str, default: int) -> int:
     value = env.get(key)
     if value is None or value == "":
@@ -492,7 +397,8 @@ def _read_int(env: Mapping[str, str], key: str, default: int) -> int:
         raise ConfigError(f"{key}={value!r} is not a whole number; check the launcher that set it.") from None
 
 
-def _read_file(path: str) -> str:
+def read_system_file(path: str) -> str:
+    """A file by which the system tells about itself; empty where there is none."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -77,7 +77,7 @@ class StoredFiles:
         trainer.loader.close()
         trainer.journal.close()
         self._engine, self._store, self._sequence_len = trainer.engine, trainer.store, recipe.data.sequence_len
-        self._judge = trainer.judge
+        self._judge, self._snapshots = trainer.judge, trainer.snapshots
         self._run.unlock()
         self.single = export_run(self._run.path, root / "single")
         self._sharded = shutil.copytree(self.single, root / "sharded")
@@ -148,7 +148,7 @@ class StoredFiles:
             tensor.fill_(7)
         self._console.seek(0)
         self._console.truncate()
-        saved = load_newest(self._store, self._engine, self._judge, self._runtime, self._console)
+        saved = load_newest(self._store, self._snapshots, self._engine, self._judge, self._runtime, self._console)
         assert saved is not None
         found = {"state": digest(asdict(saved))} | {name: digest(tensors[name]) for name in tensors}
         if "Passing over" in (line := self._console.getvalue()):

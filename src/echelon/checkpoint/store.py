@@ -117,15 +117,15 @@ class CheckpointStore:
             sweep_checkpoints(folder)
         dist.barrier(self._group)
 
-    def rehearse(self, tensors: Mapping[str, Any]) -> None:
-        """Try out a save of these tensors with a few bytes, and see whether there is room for one; leaves nothing.
+    def rehearse(self, tensors: Mapping[str, Any], copies: int = 1) -> None:
+        """Try out a save of these tensors with a few bytes, and see whether there is room for `copies`; leaves nothing.
 
         Raises:
             CheckpointError: the same on every rank, with the bytes needed and free where they are the reason.
         """
         # What ranks hold alike is written once, and a DTensor counts whole.
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        rehearse_save(self._folder, num_bytes, len(tensors), self._group)
+        rehearse_save(self._folder, num_bytes * copies, len(tensors), self._group)
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int | None = None) -> None:
         """Save one checkpoint, and remove what is beyond the newest few.
@@ -214,15 +214,17 @@ class CheckpointStore:
     def _await_uploads(self, seconds: float) -> bool:
         return self._uploads is None or self._uploads.wait(min(seconds, 1.0))
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self, beyond: int = -1) -> Checkpoint | None:
         """The newest whole checkpoint, the same one on every rank; damaged ones are passed over, each with a line.
+
+        None where none is of a step above `beyond`.
 
         Every byte of it is read and compared with its checksum, which costs what reading it from the disk costs, or
         hashing it: each rank takes a share of the files, as many as it wrote itself under the same plan.
         """
         found = [find_checkpoints(self._folder) if self._is_publisher else []]
         dist.broadcast_object_list(found, src=0, group=self._group)
-        for checkpoint in reversed(found[0]):
+        for checkpoint in reversed([each for each in found[0] if each.step > beyond]):
             began = time.monotonic()
             shares = self._gather(find_faults(checkpoint.path, True, dist.get_rank(), dist.get_world_size()))
             faults = list(dict.fromkeys(fault for share in shares for fault in share))

@@ -13,7 +13,8 @@ class JobSpec:
     """`num_processes` copies of `argv`, told apart by RANK and the other variables of torchrun.
 
     `max_restarts`: how often all of them are started again because one has failed. `notice_seconds`: how long they may
-    take to save when they are asked to stop; 0: they are ended at once.
+    take to save when they are asked to stop; 0: they are ended at once. `memory`: a folder in memory where they may
+    leave what the next ones go on from.
     """
 
     argv: tuple[str, ...]
@@ -22,6 +23,7 @@ class JobSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     notice_seconds: float = 0.0
+    memory: Path | None = None
 
 
 class Launcher(Protocol):

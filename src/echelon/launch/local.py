@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.launch.job import JobSpec
 from echelon.launch.outcome import FAILED, Outcome, ProcessDeath, fold_outcomes, is_peer_leaving, read_outcomes
 from echelon.launch.restart import RESTART_VARIABLE, Restarts, deaths_watched
-from echelon.run_folder import RunFolder, write_text
+from echelon.run_folder import RunFolder, newest_step, write_text
 from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class LocalLauncher:
             outcome, failed_at = self._attempt(job, folder, announced)
             if outcome.code != FAILED or asked or is_peer_leaving(folder.outcomes_dir):
                 return outcome
-            step = folder.newest_step()
+            step = _find_newest_step(job, folder)
             ending = restarts.refuse(outcome, step)
             if ending is not None:
                 return ending
@@ -99,6 +99,12 @@ class LocalLauncher:
         with self._export(variables), deaths_watched(folder) as watch:
             deaths = _run_agent(job)
         return fold_outcomes(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir), watch.died_at
+
+
+def _find_newest_step(job: JobSpec, folder: RunFolder) -> int | None:
+    """Of the checkpoints on disk and in memory."""
+    held = None if job.memory is None else newest_step(job.memory)
+    return max((step for step in (folder.newest_step(), held) if step is not None), default=None)
 
 
 def _run_agent(job: JobSpec) -> list[ProcessDeath]:

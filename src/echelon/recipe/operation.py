@@ -18,6 +18,11 @@ class CheckpointConfig(Section):
         description="Steps between two checkpoints. `auto`: as many as lose least, by the measured cost of a save and "
         "by `fault.mean_hours_between_failures`.",
     )
+    snapshot_every_steps: Count | None = Field(
+        None,
+        description="Steps between two snapshots in this machine's memory, from which processes that failed start "
+        "again. Holds the state three times in memory.",
+    )
     keep_last: Count = Field(3, description="How many of the newest checkpoints are kept.")
     keep_best: Flag = Field(False, description="Also keep the one with the lowest evaluation loss.")
     asynchronous: Flag = Field(True, alias="async", description="Write in the background while training goes on.")

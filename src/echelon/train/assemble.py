@@ -6,11 +6,13 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
+from echelon.checkpoint.snapshot import Snapshots
 from echelon.checkpoint.store import CheckpointStore
 from echelon.checkpoint.upload import Uploader
 from echelon.data.loader import BatchLoader, Microbatch
 from echelon.data.mixture import build_order
 from echelon.data.prepare import PreparedData, open_prepared
+from echelon.detection import describe_peak, find_peak_flops
 from echelon.engines.native import NativeEngine, build_native_engine
 from echelon.errors import StoppedError
 from echelon.mesh import Meshes, build_mesh
@@ -20,7 +22,7 @@ from echelon.objective import CausalLM
 from echelon.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder
-from echelon.runtime import Runtime, describe_peak, find_peak_flops, find_start
+from echelon.runtime import Runtime, find_snapshot_dir, find_start
 from echelon.schedule import build_schedule
 from echelon.shape import build_shape
 from echelon.stopping import StopRequest
@@ -67,6 +69,7 @@ def run_training(
     try:
         state = trainer.fit()
         heart.stop()
+        trainer.snapshots.close()
         trainer.store.close(time_left)
         if trainer.journal is not None:
             trainer.journal.flush()
@@ -145,8 +148,10 @@ def build_trainer(
     engine.rehearse(_any_microbatch(data, plan, device))
     store = build_store(recipe, folder, console)
     store.rehearse(engine.state_dict())
+    snapshots = build_snapshots(recipe, console)
+    snapshots.rehearse(engine.state_dict())
     judge = StepJudge(recipe.fault, device)
-    saved = load_newest(store, engine, judge, runtime, console)
+    saved = load_newest(store, snapshots, engine, judge, runtime, console)
     state = TrainState() if saved is None else saved.train
     state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
     sampler = build_sampler(recipe, data, device)
@@ -179,6 +184,7 @@ def build_trainer(
         evaluator=build_evaluator(recipe, plan, data, meshes, device),
         sampler=sampler,
         store=store,
+        snapshots=snapshots,
         meshes=meshes,
         device=device,
         shape=build_shape(config.to_dict()),
@@ -219,6 +225,12 @@ def build_store(recipe: Recipe, folder: RunFolder, console: TextIO) -> Checkpoin
     return CheckpointStore(folder.checkpoints_dir, keep_last, asynchronous, say, folder.append_event, uploads)
 
 
+def build_snapshots(recipe: Recipe, console: TextIO) -> Snapshots:
+    """The run's snapshots, where the recipe wants any. Collective."""
+    every_steps = recipe.checkpoint.snapshot_every_steps
+    return Snapshots(find_snapshot_dir(), every_steps, lambda line: write_line(console, line))
+
+
 def write_line(console: TextIO, line: str) -> None:
     """A line for the person at the console. In one write: checkpoints are saved in a thread of their own."""
     console.write(f"{line}\n")
@@ -226,15 +238,25 @@ def write_line(console: TextIO, line: str) -> None:
 
 
 def load_newest(
-    store: CheckpointStore, engine: NativeEngine, judge: StepJudge, runtime: Runtime, console: TextIO
+    store: CheckpointStore,
+    snapshots: Snapshots,
+    engine: NativeEngine,
+    judge: StepJudge,
+    runtime: Runtime,
+    console: TextIO,
 ) -> SavedState | None:
-    """Fill engine and judge from the newest whole checkpoint; what else is in it, or None without one. Collective."""
-    checkpoint = store.newest()
+    """Fill engine and judge from the newest whole checkpoint or snapshot; what else is in it, or None without one.
+
+    Collective.
+    """
+    snapshot = snapshots.newest()
+    checkpoint = store.newest(beyond=-1 if snapshot is None else snapshot.step) or snapshot
     if checkpoint is None:
         return None
     saved = load_checkpoint(checkpoint, store, engine, judge)
     if runtime.rank == 0:
-        write_line(console, f"Resuming from {checkpoint.path.name}.")
+        held = ", held in memory" if checkpoint == snapshot else ""
+        write_line(console, f"Resuming from {checkpoint.path.name}{held}.")
     return saved
 
 

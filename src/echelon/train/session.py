@@ -7,16 +7,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from echelon.errors import EchelonError, LaunchError
+from echelon.detection import detect_cluster, detect_launched_cluster
+from echelon.errors import ConfigError, EchelonError, LaunchError
 from echelon.launch.job import JobSpec
 from echelon.launch.local import LocalLauncher, worker_argv
+from echelon.launch.memory import memory_held
 from echelon.launch.outcome import DONE, FAILED, REFUSED, STOPPED, Outcome
 from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder
 from echelon.runtime import (
     default_num_processes,
-    detect_cluster,
-    detect_launched_cluster,
     exported,
     find_place,
     is_elastic,
@@ -53,16 +53,18 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: S
     if run is None:
         return Outcome(DONE)
     folder = run.folder
-    job = JobSpec(
-        worker_argv("echelon.train.worker", str(folder.path)),
-        count,
-        folder.path,
-        worker_environment(count, recipe.train.deterministic),
-        recipe.fault.max_restarts,
-        recipe.fault.notice_seconds,
-    )
     try:
-        outcome = LocalLauncher(exported, say).submit(job)
+        with memory_held(recipe.checkpoint.snapshot_every_steps is not None) as memory:
+            job = JobSpec(
+                worker_argv("echelon.train.worker", str(folder.path)),
+                count,
+                folder.path,
+                worker_environment(count, recipe.train.deterministic, memory),
+                recipe.fault.max_restarts,
+                recipe.fault.notice_seconds,
+                memory,
+            )
+            outcome = LocalLauncher(exported, say).submit(job)
         if outcome.code != DONE:
             folder.sweep()
         return _describe_ending(folder, outcome)
@@ -93,6 +95,11 @@ def train_as_rank(recipe: Recipe, fresh: bool, say: Say) -> Outcome:
     Rank 0 prepares the run while the others poll a store for its word: no collective is open, so no timeout of one
     can strike while text is tokenized. Collective: every rank calls it.
     """
+    if recipe.checkpoint.snapshot_every_steps is not None:
+        raise ConfigError(
+            f"checkpoint.snapshot_every_steps={recipe.checkpoint.snapshot_every_steps}: a launcher that is not "
+            "echelon's own holds no memory for its ranks; leave this key out, or start with echelon train alone."
+        )
     # Imported first, so that the watchdog and the log are ready before anything slow.
     from echelon.train.worker import listen_for_stops, redirect_output, run_rank
 

@@ -6,12 +6,13 @@ One step, read in five files: this one, `engines/native.py`, `parallel/step.py`,
 import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.checkpoint.snapshot import Snapshots
 from echelon.checkpoint.store import CheckpointStore
 from echelon.data.loader import BatchLoader, StepBatch
 from echelon.engines import Engine
@@ -58,6 +59,7 @@ class Trainer:
     evaluator: Evaluator | None
     sampler: PromptSampler | None
     store: CheckpointStore
+    snapshots: Snapshots
     meshes: Meshes
     device: torch.device
     shape: ModelShape
@@ -182,7 +184,8 @@ class Trainer:
         return peak_memory_bytes(self.device) if is_due else None
 
     def _is_due(self, done: int) -> bool:
-        return self._saves_at(done) or self._evaluates_at(done) or self._verifies_at(done)
+        saves = self._saves_at(done) or self.snapshots.is_due(done)
+        return saves or self._evaluates_at(done) or self._verifies_at(done)
 
     def _verifies_at(self, done: int) -> bool:
         every = self.recipe.fault.verify_replicas_every
@@ -215,6 +218,9 @@ class Trainer:
             self._save_and_leave()
         if self._saves_at(done) or self.stopped_early or (is_best and self.recipe.checkpoint.keep_best):
             self._save_and_learn(done)
+        elif self.snapshots.is_due(done):
+            with self.book.spending("saving"), self.heart.resting():
+                self.snapshots.save(done, self.engine.state_dict(), self._describe_state())
         self._mark = Stamp(self.device)
 
     def _verify_replicas(self) -> None:
@@ -249,15 +255,18 @@ class Trainer:
                 "the signal waits longer, or save to a faster disk."
             )
 
-    def _save(self) -> None:
-        state = {
+    def _describe_state(self) -> dict[str, Any]:
+        """What of the run is no tensor, as JSON values."""
+        return {
             "train": self.state.to_dict(),
             "sync": self.sync.state_dict(),
             "judge": self.judge.state_dict(),
             "book": self.book.state_dict(),
         }
+
+    def _save(self) -> None:
         keep = self.state.best_step if self.recipe.checkpoint.keep_best else None
-        self.store.save(self.state.step, self.engine.state_dict(), state, keep)
+        self.store.save(self.state.step, self.engine.state_dict(), self._describe_state(), keep)
 
     def _save_and_leave(self) -> NoReturn:
         started = time.monotonic()

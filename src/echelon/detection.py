@@ -1,0 +1,120 @@
+"""The hardware of this machine, detected and where need be measured."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from echelon.errors import ConfigError
+from echelon.hardware import Accelerator, Cluster, find_accelerator
+from echelon.runtime import find_place, read_system_file
+
+if TYPE_CHECKING:
+    import torch
+
+
+def detect_cluster(num_processes: int) -> Cluster:
+    """The hardware of this machine as `num_processes` processes will use it, with figures for one process each.
+
+    Raises ConfigError when there are fewer GPUs than processes.
+    """
+    import torch
+
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else num_processes
+    if num_processes > visible:
+        raise ConfigError(
+            f"--nproc {num_processes} is more than the {visible} GPUs of this machine; use --nproc {visible} or less."
+        )
+    return _describe_cluster(num_processes, num_processes)
+
+
+def detect_launched_cluster() -> Cluster:
+    """The hardware under a foreign launcher: machines like this one, as many as the world size needs."""
+    place = find_place()
+    return _describe_cluster(place.world_size, min(place.local_world_size, place.world_size))
+
+
+def _describe_cluster(num_devices: int, devices_per_node: int) -> Cluster:
+    import torch
+
+    if torch.cuda.is_available():
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return Cluster(_describe_gpu(), num_devices, devices_per_node, "cuda", has_bf16)
+    return Cluster(_describe_cpu(devices_per_node), num_devices, devices_per_node, "cpu", _cpu_has_bf16())
+
+
+def _describe_gpu() -> Accelerator:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    known = find_accelerator(properties.name, properties.total_memory)
+    if known is None:
+        rates = measure_matmul_flops("bfloat16"), measure_matmul_flops("float32")
+        return Accelerator(properties.name, properties.total_memory, *rates, None, "measured when the run started")
+    return Accelerator(
+        known.name,
+        properties.total_memory,
+        known.bf16_flops,
+        known.fp32_flops,
+        known.memory_bandwidth,
+        f"{known.source}; memory as the driver reports it",
+    )
+
+
+def _describe_cpu(num_processes: int) -> Accelerator:
+    """One process's share of the machine's memory and of its measured matmul rate."""
+    bf16_flops = measure_matmul_flops("bfloat16") / num_processes if _cpu_has_bf16() else None
+    fp32_flops = measure_matmul_flops("float32") / num_processes
+    memory = _machine_memory_bytes() // num_processes
+    return Accelerator("cpu", memory, bf16_flops, fp32_flops, None, "measured when the run started")
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether bf16 matmuls are faster than fp32 ones here: only where the CPU has AMX tiles for them."""
+    return "amx_bf16" in read_system_file("/proc/cpuinfo")
+
+
+def find_peak_flops(device: "torch.device", compute_dtype: str) -> float:
+    """The peak that MFU is stated against, FLOP/s of this process's device: from the table, else measured now.
+
+    On a CPU every process measures its own share at the same time, so call it on all ranks together.
+    """
+    if device.type == "cuda":
+        peak = _describe_gpu().peak_flops(compute_dtype)
+        if peak is not None:
+            return peak
+    return measure_matmul_flops(compute_dtype)
+
+
+def describe_peak(device: "torch.device") -> str:
+    """Where the figure of `find_peak_flops` comes from."""
+    return "its vendor's figure" if device.type == "cuda" else "the matmul rate measured now"
+
+
+def _machine_memory_bytes() -> int:
+    """The machine's memory, or the container's limit where that is smaller."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        limit = read_system_file(path).strip()
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total
+
+
+def measure_matmul_flops(dtype_name: str, budget_seconds: float = 0.15) -> float:
+    """FLOP/s of the best of a few square matmuls on this machine's device, with the threads torch has now."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = 8192 if device.type == "cuda" else 1024
+    left = torch.ones(size, size, dtype=getattr(torch, dtype_name), device=device)
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    best = float("inf")
+    deadline = time.perf_counter() + budget_seconds
+    with torch.no_grad():
+        while best == float("inf") or time.perf_counter() < deadline:
+            started = time.perf_counter()
+            torch.mm(left, left)
+            wait()
+            best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best

@@ -1,0 +1,76 @@
+"""Snapshots in memory: a lost process costs the steps since the newest one, and the memory is given back."""
+
+import pytest
+import psutil
+
+from command import CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from echelon.launch.memory import PLACE
+from echelon.run_folder import RunFolder
+from training import equal_tensors, tensors_of
+
+pytestmark = [pytest.mark.dist, pytest.mark.skipif(not PLACE.is_dir(), reason="no /dev/shm here")]
+
+STEPS = 600
+COMMAND = ("train", "recipe.json", "--nproc", "2")
+EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
+
+
+@pytest.fixture
+def echelon(capfd, monkeypatch, tmp_path):
+    """The command, in a folder of its own; nobody it started outlives the test, and no memory is held."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
+    before = held()
+    yield CommandLine(capfd, monkeypatch)
+    assert_no_orphan()
+    assert held() <= before
+
+
+def held():
+    return set(PLACE.glob("echelon-snapshots-*"))
+
+
+def rows(run):
+    return [[row[key] for key in EXACT] for row in read_lines(run.metrics_path) if row["kind"] == "train"]
+
+
+@pytest.mark.slow
+def test_a_lost_process_goes_back_to_memory(echelon, tmp_path):
+    checkpoint = {"every_steps": 400, "snapshot_every_steps": 10}
+    write_recipe(tmp_path, train={"steps": STEPS, "log_every": 100}, checkpoint=checkpoint, parallel="fsdp")
+    run, whole = RunFolder(tmp_path / "runs" / "tiny"), RunFolder(tmp_path / "runs" / "whole")
+    job = start(*COMMAND)
+    await_line(run.metrics_path, '"step": 60,', job, seconds=120)
+    [victim] = [each for each in psutil.Process(job.pid).children() if each.environ().get("RANK") == "1"]
+    victim.kill()
+    ending = finish(job, 180)
+    assert ending.code == 0, ending
+    [resumed] = [row["step"] for row in read_lines(run.events_path) if row["event"] == "resume"]
+    assert 50 <= resumed < 400 and f"Resuming from step-{resumed:08d}, held in memory." in ending.out, ending
+    assert f"restart 1 of 3: from step {resumed}" in ending.out
+    saves = [row["step"] for row in read_lines(run.events_path) if row["event"] == "checkpoint"]
+    assert saves == [400, 600], "snapshots are no checkpoints of the run"
+    assert echelon(*COMMAND, "run.dir=runs/whole", "checkpoint.snapshot_every_steps=null").code == 0
+    assert rows(run) == rows(whole) and len(rows(run)) == STEPS
+    assert equal_tensors(tensors_of(run.path, STEPS), tensors_of(whole.path, STEPS))
+
+
+@pytest.mark.slow
+def test_the_ranks_give_back_the_memory_of_a_parent_that_was_killed(echelon, tmp_path):
+    write_recipe(tmp_path, train={"steps": 100000}, checkpoint={"every_steps": 100000, "snapshot_every_steps": 5})
+    before, run = held(), RunFolder(tmp_path / "runs" / "tiny")
+    job = start(*COMMAND)
+    await_line(run.metrics_path, '"step": 20,', job, seconds=120)
+    [folder] = held() - before
+    assert list(folder.glob("step-*"))
+    job.kill()
+    finish(job)
+    assert_no_orphan()
+
+
+def test_other_launchers_hold_no_memory(echelon, tmp_path, monkeypatch):
+    write_recipe(tmp_path, checkpoint={"snapshot_every_steps": 5})
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(key, value)
+    ending = finish(start("train", "recipe.json"))
+    assert ending.code == 2 and "checkpoint.snapshot_every_steps=5" in ending.err and "leave this key out" in ending.err
