@@ -77,6 +77,8 @@ def check_record(run):
     assert [row["event"] for row in events if row["event"] in saves] == saves * 4
     assert [row["event"] for row in events[:3]] == ["prepare", "prepared", "start"]
     assert [row["step"] for row in events if row["event"] in ("evaluation", "evaluated")] == [2, 2, 4, 4, 4, 4, 6, 6, 7, 7]
+    first = next(row["seconds"] for row in events if row["event"] == "goodput")
+    assert first["down"] == first["stopped"] == first["redone"] == 0 < min(first["training"], first["starting"])
     times = [row["time"] for row in events]
     assert times == sorted(times) and times[0] > 1.7e9
     assert json.loads(run.plan_path.read_text())["dp_replicate"] == 2

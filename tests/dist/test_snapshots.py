@@ -68,9 +68,7 @@ def test_the_ranks_give_back_the_memory_of_a_parent_that_was_killed(echelon, tmp
     assert_no_orphan()
 
 
-def test_other_launchers_hold_no_memory(echelon, tmp_path, monkeypatch):
+def test_other_launchers_hold_no_memory(echelon, tmp_path):
     write_recipe(tmp_path, checkpoint={"snapshot_every_steps": 5})
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(key, value)
-    ending = finish(start("train", "recipe.json"))
+    ending = finish(start("train", "recipe.json", RANK="0", WORLD_SIZE="1"))
     assert ending.code == 2 and "checkpoint.snapshot_every_steps=5" in ending.err and "leave this key out" in ending.err

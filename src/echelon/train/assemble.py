@@ -202,7 +202,7 @@ def open_book(folder: RunFolder, saved: SavedState | None) -> TimeBook:
     at = TrainState() if saved is None else saved.train
     num_cut = folder.cut_metrics(at.step, at.owes_evaluation)
     book = None if saved is None else saved.book
-    starts = [event["time"] for event in folder.read_events()]
+    starts = [event["time"] for event in folder.read_events() if event["event"] == "start"]
     if book is None and starts:  # an earlier start came to no checkpoint
         book = BookState({}, min(starts), stopped=False)
     if book is None:
