@@ -10,6 +10,7 @@ import os
 import platform
 import random
 import statistics
+import time
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -116,10 +117,11 @@ def render_report(kills):
         "",
         f"Machine: {os.cpu_count()} CPU cores ({platform.machine()}), {platform.system()} {platform.release()}; "
         f"Python {platform.python_version()}, torch {metadata.version('torch')}, "
-        f"transformers {metadata.version('transformers')}.",
+        f"transformers {metadata.version('transformers')}; {time.strftime('%Y-%m-%d')}.",
         "",
         "Seconds to recover: from the kill until the new processes had loaded the newest checkpoint, the start of the "
-        "command included where it was run again. Steps lost: done before the kill, done again after it.",
+        "command included where it was run again. Steps lost: done before the kill, done again after it. While data is "
+        "prepared there are no ranks: a process that tokenizes stands for them.",
         "",
         "| Phase | Kills | By itself | Steps lost, median | most | Seconds to recover, median | most |",
         "|---|---|---|---|---|---|---|",
