@@ -129,10 +129,10 @@ class RunFolder:
         """Note which process is this rank, for the parent to watch."""
         (self.outcomes_dir / f"pid-{rank}").write_text(str(os.getpid()), encoding="utf-8")
 
-    def read_pids(self) -> list[int]:
-        """The processes of the ranks that have noted theirs."""
-        found = (path.read_text(encoding="utf-8") for path in self.outcomes_dir.glob("pid-*"))
-        return [int(text) for text in found if text.isdecimal()]
+    def read_pids(self) -> dict[int, int]:
+        """The process of each rank that has noted its own."""
+        found = {path.name: path.read_text(encoding="utf-8") for path in self.outcomes_dir.glob("pid-*")}
+        return {int(name.removeprefix("pid-")): int(text) for name, text in found.items() if text.isdecimal()}
 
     def tracker_path(self, name: str) -> Path:
         """What this tracker was given of the run."""

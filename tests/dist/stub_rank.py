@@ -39,7 +39,7 @@ def prepare(recipe, fresh, find_cluster, variables, say, patience_seconds):
     return PreparedRun(folder, plan)
 
 
-def train(recipe, plan, folder, runtime, console, stop):
+def train(recipe, plan, folder, runtime, console, stop, heart):
     total = torch.ones(1)
     dist.all_reduce(total)
     print(f"rank {runtime.rank}: {int(total)} ranks trained {recipe.run.name}", file=console, flush=True)

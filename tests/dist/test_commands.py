@@ -80,7 +80,8 @@ def check_record(run):
     first = next(row["seconds"] for row in events if row["event"] == "goodput")
     assert first["down"] == first["stopped"] == first["redone"] == 0 < min(first["training"], first["starting"])
     times = [row["time"] for row in events]
-    assert times == sorted(times) and times[0] > 1.7e9
+    # Saves are written about by a thread of their own, so two events of one moment may change places.
+    assert all(later > earlier - 0.1 for earlier, later in zip(times, times[1:], strict=False)) and times[0] > 1.7e9
     assert json.loads(run.plan_path.read_text())["dp_replicate"] == 2
     assert json.loads(run.estimate_path.read_text())["memory"]["parameters"] > 0
     environment = json.loads(run.environment_path.read_text())

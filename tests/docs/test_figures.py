@@ -52,7 +52,7 @@ def test_the_worked_example(name: str) -> None:
 
 def test_bytes_per_parameter() -> None:
     """The rule of thumb of the page, on a model so deep that one layer is nothing beside the whole."""
-    fields = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4000, "vocab_size": 64}
+    fields = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2000, "vocab_size": 64}
     shape = build_shape({"model_type": "llama", **fields, "num_attention_heads": 1, "max_position_embeddings": 64})
     sharded = {"dp_shard": 8, "num_microbatches": 2}
     plans = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
-from echelon.launch.outcome import Outcome
+from echelon.launch.outcome import FAILED, Outcome, read_outcomes
 from echelon.run_folder import RunFolder, write_text
 
 RESTART_VARIABLE = "ECHELON_RESTART"
@@ -78,7 +78,7 @@ class DeathWatch:
         agent to collect.
         """
         while not self._over.wait(_LOOK_SECONDS):
-            if any(_has_failed(pid) for pid in folder.read_pids()):
+            if any(_has_failed(folder, rank, pid) for rank, pid in folder.read_pids().items()):
                 self.died_at = time.time()
                 with suppress(OSError):  # a full disk takes no word; the agent ends them all the same, later
                     write_text(folder.death_path, "a rank has died\n")
@@ -88,7 +88,7 @@ class DeathWatch:
 
     def _kill_the_rest(self, folder: RunFolder) -> None:
         """A suspended worker heeds no word and no SIGTERM, and the agent would wait half a minute for it."""
-        for pid in folder.read_pids():
+        for pid in folder.read_pids().values():
             with suppress(ChildProcessError, ProcessLookupError):
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     os.kill(pid, signal.SIGKILL)
@@ -113,10 +113,10 @@ def deaths_watched(folder: RunFolder) -> Iterator[DeathWatch]:
             thread.join()
 
 
-def _has_failed(pid: int) -> bool:
-    """Whether this child has ended, and not with 0; one that was collected has no say any more."""
+def _has_failed(folder: RunFolder, rank: int, pid: int) -> bool:
+    """Whether this child has ended, and not with 0."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
+    except ChildProcessError:  # the agent has collected it already; a rank that ended well has said so
+        return all(each.rank != rank or each.code == FAILED for each in read_outcomes(folder.outcomes_dir))
     return found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0)
