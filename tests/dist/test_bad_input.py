@@ -395,6 +395,7 @@ def test_preparing_at_once_and_being_stopped(echelon, tmp_path):
     assert sorted(path.suffix for path in prepared.iterdir()) == ["", ".lock"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs(echelon, run):
     """Suspended, as by a machine that is out of memory: its peer waits in a collective, and says so."""
     fault = "fault={hang_seconds: 3, max_restarts: 0}"

@@ -130,6 +130,12 @@ def test_every_recipe_loads(path):
     load_recipe(path)
 
 
+def test_every_test_file_has_a_name_of_its_own():
+    """pytest imports them all by name alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert len(names) == len(set(names)), sorted(name for name in set(names) if names.count(name) > 1)
+
+
 def test_every_test_is_collected(pytestconfig):
     """pytest leaves out folders by name, by default also those called dist or build."""
     patterns = pytestconfig.getini("norecursedirs")
