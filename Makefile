@@ -39,7 +39,7 @@ demo: .venv/.installed
 
 test: .venv/.installed
 	@echo "== running the tests: units, then real processes over gloo"
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .venv/.slow: .venv/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[slow]'
