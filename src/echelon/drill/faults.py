@@ -87,10 +87,15 @@ def flip_a_byte(trial: Trial) -> None:
 
 
 def write_a_nan(trial: Trial) -> None:
-    """Into a weight of the newest checkpoint, whose checksums are right: the weights themselves have gone bad."""
+    """Into each weight of the newest checkpoint, whose checksums are right: the weights themselves have gone bad.
+
+    One alone may be of a token that never occurs.
+    """
     checkpoint = trial.newest_checkpoint()
     tensors, state = read_tensors(checkpoint), checkpoint.read_state()
-    next(tensor for name, tensor in tensors.items() if name.startswith("model.")).view(-1)[0] = torch.nan
+    for name, tensor in tensors.items():
+        if name.startswith("model."):
+            tensor.view(-1)[0] = torch.nan
     writing = checkpoint.path.with_name(".writing-drill")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
