@@ -85,7 +85,9 @@ def check_record(run):
     assert json.loads(run.plan_path.read_text())["dp_replicate"] == 2
     assert json.loads(run.estimate_path.read_text())["memory"]["parameters"] > 0
     environment = json.loads(run.environment_path.read_text())
-    assert environment["packages"]["torch"] == torch.__version__ and environment["cluster"]["num_devices"] == 2
+    # A build's own suffix, such as +cu130, is not always part of the package's version.
+    assert torch.__version__.startswith(environment["packages"]["torch"])
+    assert environment["cluster"]["num_devices"] == 2
     assert "steps: 7" in run.recipe_path.read_text()
 
 
