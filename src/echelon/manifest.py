@@ -18,8 +18,13 @@ _FILES_AT_ONCE = 4
 
 def read_json(path: Path) -> Any:
     """The value of a JSON file. Raises OSError, or ValueError for whatever is no JSON."""
+    return parse_json(path.read_bytes())
+
+
+def parse_json(content: bytes) -> Any:
+    """The value of JSON in UTF-8. Raises ValueError for whatever is none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(content.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("lists in lists without end") from error
 

@@ -15,6 +15,8 @@ from echelon.cli import main
 
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MARK = "ECHELON_TEST_MARK"
+# What an interrupted run has in common with one that never was, bit for bit.
+EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
 TEXT = "".join(f"{number} plus {number} is {2 * number}, and so on.\n" for number in range(500))
 
 RECIPE = {

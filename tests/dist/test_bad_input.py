@@ -37,15 +37,6 @@ pytestmark = pytest.mark.dist
 SECONDS = 60.0  # what a refusal may take on a busy machine; alone it takes less than five
 
 
-@pytest.fixture
-def echelon(capfd, monkeypatch, tmp_path):
-    """The command, in a folder of its own; nobody it started may be alive afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
-    yield CommandLine(capfd, monkeypatch)
-    assert_no_orphan()
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A copy of a folder with a recipe and its run of 6 steps on two processes, saved at 3 and 6; and its place."""

@@ -13,15 +13,6 @@ pytestmark = pytest.mark.dist
 STRANGE = "αβγδεζηθ" * 20
 
 
-@pytest.fixture
-def echelon(capfd, monkeypatch, tmp_path):
-    """The command, in a folder of its own; nobody it started outlives the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(MARK, str(tmp_path))
-    yield CommandLine(capfd, monkeypatch)
-    assert_no_orphan()
-
-
 def steps(run):
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
 

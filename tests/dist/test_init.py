@@ -10,15 +10,6 @@ from command import MARK, TEXT, CommandLine, assert_no_orphan, read_lines
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture
-def echelon(capfd, monkeypatch, tmp_path):
-    """The command, in a folder of its own; nobody it started outlives the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(MARK, str(tmp_path))
-    yield CommandLine(capfd, monkeypatch)
-    assert_no_orphan()
-
-
 @pytest.mark.slow
 def test_a_recipe_from_two_numbers_trains(echelon):
     Path("text.txt").write_text(TEXT)

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from command import MARK, CommandLine, assert_no_orphan, await_line, finish, mount, read_lines, start, write_recipe
+from command import EXACT, MARK, CommandLine, assert_no_orphan, await_line, finish, mount, read_lines, start, write_recipe
 from echelon.checkpoint.folder import find_checkpoints
 from echelon.checkpoint.store import CheckpointStore
 from echelon.errors import CheckpointError
@@ -21,16 +21,6 @@ from training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist
 
-EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
-
-
-@pytest.fixture
-def echelon(capfd, monkeypatch, tmp_path):
-    """The command, in a folder of its own; nobody it started outlives the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(MARK, str(tmp_path))
-    yield CommandLine(capfd, monkeypatch)
-    assert_no_orphan()
 
 
 def flip_a_byte(path):

@@ -38,14 +38,6 @@ def up(server):
     server.start()
 
 
-@pytest.fixture
-def echelon(capfd, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(MARK, str(tmp_path))
-    yield CommandLine(capfd, monkeypatch)
-    assert_no_orphan()
-
-
 def rows(run):
     return [tuple(row.get(key) for key in EXACT) for row in read_lines(run.metrics_path)]
 

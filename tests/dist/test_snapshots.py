@@ -3,7 +3,7 @@
 import pytest
 import psutil
 
-from command import CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from command import EXACT, CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
 from echelon.launch.memory import PLACE
 from echelon.run_folder import RunFolder
 from training import equal_tensors, tensors_of
@@ -12,7 +12,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.skipif(not PLACE.is_dir(), reason="n
 
 STEPS = 600
 COMMAND = ("train", "recipe.json", "--nproc", "2")
-EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
 
 
 @pytest.fixture

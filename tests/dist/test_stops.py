@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from command import CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from command import EXACT, CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
 from echelon.run_folder import RunFolder
 from training import equal_tensors, tensors_of
 
@@ -15,16 +15,6 @@ pytestmark = pytest.mark.dist
 
 STEPS = 160
 COMMAND = ("train", "recipe.json", "--nproc", "2")
-EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
-
-
-@pytest.fixture
-def echelon(capfd, monkeypatch, tmp_path):
-    """The command, in a folder of its own; nobody it started outlives the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
-    yield CommandLine(capfd, monkeypatch)
-    assert_no_orphan()
 
 
 @pytest.fixture

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import psutil
 
-from command import TEXT, finish, marked_processes, read_lines, start, write_recipe
+from command import EXACT, TEXT, finish, marked_processes, read_lines, start, write_recipe
 from echelon.run_folder import RunFolder
 from training import equal_tensors, tensors_of
 
-EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
 PHASES = ("data preparation", "start", "step", "save", "publish", "evaluation")
 # The event that begins a phase and those that end it, the narrowest phase first.
 SPANS = {

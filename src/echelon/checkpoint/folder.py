@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import CheckpointError, ConfigError
-from echelon.manifest import MANIFEST, check_files, find_faults, read_json, write_manifest
+from echelon.manifest import MANIFEST, check_files, find_faults, parse_json, read_json, write_manifest
 from echelon.run_folder import is_run, sweep_checkpoints, sync_path, write_json
 
 STATE = "state.json"
@@ -32,7 +32,7 @@ class Checkpoint:
             content = (self.path / STATE).read_bytes()
             if hashlib.sha256(content).hexdigest() != read_json(self.path / MANIFEST)["files"][STATE]["sha256"]:
                 raise ValueError("it changed after it was written")
-            state: dict[str, Any] = read_json(self.path / STATE)
+            state: dict[str, Any] = parse_json(content)
             if not isinstance(state.get("train"), dict):
                 raise ValueError("it has no counters")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -179,5 +179,10 @@ def remove(checkpoint: Checkpoint) -> None:
 
 def describe_newest(folder: Path) -> str:
     """The name of the newest checkpoint whose files are there in their sizes, for a message; "none" without one."""
-    names = (each.path.name for each in reversed(find_checkpoints(folder)) if not find_faults(each.path))
-    return next(names, "none")
+    newest = newest_whole(folder)
+    return "none" if newest is None else newest.path.name
+
+
+def newest_whole(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint whose files are there in their sizes."""
+    return next((each for each in reversed(find_checkpoints(folder)) if not find_faults(each.path)), None)

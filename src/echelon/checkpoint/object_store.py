@@ -4,7 +4,6 @@ Credentials come from the environment or from fsspec's own configuration, and ar
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from echelon.errors import ConfigError, EchelonError, is_disk_full
+from echelon.run_folder import write_text
 
 # Packages that fsspec imports for a protocol, by the extra that installs them.
 _EXTRAS = {"s3": ("s3", "s3fs"), "s3a": ("s3", "s3fs"), "gs": ("gcs", "gcsfs"), "gcs": ("gcs", "gcsfs")}
@@ -70,14 +70,12 @@ class ObjectStore:
             raise
 
     def write(self, name: str, content: bytes) -> None:
-        """Make or replace an object in one go."""
+        """Make or replace an object, of text in UTF-8, in one go."""
         with self._plainly():
             if self._is_local:  # where a file grows as it is written
                 path = Path(self._path(name))
                 path.parent.mkdir(parents=True, exist_ok=True)
-                temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-                temporary.write_bytes(content)
-                temporary.replace(path)
+                write_text(path, content.decode())
             else:
                 self._system.pipe_file(self._path(name), content)
 

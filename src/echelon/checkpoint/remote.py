@@ -10,7 +10,6 @@ marker is replaced when that one is whole.
 """
 
 import json
-import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -179,11 +178,6 @@ class RemoteRuns:
         for folder in sorted(folders - named):
             if not folder.startswith(unread):
                 self._store.remove_folder(f"{run}/{folder}")
-
-
-def new_folder(step: int) -> str:
-    """A name for the folder of an upload that no other upload has."""
-    return f"step-{step:08d}-{uuid.uuid4().hex[:8]}"
 
 
 def write_run_name(folder: RunFolder, run: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from echelon.checkpoint.bundle import unpack_bundle
-from echelon.checkpoint.folder import Checkpoint, find_checkpoints, give_name
+from echelon.checkpoint.folder import find_checkpoints, give_name, newest_whole
 from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError, retried
 from echelon.checkpoint.remote import BUNDLE, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
 from echelon.checkpoint.upload import Uploader
@@ -85,7 +85,7 @@ class RemoteStart:
 
     def send_rest(self, folder: RunFolder) -> None:
         """Upload a finished run's newest checkpoint, where an outage at its end kept it here."""
-        newest = _newest_whole(folder)
+        newest = newest_whole(folder.checkpoints_dir)
         if self._remote is None or self._is_down or newest is None:
             return
         folder.lock()
@@ -104,7 +104,7 @@ class RemoteStart:
 
     def _go_on_without(self, folder: RunFolder, error: ObjectStoreError) -> None:
         """A run that has a checkpoint here goes on; another one cannot know what it would begin anew."""
-        if not folder.recipe_path.exists() or _newest_whole(folder) is None:
+        if not folder.recipe_path.exists() or newest_whole(folder.checkpoints_dir) is None:
             raise self._refusal(error) from None
         self._is_down = True
         self._say(
@@ -194,13 +194,6 @@ class RemoteStart:
         folder.append_event("download", step=checkpoint.step, seconds=seconds, bytes=num_bytes)
         self._say(f"Downloaded {checkpoint.name} and compared it with its checksums in {seconds:.1f} s.")
         return True
-
-
-def _newest_whole(folder: RunFolder) -> Checkpoint | None:
-    """The newest checkpoint of a run folder whose files are there in their sizes."""
-    return next(
-        (each for each in reversed(find_checkpoints(folder.checkpoints_dir)) if not find_faults(each.path)), None
-    )
 
 
 def _has_whole_one(folder: RunFolder, step: int) -> bool:

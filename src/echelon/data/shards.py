@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.errors import DataError
-from echelon.manifest import read_json
+from echelon.manifest import file_digest, read_json
 
 FORMAT_VERSION = 4
 MANIFEST_NAME = "manifest.json"
@@ -181,15 +181,10 @@ def check_shards(folder: Path, manifest: Manifest, *, verify: bool = False) -> N
                 raise DataError(
                     f"{path} {found}, the manifest says {shard.bytes} bytes; delete {folder} and prepare again."
                 )
-            if verify and _hash_file(path) != shard.sha256:
+            if verify and file_digest(path) != shard.sha256:
                 raise DataError(
                     f"{path} was altered: its sha256 is not the manifest's; delete {folder} and prepare again."
                 )
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class _Checksums:

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import shutil
 import signal
 import sys
 import time
@@ -14,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from echelon.checkpoint.folder import publish
+from echelon.checkpoint.folder import publish, remove
 from echelon.drill.trial import Job, Trial, is_alive, read_tensors
 
 
@@ -105,7 +104,7 @@ def write_a_nan(trial: Trial) -> None:
 
 def remove_the_newest(trial: Trial) -> None:
     """What a person does about a checkpoint that was saved too late."""
-    shutil.rmtree(trial.newest_checkpoint().path)
+    remove(trial.newest_checkpoint())
 
 
 FAULTS = (

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from echelon.run_folder import RunFolder
 EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
 
 _LOOK_SECONDS = 0.03
-_TAIL_BYTES = 8192
 _PATIENCE_SECONDS = 600.0
 
 
@@ -78,16 +76,6 @@ class Trial:
                 rows.append(json.loads(line))
         return [row for row in rows if row["kind"] == "train"]
 
-    def newest_row(self) -> int:
-        """The last step that has a row; 0 without one."""
-        try:
-            with self.run.metrics_path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                steps = re.findall(rb'"kind": "train", "step": (\d+)', file.read())
-        except OSError:
-            return 0
-        return int(steps[-1]) if steps else 0
-
     def events(self, since: float = 0.0) -> list[dict[str, Any]]:
         """What happened since a moment, as `time.time()` counts."""
         return [event for event in self.run.read_events() if event["time"] >= since]
@@ -128,10 +116,10 @@ class Job:
 
     def wait_for_step(self, step: int) -> int:
         """Wait until a step has its row; the newest step then. Raises TrainingError if the run ends before."""
-        code = self.wait(lambda: self.trial.newest_row() >= step)
+        code = self.wait(lambda: self.trial.run.last_step() >= step)
         if code is not None:
             raise TrainingError(f"the drill's run ended with exit code {code} too early: {self.trial.last_words()}")
-        return self.trial.newest_row()
+        return self.trial.run.last_step()
 
     def ranks(self) -> list[int]:
         """The process ids of the ranks, in the order in which they were started."""

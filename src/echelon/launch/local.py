@@ -96,7 +96,7 @@ class LocalLauncher:
         """Start the workers once; how they ended, and when the first of them died."""
         # The agent's own store would give workers that start anew stale addresses.
         variables = {**job.env, **variables, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        with self._export(variables), deaths_watched(folder) as watch:
+        with self._export(variables), deaths_watched(folder, job.num_processes) as watch:
             deaths = _run_agent(job)
         return fold_outcomes(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir), watch.died_at
 

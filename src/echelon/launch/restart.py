@@ -67,28 +67,33 @@ class Restarts:
 class DeathWatch:
     """When the first process of an attempt died; None while none has, or where the system does not tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: RunFolder, num_processes: int) -> None:
         self.died_at: float | None = None
+        self._folder = folder
+        self._num_processes = num_processes
+        self._pids: dict[int, int] = {}
         self._over = threading.Event()
 
-    def watch(self, folder: RunFolder) -> None:
+    def watch(self) -> None:
         """Wait for a worker that fails, and say so in the run folder then: its peers, which may hang, leave by it.
 
         Workers are those that wrote down their pid: this process may have other children. The dead one is left for the
         agent to collect.
         """
         while not self._over.wait(_LOOK_SECONDS):
-            if any(_has_failed(folder, rank, pid) for rank, pid in folder.read_pids().items()):
+            if len(self._pids) < self._num_processes:  # the folder may be on another machine
+                self._pids = self._folder.read_pids()
+            if any(_has_failed(self._folder, rank, pid) for rank, pid in self._pids.items()):
                 self.died_at = time.time()
                 with suppress(OSError):  # a full disk takes no word; the agent ends them all the same, later
-                    write_text(folder.death_path, "a rank has died\n")
+                    write_text(self._folder.death_path, "a rank has died\n")
                 if not self._over.wait(_PATIENCE_SECONDS):
-                    self._kill_the_rest(folder)
+                    self._kill_the_rest()
                 return
 
-    def _kill_the_rest(self, folder: RunFolder) -> None:
+    def _kill_the_rest(self) -> None:
         """A suspended worker heeds no word and no SIGTERM, and the agent would wait half a minute for it."""
-        for pid in folder.read_pids().values():
+        for pid in self._pids.values():
             with suppress(ChildProcessError, ProcessLookupError):
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     os.kill(pid, signal.SIGKILL)
@@ -99,10 +104,10 @@ class DeathWatch:
 
 
 @contextmanager
-def deaths_watched(folder: RunFolder) -> Iterator[DeathWatch]:
+def deaths_watched(folder: RunFolder, num_processes: int) -> Iterator[DeathWatch]:
     """Watch the workers of a run, children of this process, during the block."""
-    watch = DeathWatch()
-    thread = threading.Thread(target=watch.watch, args=(folder,), name="death-watch", daemon=True)
+    watch = DeathWatch(folder, num_processes)
+    thread = threading.Thread(target=watch.watch, name="death-watch", daemon=True)
     if hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
         thread.start()
     try:

@@ -147,9 +147,10 @@ def build_trainer(
     engine = build_native_engine(recipe, config, plan, meshes, objective, device, compile_backend)
     engine.rehearse(_any_microbatch(data, plan, device))
     store = build_store(recipe, folder, console)
-    store.rehearse(engine.state_dict())
     snapshots = build_snapshots(recipe, console)
-    snapshots.rehearse(engine.state_dict())
+    tensors = engine.state_dict()
+    store.rehearse(tensors)
+    snapshots.rehearse(tensors)
     judge = StepJudge(recipe.fault, device)
     saved = load_newest(store, snapshots, engine, judge, runtime, console)
     state = TrainState() if saved is None else saved.train

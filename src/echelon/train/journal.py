@@ -31,7 +31,6 @@ class Journal:
         self._batches = batches
         self._started: tuple[int, float] | None = None
         self._recovery: RecoveryWatch | None = None
-        self._append_event = folder.append_event
 
     def say(self, line: str) -> None:
         """A line for the person at the console. In one write: couriers speak from threads of their own.
@@ -67,7 +66,7 @@ class Journal:
     def note(self, event: str, step: int) -> None:
         """One line of events.jsonl, if the disk takes it."""
         with suppress(OSError):
-            self._append_event(event, step=step)
+            self.event(event, step=step)
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """What the prompts became at one evaluation: into samples.jsonl, and a line each for the console."""
