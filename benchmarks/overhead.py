@@ -108,7 +108,7 @@ def main():
         trainer.num_steps = 0
         trainer._saves_at = trainer._evaluates_at = lambda done: False  # only the steps are measured
         config = load_config(str(folder.model_dir))
-        tokens = data.train.read_samples(np.arange(data.train.num_samples - 1))[0].ravel()
+        tokens = data.train.read_samples(np.arange(data.train.num_samples - 1)).inputs.ravel()
         length, plan = recipe.data.sequence_len, prepared.plan
         plain = PlainLoop(config, tokens, recipe.global_batch_size, length, runtime.device, plan)
         plain.run(arguments.steps)

@@ -122,11 +122,11 @@ def data(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> No
     for line in describe_mixture(recipe, prepared):
         say(line)
     first = build_order(recipe, train).sample_ids(0, 1)
-    inputs, labels = train.read_samples(first)
-    num_targets = int((labels[0] != -100).sum())
-    say(f"first sample: id {int(first[0])}, {num_targets} of {labels.shape[1]} positions have a label")
-    say(f"ids: {' '.join(str(int(token)) for token in inputs[0][:32])} ...")
-    say(f"text: {prepared.tokenizer.decode(inputs[0])}")
+    sample = train.read_samples(first)
+    num_targets = int((sample.labels[0] != -100).sum())
+    say(f"first sample: id {int(first[0])}, {num_targets} of {sample.labels.shape[1]} positions have a label")
+    say(f"ids: {' '.join(str(int(token)) for token in sample.inputs[0][:32])} ...")
+    say(f"text: {prepared.tokenizer.decode(sample.inputs[0])}")
 
 
 @app.command()

@@ -138,7 +138,8 @@ class StoredFiles:
         ]
         parts: list[Any] = [data.vocab_size, data.fingerprint, data.manifest.separator]
         for name, dataset, bytes_per_token in sets:
-            parts += [name, bytes_per_token, *dataset.read_samples(np.arange(dataset.num_samples))]
+            samples = dataset.read_samples(np.arange(dataset.num_samples))
+            parts += [name, bytes_per_token, samples.inputs, samples.labels]
         return {"data": digest(*parts), "tokenizer": digest(*describe_tokenizer(data.tokenizer))}
 
     def _resume(self) -> Parts:

@@ -16,7 +16,7 @@ from echelon.data.loader import BatchLoader
 from echelon.data.mixture import build_order
 from echelon.data.order import DataOrder, SampleOrder
 from echelon.data.prepare import prepare_data
-from echelon.data.shards import NO_LABEL
+from echelon.data.shards import NO_LABEL, Samples
 from echelon.hardware import Accelerator, Cluster
 from echelon.plan import ParallelPlan, resolve_plan
 from echelon.recipe import load_recipe, render_recipe
@@ -147,11 +147,11 @@ class Masked:
         self._without = set(order.sample_ids(GLOBAL_BATCH, 2).tolist())  # the first two places of step 1
         self.num_samples, self.num_tokens = dataset.num_samples, dataset.num_tokens
 
-    def read_samples(self, ids: Any) -> tuple[Any, Any]:
-        inputs, labels = self._dataset.read_samples(ids)
-        for row, sample in zip(labels, ids.tolist(), strict=True):
+    def read_samples(self, ids: Any) -> Samples:
+        samples = self._dataset.read_samples(ids)
+        for row, sample in zip(samples.labels, ids.tolist(), strict=True):
             row[: SEQUENCE_LEN if sample in self._without else sample * 7 % (SEQUENCE_LEN - 1)] = NO_LABEL
-        return inputs, labels
+        return samples
 
 
 @contextmanager

@@ -58,14 +58,14 @@ def test_a_step_feeds_the_samples_of_the_order(dataset):
     for position, sample in enumerate(join(batches, "sample_ids").tolist()):
         epoch, index = divmod(position, num_samples)
         assert sample == Permutation(num_samples, (1, epoch)).apply(np.array([index]))[0]
-    inputs, labels = dataset.read_samples(join(batches, "sample_ids").numpy())
-    assert torch.equal(join(batches, "input_ids"), torch.from_numpy(inputs))
-    assert torch.equal(join(batches, "labels"), torch.from_numpy(labels))
+    samples = dataset.read_samples(join(batches, "sample_ids").numpy())
+    assert torch.equal(join(batches, "input_ids"), torch.from_numpy(samples.inputs))
+    assert torch.equal(join(batches, "labels"), torch.from_numpy(samples.labels))
     assert join(batches, "positions").tolist() == list(range(GLOBAL_BATCH)) * 10
     assert join(batches, "input_ids").dtype == join(batches, "labels").dtype == torch.int64
     # 51 samples hold 402 targets: an epoch feeds every one, and 6 positions of padding.
-    assert sum(batch.num_tokens for batch in batches) == int((labels != -100).sum())
-    assert int((labels[:num_samples] != -100).sum()) == 402
+    assert sum(batch.num_tokens for batch in batches) == int((samples.labels != -100).sum())
+    assert int((samples.labels[:num_samples] != -100).sum()) == 402
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -90,7 +90,8 @@ def test_windows_are_those_of_a_loop(tmp_path, num_tokens):
     dataset = TokenDataset(stores, sequence_len=8, pad_id=7)
     expected = brute_force(tokens.tolist(), 8, pad=7)
     assert dataset.num_samples == len(expected)
-    inputs, labels = dataset.read_samples(np.arange(dataset.num_samples)[::-1])
+    samples = dataset.read_samples(np.arange(dataset.num_samples)[::-1])
+    inputs, labels = samples.inputs, samples.labels
     assert inputs.dtype == labels.dtype == np.int64
     assert list(zip(inputs.tolist(), labels.tolist(), strict=True)) == expected[::-1]
     targets = labels[::-1][labels[::-1] != -100]
@@ -102,9 +103,9 @@ def test_a_dataset_may_be_a_range_of_its_stores(tmp_path):
     store = build_store(tmp_path, tokens, 20)
     train, held_out = (TokenDataset([store], 4, start=start, stop=stop) for start, stop in [(0, 45), (45, 50)])
     assert train.num_tokens == 45
-    assert train.read_samples(np.array([10]))[1].tolist() == [[41, 42, 43, 44]]
+    assert train.read_samples(np.array([10])).labels.tolist() == [[41, 42, 43, 44]]
     assert held_out.num_samples == 1
-    assert held_out.read_samples(np.array([0]))[0].tolist() == [[45, 46, 47, 48]]
+    assert held_out.read_samples(np.array([0])).inputs.tolist() == [[45, 46, 47, 48]]
     assert [TokenDataset([store], 4, start=50 - n).num_samples for n in range(3)] == [0, 0, 1]
 
 
@@ -126,9 +127,9 @@ def test_more_than_2_to_the_32_tokens(tmp_path):
     assert store.read(2**32 - 1, 2**32 + 29).tolist() == [0, *tail.tolist()]
     dataset = TokenDataset([store], sequence_len=4)
     assert dataset.num_samples == 2**30 + 7
-    inputs, labels = dataset.read_samples(np.array([2**30, 2**30 + 6]))
-    assert inputs.tolist() == [[1, 2, 3, 4], [25, 26, 27, 28]]
-    assert labels.tolist() == [[2, 3, 4, 5], [26, 27, 28, 29]]
+    samples = dataset.read_samples(np.array([2**30, 2**30 + 6]))
+    assert samples.inputs.tolist() == [[1, 2, 3, 4], [25, 26, 27, 28]]
+    assert samples.labels.tolist() == [[2, 3, 4, 5], [26, 27, 28, 29]]
 
 
 def test_unigram_entropy(tmp_path):

@@ -135,11 +135,12 @@ def test_a_mixture_reads_the_samples_of_its_sources(tmp_path):
     assert sum(chunk.size for chunk in data.train.iter_tokens()) == data.train.num_tokens
     order = build_order(recipe, data.train)
     ids = order.sample_ids(0, 100)
-    inputs, labels = data.train.read_samples(ids)
+    samples = data.train.read_samples(ids)
+    inputs, labels = samples.inputs, samples.labels
     words = (b"note ", b"code ", b"chat ")
     for sample, source, tokens, targets in zip(ids, sources_of(ids, sizes), inputs, labels, strict=True):
         own = data.train.parts[source].read_samples(np.array([sample - sum(sizes[:source])]))
-        assert np.array_equal(tokens, own[0][0]) and np.array_equal(targets, own[1][0])
+        assert np.array_equal(tokens, own.inputs[0]) and np.array_equal(targets, own.labels[0])
         text = bytes(tokens.astype(np.uint8))
         assert words[source] in text or len(text.strip(b"\0")) < 32
     # 250 steps of 8 are two rounds of the table

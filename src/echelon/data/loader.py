@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -13,7 +13,7 @@ import torch
 
 from echelon.batch import BatchSchedule
 from echelon.data.order import DataOrder, Words, mix
-from echelon.data.shards import NO_LABEL, Dataset
+from echelon.data.shards import NO_LABEL, Dataset, Samples
 from echelon.errors import DataError
 
 _PREFETCH = 2
@@ -29,18 +29,28 @@ class Microbatch:
 
     input_ids and labels are int64 `[batch, seq]`, labels -100 where there is no target; sample_ids and positions, which
     are places in the global batch of the step, int64 `[batch]`. A sequence that only fills up the batch has no target
-    and the sample id -1.
+    and the sample id -1. `documents` (see Samples) and `position_ids`, which start again with each document, int64
+    `[batch, seq]`, are None where a sequence is one text.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     sample_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
+    documents: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Microbatch":
         """The same microbatch with its tensors on a device."""
-        input_ids, labels = (tensor.to(device, non_blocking=True) for tensor in (self.input_ids, self.labels))
-        return replace(self, input_ids=input_ids, labels=labels)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Microbatch":
+        """The same microbatch where a GPU can fetch it while the host goes on."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Microbatch":
+        tensors = {name: getattr(self, name) for name in ("input_ids", "labels", "documents", "position_ids")}
+        return replace(self, **{name: change(each) for name, each in tensors.items() if each is not None})
 
 
 @dataclass(frozen=True)
@@ -174,20 +184,54 @@ class BatchLoader(Iterator[StepBatch]):
         fill = min(count, max(0, first_position + count - size))
         sample_ids = self._order.sample_ids(self._batches.first_sequence(step) + first_position, count - fill)
         positions = np.arange(first_position, first_position + count)
-        inputs, labels = self._dataset.read_samples(sample_ids)
+        samples = self._dataset.read_samples(sample_ids)
         if fill:
             sample_ids = np.pad(sample_ids, (0, fill), constant_values=-1)
-            inputs = np.pad(inputs, ((0, fill), (0, 0)))
-            labels = np.pad(labels, ((0, fill), (0, 0)), constant_values=NO_LABEL)
+            samples = fill_up(samples, fill)
         microbatches = []
         for first in range(0, count, self._micro_batch_size):
             rows = slice(first, first + self._micro_batch_size)
-            input_ids, targets = (self._tensor(each[rows]) for each in (inputs, labels))
-            microbatches.append(Microbatch(input_ids, targets, sample_ids[rows], positions[rows]))
+            microbatch = build_microbatch(samples, rows, sample_ids[rows], positions[rows])
+            microbatches.append(microbatch.pin_memory() if self._pin_memory else microbatch)
         digest = sum(map(hash_microbatch, microbatches)) % 2**64
-        # A position without a target is padding: see TokenDataset.
-        return StepBatch(step, microbatches, digest, int((labels != NO_LABEL).sum()))
+        return StepBatch(step, microbatches, digest, num_fed(samples))
 
-    def _tensor(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-        tensor = torch.from_numpy(rows)
-        return tensor.pin_memory() if self._pin_memory else tensor
+
+def build_microbatch(
+    samples: Samples, rows: slice, sample_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+) -> Microbatch:
+    """Some rows of samples as tensors on the CPU."""
+    documents = None if samples.documents is None else samples.documents[rows]
+    return Microbatch(
+        torch.from_numpy(samples.inputs[rows]),
+        torch.from_numpy(samples.labels[rows]),
+        sample_ids,
+        positions,
+        None if documents is None else torch.from_numpy(documents),
+        None if documents is None else torch.from_numpy(positions_in_documents(documents)),
+    )
+
+
+def positions_in_documents(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """The place of each token in its document, `[n, seq]`; padding counts as one more document."""
+    places = np.broadcast_to(np.arange(documents.shape[1], dtype=np.int64), documents.shape)
+    starts = np.ones(documents.shape, dtype=np.bool_)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)
+
+
+def fill_up(samples: Samples, count: int) -> Samples:
+    """The samples and `count` sequences of padding."""
+    rows = ((0, count), (0, 0))
+    documents = samples.documents
+    return Samples(
+        np.pad(samples.inputs, rows),
+        np.pad(samples.labels, rows, constant_values=NO_LABEL),
+        None if documents is None else np.pad(documents, rows, constant_values=-1),
+    )
+
+
+def num_fed(samples: Samples) -> int:
+    """Positions other than padding. Without documents one that has no target is padding: see TokenDataset."""
+    fed = samples.labels != NO_LABEL if samples.documents is None else samples.documents >= 0
+    return int(fed.sum())

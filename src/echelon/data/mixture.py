@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.data.order import DataOrder, Permutation, SampleOrder, branch_seed
-from echelon.data.shards import Dataset, TokenDataset
+from echelon.data.shards import Dataset, Samples, TokenDataset
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -109,16 +109,19 @@ class MixtureDataset:
         """The windows of all sources; none runs from one source into another."""
         return int(self._stops[-1])
 
-    def read_samples(self, sample_ids: Ids) -> tuple[Ids, Ids]:
-        """The samples `[n]`, of any sources, as (inputs, labels), both int64 `[n, sequence_len]`."""
+    def read_samples(self, sample_ids: Ids) -> Samples:
+        """The samples `[n]`, of any sources. Where one keeps documents apart, a sequence of another is one document."""
         inputs = np.empty((sample_ids.size, self.sequence_len), dtype=np.int64)
-        labels = np.empty_like(inputs)
+        labels, documents, has_documents = np.empty_like(inputs), np.zeros(inputs.shape, dtype=np.int32), False
         sources = np.searchsorted(self._stops, sample_ids, side="right")
         for source in np.unique(sources):
             chosen, part = sources == source, self.parts[source]
             first = self._stops[source] - part.num_samples
-            inputs[chosen], labels[chosen] = part.read_samples(sample_ids[chosen] - first)
-        return inputs, labels
+            samples = part.read_samples(sample_ids[chosen] - first)
+            inputs[chosen], labels[chosen] = samples.inputs, samples.labels
+            if samples.documents is not None:
+                documents[chosen], has_documents = samples.documents, True
+        return Samples(inputs, labels, documents if has_documents else None)
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
         """All tokens, source after source, a chunk at a time."""

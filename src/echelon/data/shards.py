@@ -357,6 +357,20 @@ class TokenStore:
         return tokens[start:stop]
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Sequences as they are fed.
+
+    inputs and labels are int64 `[n, sequence_len]`, labels -100 where there is no target. `documents`, int32 of the same
+    shape, numbers each token's document within its sequence, from 0, and is -1 for padding; None where documents are
+    not kept apart. A preference pair is two documents, chosen (even) and rejected (odd).
+    """
+
+    inputs: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    documents: npt.NDArray[np.int32] | None = None
+
+
 class Dataset(Protocol):
     """Samples of `sequence_len` tokens, numbered from 0."""
 
@@ -372,8 +386,8 @@ class Dataset(Protocol):
         """How many samples there are."""
         ...
 
-    def read_samples(self, sample_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The samples `[n]` as (inputs, labels), both int64 `[n, sequence_len]`; -100 where there is no target."""
+    def read_samples(self, sample_ids: npt.NDArray[np.int64]) -> Samples:
+        """The samples `[n]`."""
         ...
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
@@ -426,8 +440,8 @@ class TokenDataset:
         ]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype=np.uint16), *parts])
 
-    def read_samples(self, sample_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The samples `[n]` as (inputs, labels), both int64 `[n, sequence_len]`; -100 where there is no target."""
+    def read_samples(self, sample_ids: npt.NDArray[np.int64]) -> Samples:
+        """The samples `[n]`."""
         length = self.sequence_len
         inputs = np.full((sample_ids.size, length), self.pad_id, dtype=np.int64)
         labels = np.full((sample_ids.size, length), NO_LABEL, dtype=np.int64)
@@ -436,7 +450,7 @@ class TokenDataset:
             window = self.read(sample * length, min((sample + 1) * length + 1, self.num_tokens))
             inputs[row, : window.size - 1] = window[:-1]
             labels[row, : window.size - 1] = window[1:]
-        return inputs, labels
+        return Samples(inputs, labels)
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
         """All tokens in order, a chunk at a time."""

@@ -52,6 +52,9 @@ class ModelConfig(Section):
     attn_implementation: str | None = Field(
         None, description="Attention of `transformers`: `sdpa`, `eager`, `flash_attention_2`. Default: its own choice."
     )
+    new_tokens: tuple[str, ...] = Field(
+        (), description="Tokens to add to the checkpoint's vocabulary, each one id: `[<|im_start|>, <|im_end|>]`."
+    )
 
     @model_validator(mode="after")
     def _exactly_one_origin(self) -> Self:
@@ -84,13 +87,54 @@ class TrainedTokenizerConfig(Section):
 class AdapterConfig(Section):
     """Which parameters are trained: all of them, or a low-rank adapter beside frozen ones."""
 
-    method: Literal["full", "lora", "qlora", "dora"] = Field("full", description="`full` trains every parameter.")
+    method: Literal["full", "lora", "qlora", "dora"] = Field(
+        "full",
+        description="`full` trains every parameter; `lora` a low-rank adapter; `qlora` the same beside weights in 4 "
+        "bits; `dora` a low-rank direction and a magnitude.",
+    )
     r: Count = Field(16, description="Rank of the adapter.")
     alpha: Positive = Field(32.0, description="Scale of the adapter: its output is multiplied by alpha / r.")
     dropout: Number = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
-        "all-linear", description="The linear layers that get an adapter."
+        "all-linear",
+        description="The linear layers that get an adapter, by the last parts of their names: `[q_proj, v_proj]`. "
+        "`all-linear`: all but the head.",
     )
+    rslora: Flag = Field(False, description="Multiply by alpha / sqrt(r) instead (rank-stabilised LoRA).")
+    init: Literal["default", "pissa"] = Field(
+        "default",
+        description="First values: `default` adds nothing at first; `pissa` takes the principal singular vectors out "
+        "of the frozen weight.",
+    )
+    quant_type: Literal["nf4", "fp4"] = Field("nf4", description="The 4-bit numbers of `qlora`.")
+    double_quant: Flag = Field(True, description="Quantise the scales of `qlora` too.")
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether anything is frozen."""
+        return self.method != "full"
+
+    @model_validator(mode="after")
+    def _every_key_means_something(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            if name == "method" or getattr(self, name) == field.default:
+                continue
+            if self.method == "full":
+                raise ValueError(
+                    f"adapter.{name}={getattr(self, name)} has no meaning with adapter.method=full, which trains every "
+                    "parameter; set adapter.method to lora, qlora or dora, or remove it."
+                )
+            if name in ("quant_type", "double_quant") and self.method != "qlora":
+                raise ValueError(
+                    f"adapter.{name}={getattr(self, name)} is of 4-bit weights, which adapter.method={self.method} "
+                    "does not have; set adapter.method=qlora, or remove it."
+                )
+        if self.init == "pissa" and self.method != "lora":
+            raise ValueError(
+                f"adapter.init=pissa changes the frozen weights, which adapter.method={self.method} does not allow; "
+                "use adapter.method=lora, or adapter.init=default."
+            )
+        return self
 
 
 class SourceConfig(Section):
@@ -110,7 +154,8 @@ class SourceConfig(Section):
     )
     fields: dict[str, str] = Field(
         default_factory=dict,
-        description="The names of the fields in your records: `{text: body}`, or `{input_ids: ids}` for token ids.",
+        description="The names of the fields in your records where they differ from the format's: `{text: body}`, "
+        "`{messages: dialogue, role: speaker}`.",
     )
     weight: Positive | None = Field(
         None,
@@ -160,7 +205,20 @@ class DataConfig(Section):
     document_mask: Flag | Literal["auto"] = Field(
         "auto", description="Keep packed documents from attending to each other. `auto`: off for plain text."
     )
-    chat_template: str | None = Field(None, description="Template of conversations. Default: the tokenizer's.")
+    chat_template: str | None = Field(
+        None, description="Template of conversations: a file (Jinja), or a name. Default: the tokenizer's."
+    )
+    train_on: Literal["assistant", "last", "all"] = Field(
+        "assistant",
+        description="What of a conversation is learned: every turn of the assistant, the last one, or all its tokens. "
+        "A turn with `train: false` is never.",
+    )
+    system_prompt: str | None = Field(None, description="System message of conversations that have none.")
+    on_overlong: Literal["cut", "drop", "refuse"] = Field(
+        "cut",
+        description="What becomes of a sample longer than `sequence_len`: its end is cut off, or it is left out; how "
+        "many is printed.",
+    )
     document_separator: str | None = Field(
         "eos", description="The token after each document: `eos`, another token by its text, or `null` for none."
     )
@@ -229,4 +287,26 @@ class DataConfig(Section):
 class ObjectiveConfig(Section):
     """What is minimised."""
 
-    name: Literal["causal_lm", "dpo"] = Field("causal_lm", description="`causal_lm` predicts the next token.")
+    name: Literal["causal_lm", "dpo"] = Field(
+        "causal_lm", description="`causal_lm` predicts the next token; `dpo` prefers chosen over rejected answers."
+    )
+    beta: Positive = Field(0.1, description="Of `dpo`: how strongly the model is kept near the reference.")
+    loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="Of `dpo`: the loss of a pair's margin.")
+    label_smoothing: Number = Field(
+        0.0, ge=0, lt=0.5, description="Of `dpo`: the probability that a preference is the wrong way round."
+    )
+
+    @model_validator(mode="after")
+    def _every_key_means_something(self) -> Self:
+        for name in ("beta", "loss", "label_smoothing"):
+            if self.name != "dpo" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"objective.{name}={getattr(self, name)} has no meaning with objective.name={self.name}; set "
+                    "objective.name=dpo, or remove it."
+                )
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError(
+                f"objective.label_smoothing={self.label_smoothing} is of the sigmoid loss; remove it, or set "
+                "objective.loss=sigmoid."
+            )
+        return self

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from echelon.data.loader import Microbatch
+from echelon.data.loader import Microbatch, build_microbatch
 from echelon.data.prepare import PreparedData, PrepareSpec, ValidationSet, open_prepared, prepare
 from echelon.data.shards import Dataset, unigram_entropy
 from echelon.data.source import PYTHON_STDLIB, Source
@@ -190,9 +190,9 @@ def read_in_order(dataset: Dataset, start: int, count: int, stop: int) -> Microb
     """Sequences start..start+count of a dataset; those at or beyond `stop` repeat the first one without targets."""
     ids = np.arange(start, start + count, dtype=np.int64)
     inside = ids < stop
-    inputs, labels = dataset.read_samples(np.where(inside, ids, 0))
-    labels[~inside] = IGNORE
-    return Microbatch(torch.from_numpy(inputs), torch.from_numpy(labels), ids, ids)
+    samples = dataset.read_samples(np.where(inside, ids, 0))
+    samples.labels[~inside] = IGNORE
+    return build_microbatch(samples, slice(None), ids, ids)
 
 
 def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | None = None) -> dict[str, Any]:
