@@ -50,7 +50,8 @@ class Microbatch:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Microbatch":
         tensors = {name: getattr(self, name) for name in ("input_ids", "labels", "documents", "position_ids")}
-        return replace(self, **{name: change(each) for name, each in tensors.items() if each is not None})
+        changed: dict[str, Any] = {name: change(each) for name, each in tensors.items() if each is not None}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)

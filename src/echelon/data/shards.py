@@ -361,9 +361,9 @@ class TokenStore:
 class Samples:
     """Sequences as they are fed.
 
-    inputs and labels are int64 `[n, sequence_len]`, labels -100 where there is no target. `documents`, int32 of the same
-    shape, numbers each token's document within its sequence, from 0, and is -1 for padding; None where documents are
-    not kept apart. A preference pair is two documents, chosen (even) and rejected (odd).
+    inputs and labels are int64 `[n, sequence_len]`, labels -100 where there is no target. `documents`, int32 of the
+    same shape, numbers each token's document within its sequence, from 0, and is -1 for padding; None where documents
+    are not kept apart. A preference pair is two documents, chosen (even) and rejected (odd).
     """
 
     inputs: npt.NDArray[np.int64]
