@@ -80,8 +80,8 @@ class DecoderParts:
     def head_weight(self) -> Tensor:
         """The head's weight as it computes, [vocabulary, hidden]: with the rows of new tokens that are trained."""
         tokens = getattr(self.head, "token_adapter", None)
-        is_off = tokens is not None and tokens.disable_adapters
-        return cast(Tensor, tokens.base_layer.weight if is_off else self.head.weight)
+        head = self.head if tokens is None or not tokens.disable_adapters else tokens.base_layer
+        return cast(Tensor, head.weight)
 
 
 def find_parts(model: nn.Module) -> DecoderParts:
