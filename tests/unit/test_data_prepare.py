@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from echelon.data import prepare as prepare_module
 from echelon.data.prepare import PreparedData, PrepareSpec, open_prepared, prepare, prepare_data, prepare_spec
-from echelon.data.readers.record import Fields, hash_for_split
+from echelon.data.readers.record import hash_for_split
 from echelon.data.shards import TokenDataset
 from echelon.data.source import PYTHON_STDLIB, Source
 from echelon.data.tokenize import Progress
@@ -362,7 +362,7 @@ def test_a_recipe_says_what_is_prepared(tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps(values))
     recipe, _ = load_recipe(tmp_path / "recipe.json")
     spec = prepare_spec(recipe)
-    assert spec.train == (Source("data.train.0", str(tmp_path / "x.jsonl"), "auto", Fields("body", None), "x.jsonl"),)
+    assert spec.train == (Source("data.train.0", str(tmp_path / "x.jsonl"), "auto", {"text": "body"}, "x.jsonl"),)
     assert (spec.tokenizer, spec.validation_fraction, spec.workers, spec.sequence_len) == (270, 0.0, None, 32)
     prepared = prepare_data(recipe, silent)
     assert prepared.tokenizer.decode(all_tokens(prepared.train)) == POEM + "<|endoftext|>"

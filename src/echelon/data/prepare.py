@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.data.corpus import CorpusEntry, corpus_bytes, list_corpus, sample_texts
 from echelon.data.mixture import MixtureDataset
-from echelon.data.readers.record import EITHER_FIELD, Fields
 from echelon.data.resume import has_progress
 from echelon.data.shards import (
     FORMAT_VERSION,
@@ -114,14 +113,9 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
 
 def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
     return tuple(
-        Source(f"{key}.{index}", config.path, config.format, _fields(config.fields), config.label, config.split)
+        Source(f"{key}.{index}", config.path, config.format, config.fields, config.label, config.split)
         for index, config in enumerate(configs)
     )
-
-
-def _fields(names: dict[str, str]) -> Fields:
-    """The fields to read: those named, and no other beside them."""
-    return Fields(names.get("text"), names.get("input_ids")) if names else EITHER_FIELD
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from echelon.data.readers import cut_file, read_records
 from echelon.data.readers.record import (
     PIECE_BYTES,
     Broken,
+    Content,
     Reading,
     Record,
     SourceFile,
     Span,
-    TokenIds,
     digest_document,
     hash_for_split,
 )
@@ -148,7 +148,7 @@ class TaskEncoder:
             digest=digest,
         )
 
-    def _check(self, ids: "bytes | TokenIds", file: SourceFile) -> Tokens:
+    def _check(self, ids: Content, file: SourceFile) -> Tokens:
         """Given ids in the type they are kept in."""
         assert isinstance(ids, np.ndarray)
         lowest, highest = int(ids.min()), int(ids.max())
