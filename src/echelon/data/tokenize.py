@@ -78,14 +78,18 @@ class Task:
 class Piece:
     """The tokens of a document, or of a piece of it; how many bytes of text they are, None where ids were given.
 
-    `hash` and `digest` are the document's where `is_first`, else 0 and None; `digest` only if asked for.
+    `hash` and `digest` are the document's where `is_first`, else 0 and None; `digest` only if asked for. A sample made
+    of a record is one piece: `lengths` are those of its documents, `targets` `[n]` says which tokens are learned.
     """
 
     tokens: Tokens
     is_first: bool
+    ends: bool
     hash: int
     text_bytes: int | None
     digest: bytes | None = None
+    targets: npt.NDArray[np.bool_] | None = None
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,7 @@ class TaskEncoder:
         return Piece(
             tokens=self._separate(record, tokens),
             is_first=record.is_first,
+            ends=record.ends,
             hash=hash_for_split(record.content) if record.is_first else 0,
             text_bytes=len(record.content) if isinstance(record.content, bytes) else None,
             digest=digest,
