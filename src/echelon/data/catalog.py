@@ -24,12 +24,14 @@ INDEX_DTYPE = "uint64"
 class SampleRule:
     """How documents become samples: what fits in a sequence, what becomes of the rest, whether sequences are shared.
 
-    A document of n tokens feeds n - 1 positions, of which each is asked for the token after it.
+    A document of n tokens feeds n - 1 positions, of which each is asked for the token after it. `padding` is the id
+    that fills up a sequence.
     """
 
     sequence_len: int
     on_overlong: Literal["cut", "drop", "refuse"]
     packing: bool
+    padding: int
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class SourceRecord:
     """What one source gave to one stream.
 
     `source` is its key in the recipe; `text_bytes` the UTF-8 bytes of its documents, None when it was given as tokens.
-    `labelled` says more where the folder holds samples. Of the source as a whole: `broken` names at most the first 20 of `num_broken` records and files that were left out,
-    `num_duplicates` counts the documents left out as copies.
+    `labelled` says more where the folder holds samples. Of the source as a whole: `broken` names at most the first 20
+    of `num_broken` records and files that were left out, `num_duplicates` counts the documents left out as copies.
     """
 
     source: str
@@ -123,7 +125,7 @@ class Manifest:
     """manifest.json: what a prepared folder holds and how it came to be.
 
     `samples` is None where the tokens are one text, cut into windows when they are read. `train` has one split, or one
-    for each source of a mixture; `validation` a set for each name. `padding` is the id that fills up a sequence.
+    for each source of a mixture; `validation` a set for each name.
     """
 
     format_version: int
@@ -131,7 +133,6 @@ class Manifest:
     tokenizer_fingerprint: str
     vocab_size: int
     separator: int | None
-    padding: int
     samples: SampleRule | None
     streams: dict[str, tuple[SourceRecord, ...]]
     train: tuple[Split, ...]
@@ -205,9 +206,7 @@ def _parse_manifest(content: dict[str, Any]) -> Manifest:
     train = tuple(Split(**_with_packs(split)) for split in content["train"])
     validation = tuple(HeldOut(**_with_packs(split)) for split in content["validation"])
     rule = content["samples"] and SampleRule(**content["samples"])
-    manifest = Manifest(
-        **{**content, "samples": rule, "streams": streams, "train": train, "validation": validation}
-    )
+    manifest = Manifest(**{**content, "samples": rule, "streams": streams, "train": train, "validation": validation})
     for dtype, shard in manifest.files():
         itemsize = DTYPES[dtype].itemsize
         if shard.bytes != shard.tokens * itemsize or len(shard.blocks) != 8 * -(-shard.bytes // BLOCK_BYTES):
@@ -275,8 +274,8 @@ def check_shards(folder: Path, manifest: Manifest, *, verify: bool = False) -> N
         size = path.stat().st_size if path.is_file() else None
         if size is None or size != shard.bytes:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise DataError(f"{path} {found}, the manifest says {shard.bytes} bytes; delete {folder} and prepare again.")
-        if verify and file_digest(path) != shard.sha256:
             raise DataError(
-                f"{path} was altered: its sha256 is not the manifest's; delete {folder} and prepare again."
+                f"{path} {found}, the manifest says {shard.bytes} bytes; delete {folder} and prepare again."
             )
+        if verify and file_digest(path) != shard.sha256:
+            raise DataError(f"{path} was altered: its sha256 is not the manifest's; delete {folder} and prepare again.")

@@ -194,13 +194,17 @@ def trim_padding(samples: Samples, rows: slice = slice(None)) -> Samples:
 
     Only of samples that number their documents: a text fills its sequences, and all stay of one shape.
     """
-    documents = samples.documents
+    inputs, labels, documents = samples.inputs[rows], samples.labels[rows], samples.documents
     if documents is None:
-        return Samples(samples.inputs[rows], samples.labels[rows])
-    filled = int((documents[rows] >= 0).any(axis=0).sum())
-    kept = rows, slice(0, max(_TRIM_TO, -(-filled // _TRIM_TO) * _TRIM_TO))
+        return Samples(inputs, labels)
+    documents = documents[rows]
+    filled = int((documents >= 0).any(axis=0).sum())
+    kept = slice(0, max(_TRIM_TO, -(-filled // _TRIM_TO) * _TRIM_TO))
     return Samples(
-        *(np.ascontiguousarray(each[kept]) for each in (samples.inputs, samples.labels, documents)), samples.apart
+        np.ascontiguousarray(inputs[:, kept]),
+        np.ascontiguousarray(labels[:, kept]),
+        np.ascontiguousarray(documents[:, kept]),
+        samples.apart,
     )
 
 

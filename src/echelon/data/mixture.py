@@ -18,7 +18,7 @@ from echelon.data.shards import Dataset, Samples
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
-    from echelon.data.prepare import PreparedData
+    from echelon.data.prepared import PreparedData
     from echelon.recipe import Recipe
 
 MIN_SLOTS = 1000
@@ -118,7 +118,9 @@ class MixtureDataset:
             for part, stop, rows in zip(self.parts, self._stops, chosen, strict=True)
         ]
         back = np.argsort(np.concatenate(chosen))
-        inputs, labels = (np.concatenate([getattr(each, name) for each in found])[back] for name in ("inputs", "labels"))
+        inputs, labels = (
+            np.concatenate([getattr(each, name) for each in found])[back] for name in ("inputs", "labels")
+        )
         documents = [each.documents for each in found if each.documents is not None]
         return Samples(inputs, labels, np.concatenate(documents)[back] if documents else None, found[0].apart)
 

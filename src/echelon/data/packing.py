@@ -23,8 +23,8 @@ CONTINUES = 2**31
 def best_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
     """The pack of each sample, `[n]`: best fit, the largest samples first.
 
-    Each goes where the least room is left that it fits in, else into a new pack; `sizes` `[n]` are 1 to `room`. It takes
-    at most 11/9 OPT + 4 packs (Johnson et al., "Worst-case performance bounds for simple one-dimensional packing
+    Each goes where the least room is left that it fits in, else into a new pack; `sizes` `[n]` are 1 to `room`. It
+    takes at most 11/9 OPT + 4 packs (Johnson et al., "Worst-case performance bounds for simple one-dimensional packing
     algorithms", 1974). Samples of a size are placed together: O(n log n) for the sort, then array operations.
     """
     assert sizes.size == 0 or (sizes.min() > 0 and sizes.max() <= room), "a sample does not fit"
@@ -84,17 +84,24 @@ def write_packs(
     pack_of = packs[sample_of]
     order = np.argsort(pack_of, kind="stable")
     num_packs = int(packs.max()) + 1
-    index = {
-        "stops": np.cumsum(np.bincount(pack_of, minlength=num_packs)),
-        "documents": np.stack([firsts[order], lengths[order]], axis=1).reshape(-1),
-    }
-    files = {}
-    for name, values in index.items():
-        with ShardWriter(folder, f"{prefix}.{name}", INDEX_DTYPE, max_shard_tokens) as writer:
-            writer.append(values)
-            files[name] = writer.finish()
-    bounds = int(firsts[0]), int(firsts[-1] + lengths[-1])
-    return PackRecord(num_packs, int(sizes.sum()), *bounds, **files)
+    stops = np.cumsum(np.bincount(pack_of, minlength=num_packs))
+    documents = np.stack([firsts[order], lengths[order]], axis=1).reshape(-1)
+    return PackRecord(
+        packs=num_packs,
+        positions=int(sizes.sum()),
+        first_token=int(firsts[0]),
+        last_token=int(firsts[-1] + lengths[-1]),
+        stops=_write_index(folder, f"{prefix}.stops", stops, max_shard_tokens),
+        documents=_write_index(folder, f"{prefix}.documents", documents, max_shard_tokens),
+    )
+
+
+def _write_index(
+    folder: Path, prefix: str, values: npt.NDArray[np.int64], max_shard_tokens: int
+) -> tuple[ShardRecord, ...]:
+    with ShardWriter(folder, prefix, INDEX_DTYPE, max_shard_tokens) as writer:
+        writer.append(values)
+        return writer.finish()
 
 
 class PackedDataset:

@@ -15,26 +15,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from echelon.data.catalog import FORMAT_VERSION, SampleRule, save_manifest
 from echelon.data.corpus import CorpusEntry, corpus_bytes, list_corpus, sample_texts
-from echelon.data.mixture import MixtureDataset
-from echelon.data.readers.record import EITHER_FIELD, Fields
+from echelon.data.instruction import InstructionEncoding
+from echelon.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
+from echelon.data.readers.record import ExampleFields
 from echelon.data.resume import has_progress
-from echelon.data.shards import (
-    FORMAT_VERSION,
-    MAX_SHARD_TOKENS,
-    Dataset,
-    Manifest,
-    Split,
-    TokenDataset,
-    TokenStore,
-    check_shards,
-    load_manifest,
-    save_manifest,
-)
+from echelon.data.shards import MAX_SHARD_TOKENS
 from echelon.data.source import Source
 from echelon.data.split import describe_split
 from echelon.data.tokenize import Encoding, Progress
@@ -42,7 +32,6 @@ from echelon.data.tokenizer import (
     EOS,
     build_bytes_tokenizer,
     build_tokenizer,
-    fingerprint_json,
     load_tokenizer,
     separator_id,
     tokenizer_fingerprint,
@@ -50,8 +39,8 @@ from echelon.data.tokenizer import (
     vocabulary_size,
 )
 from echelon.data.writing import CorpusWriter, WritingOptions
-from echelon.errors import CheckpointError, ConfigError, DataError, EchelonError
-from echelon.manifest import check_files, write_manifest
+from echelon.errors import ConfigError, DataError, EchelonError
+from echelon.manifest import write_manifest
 from echelon.model.folder import find_model_dir
 from echelon.run_folder import sync_path
 
@@ -89,6 +78,12 @@ class PrepareSpec:
     deduplicate: bool = False
     max_broken_fraction: float = 0.001
     max_shard_tokens: int = MAX_SHARD_TOKENS
+    packing: bool = True
+    document_mask: DocumentMask = "auto"
+    on_overlong: Literal["cut", "drop", "refuse"] = "cut"
+    chat_template: str | None = None
+    train_on: str = "assistant"
+    system_prompt: str | None = None
 
 
 def prepare_spec(recipe: "Recipe") -> PrepareSpec:
@@ -109,19 +104,20 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         separator=data.document_separator,
         deduplicate=data.deduplicate,
         max_broken_fraction=data.max_broken_fraction,
+        packing=data.packing,
+        document_mask=data.document_mask,
+        on_overlong=data.on_overlong,
+        chat_template=data.chat_template,
+        train_on=data.train_on,
+        system_prompt=data.system_prompt,
     )
 
 
 def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
     return tuple(
-        Source(f"{key}.{index}", config.path, config.format, _fields(config.fields), config.label, config.split)
+        Source(f"{key}.{index}", config.path, config.format, config.fields, config.label, config.split)
         for index, config in enumerate(configs)
     )
-
-
-def _fields(names: dict[str, str]) -> Fields:
-    """The fields to read: those named, and no other beside them."""
-    return Fields(names.get("text"), names.get("input_ids")) if names else EITHER_FIELD
 
 
 def prepare_data(recipe: "Recipe", say: Say, *, verify: bool = False) -> PreparedData:
@@ -141,6 +137,10 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
     tokenizer = None
     if not isinstance(spec.tokenizer, int):
         tokenizer = build_tokenizer(spec.tokenizer, spec.checkpoint, spec.trust_remote_code)
+    rule = _sample_rule(spec, corpus, tokenizer)
+    if rule is None:
+        separator = spec.separator if tokenizer is None else separator_id(tokenizer, spec.separator)
+        check_mask(spec.document_mask, separator)
     folder = spec.prepared_dir / _cache_key(spec, corpus, tokenizer)
     if not folder.is_dir():
         try:
@@ -154,10 +154,12 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
                 f"the prepared data cannot be written to {folder}: {error.strerror or error}; free some space or set "
                 f"data.prepared_dir to another place.{kept}"
             ) from error
-    prepared = open_prepared(folder, spec.sequence_len, verify=verify)
+    prepared = open_prepared(folder, spec.sequence_len, spec.document_mask, verify=verify)
     held_out = sum(each.dataset.num_tokens for each in prepared.validation)
     for line in describe_split(prepared.manifest):
         say(line)
+    kept = "attends to no other" if prepared.apart else "attends to those before it in its sequence"
+    say(f"documents: each {kept} (data.document_mask={str(spec.document_mask).lower()})")
     say(f"data: {prepared.train.num_tokens:,} tokens to train on, {held_out:,} held out, in {folder}")
     return prepared
 
@@ -171,11 +173,47 @@ def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "Pre
     fraction = 0.0 if spec.validation else spec.validation_fraction
     choices = [spec.separator, spec.mixture, spec.deduplicate, spec.max_broken_fraction, spec.max_shard_tokens]
     digest.update(json.dumps([FORMAT_VERSION, identity, fraction, *choices]).encode())
+    if (rule := _sample_rule(spec, corpus, tokenizer)) is not None:
+        digest.update(json.dumps([asdict(rule), _instruction_identity(spec, corpus, tokenizer)]).encode())
     for entry in corpus:
         digest.update(json.dumps([entry.stream, entry.source.key, entry.source.name]).encode())
         for file in entry.files:
             digest.update(json.dumps(asdict(file), default=os.fspath).encode())
     return digest.hexdigest()[:16]
+
+
+def _sample_rule(
+    spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None"
+) -> SampleRule | None:
+    """How documents become samples; None where they are one text. A tokenizer yet to be trained pads with 0."""
+    if spec.packing and not _has_examples(corpus):
+        return None
+    ids = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.eos_token_id]
+    padding = next((each for each in ids if each is not None), 0)
+    return SampleRule(spec.sequence_len, spec.on_overlong, spec.packing, padding)
+
+
+def _has_examples(corpus: Sequence[CorpusEntry]) -> bool:
+    return any(isinstance(file.fields, ExampleFields) for entry in corpus for file in entry.files)
+
+
+def _instruction_identity(
+    spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None"
+) -> Any:
+    """What decides the tokens of examples, as JSON values."""
+    if tokenizer is None:
+        return [spec.chat_template, spec.train_on, spec.system_prompt]
+    instruction = _instruction(spec, corpus, tokenizer)
+    return instruction and asdict(instruction)
+
+
+def _instruction(
+    spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast"
+) -> InstructionEncoding | None:
+    """What makes tokens of examples; None where all is plain text."""
+    if not _has_examples(corpus):
+        return None
+    return InstructionEncoding(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id)
 
 
 @contextmanager
@@ -216,8 +254,10 @@ def _write_folder(
             max_shard_tokens=spec.max_shard_tokens,
             max_broken_fraction=spec.max_broken_fraction,
             deduplicate=spec.deduplicate,
+            samples=_sample_rule(spec, corpus, tokenizer),
         )
-        writer = CorpusWriter(partial, corpus, _encoding(tokenizer, spec), options, say)
+        encoding = _encoding(tokenizer, spec, _instruction(spec, corpus, tokenizer))
+        writer = CorpusWriter(partial, corpus, encoding, options, say)
         save_manifest(partial, writer.write(_num_workers(spec, corpus)))
         writer.finish()
         os.rename(partial, folder)
@@ -256,7 +296,9 @@ def _keep_tokenizer(
     return tokenizer
 
 
-def _encoding(tokenizer: "PreTrainedTokenizerFast", spec: PrepareSpec) -> Encoding:
+def _encoding(
+    tokenizer: "PreTrainedTokenizerFast", spec: PrepareSpec, instruction: InstructionEncoding | None
+) -> Encoding:
     fingerprint = tokenizer_fingerprint(tokenizer)
     is_bytes = fingerprint == tokenizer_fingerprint(build_bytes_tokenizer())
     inner = tokenizer.backend_tokenizer
@@ -266,6 +308,7 @@ def _encoding(tokenizer: "PreTrainedTokenizerFast", spec: PrepareSpec) -> Encodi
         separator=separator_id(tokenizer, spec.separator),
         vocab_size=vocabulary_size(inner),
         digests=spec.deduplicate,
+        instruction=instruction,
     )
 
 

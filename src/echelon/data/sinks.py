@@ -67,7 +67,7 @@ class TextSink(Sink):
 
 
 class SampleSink(Sink):
-    """Samples, each with the labels of its tokens and the lengths of its documents; what does not fit is cut or left."""
+    """Samples, each with its labels and the lengths of its documents; what does not fit is cut or left out."""
 
     def __init__(self, source: Source, rule: SampleRule, *place: Any) -> None:
         """`place` is what Sink takes."""

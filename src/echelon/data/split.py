@@ -6,7 +6,7 @@ Ranges count tokens of a text, or samples where the folder holds such.
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from echelon.data.catalog import HeldOut, Manifest, SampleRecord, SourceRecord, Split
+from echelon.data.catalog import HeldOut, Manifest, SampleRecord, SampleRule, SourceRecord, Split
 from echelon.errors import DataError
 
 STREAMS = ("train", "validation")
@@ -123,7 +123,10 @@ def _bytes_per_token(records: tuple[SourceRecord, ...]) -> float | None:
 def describe_split(manifest: Manifest) -> list[str]:
     """What is said of prepared data: a line for each set held out, and for what became of samples."""
     lines = [_describe_set(manifest, held_out) for held_out in manifest.validation]
-    return [*(lines or ["validation: nothing is held out"]), *_describe_samples(manifest), *_describe_packs(manifest)]
+    lines = lines or ["validation: nothing is held out"]
+    if manifest.samples is None:
+        return lines
+    return [*lines, *_describe_samples(manifest, manifest.samples), *_describe_packs(manifest, manifest.samples)]
 
 
 def _describe_set(manifest: Manifest, held_out: HeldOut) -> str:
@@ -147,13 +150,13 @@ def _name_set(held_out: HeldOut) -> str:
     return held_out.name if held_out.name == "validation" else f"validation on {held_out.name}"
 
 
-def _describe_samples(manifest: Manifest) -> Iterator[str]:
+def _describe_samples(manifest: Manifest, rule: SampleRule) -> Iterator[str]:
     """What did not fit, or had nothing to learn, source by source; nothing where all could be used whole."""
-    rule, found = manifest.samples, dict[str, list[SampleRecord]]()
+    found: dict[str, list[SampleRecord]] = {}
     for record in (record for records in manifest.streams.values() for record in records):
         if record.labelled is not None:
             found.setdefault(record.source, []).append(record.labelled)
-    for source, records in found.items() if rule is not None else ():
+    for source, records in found.items():
         kept, overlong, dropped, lost, unlabelled = (
             sum(getattr(record, name) for record in records)
             for name in ("samples", "num_overlong", "num_dropped", "lost_tokens", "num_unlabelled")
@@ -169,13 +172,12 @@ def _describe_samples(manifest: Manifest) -> Iterator[str]:
             yield f"{source}: {unlabelled:,} of {total:,} samples were left out: no token of them is learned"
 
 
-def _describe_packs(manifest: Manifest) -> Iterator[str]:
-    rule = manifest.samples
-    names = [*((split, split.name) for split in manifest.train), *((each, _name_set(each)) for each in manifest.validation)]
-    for split, name in names if rule is not None else ():
-        packs = split.packs
-        share = packs.positions / (packs.packs * rule.sequence_len)
+def _describe_packs(manifest: Manifest, rule: SampleRule) -> Iterator[str]:
+    names = [*(split.name for split in manifest.train), *map(_name_set, manifest.validation)]
+    for name, split in zip(names, (*manifest.train, *manifest.validation), strict=True):
+        assert split.packs is not None
+        share = split.packs.positions / (split.packs.packs * rule.sequence_len)
         yield (
             f"{'packing' if rule.packing else 'no packing'}: {name}, {split.stop - split.start:,} samples in "
-            f"{packs.packs:,} sequences of {rule.sequence_len:,}, {share:.1%} of the positions filled"
+            f"{split.packs.packs:,} sequences of {rule.sequence_len:,}, {share:.1%} of the positions filled"
         )

@@ -22,8 +22,8 @@ from echelon.data.readers import name_place
 from echelon.data.readers.record import Broken
 from echelon.data.resume import EntryState, SinkState, WritingJournal, shard_prefix
 from echelon.data.sinks import Sink, open_sink
-from echelon.data.split import STREAMS, divide_streams
 from echelon.data.source import Source
+from echelon.data.split import STREAMS, divide_streams
 from echelon.data.tokenize import (
     Encoding,
     Piece,
@@ -53,7 +53,7 @@ class WritingOptions:
     """What decides the content of the shards beside text and tokenizer.
 
     `mixture`: each training source is divided, and later sampled, by itself. `deduplicate`: copies are left out.
-    `samples`: documents become samples, None: one text. `padding`: the id that fills up a sequence.
+    `samples`: documents become samples, None: one text.
     """
 
     validation_fraction: float
@@ -62,7 +62,6 @@ class WritingOptions:
     max_broken_fraction: float
     deduplicate: bool
     samples: SampleRule | None
-    padding: int
 
 
 class CorpusWriter:
@@ -247,7 +246,6 @@ class CorpusWriter:
             tokenizer_fingerprint=self._encoding.fingerprint,
             vocab_size=self._encoding.vocab_size,
             separator=self._encoding.separator,
-            padding=options.padding,
             samples=options.samples,
             streams=streams,
             train=train,
@@ -265,8 +263,8 @@ class CorpusWriter:
         source, shards = self._corpus[index].source, sink.parts["tokens"].shards
         labelled = None
         if self._options.samples is not None:
-            files = {part: sink.parts[part].shards for part in ("targets", "lengths")}
-            labelled = SampleRecord(**asdict(sink.counts), **files)
+            targets, lengths = (sink.parts[part].shards for part in ("targets", "lengths"))
+            labelled = SampleRecord(targets=targets, lengths=lengths, **asdict(sink.counts))
         return SourceRecord(
             source=source.key,
             name=source.name,

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from echelon.recipe.section import AnyPath, Count, Flag, Number, PathOrName, Positive, Section, Whole
 
 TextFormat = Literal[
-    "auto", "text", "jsonl", "csv", "parquet", "arrow", "hub", "nanogpt", "npy", "megatron",
+    "auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "hub", "nanogpt", "npy", "megatron",
     "alpaca", "sharegpt", "messages", "prompt_completion", "preference", "tokens",
 ]  # fmt: skip
 

@@ -25,7 +25,7 @@ class Unbuilt:
     built: tuple[Any, ...] = ()
 
 
-_BUILT_FORMATS = ("text", "jsonl", "csv", "parquet", "arrow", "hub", "nanogpt", "npy", "megatron", "tokens")
+_BUILT_FORMATS = ("text", "jsonl", "json", "csv", "parquet", "arrow", "hub", "nanogpt", "npy", "megatron", "tokens")
 _TEXTS = "plain text and token ids, without conversations: auto, " + ", ".join(_BUILT_FORMATS)
 
 UNBUILT: tuple[Unbuilt, ...] = (
