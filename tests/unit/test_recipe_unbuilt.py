@@ -15,12 +15,9 @@ REFUSED = {
     "model.new_tokens": "model.new_tokens=['<|im_end|>']",
     "data.train[].format": "data.train.0.format=alpaca",
     "data.validation[].format": "data.validation=[{path: x, format: messages}]",
-    "data.packing": "data.packing=false",
-    "data.document_mask": "data.document_mask=true",
     "data.chat_template": "data.chat_template=chatml",
     "data.train_on": "data.train_on=last",
     "data.system_prompt": "data.system_prompt=Hello",
-    "data.on_overlong": "data.on_overlong=drop",
     "objective.name": "objective.name=dpo",
     "train.precision": "train.precision=fp8",
     "parallel.cp": "parallel.cp=2",
@@ -40,7 +37,8 @@ REFUSED = {
 }
 
 BUILT = [
-    "data.train.0.format=jsonl", "data.train.0.fields={text: body}", "data.document_mask=false", "train.precision=bf16",
+    "data.train.0.format=jsonl", "data.train.0.fields={text: body}", "train.precision=bf16",
+    "data.document_mask=false", "data.document_mask=true", "data.packing=false", "data.on_overlong=drop",
     "train.precision=fp32", "train.precision=fp16", "train.deterministic=true", "train.master_weights=bf16_kahan",
     "optim.name=muon", "optim.no_decay=[]", "optim.learning_rate_multipliers={x: 2}",
     "train.compile=true", "train.activation_checkpointing=selective",
