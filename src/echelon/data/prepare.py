@@ -14,22 +14,25 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from echelon.data.catalog import FORMAT_VERSION, SampleRule, save_manifest
 from echelon.data.corpus import CorpusEntry, corpus_bytes, list_corpus, sample_texts
 from echelon.data.instruction import InstructionEncoding
+from echelon.data.preflight import InstructionOptions, build_instruction_encoding
 from echelon.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
 from echelon.data.readers.record import ExampleFields
 from echelon.data.resume import has_progress
 from echelon.data.shards import MAX_SHARD_TOKENS
 from echelon.data.source import Source
 from echelon.data.split import describe_split
+from echelon.data.templates import load_template
 from echelon.data.tokenize import Encoding, Progress
 from echelon.data.tokenizer import (
     EOS,
+    add_new_tokens,
     build_bytes_tokenizer,
     build_tokenizer,
     load_tokenizer,
@@ -81,9 +84,8 @@ class PrepareSpec:
     packing: bool = True
     document_mask: DocumentMask = "auto"
     on_overlong: Literal["cut", "drop", "refuse"] = "cut"
-    chat_template: str | None = None
-    train_on: str = "assistant"
-    system_prompt: str | None = None
+    instruction: InstructionOptions = field(default_factory=InstructionOptions)
+    new_tokens: tuple[str, ...] = ()
 
 
 def prepare_spec(recipe: "Recipe") -> PrepareSpec:
@@ -107,9 +109,14 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         packing=data.packing,
         document_mask=data.document_mask,
         on_overlong=data.on_overlong,
-        chat_template=data.chat_template,
-        train_on=data.train_on,
-        system_prompt=data.system_prompt,
+        instruction=InstructionOptions(
+            chat_template=data.chat_template,
+            train_on=data.train_on,
+            system_prompt=data.system_prompt,
+            separator=data.document_separator,
+            preferences=recipe.objective.name == "dpo",
+        ),
+        new_tokens=recipe.model.new_tokens,
     )
 
 
@@ -136,7 +143,7 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
     corpus = list_corpus(spec.train, spec.validation)
     tokenizer = None
     if not isinstance(spec.tokenizer, int):
-        tokenizer = build_tokenizer(spec.tokenizer, spec.checkpoint, spec.trust_remote_code)
+        tokenizer = build_tokenizer(spec.tokenizer, spec.checkpoint, spec.trust_remote_code, spec.new_tokens)
     rule = _sample_rule(spec, corpus, tokenizer)
     if rule is None:
         separator = spec.separator if tokenizer is None else separator_id(tokenizer, spec.separator)
@@ -167,14 +174,18 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
 def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None") -> str:
     """A hash of all that decides the content of a prepared folder."""
     digest = hashlib.sha256()
-    identity: Any = spec.tokenizer
-    if tokenizer is not None:
-        identity = [tokenizer_fingerprint(tokenizer), separator_id(tokenizer, spec.separator)]
+    if tokenizer is None:
+        template = spec.instruction.chat_template and load_template(spec.instruction.chat_template)
+        identity: list[Any] = [spec.tokenizer, spec.new_tokens, asdict(spec.instruction), template]
+    else:
+        instruction = _instruction(spec, corpus, tokenizer)
+        identity = [tokenizer_fingerprint(tokenizer), separator_id(tokenizer, spec.separator), tokenizer.chat_template]
+        identity.append(instruction and asdict(instruction))
     fraction = 0.0 if spec.validation else spec.validation_fraction
     choices = [spec.separator, spec.mixture, spec.deduplicate, spec.max_broken_fraction, spec.max_shard_tokens]
-    digest.update(json.dumps([FORMAT_VERSION, identity, fraction, *choices]).encode())
-    if (rule := _sample_rule(spec, corpus, tokenizer)) is not None:
-        digest.update(json.dumps([asdict(rule), _instruction_identity(spec, corpus, tokenizer)]).encode())
+    rule = _sample_rule(spec, corpus, tokenizer)
+    samples = rule and asdict(rule)
+    digest.update(json.dumps([FORMAT_VERSION, identity, samples, fraction, *choices]).encode())
     for entry in corpus:
         digest.update(json.dumps([entry.stream, entry.source.key, entry.source.name]).encode())
         for file in entry.files:
@@ -197,23 +208,15 @@ def _has_examples(corpus: Sequence[CorpusEntry]) -> bool:
     return any(isinstance(file.fields, ExampleFields) for entry in corpus for file in entry.files)
 
 
-def _instruction_identity(
-    spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None"
-) -> Any:
-    """What decides the tokens of examples, as JSON values."""
-    if tokenizer is None:
-        return [spec.chat_template, spec.train_on, spec.system_prompt]
-    instruction = _instruction(spec, corpus, tokenizer)
-    return instruction and asdict(instruction)
-
-
 def _instruction(
     spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast"
 ) -> InstructionEncoding | None:
-    """What makes tokens of examples; None where all is plain text."""
-    if not _has_examples(corpus):
-        return None
-    return InstructionEncoding(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id)
+    """What makes tokens of examples; None where all is plain text. The tokenizer takes the template that is used.
+
+    Raises ConfigError.
+    """
+    files = (file for entry in corpus for file in entry.files)
+    return build_instruction_encoding(spec.instruction, tokenizer, files)
 
 
 @contextmanager
@@ -286,7 +289,8 @@ def _keep_tokenizer(
         return load_tokenizer(str(place))
     if tokenizer is None:
         assert isinstance(spec.tokenizer, int)
-        tokenizer = _train_on_sample(corpus, spec.tokenizer, say)
+        tokenizer = add_new_tokens(_train_on_sample(corpus, spec.tokenizer, say), spec.new_tokens)
+        _instruction(spec, corpus, tokenizer)  # its template is saved with it
     unfinished = place.with_suffix(".new")
     for folder in (unfinished, place):
         shutil.rmtree(folder, ignore_errors=True)

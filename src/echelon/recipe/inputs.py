@@ -203,8 +203,8 @@ class DataConfig(Section):
     sequence_len: Whole = Field(1024, ge=2, description="Tokens of one sequence.")
     packing: Flag = Field(
         True,
-        description="Fill each sequence: plain text is joined and cut at `sequence_len`, other samples are packed whole. "
-        "`false`: each document in a sequence of its own.",
+        description="Fill each sequence: plain text is joined and cut at `sequence_len`, other samples are packed "
+        "whole. `false`: each document in a sequence of its own.",
     )
     document_mask: Flag | Literal["auto"] = Field(
         "auto",
