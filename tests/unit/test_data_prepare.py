@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from echelon.data import prepare as prepare_module
-from echelon.data.prepare import PreparedData, PrepareSpec, open_prepared, prepare, prepare_data, prepare_spec
+from echelon.data.prepare import PrepareSpec, prepare, prepare_data, prepare_spec
+from echelon.data.prepared import PreparedData, open_prepared
 from echelon.data.readers.record import hash_for_split
 from echelon.data.shards import TokenDataset
 from echelon.data.source import PYTHON_STDLIB, Source
@@ -178,7 +179,7 @@ def test_a_second_call_finds_the_data_and_a_change_makes_it_anew(tmp_path):
     lines: list[str] = []
     assert prepare(spec, lines.append).path == first.path
     assert not any("tokenizing" in line for line in lines)
-    assert len(lines) == 2
+    assert len(lines) == 3
     paths = {first.path}
     path.write_text(POEM + "x")
     paths.add(prepare(spec, silent).path)

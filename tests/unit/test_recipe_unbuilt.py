@@ -13,9 +13,6 @@ from recipe_samples import SMALL, load_text
 REFUSED = {
     "adapter.method": "adapter.method=lora",
     "model.new_tokens": "model.new_tokens=['<|im_end|>']",
-    "data.packing": "data.packing=false",
-    "data.document_mask": "data.document_mask=true",
-    "data.on_overlong": "data.on_overlong=drop",
     "objective.name": "objective.name=dpo",
     "train.precision": "train.precision=fp8",
     "parallel.cp": "parallel.cp=2",
@@ -35,7 +32,8 @@ REFUSED = {
 }
 
 BUILT = [
-    "data.train.0.format=jsonl", "data.train.0.fields={text: body}", "data.document_mask=false", "train.precision=bf16",
+    "data.train.0.format=jsonl", "data.train.0.fields={text: body}", "train.precision=bf16",
+    "data.document_mask=false", "data.document_mask=true", "data.packing=false", "data.on_overlong=drop",
     "train.precision=fp32", "train.precision=fp16", "train.deterministic=true", "train.master_weights=bf16_kahan",
     "optim.name=muon", "optim.no_decay=[]", "optim.learning_rate_multipliers={x: 2}",
     "train.compile=true", "train.activation_checkpointing=selective",

@@ -28,9 +28,6 @@ class Unbuilt:
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("adapter.method", "full, which trains every parameter"),
     Unbuilt("model.new_tokens", "the checkpoint's own vocabulary"),
-    Unbuilt("data.packing", "packing: true fills each sequence"),
-    Unbuilt("data.document_mask", "auto and false; documents are separated by eos", built=(False,)),
-    Unbuilt("data.on_overlong", "plain text, of which nothing is cut off"),
     Unbuilt("objective.name", "causal_lm"),
     Unbuilt("train.precision", "auto, fp32, bf16 and fp16", built=("fp32", "bf16", "fp16")),
     Unbuilt("parallel.cp", "dp_replicate and dp_shard"),
