@@ -207,7 +207,7 @@ def test_tokens_and_templates_that_are_missing_are_named(tmp_path):
         ConfigError, match=r"takes <\|im_start\|>, <\|im_end\|> as single .* model\.new_tokens: \['<\|im_s"
     ):
         build(plain, chat_template="chatml")
-    with pytest.raises(ConfigError, match="no template that has a name .chatml, llama3"):
+    with pytest.raises(ConfigError, match=r"no template that has a name .chatml, llama3"):
         build(plain, chat_template="chatlm")
     with pytest.raises(ConfigError, match=r"has conversations \(messages\).* set data\.chat_template to chatml"):
         build(plain)

@@ -1,7 +1,7 @@
 """What the records of each instruction format mean: one function a format.
 
-A format's fields stand in `recipe/data_formats.py`. The meanings are those of the formats' origins: Alpaca's, ShareGPT's
-as LLaMA-Factory reads it, OpenAI's chat API, and TRL's for prompts with completions and preferences.
+A format's fields stand in `recipe/data_formats.py`. The meanings are those of the formats' origins: Alpaca's,
+ShareGPT's as LLaMA-Factory reads it, OpenAI's chat API, and TRL's for prompts with completions and preferences.
 """
 
 import json

@@ -50,7 +50,7 @@ def build_instruction_encoding(
     _check_formats(options, formats)
     template, where = _choose_template(options, tokenizer, formats)
     if not formats:
-        tokenizer.chat_template = template
+        _keep_template(tokenizer, template)
         return None
     special_tokens = {name: str(text) for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
     inner = tokenizer.backend_tokenizer
@@ -67,8 +67,14 @@ def build_instruction_encoding(
     )
     if template is not None and formats != {"tokens"}:
         check_template(encoding, where)
-    tokenizer.chat_template = template
+    _keep_template(tokenizer, template)
     return encoding
+
+
+def _keep_template(tokenizer: "PreTrainedTokenizerFast", template: str | None) -> None:
+    """Make a template the tokenizer's, to be saved with it. Several of its own stay, the one used among them."""
+    if template != own_template(tokenizer):
+        tokenizer.chat_template = template
 
 
 def _check_formats(options: InstructionOptions, formats: set[str]) -> None:

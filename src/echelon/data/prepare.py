@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from echelon.data.catalog import FORMAT_VERSION, SampleRule, save_manifest
-from echelon.data.corpus import CorpusEntry, corpus_bytes, list_corpus, sample_texts
+from echelon.data.corpus import CorpusEntry, corpus_bytes, describe_examples, list_corpus, sample_texts
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.preflight import InstructionOptions, build_instruction_encoding
 from echelon.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
@@ -141,6 +141,8 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
     if not 0 <= spec.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction={spec.validation_fraction} is no share of the text; use 0 to 0.5.")
     corpus = list_corpus(spec.train, spec.validation)
+    for line in describe_examples(corpus):
+        say(line)
     tokenizer = None
     if not isinstance(spec.tokenizer, int):
         tokenizer = build_tokenizer(spec.tokenizer, spec.checkpoint, spec.trust_remote_code, spec.new_tokens)

@@ -72,9 +72,9 @@ def _first_names(records: Sequence[SourceFile]) -> tuple[str, ...]:
 
 
 def _own_names(renames: Mapping[str, str], names: Collection[str]) -> set[str]:
-    """The fields of a record by the formats' own names: those renamed, and those that are no other's new name."""
+    """The fields of a record by the formats' own names: those that are renamed, and the rest."""
     renamed = {ours for ours, theirs in renames.items() if theirs in names}
-    return renamed | (set(names) - set(renames.values()))
+    return renamed | (set(names) - set(renames) - set(renames.values()))
 
 
 def _find_arrays(source: "Source", files: Sequence[SourceFile]) -> Sequence[SourceFile]:

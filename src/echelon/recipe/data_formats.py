@@ -3,10 +3,14 @@
 Plain records, those of a text or of token ids, have the fields `text` and `input_ids`.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 PLAIN_FIELDS = ("text", "input_ids")
+
+WITHOUT_FIELDS = ("text", "nanogpt", "npy", "megatron")
+"""Formats of files that hold no records."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,33 @@ def recognise_format(fields: Collection[str]) -> str | None:
     return next((name for name, row in RECORD_FORMATS.items() if all(each in fields for each in row.required)), None)
 
 
+def check_fields(key: str, format: str, fields: Mapping[str, str]) -> None:
+    """Raise ValueError for a name under `fields` of the source `key` that its format does not know."""
+    known = known_fields(format)
+    for name, theirs in fields.items():
+        if not known:
+            raise ValueError(
+                f"{key}.fields.{name}={theirs} has no meaning: {key}.format={format} has no records with fields; "
+                "remove it, or set another format."
+            )
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            guess = f"did you mean {near[0]}? It" if near else "it"
+            raise ValueError(
+                f"{key}.fields.{name}={theirs} is no field of {'any format' if format == 'auto' else format}: {guess} "
+                f"maps one of {', '.join(known)} to the name it has in your records."
+            )
+        if not theirs.strip():
+            raise ValueError(f"{key}.fields.{name} is empty; give the name that the field has in your records.")
+
+
 def known_fields(format: str) -> tuple[str, ...]:
     """What `fields` may name for a source of that format; for a format of files, whatever any kind of record has."""
+    if format in WITHOUT_FIELDS:
+        return ()
     if format in RECORD_FORMATS:
         row = RECORD_FORMATS[format]
-        return (*row.fields, *row.turn_fields)
+        return _once(row.fields, row.turn_fields)
     return _once(PLAIN_FIELDS, *((*row.fields, *row.turn_fields) for row in RECORD_FORMATS.values()))
 
 

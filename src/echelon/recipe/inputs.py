@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from echelon.recipe.data_formats import check_fields
 from echelon.recipe.section import AnyPath, Count, Flag, Number, PathOrName, Positive, Section, Whole
 
 TextFormat = Literal[
@@ -268,6 +269,13 @@ class DataConfig(Section):
                         f"data.{part}.{index} is called {label!r} as data.{part}.{labels.index(label)} is, and "
                         f"metrics tell them apart by name; give it a name: data.{part}.{index}.name."
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _fields_are_of_the_formats(self) -> Self:
+        for part, sources in (("train", self.train), ("validation", self.validation)):
+            for index, source in enumerate(sources):
+                check_fields(f"data.{part}.{index}", source.format, source.fields)
         return self
 
     @model_validator(mode="after")
