@@ -69,10 +69,13 @@ class PreparedData:
     def content_digest(self) -> str:
         """A hash of the tokens and of what is trained and validated on, wherever the folder lies."""
         manifest = self.manifest
-        shards = [shard.sha256 for _, shard in manifest.files()]
+        shards = {stream: [shard.sha256 for shard in manifest.shards(stream)] for stream in manifest.streams}
         parts = (manifest.train, manifest.validation)
         splits = [[[split.stream, split.start, split.stop] for split in part] for part in parts]
-        return hashlib.sha256(json.dumps([self.fingerprint, shards, splits], sort_keys=True).encode()).hexdigest()[:32]
+        content: list[object] = [self.fingerprint, shards, splits]
+        if manifest.samples is not None:
+            content.append([shard.sha256 for _, shard in manifest.files()])
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def open_prepared(
