@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from echelon.data.prepare import open_prepared
+from echelon.data.prepared import open_prepared
 from echelon.detection import detect_cluster
 from echelon.model.build import load_config
 from echelon.recipe import load_recipe

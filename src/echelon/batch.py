@@ -18,8 +18,8 @@ class BatchStage:
 class BatchSchedule:
     """The global batch of every step. Made by `constant_batch` or `ramp_batch`; every size in it occurs.
 
-    Steps and sequences count from 0, over all ranks. Tokens are positions fed: the few positions of padding at the end
-    of a text count, so that the place in the text is not needed to know the step.
+    Steps and sequences count from 0, over all ranks. Tokens are positions, `sequence_len` of each sequence: padding, at
+    the end of a text or of a pack, counts, so that the place in the text is not needed to know the step.
     """
 
     sequence_len: int

@@ -19,7 +19,7 @@ from command import write_recipe
 from damage import damage_bytes, damage_header, damage_json, foreign_files
 from echelon.checkpoint.export import export_run
 from echelon.checkpoint.folder import find_checkpoints
-from echelon.data.prepare import open_prepared
+from echelon.data.prepared import open_prepared
 from echelon.errors import EchelonError
 from echelon.hardware import Accelerator, Cluster
 from echelon.manifest import MANIFEST, describe_files

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from echelon.checkpoint.export import load_run_model
-from echelon.data.prepare import open_prepared, prepare_data
+from echelon.data.prepare import prepare_data
+from echelon.data.prepared import open_prepared
 from echelon.recipe import load_recipe, render_recipe
 from echelon.run_folder import RunFolder
 from echelon.train.generate import Sampling, generate_samples

@@ -11,7 +11,8 @@ import torch
 
 from echelon.checkpoint.adapter_folder import write_adapter
 from echelon.data.order import SampleOrder
-from echelon.data.prepare import open_prepared, prepare_data
+from echelon.data.prepare import prepare_data
+from echelon.data.prepared import open_prepared
 from echelon.recipe import load_recipe
 from echelon.run_folder import RunFolder
 from echelon.runtime import Runtime

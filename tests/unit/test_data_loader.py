@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from echelon.batch import BatchSchedule, constant_batch, ramp_batch
-from echelon.data.loader import BatchLoader, StepBatch, hash_microbatch, hash_sequences
+from echelon.data.loader import BatchLoader, Microbatch, StepBatch, hash_sequences
 from echelon.data.order import Permutation, SampleOrder
 from echelon.data.shards import ShardWriter, TokenDataset, TokenStore
 from echelon.errors import DataError
@@ -48,6 +48,10 @@ def load(
 
 def join(batches: list[StepBatch], name: str) -> torch.Tensor:
     return torch.cat([torch.as_tensor(getattr(each, name)) for batch in batches for each in batch.microbatches])
+
+
+def hash_microbatch(each: Microbatch) -> int:
+    return hash_sequences(each.sample_ids, each.positions, each.input_ids.numpy(), each.labels.numpy())
 
 
 def test_a_step_feeds_the_samples_of_the_order(dataset):

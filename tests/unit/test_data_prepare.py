@@ -12,8 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from echelon.data import prepare as prepare_module
-from echelon.data.prepare import PreparedData, PrepareSpec, open_prepared, prepare, prepare_data, prepare_spec
-from echelon.data.readers.record import Fields, hash_for_split
+from echelon.data.prepare import PrepareSpec, prepare, prepare_data, prepare_spec
+from echelon.data.prepared import PreparedData, open_prepared
+from echelon.data.readers.record import hash_for_split
 from echelon.data.shards import TokenDataset
 from echelon.data.source import PYTHON_STDLIB, Source
 from echelon.data.tokenize import Progress
@@ -178,7 +179,7 @@ def test_a_second_call_finds_the_data_and_a_change_makes_it_anew(tmp_path):
     lines: list[str] = []
     assert prepare(spec, lines.append).path == first.path
     assert not any("tokenizing" in line for line in lines)
-    assert len(lines) == 2
+    assert len(lines) == 3
     paths = {first.path}
     path.write_text(POEM + "x")
     paths.add(prepare(spec, silent).path)
@@ -362,7 +363,7 @@ def test_a_recipe_says_what_is_prepared(tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps(values))
     recipe, _ = load_recipe(tmp_path / "recipe.json")
     spec = prepare_spec(recipe)
-    assert spec.train == (Source("data.train.0", str(tmp_path / "x.jsonl"), "auto", Fields("body", None), "x.jsonl"),)
+    assert spec.train == (Source("data.train.0", str(tmp_path / "x.jsonl"), "auto", {"text": "body"}, "x.jsonl"),)
     assert (spec.tokenizer, spec.validation_fraction, spec.workers, spec.sequence_len) == (270, 0.0, None, 32)
     prepared = prepare_data(recipe, silent)
     assert prepared.tokenizer.decode(all_tokens(prepared.train)) == POEM + "<|endoftext|>"

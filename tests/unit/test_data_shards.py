@@ -13,19 +13,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from echelon.data.shards import (
-    BLOCK_BYTES,
+from echelon.data.catalog import (
     FORMAT_VERSION,
     Manifest,
-    ShardRecord,
-    ShardWriter,
     SourceRecord,
     Split,
-    TokenDataset,
-    TokenStore,
     check_shards,
     load_manifest,
     save_manifest,
+)
+from echelon.data.shards import (
+    BLOCK_BYTES,
+    ShardRecord,
+    ShardWriter,
+    TokenDataset,
+    TokenStore,
     unigram_entropy,
 )
 from echelon.errors import DataError
@@ -51,6 +53,7 @@ def build_manifest(shards: tuple[ShardRecord, ...]) -> Manifest:
         tokenizer_fingerprint="f" * 32,
         vocab_size=300,
         separator=None,
+        samples=None,
         streams={
             "train": (SourceRecord("data.train[0]", "x.txt", "x.txt", 1, num_tokens, 99, shards, 1, ("bad.txt",)),)
         },
@@ -184,9 +187,9 @@ def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
         digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
         refuse(json.dumps({**kept, "sha256": digest}), match)
 
-    for text in (whole[: len(whole) // 2], "", "[]", "{}", "null", '{"format_version": 4}', "[" * 10**5):
+    for text in (whole[: len(whole) // 2], "", "[]", "{}", "null", '{"format_version": 5}', "[" * 10**5):
         refuse(text, "damaged")
-    refuse(json.dumps({**content, "format_version": 1}), "is of format 1, this version reads 4")
+    refuse(json.dumps({**content, "format_version": 1}), "is of format 1, this version reads 5")
     refuse(whole.replace('"stop": 100', '"stop": 99'), "it changed after it was written")
     for field in dataclasses.fields(Manifest):
         refuse_signed("damaged", **{field.name: "absent"})

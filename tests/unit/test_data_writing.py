@@ -20,7 +20,8 @@ import pytest
 
 from echelon.data import writing
 from echelon.data.duplicates import DigestSet
-from echelon.data.prepare import PreparedData, PrepareSpec, prepare
+from echelon.data.prepare import PrepareSpec, prepare
+from echelon.data.prepared import PreparedData
 from echelon.data.readers import datasets as datasets_reader
 from echelon.data.source import Source
 from echelon.data.tokenize import WorkerDiedError

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from echelon.data.readers import count_documents, cut_file, name_place, read_records
-from echelon.data.readers.record import Broken, Fields, Reading, Record, digest_document
+from echelon.data.readers.record import Broken, Reading, Record, digest_document
 from echelon.data.source import Source, list_files
 from echelon.errors import ConfigError, DataError
 
@@ -96,7 +96,7 @@ def test_rows_of_a_table_with_quoted_line_ends(tmp_path, suffix):
         path = compress(path, ".gz")
     assert read(path) == [f'{text} "quoted"\r\nand, more' for text in TEXTS]
     with pytest.raises(DataError, match=r"has no column `body` to read text from; its first line names id, text"):
-        read(path, fields=Fields("body", None))
+        read(path, fields={"text": "body"})
 
 
 def test_rows_that_are_short_or_not_utf8_are_named_by_their_line(tmp_path):
@@ -142,11 +142,11 @@ def test_columns_of_text_and_of_ids(tmp_path, kind):
     path = write_arrow(tmp_path / f"x.{suffix}", table, kind)
     for piece_bytes in (1, 1000, 10**9):
         assert read(path, piece_bytes) == TEXTS
-    assert read(path, fields=Fields("body", None)) == TEXTS[::-1]
+    assert read(path, fields={"text": "body"}) == TEXTS[::-1]
     with pytest.raises(DataError, match=r"has no column `story`; it has n, text, body"):
-        read(path, fields=Fields("story", None))
+        read(path, fields={"text": "story"})
     with pytest.raises(DataError, match=r"holds int64 in its column `n`, neither text nor lists of ids"):
-        read(path, fields=Fields("n", None))
+        read(path, fields={"text": "n"})
     ids = write_arrow(tmp_path / f"ids.{suffix}", pa.table({"input_ids": pa.array(IDS, pa.list_(pa.int32()))}), kind)
     assert read(ids) == IDS
     assert read(ids, format="tokens") == IDS
@@ -201,7 +201,7 @@ def test_ids_in_lines(tmp_path):
     assert found[:-2] == IDS
     assert all("holds no list of ids in `input_ids`" in each for each in found[-2:])
     write_jsonl(path, [{"tokens": ids} for ids in IDS])
-    assert read(path, fields=Fields(None, "tokens")) == IDS
+    assert read(path, fields={"input_ids": "tokens"}) == IDS
 
 
 FLAT = np.array([5, 1, 2, 0, 3, 0, 0, *range(1, 700), 0, 9], dtype=np.uint16)
@@ -323,7 +323,7 @@ def test_formats_by_name_and_what_they_are_not(tmp_path):
     path = write_jsonl(tmp_path / "x.txt", [{"text": "one"}])
     assert read(path) == ['{"text": "one"}\n']
     assert read(path, format="jsonl") == ["one"]
-    with pytest.raises(ConfigError, match=r"format=tokens is for records with a list of ids"):
+    with pytest.raises(ConfigError, match=r"format=tokens is for records in .jsonl, .*; for files of ids use nanogpt"):
         read(path, format="tokens")
     with pytest.raises(ConfigError, match=r"split=train\[:9\] is for Hugging Face datasets.*validation_fraction"):
         read(path, split="train[:9]")

@@ -1,12 +1,13 @@
 """A corpus: the files of all sources, and what is decided about them before any is written."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from echelon.data.readers import count_documents, read_records
-from echelon.data.readers.record import Reading, Record, SourceFile
+from echelon.data.readers.record import ExampleFields, Reading, Record, SourceFile
 from echelon.data.source import Source, list_files
 from echelon.data.tokenize import Progress, plan_tasks
 from echelon.errors import DataError
@@ -62,11 +63,30 @@ def sample_texts(files: Sequence[SourceFile], max_bytes: int, progress: Progress
         for span in task.spans:
             progress.add(span.num_bytes)
             for record in read_records(span, Reading()):
-                if isinstance(record, Record) and isinstance(record.content, bytes):
-                    taken += len(record.content)
-                    yield record.content.decode("utf-8")
+                for text in _texts(record.content) if isinstance(record, Record) else ():
+                    taken += len(text)
+                    yield text
         if taken >= 2 * max_bytes:
             return
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """The text of a record; of an example, those of its turns."""
+    if isinstance(content, bytes):
+        yield content.decode("utf-8")
+    elif isinstance(content, str):
+        yield content.encode("utf-8", "ignore").decode("utf-8")  # JSON can hold half a character
+    elif isinstance(content, Mapping | list):
+        for value in content.values() if isinstance(content, Mapping) else content:
+            yield from _texts(value)
+
+
+def describe_examples(corpus: Iterable[CorpusEntry]) -> Iterator[str]:
+    """A line for each source whose records are examples: of which format."""
+    for entry in corpus:
+        kinds = {file.fields.format for file in entry.files if isinstance(file.fields, ExampleFields)}
+        if kinds:
+            yield f"{entry.source.key}: records of the format {', '.join(kinds)}, in {entry.source.path}"
 
 
 def choose_by_hash(

@@ -17,6 +17,7 @@ from echelon.data.shards import NO_LABEL, Dataset, Samples
 from echelon.errors import DataError
 
 _PREFETCH = 2
+_TRIM_TO = 8
 _LOW_32_BITS = np.uint64(2**32 - 1)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SAMPLE_SALT = np.uint64(0xD1B54A32D192ED03)
@@ -30,7 +31,7 @@ class Microbatch:
     input_ids and labels are int64 `[batch, seq]`, labels -100 where there is no target; sample_ids and positions, which
     are places in the global batch of the step, int64 `[batch]`. A sequence that only fills up the batch has no target
     and the sample id -1. `documents` (see Samples) and `position_ids`, which start again with each document, int64
-    `[batch, seq]`, are None where a sequence is one text.
+    `[batch, seq]`, are None where documents are not kept apart.
     """
 
     input_ids: torch.Tensor
@@ -90,17 +91,6 @@ def hash_sequences(
     sample_words = mix(sample_ids.astype(np.uint64) ^ _SAMPLE_SALT)
     position_words = mix(positions.astype(np.uint64) ^ _POSITION_SALT)
     return int(mix(content + mix(sample_words + position_words)).sum(dtype=np.uint64))
-
-
-def hash_microbatch(microbatch: Microbatch) -> int:
-    """`hash_sequences` of the tensors of a microbatch on the CPU, without those that only fill it up."""
-    fed = int((microbatch.sample_ids >= 0).sum())  # what fills up comes last
-    return hash_sequences(
-        microbatch.sample_ids[:fed],
-        microbatch.positions[:fed],
-        microbatch.input_ids[:fed].numpy(),
-        microbatch.labels[:fed].numpy(),
-    )
 
 
 class BatchLoader(Iterator[StepBatch]):
@@ -186,26 +176,46 @@ class BatchLoader(Iterator[StepBatch]):
         sample_ids = self._order.sample_ids(self._batches.first_sequence(step) + first_position, count - fill)
         positions = np.arange(first_position, first_position + count)
         samples = self._dataset.read_samples(sample_ids)
+        # Whole rows, before they are divided and trimmed: the sum depends on neither.
+        digest = hash_sequences(sample_ids, positions[: count - fill], samples.inputs, samples.labels)
         if fill:
             sample_ids = np.pad(sample_ids, (0, fill), constant_values=-1)
             samples = fill_up(samples, fill)
         microbatches = []
         for first in range(0, count, self._micro_batch_size):
             rows = slice(first, first + self._micro_batch_size)
-            microbatch = build_microbatch(samples, rows, sample_ids[rows], positions[rows])
+            microbatch = build_microbatch(trim_padding(samples, rows), sample_ids[rows], positions[rows])
             microbatches.append(microbatch.pin_memory() if self._pin_memory else microbatch)
-        digest = sum(map(hash_microbatch, microbatches)) % 2**64
         return StepBatch(step, microbatches, digest, num_fed(samples))
 
 
+def trim_padding(samples: Samples, rows: slice = slice(None)) -> Samples:
+    """Some rows, without the columns at their end that are padding in all of them, but for a multiple of 8.
+
+    Only of samples that number their documents: a text fills its sequences, and all stay of one shape.
+    """
+    inputs, labels, documents = samples.inputs[rows], samples.labels[rows], samples.documents
+    if documents is None:
+        return Samples(inputs, labels)
+    documents = documents[rows]
+    filled = int((documents >= 0).any(axis=0).sum())
+    kept = slice(0, max(_TRIM_TO, -(-filled // _TRIM_TO) * _TRIM_TO))
+    return Samples(
+        np.ascontiguousarray(inputs[:, kept]),
+        np.ascontiguousarray(labels[:, kept]),
+        np.ascontiguousarray(documents[:, kept]),
+        samples.apart,
+    )
+
+
 def build_microbatch(
-    samples: Samples, rows: slice, sample_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    samples: Samples, sample_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
 ) -> Microbatch:
-    """Some rows of samples as tensors on the CPU."""
-    documents = None if samples.documents is None else samples.documents[rows]
+    """Samples as tensors on the CPU."""
+    documents = samples.documents if samples.apart else None
     return Microbatch(
-        torch.from_numpy(samples.inputs[rows]),
-        torch.from_numpy(samples.labels[rows]),
+        torch.from_numpy(samples.inputs),
+        torch.from_numpy(samples.labels),
         sample_ids,
         positions,
         None if documents is None else torch.from_numpy(documents),
@@ -229,10 +239,11 @@ def fill_up(samples: Samples, count: int) -> Samples:
         np.pad(samples.inputs, rows),
         np.pad(samples.labels, rows, constant_values=NO_LABEL),
         None if documents is None else np.pad(documents, rows, constant_values=-1),
+        samples.apart,
     )
 
 
 def num_fed(samples: Samples) -> int:
-    """Positions other than padding. Without documents one that has no target is padding: see TokenDataset."""
+    """Positions other than padding. Without documents one that has no target is padding: see Samples."""
     fed = samples.labels != NO_LABEL if samples.documents is None else samples.documents >= 0
     return int(fed.sum())

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.data.order import DataOrder, Permutation, SampleOrder, branch_seed
-from echelon.data.shards import Dataset, Samples, TokenDataset
+from echelon.data.shards import Dataset, Samples
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
-    from echelon.data.prepare import PreparedData
+    from echelon.data.prepared import PreparedData
     from echelon.recipe import Recipe
 
 MIN_SLOTS = 1000
@@ -94,7 +94,7 @@ class MixtureOrder:
 class MixtureDataset:
     """The samples of several sources, numbered through: the id of one is its own within its source, plus an offset."""
 
-    def __init__(self, parts: Sequence[TokenDataset]) -> None:
+    def __init__(self, parts: Sequence[Dataset]) -> None:
         self.parts = tuple(parts)
         self.sequence_len = parts[0].sequence_len
         self._stops = np.cumsum([part.num_samples for part in parts])
@@ -106,25 +106,26 @@ class MixtureDataset:
 
     @property
     def num_samples(self) -> int:
-        """The windows of all sources; none runs from one source into another."""
+        """The sequences of all sources; none holds text of two."""
         return int(self._stops[-1])
 
     def read_samples(self, sample_ids: Ids) -> Samples:
-        """The samples `[n]`, of any sources. Where one keeps documents apart, a sequence of another is one document."""
-        inputs = np.empty((sample_ids.size, self.sequence_len), dtype=np.int64)
-        labels, documents, has_documents = np.empty_like(inputs), np.zeros(inputs.shape, dtype=np.int32), False
+        """The samples `[n]`, of any sources."""
         sources = np.searchsorted(self._stops, sample_ids, side="right")
-        for source in np.unique(sources):
-            chosen, part = sources == source, self.parts[source]
-            first = self._stops[source] - part.num_samples
-            samples = part.read_samples(sample_ids[chosen] - first)
-            inputs[chosen], labels[chosen] = samples.inputs, samples.labels
-            if samples.documents is not None:
-                documents[chosen], has_documents = samples.documents, True
-        return Samples(inputs, labels, documents if has_documents else None)
+        chosen = [np.flatnonzero(sources == source) for source in range(len(self.parts))]
+        found = [
+            part.read_samples(sample_ids[rows] - (stop - part.num_samples))
+            for part, stop, rows in zip(self.parts, self._stops, chosen, strict=True)
+        ]
+        back = np.argsort(np.concatenate(chosen))
+        inputs, labels = (
+            np.concatenate([getattr(each, name) for each in found])[back] for name in ("inputs", "labels")
+        )
+        documents = [each.documents for each in found if each.documents is not None]
+        return Samples(inputs, labels, np.concatenate(documents)[back] if documents else None, found[0].apart)
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
-        """All tokens, source after source, a chunk at a time."""
+        """The tokens of all sources, one after the other, a chunk at a time."""
         for part in self.parts:
             yield from part.iter_tokens(chunk_tokens)
 

@@ -14,35 +14,27 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from echelon.data.corpus import CorpusEntry, corpus_bytes, list_corpus, sample_texts
-from echelon.data.mixture import MixtureDataset
-from echelon.data.readers.record import EITHER_FIELD, Fields
+from echelon.data.catalog import FORMAT_VERSION, SampleRule, save_manifest
+from echelon.data.corpus import CorpusEntry, corpus_bytes, describe_examples, list_corpus, sample_texts
+from echelon.data.instruction import InstructionEncoding
+from echelon.data.preflight import InstructionOptions, build_instruction_encoding
+from echelon.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
+from echelon.data.readers.record import ExampleFields
 from echelon.data.resume import has_progress
-from echelon.data.shards import (
-    FORMAT_VERSION,
-    MAX_SHARD_TOKENS,
-    Dataset,
-    Manifest,
-    Split,
-    TokenDataset,
-    TokenStore,
-    check_shards,
-    load_manifest,
-    save_manifest,
-)
+from echelon.data.shards import MAX_SHARD_TOKENS
 from echelon.data.source import Source
 from echelon.data.split import describe_split
+from echelon.data.templates import load_template
 from echelon.data.tokenize import Encoding, Progress
 from echelon.data.tokenizer import (
     EOS,
+    add_new_tokens,
     build_bytes_tokenizer,
     build_tokenizer,
-    fingerprint_json,
     load_tokenizer,
     separator_id,
     tokenizer_fingerprint,
@@ -50,8 +42,8 @@ from echelon.data.tokenizer import (
     vocabulary_size,
 )
 from echelon.data.writing import CorpusWriter, WritingOptions
-from echelon.errors import CheckpointError, ConfigError, DataError, EchelonError
-from echelon.manifest import check_files, write_manifest
+from echelon.errors import ConfigError, DataError, EchelonError
+from echelon.manifest import write_manifest
 from echelon.model.folder import find_model_dir
 from echelon.run_folder import sync_path
 
@@ -89,6 +81,11 @@ class PrepareSpec:
     deduplicate: bool = False
     max_broken_fraction: float = 0.001
     max_shard_tokens: int = MAX_SHARD_TOKENS
+    packing: bool = True
+    document_mask: DocumentMask = "auto"
+    on_overlong: Literal["cut", "drop", "refuse"] = "cut"
+    instruction: InstructionOptions = field(default_factory=InstructionOptions)
+    new_tokens: tuple[str, ...] = ()
 
 
 def prepare_spec(recipe: "Recipe") -> PrepareSpec:
@@ -109,71 +106,25 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
         separator=data.document_separator,
         deduplicate=data.deduplicate,
         max_broken_fraction=data.max_broken_fraction,
+        packing=data.packing,
+        document_mask=data.document_mask,
+        on_overlong=data.on_overlong,
+        instruction=InstructionOptions(
+            chat_template=data.chat_template,
+            train_on=data.train_on,
+            system_prompt=data.system_prompt,
+            separator=data.document_separator,
+            preferences=recipe.objective.name == "dpo",
+        ),
+        new_tokens=recipe.model.new_tokens,
     )
 
 
 def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
     return tuple(
-        Source(f"{key}.{index}", config.path, config.format, _fields(config.fields), config.label, config.split)
+        Source(f"{key}.{index}", config.path, config.format, config.fields, config.label, config.split)
         for index, config in enumerate(configs)
     )
-
-
-def _fields(names: dict[str, str]) -> Fields:
-    """The fields to read: those named, and no other beside them."""
-    return Fields(names.get("text"), names.get("input_ids")) if names else EITHER_FIELD
-
-
-@dataclass(frozen=True)
-class ValidationSet:
-    """Text to evaluate on, under a name. `bytes_per_token` is None where the text was given as tokens."""
-
-    name: str
-    dataset: Dataset
-    bytes_per_token: float | None
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """A prepared folder, opened.
-
-    `train` is a MixtureDataset where `manifest.train` has several splits, its parts in their order. `validation` is
-    empty when nothing was held out.
-    """
-
-    path: Path
-    manifest: Manifest
-    train: Dataset
-    validation: tuple[ValidationSet, ...]
-
-    @property
-    def tokenizer_dir(self) -> Path:
-        """The folder of the tokenizer, as `save_pretrained` wrote it."""
-        return self.path / "tokenizer"
-
-    @cached_property
-    def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer, loaded when first asked for."""
-        return load_tokenizer(str(self.tokenizer_dir))
-
-    @property
-    def vocab_size(self) -> int:
-        """How many ids a model needs: one more than the largest the tokenizer can emit."""
-        return self.manifest.vocab_size
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of the tokenizer that made the tokens."""
-        return self.manifest.tokenizer_fingerprint
-
-    @property
-    def content_digest(self) -> str:
-        """A hash of the tokens and of what is trained and validated on, wherever the folder lies."""
-        manifest = self.manifest
-        shards = {stream: [shard.sha256 for shard in manifest.shards(stream)] for stream in manifest.streams}
-        parts = (manifest.train, manifest.validation)
-        splits = [[[split.stream, split.start, split.stop] for split in part] for part in parts]
-        return hashlib.sha256(json.dumps([self.fingerprint, shards, splits], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def prepare_data(recipe: "Recipe", say: Say, *, verify: bool = False) -> PreparedData:
@@ -190,9 +141,15 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
     if not 0 <= spec.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction={spec.validation_fraction} is no share of the text; use 0 to 0.5.")
     corpus = list_corpus(spec.train, spec.validation)
+    for line in describe_examples(corpus):
+        say(line)
     tokenizer = None
     if not isinstance(spec.tokenizer, int):
-        tokenizer = build_tokenizer(spec.tokenizer, spec.checkpoint, spec.trust_remote_code)
+        tokenizer = build_tokenizer(spec.tokenizer, spec.checkpoint, spec.trust_remote_code, spec.new_tokens)
+    rule = _sample_rule(spec, corpus, tokenizer)
+    if rule is None:
+        separator = spec.separator if tokenizer is None else separator_id(tokenizer, spec.separator)
+        check_mask(spec.document_mask, separator)
     folder = spec.prepared_dir / _cache_key(spec, corpus, tokenizer)
     if not folder.is_dir():
         try:
@@ -206,66 +163,62 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
                 f"the prepared data cannot be written to {folder}: {error.strerror or error}; free some space or set "
                 f"data.prepared_dir to another place.{kept}"
             ) from error
-    prepared = open_prepared(folder, spec.sequence_len, verify=verify)
+    prepared = open_prepared(folder, spec.sequence_len, spec.document_mask, verify=verify)
     held_out = sum(each.dataset.num_tokens for each in prepared.validation)
     for line in describe_split(prepared.manifest):
         say(line)
+    kept = "attends to no other" if prepared.apart else "attends to those before it in its sequence"
+    say(f"documents: each {kept} (data.document_mask={str(spec.document_mask).lower()})")
     say(f"data: {prepared.train.num_tokens:,} tokens to train on, {held_out:,} held out, in {folder}")
     return prepared
-
-
-def open_prepared(
-    path: Path,
-    sequence_len: int,
-    *,
-    tokenizer: "PreTrainedTokenizerFast | None" = None,
-    verify: bool = False,
-) -> PreparedData:
-    """Open a prepared folder, cutting its tokens into samples of `sequence_len`.
-
-    Raises DataError for a damaged or foreign manifest, a shard of the wrong size (with `verify`, also of the wrong
-    sha256), and for a tokenizer, the saved one or the one given, that did not make these tokens.
-    """
-    manifest = load_manifest(path)
-    check_shards(path, manifest, verify=verify)
-    try:
-        check_files(path / "tokenizer", checksums=True)
-        saved = fingerprint_json((path / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))
-    except (CheckpointError, OSError, ValueError) as error:
-        raise DataError(f"the tokenizer in {path} cannot be read: {error} Delete {path} and prepare again.") from error
-    found = {f"the tokenizer in {path}": saved}
-    if tokenizer is not None:
-        found["the tokenizer given"] = tokenizer_fingerprint(tokenizer)
-    for what, fingerprint in found.items():
-        if fingerprint != manifest.tokenizer_fingerprint:
-            raise DataError(
-                f"{what} did not make the tokens in {path}: its fingerprint is {fingerprint}, theirs "
-                f"{manifest.tokenizer_fingerprint}; use the tokenizer they were made with, or prepare again."
-            )
-    stores = {name: TokenStore(path, manifest.shards(name), manifest.dtype) for name in manifest.streams}
-
-    def cut(split: Split) -> TokenDataset:
-        return TokenDataset([stores[split.stream]], sequence_len, start=split.start, stop=split.stop)
-
-    validation = tuple(ValidationSet(each.name, cut(each), each.bytes_per_token) for each in manifest.validation)
-    parts = [cut(split) for split in manifest.train]
-    return PreparedData(path, manifest, parts[0] if len(parts) == 1 else MixtureDataset(parts), validation)
 
 
 def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None") -> str:
     """A hash of all that decides the content of a prepared folder."""
     digest = hashlib.sha256()
-    identity: Any = spec.tokenizer
-    if tokenizer is not None:
-        identity = [tokenizer_fingerprint(tokenizer), separator_id(tokenizer, spec.separator)]
+    if tokenizer is None:
+        template = spec.instruction.chat_template and load_template(spec.instruction.chat_template)
+        identity: list[Any] = [spec.tokenizer, spec.new_tokens, asdict(spec.instruction), template]
+    else:
+        instruction = _instruction(spec, corpus, tokenizer)
+        identity = [tokenizer_fingerprint(tokenizer), separator_id(tokenizer, spec.separator), tokenizer.chat_template]
+        identity.append(instruction and asdict(instruction))
     fraction = 0.0 if spec.validation else spec.validation_fraction
     choices = [spec.separator, spec.mixture, spec.deduplicate, spec.max_broken_fraction, spec.max_shard_tokens]
-    digest.update(json.dumps([FORMAT_VERSION, identity, fraction, *choices]).encode())
+    rule = _sample_rule(spec, corpus, tokenizer)
+    samples = rule and asdict(rule)
+    digest.update(json.dumps([FORMAT_VERSION, identity, samples, fraction, *choices]).encode())
     for entry in corpus:
         digest.update(json.dumps([entry.stream, entry.source.key, entry.source.name]).encode())
         for file in entry.files:
             digest.update(json.dumps(asdict(file), default=os.fspath).encode())
     return digest.hexdigest()[:16]
+
+
+def _sample_rule(
+    spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None"
+) -> SampleRule | None:
+    """How documents become samples; None where they are one text. A tokenizer yet to be trained pads with 0."""
+    if spec.packing and not _has_examples(corpus):
+        return None
+    ids = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.eos_token_id]
+    padding = next((each for each in ids if each is not None), 0)
+    return SampleRule(spec.sequence_len, spec.on_overlong, spec.packing, padding)
+
+
+def _has_examples(corpus: Sequence[CorpusEntry]) -> bool:
+    return any(isinstance(file.fields, ExampleFields) for entry in corpus for file in entry.files)
+
+
+def _instruction(
+    spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast"
+) -> InstructionEncoding | None:
+    """What makes tokens of examples; None where all is plain text. The tokenizer takes the template that is used.
+
+    Raises ConfigError.
+    """
+    files = (file for entry in corpus for file in entry.files)
+    return build_instruction_encoding(spec.instruction, tokenizer, files)
 
 
 @contextmanager
@@ -306,8 +259,10 @@ def _write_folder(
             max_shard_tokens=spec.max_shard_tokens,
             max_broken_fraction=spec.max_broken_fraction,
             deduplicate=spec.deduplicate,
+            samples=_sample_rule(spec, corpus, tokenizer),
         )
-        writer = CorpusWriter(partial, corpus, _encoding(tokenizer, spec), options, say)
+        encoding = _encoding(tokenizer, spec, _instruction(spec, corpus, tokenizer))
+        writer = CorpusWriter(partial, corpus, encoding, options, say)
         save_manifest(partial, writer.write(_num_workers(spec, corpus)))
         writer.finish()
         os.rename(partial, folder)
@@ -336,7 +291,8 @@ def _keep_tokenizer(
         return load_tokenizer(str(place))
     if tokenizer is None:
         assert isinstance(spec.tokenizer, int)
-        tokenizer = _train_on_sample(corpus, spec.tokenizer, say)
+        tokenizer = add_new_tokens(_train_on_sample(corpus, spec.tokenizer, say), spec.new_tokens)
+        _instruction(spec, corpus, tokenizer)  # its template is saved with it
     unfinished = place.with_suffix(".new")
     for folder in (unfinished, place):
         shutil.rmtree(folder, ignore_errors=True)
@@ -346,7 +302,9 @@ def _keep_tokenizer(
     return tokenizer
 
 
-def _encoding(tokenizer: "PreTrainedTokenizerFast", spec: PrepareSpec) -> Encoding:
+def _encoding(
+    tokenizer: "PreTrainedTokenizerFast", spec: PrepareSpec, instruction: InstructionEncoding | None
+) -> Encoding:
     fingerprint = tokenizer_fingerprint(tokenizer)
     is_bytes = fingerprint == tokenizer_fingerprint(build_bytes_tokenizer())
     inner = tokenizer.backend_tokenizer
@@ -356,6 +314,7 @@ def _encoding(tokenizer: "PreTrainedTokenizerFast", spec: PrepareSpec) -> Encodi
         separator=separator_id(tokenizer, spec.separator),
         vocab_size=vocabulary_size(inner),
         digests=spec.deduplicate,
+        instruction=instruction,
     )
 
 

@@ -21,13 +21,38 @@ DIGESTS_NAME = "digests.bin"
 
 
 @dataclass
+class PartState:
+    """How far a file of a sink is: its finished shards, and what the open one holds."""
+
+    shards: tuple[ShardRecord, ...] = ()
+    open_tokens: int = 0
+
+
+@dataclass
+class SampleCounts:
+    """What became of the samples of a sink. See SampleRecord."""
+
+    samples: int = 0
+    documents_each: int = 0
+    num_overlong: int = 0
+    num_dropped: int = 0
+    lost_tokens: int = 0
+    num_unlabelled: int = 0
+
+
+@dataclass
 class SinkState:
-    """What one source has given to one stream so far: counts, finished shards, and the tokens of the open one."""
+    """What one source has given to one stream so far: counts, and the files by what they hold.
+
+    `begun` is the start of a text that is to be one sample and has not ended yet, of `begun_tokens` so far.
+    """
 
     documents: int = 0
     text_bytes: int | None = 0
-    shards: tuple[ShardRecord, ...] = ()
-    open_tokens: int = 0
+    parts: dict[str, PartState] = field(default_factory=dict)
+    counts: SampleCounts = field(default_factory=SampleCounts)
+    begun: list[int] = field(default_factory=list)
+    begun_tokens: int = 0
 
 
 @dataclass
@@ -68,10 +93,10 @@ class WritingJournal:
         known = {PROGRESS_NAME, DIGESTS_NAME} if self.is_resumed else set()
         for index, entry in enumerate(self.state.entries):
             for stream, sink in entry.sinks.items():
-                names = [shard.file for shard in sink.shards]
-                known.update(names)
-                if sink.open_tokens:
-                    known.add(f"{shard_prefix(stream, index)}-{len(names):05d}.bin")
+                for name, part in sink.parts.items():
+                    known.update(shard.file for shard in part.shards)
+                    if part.open_tokens:
+                        known.add(f"{part_prefix(shard_prefix(stream, index), name)}-{len(part.shards):05d}.bin")
         for path in folder.iterdir():
             if path.is_file() and path.name not in known:
                 path.unlink()
@@ -123,6 +148,11 @@ def shard_prefix(stream: str, index: int) -> str:
     return f"{stream}-{index:03d}"
 
 
+def part_prefix(prefix: str, part: str) -> str:
+    """How the shards begin that hold something of a source: `tokens`, or what belongs to them."""
+    return prefix if part == "tokens" else f"{prefix}.{part}"
+
+
 def has_progress(folder: Path) -> bool:
     """Whether some of a folder's text is written for good."""
     return (folder / PROGRESS_NAME).is_file()
@@ -134,11 +164,16 @@ def _load(path: Path, num_entries: int) -> WritingState | None:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         entries = []
         for entry in content["entries"]:
-            sinks = {
-                stream: SinkState(**{**sink, "shards": tuple(ShardRecord(**shard) for shard in sink["shards"])})
-                for stream, sink in entry["sinks"].items()
-            }
+            sinks = {stream: _parse_sink(sink) for stream, sink in entry["sinks"].items()}
             entries.append(EntryState(**{**entry, "sinks": sinks}))
         if len(entries) == num_entries:
             return WritingState(**{**content, "entries": entries})
     return None
+
+
+def _parse_sink(content: dict[str, Any]) -> SinkState:
+    parts = {
+        name: PartState(tuple(ShardRecord(**shard) for shard in part["shards"]), part["open_tokens"])
+        for name, part in content["parts"].items()
+    }
+    return SinkState(**{**content, "parts": parts, "counts": SampleCounts(**content["counts"])})

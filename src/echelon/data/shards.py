@@ -1,35 +1,35 @@
-"""Tokens on disk: shard files, the manifest that describes them, and the windows cut from them.
+"""Tokens on disk: shard files, and the windows cut from them.
 
-A shard is a bare array of little-endian uint16 or uint32; all that is known of it stands in manifest.json. Shards of a
-stream (train, validation) follow each other as one long sequence of tokens, memory-mapped, so a corpus may be larger
-than memory and counts go beyond 2^32.
+A shard is a bare array of little-endian numbers; all that is known of it stands in manifest.json (see `catalog`).
+Shards of a stream (train, validation) follow each other as one long sequence of tokens, memory-mapped, so a corpus may
+be larger than memory and counts go beyond 2^32. What else belongs to samples is kept in shards too: where this module
+says token, it may be a label or a length.
 """
 
 import hashlib
 import itertools
-import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from echelon.errors import DataError
-from echelon.manifest import file_digest, read_json
 
-FORMAT_VERSION = 4
-MANIFEST_NAME = "manifest.json"
 MAX_SHARD_TOKENS = 2**30
 BLOCK_BYTES = 2**17
 """What one checksum of a shard covers: as much as the system reads around a page of a file that is touched first."""
 NO_LABEL = -100
 """The label of a position that is no target."""
 
-_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4"), "uint64": np.dtype("<u8")
+}  # fmt: skip
+"""What a shard may hold."""
 
 
 @dataclass(frozen=True)
@@ -41,150 +41,6 @@ class ShardRecord:
     bytes: int
     sha256: str
     blocks: str
-
-
-@dataclass(frozen=True)
-class SourceRecord:
-    """What one source gave to one stream.
-
-    `source` is its key in the recipe; `text_bytes` the UTF-8 bytes of its documents, None when it was given as tokens.
-    Of the source as a whole: `broken` names at most the first 20 of `num_broken` records and files that were left out,
-    `num_duplicates` counts the documents left out as copies.
-    """
-
-    source: str
-    name: str
-    path: str
-    documents: int
-    tokens: int
-    text_bytes: int | None
-    shards: tuple[ShardRecord, ...]
-    num_broken: int = 0
-    broken: tuple[str, ...] = ()
-    num_duplicates: int = 0
-
-
-@dataclass(frozen=True)
-class Split:
-    """A text to train on: tokens [start, stop) of a stream, under a name."""
-
-    name: str
-    stream: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class HeldOut(Split):
-    """A named set to validate on, and how its text was chosen: given, by a hash of each document, or the end of one.
-
-    `bytes_per_token` is None where the text was given as tokens; `documents` 0 for an end.
-    """
-
-    bytes_per_token: float | None
-    method: Literal["sources", "hash", "tail"]
-    documents: int
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """manifest.json: what a prepared folder holds and how it came to be.
-
-    `train` has one split, or one for each source of a mixture; `validation` a set for each name.
-    """
-
-    format_version: int
-    dtype: str
-    tokenizer_fingerprint: str
-    vocab_size: int
-    separator: int | None
-    streams: dict[str, tuple[SourceRecord, ...]]
-    train: tuple[Split, ...]
-    validation: tuple[HeldOut, ...]
-
-    def shards(self, stream: str) -> list[ShardRecord]:
-        """The shards of a stream in order."""
-        return [shard for source in self.streams[stream] for shard in source.shards]
-
-
-def save_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json, with a checksum of what it says."""
-    content = asdict(manifest)
-    with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as stream:
-        json.dump({**content, "sha256": _digest(content)}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def load_manifest(folder: Path) -> Manifest:
-    """Read manifest.json. Raises DataError when it is absent, damaged or of another version."""
-    path = folder / MANIFEST_NAME
-    remedy = f"delete {folder} and prepare again"
-    try:
-        content = read_json(path)
-        version = content["format_version"]
-        if version == FORMAT_VERSION:
-            if content.pop("sha256") != _digest(content):
-                raise ValueError("it changed after it was written")
-            return _parse_manifest(content)
-    except FileNotFoundError as error:
-        raise DataError(f"{folder} holds no prepared data: {MANIFEST_NAME} is missing.") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); {remedy}.") from error
-    raise DataError(f"{path} is of format {version!r:.40}, this version reads {FORMAT_VERSION}; {remedy}.")
-
-
-def _parse_manifest(content: dict[str, Any]) -> Manifest:
-    """Raises ValueError, KeyError, TypeError or AttributeError for what is no manifest."""
-    streams = {}
-    for name, sources in content["streams"].items():
-        records = [
-            {**source, "shards": tuple(map(_parse_shard, source["shards"])), "broken": tuple(source["broken"])}
-            for source in sources
-        ]
-        streams[name] = tuple(SourceRecord(**record) for record in records)
-    train = tuple(Split(**split) for split in content["train"])
-    validation = tuple(HeldOut(**split) for split in content["validation"])
-    manifest = Manifest(**{**content, "streams": streams, "train": train, "validation": validation})
-    itemsize = _DTYPES[manifest.dtype].itemsize
-    for name in streams:
-        for shard in manifest.shards(name):
-            if shard.bytes != shard.tokens * itemsize or len(shard.blocks) != 8 * -(-shard.bytes // BLOCK_BYTES):
-                raise ValueError("counts of tokens and bytes disagree")
-    for split in (*train, *validation):
-        if not 0 <= split.start <= split.stop <= sum(shard.tokens for shard in manifest.shards(split.stream)):
-            raise ValueError("a split reaches beyond its stream")
-    return manifest
-
-
-def _parse_shard(content: dict[str, Any]) -> ShardRecord:
-    shard = ShardRecord(**content)
-    if Path(shard.file).name != shard.file:
-        raise ValueError(f"{shard.file} is no plain file name")
-    return shard
-
-
-def check_shards(folder: Path, manifest: Manifest, *, verify: bool = False) -> None:
-    """Raise DataError for a shard that is missing, truncated or grown; with `verify`, also for one that was altered."""
-    for stream in manifest.streams:
-        for shard in manifest.shards(stream):
-            path = folder / shard.file
-            size = path.stat().st_size if path.is_file() else None
-            if size is None or size != shard.bytes:
-                found = "is missing" if size is None else f"has {size} bytes"
-                raise DataError(
-                    f"{path} {found}, the manifest says {shard.bytes} bytes; delete {folder} and prepare again."
-                )
-            if verify and file_digest(path) != shard.sha256:
-                raise DataError(
-                    f"{path} was altered: its sha256 is not the manifest's; delete {folder} and prepare again."
-                )
 
 
 class _Checksums:
@@ -233,7 +89,7 @@ class ShardWriter:
         """
         self._folder = folder
         self._prefix = prefix
-        self._dtype = _DTYPES[dtype]
+        self._dtype = DTYPES[dtype]
         self._max_tokens = max_tokens
         self._records: list[ShardRecord] = list(finished)
         self._stream: BinaryIO | None = None
@@ -311,7 +167,7 @@ class TokenStore:
     """
 
     def __init__(self, folder: Path, shards: Sequence[ShardRecord], dtype: str) -> None:
-        self.dtype = _DTYPES[dtype]
+        self.dtype = DTYPES[dtype]
         self._folder = folder
         self._shards = list(shards)
         self._stops = np.cumsum([0, *(shard.tokens for shard in shards)], dtype=np.int64)
@@ -362,13 +218,15 @@ class Samples:
     """Sequences as they are fed.
 
     inputs and labels are int64 `[n, sequence_len]`, labels -100 where there is no target. `documents`, int32 of the
-    same shape, numbers each token's document within its sequence, from 0, and is -1 for padding; None where documents
-    are not kept apart. A preference pair is two documents, chosen (even) and rejected (odd).
+    same shape, numbers each token's document within its sequence, from 0, and is -1 for padding; None where a sequence
+    is one text, in which what has no label is padding. A preference pair is two documents, chosen (even) and rejected
+    (odd). `apart`: documents must not attend to each other.
     """
 
     inputs: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     documents: npt.NDArray[np.int32] | None = None
+    apart: bool = True
 
 
 class Dataset(Protocol):
@@ -391,7 +249,7 @@ class Dataset(Protocol):
         ...
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
-        """All tokens in order, a chunk at a time."""
+        """All tokens in order, a chunk at a time; of labelled documents those that are learned."""
         ...
 
 
@@ -401,6 +259,9 @@ class TokenDataset:
     Of N tokens, sample k has inputs kL .. kL+L-1 and labels one further, so every token but the first is a target
     exactly once and every token but the last an input exactly once. The last of the ceil((N-1)/L) samples is filled up:
     inputs with `pad_id`, labels with -100. Windows run across documents and shards.
+
+    With a `separator`, documents are kept apart: one ends with each separator, or with its window. The first token of a
+    document is then no target, for the token before it is another document's.
     """
 
     def __init__(
@@ -410,10 +271,12 @@ class TokenDataset:
         pad_id: int = 0,
         start: int = 0,
         stop: int | None = None,
+        separator: int | None = None,
     ) -> None:
         assert sequence_len > 0, f"sequence_len={sequence_len}"
         self.sequence_len = sequence_len
         self.pad_id = pad_id
+        self.separator = separator
         self._stores = list(stores)
         self._stops = [0, *itertools.accumulate(store.num_tokens for store in stores)]
         self._start = start
@@ -450,7 +313,17 @@ class TokenDataset:
             window = self.read(sample * length, min((sample + 1) * length + 1, self.num_tokens))
             inputs[row, : window.size - 1] = window[:-1]
             labels[row, : window.size - 1] = window[1:]
-        return Samples(inputs, labels)
+        if self.separator is None:
+            return Samples(inputs, labels)
+        documents = self._number_documents(inputs, labels)
+        labels[inputs == self.separator] = NO_LABEL
+        return Samples(inputs, labels, documents)
+
+    def _number_documents(self, inputs: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """How many separators stand before each token of its window, `[n, sequence_len]`; -1 for padding."""
+        ends = inputs == self.separator
+        numbers = np.cumsum(ends, axis=1) - ends
+        return np.where(labels == NO_LABEL, -1, numbers).astype(np.int32)
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
         """All tokens in order, a chunk at a time."""

@@ -3,16 +3,18 @@
 import glob
 import os
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from echelon.data.readers import FORMATS, guess_format
 from echelon.data.readers.datasets import find_on_hub, is_saved_dataset, list_saved_dataset
 from echelon.data.readers.megatron import is_megatron_index
-from echelon.data.readers.record import EITHER_FIELD, Fields, SourceFile
-from echelon.data.readers.separated import holds_field
+from echelon.data.readers.record import SourceFile
+from echelon.data.readers.separated import read_header
+from echelon.data.record_kinds import RECORD_FILES, has_known_fields, settle_fields
 from echelon.errors import ConfigError, DataError
+from echelon.recipe.data_formats import RECORD_FORMATS
 
 PYTHON_STDLIB = "python-stdlib"
 """The source every machine has: the running Python's standard library, its *.py files."""
@@ -31,13 +33,13 @@ class Source:
     """One entry of `data.train` or `data.validation`.
 
     `key` is its place in the recipe, for messages; `path` a file, a folder, a glob, `python-stdlib` or a dataset of the
-    hub; `name` what lines and metrics call it.
+    hub; `fields` the names of the records' fields, by the format's own; `name` what lines and metrics call it.
     """
 
     key: str
     path: str
     format: str = "auto"
-    fields: Fields = EITHER_FIELD
+    fields: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     split: str | None = None
 
@@ -52,19 +54,17 @@ def list_files(source: Source) -> tuple[SourceFile, ...]:
     Raises DataError naming the recipe key when there is nothing at the path or no text in it, ConfigError for a split
     where there is none to choose.
     """
-    if source.format == TOKENS and source.fields == EITHER_FIELD:
-        source = replace(source, fields=Fields(text=None))
     path = Path(source.path).expanduser()
     if source.format == "hub":
-        return tuple(find_on_hub(source.path, source.split, source.fields, str(source)))
+        return settle_fields(source, find_on_hub(source.path, source.split, str(source)))
     if path.is_dir() and is_saved_dataset(path):
-        return _check_not_empty(source, _list_saved(source, path))
+        return settle_fields(source, _check_not_empty(source, _list_saved(source, path)))
     if source.split is not None:
         raise ConfigError(
             f"{source.key}.split={source.split} is for Hugging Face datasets, on disk or on the hub, and {source.path} "
             f"is none; list the files to read, or hold out a share with data.validation_fraction."
         )
-    return _check_not_empty(source, _list_paths(source, path))
+    return settle_fields(source, _check_not_empty(source, _list_paths(source, path)))
 
 
 def _list_saved(source: Source, path: Path) -> list[SourceFile]:
@@ -103,11 +103,14 @@ def _list_paths(source: Source, path: Path) -> list[SourceFile]:
 
 def _choose_format(source: Source, path: Path) -> str:
     guessed = guess_format(path)
-    if source.format == TOKENS:
-        if guessed not in ("jsonl", "parquet", "arrow"):
+    if source.format in RECORD_FORMATS:
+        if path.suffix.lower() == ".json":
+            return "json"
+        if guessed is None or guessed not in RECORD_FILES:
             raise ConfigError(
-                f"{source.key}.format=tokens is for records with a list of ids, in .jsonl, .parquet or .arrow, and "
-                f"{path} is none; for files of ids use nanogpt, npy or megatron."
+                f"{source.key}.format={source.format} is for records in .jsonl, .json, .csv, .parquet or .arrow, and "
+                f"{path} is none"
+                + ("; for files of ids use nanogpt, npy or megatron." if source.format == TOKENS else ".")
             )
         return guessed
     return source.format if source.format != "auto" else guessed or "text"
@@ -119,16 +122,19 @@ def _list_folder(source: Source, folder: Path) -> Iterator[SourceFile]:
         guessed = guess_format(path)
         if guessed is None or (source.format == "auto" and not FORMATS[guessed].in_folders):
             continue
-        if source.format == TOKENS and guessed not in ("jsonl", "parquet", "arrow"):
+        is_json = path.suffix.lower() == ".json"
+        if source.format in RECORD_FORMATS and guessed not in RECORD_FILES and not is_json:
             continue
         if source.format == "text" and guessed not in ("text", "csv", "jsonl"):
             continue
-        if source.format not in ("auto", TOKENS, "text", guessed):
+        if source.format == "json" and not is_json:
+            continue
+        if source.format not in ("auto", "text", "json", guessed, *RECORD_FORMATS):
             continue
         if guessed == "megatron" and path.suffix == ".bin":
             continue  # its .idx is listed
         file = _describe(source, path, name, _choose_format(source, path), False)
-        if source.format == "auto" and file.format == "csv" and not holds_field(file):
+        if source.format == "auto" and file.format == "csv" and not has_known_fields(source.fields, read_header(file)):
             file = replace(file, format="text")  # a table of a source tree, not one of documents
         yield file
 
@@ -154,10 +160,10 @@ def _describe(source: Source, path: Path, name: str, format: str, required: bool
         path = path.with_suffix(".idx")
         parts = [each.stat() for each in (path, path.with_suffix(".bin")) if each.is_file()]
         size, mtime_ns = sum(each.st_size for each in parts), max((each.st_mtime_ns for each in parts), default=0)
-    return SourceFile(path.resolve(), name, format, size, mtime_ns, required, source.fields)
+    return SourceFile(path.resolve(), name, format, size, mtime_ns, required)
 
 
-def _check_not_empty(source: Source, files: list[SourceFile]) -> tuple[SourceFile, ...]:
+def _check_not_empty(source: Source, files: list[SourceFile]) -> list[SourceFile]:
     if not any(file.size for file in files):
         raise DataError(f"{source} holds no text: it is empty. Give text to train on.")
-    return tuple(files)
+    return files

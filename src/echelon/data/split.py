@@ -1,14 +1,17 @@
-"""What is trained on and what is held out: token ranges of the streams, and how they were chosen."""
+"""What is trained on and what is held out: ranges of the streams, how they were chosen, and what is said of it.
+
+Ranges count tokens of a text, or samples where the folder holds such.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from echelon.data.shards import HeldOut, Manifest, SourceRecord, Split
+from echelon.data.catalog import HeldOut, Manifest, SampleRecord, SampleRule, SourceRecord, Split
 from echelon.errors import DataError
 
 STREAMS = ("train", "validation")
 MIN_SPLIT_TOKENS = 2
-"""A sample takes a token to read and one to predict."""
+"""A window of a text takes a token to read and one to predict."""
 
 Streams = dict[str, tuple[SourceRecord, ...]]
 
@@ -58,19 +61,19 @@ def _hold_out(
     label = name if name != "train" else "validation"
     keys = {record.source for record in group}
     chosen = [(record, place) for record, place in _places(streams["validation"]) if record.source in keys]
-    if by_hash and sum(record.tokens for record, _ in chosen) >= MIN_SPLIT_TOKENS:
+    if by_hash and sum(record.size for record, _ in chosen) >= _least(group):
         records = tuple(record for record, _ in chosen)
         documents = sum(record.documents for record in records)
         start, stop = chosen[0][1][0], chosen[-1][1][1]
         return whole, HeldOut(label, "validation", start, stop, _bytes_per_token(records), "hash", documents)
     cut = whole.start + int((whole.stop - whole.start) * (1 - fraction))
-    if whole.stop - cut < MIN_SPLIT_TOKENS:
+    if whole.stop - cut < _least(group):
         cut = whole.stop
-    if cut - whole.start < MIN_SPLIT_TOKENS:
+    if cut - whole.start < _least(group):
         raise DataError(
-            f"data.train{'' if name == 'train' else f' ({name})'} holds {whole.stop - whole.start} tokens, of which "
-            f"data.validation_fraction={fraction} leaves {cut - whole.start} to train on; a sample takes at least "
-            f"{MIN_SPLIT_TOKENS}. Give more text."
+            f"data.train{'' if name == 'train' else f' ({name})'} holds {_say_size(group, whole.stop - whole.start)}, "
+            f"of which data.validation_fraction={fraction} leaves {cut - whole.start} to train on; "
+            f"{_say_least(group)}. Give more text."
         )
     split = Split(name, "train", whole.start, cut)
     if cut == whole.stop:
@@ -81,17 +84,30 @@ def _hold_out(
 def _whole(group: tuple[SourceRecord, ...], name: str, streams: Streams) -> Split:
     places = {record.source: place for record, place in _places(streams["train"])}
     split = Split(name, "train", places[group[0].source][0], places[group[-1].source][1])
-    if split.stop - split.start < MIN_SPLIT_TOKENS:
+    if split.stop - split.start < _least(group):
         raise DataError(
-            f"{group[0].source} holds {split.stop - split.start} tokens to train on; a sample takes at least "
-            f"{MIN_SPLIT_TOKENS}. Give more text."
+            f"{group[0].source} holds {_say_size(group, split.stop - split.start)} to train on; {_say_least(group)}. "
+            f"Give more text."
         )
     return split
 
 
+def _least(group: tuple[SourceRecord, ...]) -> int:
+    return MIN_SPLIT_TOKENS if group[0].labelled is None else 1
+
+
+def _say_size(group: tuple[SourceRecord, ...], size: int) -> str:
+    return f"{size:,} {'tokens' if group[0].labelled is None else 'samples'}"
+
+
+def _say_least(group: tuple[SourceRecord, ...]) -> str:
+    least = _least(group)
+    return f"a sample takes at least {least}" if group[0].labelled is None else f"at least {least} is needed"
+
+
 def _places(records: tuple[SourceRecord, ...]) -> Iterator[tuple[SourceRecord, tuple[int, int]]]:
-    """Each source with its token range of the stream."""
-    stops = list(accumulate((record.tokens for record in records), initial=0))
+    """Each source with its range of the stream."""
+    stops = list(accumulate((record.size for record in records), initial=0))
     return zip(records, pairwise(stops), strict=True)
 
 
@@ -105,24 +121,63 @@ def _bytes_per_token(records: tuple[SourceRecord, ...]) -> float | None:
 
 
 def describe_split(manifest: Manifest) -> list[str]:
-    """A line for each set that is held out for validation: how large it is, and how it was chosen."""
-    if not manifest.validation:
-        return ["validation: nothing is held out"]
-    return [_describe_set(manifest, held_out) for held_out in manifest.validation]
+    """What is said of prepared data: a line for each set held out, and for what became of samples."""
+    lines = [_describe_set(manifest, held_out) for held_out in manifest.validation]
+    lines = lines or ["validation: nothing is held out"]
+    if manifest.samples is None:
+        return lines
+    return [*lines, *_describe_samples(manifest, manifest.samples), *_describe_packs(manifest, manifest.samples)]
 
 
 def _describe_set(manifest: Manifest, held_out: HeldOut) -> str:
-    name = held_out.name if held_out.name == "validation" else f"validation on {held_out.name}"
+    name, unit = _name_set(held_out), "tokens" if manifest.samples is None else "samples"
     if held_out.method == "sources":
         return f"{name}: the text of data.validation, {held_out.documents:,} documents"
     trained = next((split for split in manifest.train if split.name == held_out.name), manifest.train[0])
-    num_tokens = held_out.stop - held_out.start
-    share = num_tokens / (num_tokens + trained.stop - trained.start)
+    size = held_out.stop - held_out.start
+    share = size / (size + trained.stop - trained.start)
     records = [record for record in manifest.streams["train"] if record.name == held_out.name]
     documents = sum(record.documents for record in records or manifest.streams["train"])
     if held_out.method == "hash":
         return (
             f"{name}: {held_out.documents:,} of {documents + held_out.documents:,} documents, chosen by a hash of "
-            f"their content ({share:.2%} of the tokens)"
+            f"their content ({share:.2%} of the {unit})"
         )
-    return f"{name}: the last {share:.2%} of the tokens (too few documents to choose some by hash: {documents:,})"
+    return f"{name}: the last {share:.2%} of the {unit} (too few documents to choose some by hash: {documents:,})"
+
+
+def _name_set(held_out: HeldOut) -> str:
+    return held_out.name if held_out.name == "validation" else f"validation on {held_out.name}"
+
+
+def _describe_samples(manifest: Manifest, rule: SampleRule) -> Iterator[str]:
+    """What did not fit, or had nothing to learn, source by source; nothing where all could be used whole."""
+    found: dict[str, list[SampleRecord]] = {}
+    for record in (record for records in manifest.streams.values() for record in records):
+        if record.labelled is not None:
+            found.setdefault(record.source, []).append(record.labelled)
+    for source, records in found.items():
+        kept, overlong, dropped, lost, unlabelled = (
+            sum(getattr(record, name) for record in records)
+            for name in ("samples", "num_overlong", "num_dropped", "lost_tokens", "num_unlabelled")
+        )
+        total = kept + dropped + unlabelled
+        if overlong:
+            became = "left out" if dropped else "cut"
+            yield (
+                f"{source}: {overlong:,} of {total:,} samples are longer than {rule.sequence_len:,} positions and were "
+                f"{became}: {lost:,} tokens lost (data.on_overlong={rule.on_overlong})"
+            )
+        if unlabelled:
+            yield f"{source}: {unlabelled:,} of {total:,} samples were left out: no token of them is learned"
+
+
+def _describe_packs(manifest: Manifest, rule: SampleRule) -> Iterator[str]:
+    names = [*(split.name for split in manifest.train), *map(_name_set, manifest.validation)]
+    for name, split in zip(names, (*manifest.train, *manifest.validation), strict=True):
+        assert split.packs is not None
+        share = split.packs.positions / (split.packs.packs * rule.sequence_len)
+        yield (
+            f"{'packing' if rule.packing else 'no packing'}: {name}, {split.stop - split.start:,} samples in "
+            f"{split.packs.packs:,} sequences of {rule.sequence_len:,}, {share:.1%} of the positions filled"
+        )

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -22,15 +22,17 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from echelon.data.instruction import InstructionEncoding
 from echelon.data.readers import cut_file, read_records
 from echelon.data.readers.record import (
     PIECE_BYTES,
     Broken,
+    BrokenRecordError,
+    Content,
     Reading,
     Record,
     SourceFile,
     Span,
-    TokenIds,
     digest_document,
     hash_for_split,
 )
@@ -52,7 +54,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
 class Encoding:
     """What a tokenizer does to text, as plain values. `tokenizer_json` None means bytes; `separator` ends documents.
 
-    `digests`: the hash of every document is wanted too, to find copies by.
+    `digests`: the hash of every document is wanted too, to find copies by. `instruction` makes samples of examples.
     """
 
     fingerprint: str
@@ -60,6 +62,7 @@ class Encoding:
     separator: int | None
     vocab_size: int
     digests: bool = False
+    instruction: InstructionEncoding | None = None
 
 
 class WorkerDiedError(EchelonError):
@@ -78,14 +81,18 @@ class Task:
 class Piece:
     """The tokens of a document, or of a piece of it; how many bytes of text they are, None where ids were given.
 
-    `hash` and `digest` are the document's where `is_first`, else 0 and None; `digest` only if asked for.
+    `hash` and `digest` are the document's where `is_first`, else 0 and None; `digest` only if asked for. A sample made
+    of a record is one piece: `lengths` are those of its documents, `targets` `[n]` says which tokens are learned.
     """
 
     tokens: Tokens
     is_first: bool
+    ends: bool
     hash: int
     text_bytes: int | None
     digest: bytes | None = None
+    targets: npt.NDArray[np.bool_] | None = None
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,12 @@ class TaskEncoder:
         texts = iter(self.encode([each.content for each in records if isinstance(each.content, bytes)]))
         pieces = []
         for record, file in zip(records, files, strict=True):
+            if isinstance(record.content, Mapping):
+                try:
+                    pieces.append(self._make_sample(record, record.content, file))
+                except BrokenRecordError as error:
+                    broken.append(Broken(file, record.position, str(error)))
+                continue
             is_text = isinstance(record.content, bytes)
             tokens = next(texts) if is_text else self._check(record.content, file)
             pieces.append(self._make_piece(record, tokens))
@@ -143,12 +156,29 @@ class TaskEncoder:
         return Piece(
             tokens=self._separate(record, tokens),
             is_first=record.is_first,
+            ends=record.ends,
             hash=hash_for_split(record.content) if record.is_first else 0,
             text_bytes=len(record.content) if isinstance(record.content, bytes) else None,
             digest=digest,
         )
 
-    def _check(self, ids: "bytes | TokenIds", file: SourceFile) -> Tokens:
+    def _make_sample(self, record: Record, example: Mapping[str, Any], file: SourceFile) -> Piece:
+        """The piece of an example. Raises BrokenRecordError."""
+        assert self._encoding.instruction is not None
+        documents = self._encoding.instruction.encode(example)
+        ids = np.concatenate([document.ids for document in documents])
+        return Piece(
+            tokens=self._check(ids, file) if ids.size else ids.astype(self._dtype),
+            is_first=True,
+            ends=True,
+            hash=hash_for_split(example),
+            text_bytes=None,
+            digest=digest_document([example]) if self._encoding.digests else None,
+            targets=np.concatenate([document.targets for document in documents]),
+            lengths=tuple(document.ids.size for document in documents),
+        )
+
+    def _check(self, ids: Content, file: SourceFile) -> Tokens:
         """Given ids in the type they are kept in."""
         assert isinstance(ids, np.ndarray)
         lowest, highest = int(ids.min()), int(ids.max())

@@ -6,7 +6,7 @@ All are `transformers` tokenizers around one of the `tokenizers` library, so tha
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,21 +135,32 @@ def try_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def build_tokenizer(
-    name: str | None, checkpoint: str | None, trust_remote_code: bool = False
+    name: str | None, checkpoint: str | None, trust_remote_code: bool = False, new_tokens: Sequence[str] = ()
 ) -> "PreTrainedTokenizerFast":
-    """The tokenizer a recipe names: `bytes`, a folder or hub id, or with None the checkpoint's own.
+    """The tokenizer a recipe names, with the tokens it adds: `bytes`, a folder or hub id, None for the checkpoint's.
 
     Raises ConfigError when there is neither a name nor a checkpoint.
     """
     if name == BYTES:
-        return build_bytes_tokenizer()
+        return add_new_tokens(build_bytes_tokenizer(), new_tokens)
     source = name if name is not None else checkpoint
     if source is None:
         raise ConfigError(
             "tokenizer is not set and model.config has no checkpoint to take one from; set tokenizer: bytes, a path or "
             "hub id, or {train: {vocab_size: 4096}}."
         )
-    return load_tokenizer(source, trust_remote_code)
+    return add_new_tokens(load_tokenizer(source, trust_remote_code), new_tokens)
+
+
+def add_new_tokens(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str]) -> "PreTrainedTokenizerFast":
+    """The tokenizer with `model.new_tokens` as special tokens: those it has not yet take the next ids, in their order.
+
+    Raises ConfigError for an empty one.
+    """
+    if any(not token.strip() for token in tokens):
+        raise ConfigError("model.new_tokens has an empty token; remove it.")
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
+    return tokenizer
 
 
 def separator_id(tokenizer: "PreTrainedTokenizerFast", choice: str | None = EOS) -> int | None:

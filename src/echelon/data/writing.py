@@ -2,15 +2,27 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
+from echelon.data.catalog import (
+    FORMAT_VERSION,
+    Manifest,
+    PackRecord,
+    SampleRecord,
+    SampleRule,
+    SourceRecord,
+    Split,
+)
 from echelon.data.corpus import CorpusEntry, choose_by_hash, corpus_bytes
+from echelon.data.packing import write_packs
 from echelon.data.readers import name_place
 from echelon.data.readers.record import Broken
 from echelon.data.resume import EntryState, SinkState, WritingJournal, shard_prefix
-from echelon.data.shards import FORMAT_VERSION, Manifest, ShardWriter, SourceRecord
+from echelon.data.sinks import Sink, open_sink
+from echelon.data.source import Source
 from echelon.data.split import STREAMS, divide_streams
 from echelon.data.tokenize import (
     Encoding,
@@ -41,6 +53,7 @@ class WritingOptions:
     """What decides the content of the shards beside text and tokenizer.
 
     `mixture`: each training source is divided, and later sampled, by itself. `deduplicate`: copies are left out.
+    `samples`: documents become samples, None: one text.
     """
 
     validation_fraction: float
@@ -48,6 +61,7 @@ class WritingOptions:
     max_shard_tokens: int
     max_broken_fraction: float
     deduplicate: bool
+    samples: SampleRule | None
 
 
 class CorpusWriter:
@@ -66,7 +80,7 @@ class CorpusWriter:
         # Text to validate on first: what is in it may not be trained on.
         self._order = sorted(range(len(corpus)), key=lambda index: corpus[index].stream != "validation")
         self._num_finished = 0
-        self._writers: dict[str, ShardWriter] = {}
+        self._sinks: dict[str, Sink] = {}
 
     def write(self, workers: int) -> Manifest:
         """Write the shards and return the manifest that describes them.
@@ -87,7 +101,7 @@ class CorpusWriter:
                     progress.add(result.num_bytes)
                     if state.done_bytes - last_point >= POINT_BYTES:
                         last_point = state.done_bytes
-                        self._save_point(task.source)
+                        self._save_point()
             self._finish_entries(None)
             progress.finish()
             return self._describe()
@@ -104,12 +118,11 @@ class CorpusWriter:
         self._finish_entries(task.source)
         self._open_entry(task.source)
         state, index = self._journal.state, task.source
-        entry = state.entries[index]
         for piece in result.pieces:
             if piece.is_first:
                 state.stream = self._choose_stream(index, piece)
             if state.stream is not None:
-                self._append(entry.sinks[state.stream], self._writers[state.stream], piece)
+                self._sinks[state.stream].append(piece)
         for broken in result.broken:
             self._leave_out(index, broken)
         state.num_tasks += 1
@@ -128,14 +141,6 @@ class CorpusWriter:
 
     def _threshold(self, index: int) -> int:
         return int(self._options.validation_fraction * 2**64) if self._by_hash[index] else 0
-
-    @staticmethod
-    def _append(sink: SinkState, writer: ShardWriter, piece: Piece) -> None:
-        writer.append(piece.tokens)
-        if piece.text_bytes is None:
-            sink.text_bytes = None
-        elif sink.text_bytes is not None:
-            sink.text_bytes += piece.text_bytes
 
     def _leave_out(self, index: int, broken: Broken) -> None:
         entry = self._journal.state.entries[index]
@@ -156,31 +161,32 @@ class CorpusWriter:
         )
 
     def _open_entry(self, index: int) -> None:
-        """Writers for the streams of a source, if they are not open yet."""
-        if self._writers:
+        """Sinks for the streams of a source, if they are not open yet."""
+        if self._sinks:
             return
         entry = self._journal.state.entries[index]
         for stream in STREAMS if self._threshold(index) else (self._corpus[index].stream,):
             sink = entry.sinks.setdefault(stream, SinkState())
-            writer = ShardWriter(
+            prefix, options = shard_prefix(stream, index), self._options
+            writer = open_sink(
                 self._folder,
-                shard_prefix(stream, index),
+                prefix,
+                sink,
+                self._corpus[index].source,
+                options.samples,
                 self._dtype,
-                self._options.max_shard_tokens,
-                sink.shards,
-                sink.open_tokens,
+                options.max_shard_tokens,
             )
-            self._writers[stream] = self._open.enter_context(writer)
+            self._sinks[stream] = self._open.enter_context(writer)
 
     def _finish_entries(self, following: int | None) -> None:
         """Finish the sources before the one that follows, None for all; to finish one again changes nothing."""
         while self._num_finished < len(self._order) and self._order[self._num_finished] != following:
             index = self._order[self._num_finished]
             self._open_entry(index)
-            entry = self._journal.state.entries[index]
-            for stream, writer in self._writers.items():
-                entry.sinks[stream].shards, entry.sinks[stream].open_tokens = writer.finish(), 0
-            self._writers = {}
+            for sink in self._sinks.values():
+                sink.finish()
+            self._sinks = {}
             self._open.close()
             self._num_finished += 1
             self._check_entry(index)
@@ -192,16 +198,29 @@ class CorpusWriter:
             raise self._refusal(index)
         if not entry.documents:
             raise DataError(f"{source} holds no text: it is empty.")
+        if self._options.samples is not None:
+            self._check_samples(source, entry)
         if entry.broken:
             total = entry.broken + entry.documents
             self._say(f"{source.key}: left out {entry.broken:,} of {total:,} records: {_say_places(entry)}")
         if self._options.deduplicate and self._corpus[index].stream == "train":
             self._say(f"{source.key}: left out {entry.duplicates:,} of {entry.documents:,} documents as copies")
 
-    def _save_point(self, index: int) -> None:
-        sinks = self._journal.state.entries[index].sinks
-        for stream, writer in self._writers.items():
-            sinks[stream].shards, sinks[stream].open_tokens = writer.sync()
+    @staticmethod
+    def _check_samples(source: Source, entry: EntryState) -> None:
+        counts = [sink.counts for sink in entry.sinks.values()]
+        if not any(each.samples for each in counts):
+            dropped, unlabelled = (
+                sum(getattr(each, name) for each in counts) for name in ("num_dropped", "num_unlabelled")
+            )
+            raise DataError(
+                f"{source}: not one of {entry.documents:,} samples can be used: {dropped:,} are longer than "
+                f"data.sequence_len, and of {unlabelled:,} no token is learned (see data.train_on)."
+            )
+
+    def _save_point(self) -> None:
+        for sink in self._sinks.values():
+            sink.sync()
         self._journal.save()
 
     def _describe(self) -> Manifest:
@@ -215,31 +234,70 @@ class CorpusWriter:
         train, validation = divide_streams(
             streams, options.validation_fraction, self._by_hash[:num_train], mixture=options.mixture
         )
+        if options.samples is not None:
+            _check_pairs(streams)
+            splits = enumerate((*train, *validation))
+            packs = [self._pack(index, split, streams[split.stream]) for index, split in splits]
+            train = tuple(map(_with_packs, train, packs))
+            validation = tuple(map(_with_packs, validation, packs[len(train) :]))
         return Manifest(
             format_version=FORMAT_VERSION,
             dtype=self._dtype,
             tokenizer_fingerprint=self._encoding.fingerprint,
             vocab_size=self._encoding.vocab_size,
             separator=self._encoding.separator,
+            samples=options.samples,
             streams=streams,
             train=train,
             validation=validation,
         )
 
+    def _pack(self, index: int, split: Split, records: Sequence[SourceRecord]) -> PackRecord:
+        rule, max_shard_tokens = self._options.samples, self._options.max_shard_tokens
+        assert rule is not None
+        lengths = [shard for record in records if record.labelled for shard in record.labelled.lengths]
+        span = (split.start, split.stop)
+        return write_packs(self._folder, f"packs-{index:03d}", lengths, span, rule, max_shard_tokens)
+
     def _record(self, index: int, entry: EntryState, sink: SinkState) -> SourceRecord:
-        source = self._corpus[index].source
+        source, shards = self._corpus[index].source, sink.parts["tokens"].shards
+        labelled = None
+        if self._options.samples is not None:
+            targets, lengths = (sink.parts[part].shards for part in ("targets", "lengths"))
+            labelled = SampleRecord(targets=targets, lengths=lengths, **asdict(sink.counts))
         return SourceRecord(
             source=source.key,
             name=source.name,
             path=source.path,
             documents=sink.documents,
-            tokens=sum(shard.tokens for shard in sink.shards),
+            tokens=sum(shard.tokens for shard in shards),
             text_bytes=sink.text_bytes,
-            shards=sink.shards,
+            shards=shards,
             num_broken=entry.broken,
             broken=tuple(entry.places),
             num_duplicates=entry.duplicates,
+            labelled=labelled,
         )
+
+
+def _check_pairs(streams: dict[str, tuple[SourceRecord, ...]]) -> None:
+    """Raises DataError where one source holds texts to learn, and another pairs of which one is to be preferred."""
+    kinds: dict[int, str] = {}
+    for record in (record for records in streams.values() for record in records):
+        if record.labelled is not None and record.labelled.samples:
+            kinds.setdefault(record.labelled.documents_each, record.source)
+    if len(kinds) > 1:
+        raise DataError(
+            f"{' and '.join(kinds.values())}: one holds texts to learn, the other pairs of a chosen and a rejected "
+            f"text; keep them in recipes of their own."
+        )
+
+
+_AnySplit = TypeVar("_AnySplit", bound=Split)
+
+
+def _with_packs(split: _AnySplit, packs: PackRecord) -> _AnySplit:
+    return replace(split, packs=packs)
 
 
 def _say_places(entry: EntryState) -> str:

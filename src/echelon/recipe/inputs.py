@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from echelon.recipe.data_formats import check_fields
 from echelon.recipe.section import AnyPath, Count, Flag, Number, PathOrName, Positive, Section, Whole
 
 TextFormat = Literal[
-    "auto", "text", "jsonl", "csv", "parquet", "arrow", "hub", "nanogpt", "npy", "megatron",
+    "auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "hub", "nanogpt", "npy", "megatron",
     "alpaca", "sharegpt", "messages", "prompt_completion", "preference", "tokens",
 ]  # fmt: skip
 
@@ -201,9 +202,15 @@ class DataConfig(Section):
         "`validation` is not given; 0 holds out nothing. Of many documents, by a hash of each; of one, its end.",
     )
     sequence_len: Whole = Field(1024, ge=2, description="Tokens of one sequence.")
-    packing: Flag = Field(True, description="Fill each sequence: documents joined and cut at `sequence_len`.")
+    packing: Flag = Field(
+        True,
+        description="Fill each sequence: plain text is joined and cut at `sequence_len`, other samples are packed "
+        "whole. `false`: each document in a sequence of its own.",
+    )
     document_mask: Flag | Literal["auto"] = Field(
-        "auto", description="Keep packed documents from attending to each other. `auto`: off for plain text."
+        "auto",
+        description="Keep documents in a sequence from attending to each other. `auto`: off for plain text that is "
+        "joined, else on.",
     )
     chat_template: str | None = Field(
         None, description="Template of conversations: a file (Jinja), or a name. Default: the tokenizer's."
@@ -216,8 +223,8 @@ class DataConfig(Section):
     system_prompt: str | None = Field(None, description="System message of conversations that have none.")
     on_overlong: Literal["cut", "drop", "refuse"] = Field(
         "cut",
-        description="What becomes of a sample longer than `sequence_len`: its end is cut off, or it is left out; how "
-        "many is printed.",
+        description="What becomes of a sample longer than `sequence_len`: its end is cut off, it is left out, or the "
+        "data is refused; how many, and how many tokens are lost, is printed.",
     )
     document_separator: str | None = Field(
         "eos", description="The token after each document: `eos`, another token by its text, or `null` for none."
@@ -262,6 +269,13 @@ class DataConfig(Section):
                         f"data.{part}.{index} is called {label!r} as data.{part}.{labels.index(label)} is, and "
                         f"metrics tell them apart by name; give it a name: data.{part}.{index}.name."
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _fields_are_of_the_formats(self) -> Self:
+        for part, sources in (("train", self.train), ("validation", self.validation)):
+            for index, source in enumerate(sources):
+                check_fields(f"data.{part}.{index}", source.format, source.fields)
         return self
 
     @model_validator(mode="after")

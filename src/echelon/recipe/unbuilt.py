@@ -25,19 +25,8 @@ class Unbuilt:
     built: tuple[Any, ...] = ()
 
 
-_BUILT_FORMATS = ("text", "jsonl", "csv", "parquet", "arrow", "hub", "nanogpt", "npy", "megatron", "tokens")
-_TEXTS = "plain text and token ids, without conversations: auto, " + ", ".join(_BUILT_FORMATS)
-
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("model.new_tokens", "the checkpoint's own vocabulary"),
-    Unbuilt("data.train[].format", _TEXTS, built=_BUILT_FORMATS),
-    Unbuilt("data.validation[].format", _TEXTS, built=_BUILT_FORMATS),
-    Unbuilt("data.packing", "packing: true fills each sequence"),
-    Unbuilt("data.document_mask", "auto and false; documents are separated by eos", built=(False,)),
-    Unbuilt("data.chat_template", "plain text and the text field of .jsonl, without a template"),
-    Unbuilt("data.train_on", "plain text, of which every token is learned"),
-    Unbuilt("data.system_prompt", "plain text, without conversations"),
-    Unbuilt("data.on_overlong", "plain text, of which nothing is cut off"),
     Unbuilt("objective.name", "causal_lm"),
     Unbuilt("train.precision", "auto, fp32, bf16 and fp16", built=("fp32", "bf16", "fp16")),
     Unbuilt("parallel.cp", "dp_replicate and dp_shard"),
@@ -66,23 +55,10 @@ def check_built(recipe: Recipe) -> None:
             if value != default and value not in row.built and type(value) not in row.built:
                 shown = show_value(_hide_secrets(plain_value(value)))
                 raise ConfigError(f"{dotted(path)}={shown} is not built yet; possible now: {row.possible}.")
-    _check_fields(recipe)
 
 
 def _hide_secrets(value: Any) -> Any:
     return redact(value) if isinstance(value, dict) else value
-
-
-def _check_fields(recipe: Recipe) -> None:
-    for part in ("train", "validation"):
-        for index, source in enumerate(getattr(recipe.data, part)):
-            for field in source.fields:
-                if field not in ("text", "input_ids"):
-                    raise ConfigError(
-                        f"data.{part}.{index}.fields.{field}={source.fields[field]} is not built yet; "
-                        "possible now: fields: {text: NAME} or {input_ids: NAME}, the field of a record that holds its "
-                        "text or its token ids."
-                    )
 
 
 def _values(value: Any, parts: list[str], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

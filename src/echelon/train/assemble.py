@@ -13,7 +13,7 @@ from echelon.checkpoint.store import CheckpointStore
 from echelon.checkpoint.upload import Uploader
 from echelon.data.loader import BatchLoader, Microbatch
 from echelon.data.mixture import build_order
-from echelon.data.prepare import PreparedData, open_prepared
+from echelon.data.prepared import PreparedData, open_prepared
 from echelon.detection import describe_peak, find_peak_flops
 from echelon.engines.native import NativeEngine, build_native_engine
 from echelon.errors import StoppedError
@@ -159,7 +159,7 @@ def build_trainer(
     recovery = RecoveryWatch(folder, lambda line: write_line(console, line)) if runtime.rank == 0 else None
     device = runtime.device
     meshes = build_mesh(plan, device.type)
-    data = open_prepared(folder.read_prepared_path(), recipe.data.sequence_len)
+    data = open_prepared(folder.read_prepared_path(), recipe.data.sequence_len, recipe.data.document_mask)
     config = resolve_config(recipe, data.vocab_size, data.tokenizer)
     if runtime.rank == 0:
         write_model_folder(folder.model_dir, config, data.tokenizer)
@@ -317,4 +317,5 @@ def build_sampler(recipe: Recipe, data: PreparedData, device: torch.device) -> P
 
 
 def _any_microbatch(data: PreparedData, plan: ParallelPlan, device: torch.device) -> Microbatch:
-    return read_in_order(data.train, 0, plan.micro_batch_size, data.train.num_samples).to(device)
+    stop = data.train.num_samples
+    return read_in_order(data.train, 0, plan.micro_batch_size, stop, trim=False).to(device)

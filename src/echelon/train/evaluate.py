@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from echelon.data.loader import Microbatch, build_microbatch
-from echelon.data.prepare import PreparedData, PrepareSpec, ValidationSet, open_prepared, prepare
+from echelon.data.loader import Microbatch, build_microbatch, trim_padding
+from echelon.data.prepare import PrepareSpec, prepare
+from echelon.data.prepared import PreparedData, ValidationSet, open_prepared
 from echelon.data.shards import Dataset, unigram_entropy
 from echelon.data.source import PYTHON_STDLIB, Source
 from echelon.engines import Evaluation
@@ -186,13 +187,16 @@ def _check_prompts(recipe: Recipe, data: PreparedData) -> None:
             )
 
 
-def read_in_order(dataset: Dataset, start: int, count: int, stop: int) -> Microbatch:
-    """Sequences start..start+count of a dataset; those at or beyond `stop` repeat the first one without targets."""
+def read_in_order(dataset: Dataset, start: int, count: int, stop: int, *, trim: bool = True) -> Microbatch:
+    """Sequences start..start+count of a dataset; those at or beyond `stop` repeat the first one without targets.
+
+    `trim`: without the padding that all of them end with.
+    """
     ids = np.arange(start, start + count, dtype=np.int64)
     inside = ids < stop
     samples = dataset.read_samples(np.where(inside, ids, 0))
     samples.labels[~inside] = IGNORE
-    return build_microbatch(samples, slice(None), ids, ids)
+    return build_microbatch(trim_padding(samples) if trim else samples, ids, ids)
 
 
 def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | None = None) -> dict[str, Any]:
@@ -262,7 +266,8 @@ def _sequence_len(target: Path, model: PreTrainedModel) -> int:
 
 
 def _held_out(target: Path, sequence_len: int) -> Sequence[ValidationSet]:
-    prepared = open_prepared(RunFolder(target).read_prepared_path(), sequence_len)
+    recipe, _ = load_recipe(RunFolder(target).recipe_path)
+    prepared = open_prepared(RunFolder(target).read_prepared_path(), sequence_len, recipe.data.document_mask)
     if not prepared.validation:
         raise ConfigError(f"{target} holds no text out (data.validation_fraction is 0); give some with --data PATH.")
     return prepared.validation

@@ -3,18 +3,29 @@
 `record` has what a reader works with and the protocol it fulfils; `compressed` and `sequence` what several share.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echelon.data.readers.columns import ArrowReader, ParquetReader
+from echelon.data.readers.arrays import ArrayReader
+from echelon.data.readers.columns import ArrowReader, ColumnReader, ParquetReader, damages
 from echelon.data.readers.compressed import COMPRESSIONS
 from echelon.data.readers.datasets import HubReader
 from echelon.data.readers.ids import NanogptReader, NumpyReader
 from echelon.data.readers.lines import JsonLinesReader
 from echelon.data.readers.megatron import MegatronReader, is_megatron_index
-from echelon.data.readers.record import PIECE_BYTES, Broken, Reader, Reading, Record, SourceFile, Span, read_span
-from echelon.data.readers.separated import SeparatedReader
+from echelon.data.readers.record import (
+    ALL_FIELDS,
+    PIECE_BYTES,
+    Broken,
+    Reader,
+    Reading,
+    Record,
+    SourceFile,
+    Span,
+    read_span,
+)
+from echelon.data.readers.separated import SeparatedReader, read_header
 from echelon.data.readers.text import TextReader
 
 _TEXT_SUFFIXES = """
@@ -45,6 +56,7 @@ class Format:
 FORMATS: dict[str, Format] = {
     "text": Format(TextReader(), tuple(sorted(TEXT_SUFFIXES)), compressible=True),
     "jsonl": Format(JsonLinesReader(), (".jsonl", ".ndjson"), compressible=True),
+    "json": Format(ArrayReader(), (), compressible=True),
     "csv": Format(SeparatedReader(), (".csv", ".tsv"), compressible=True),
     "parquet": Format(ParquetReader(), (".parquet", ".pq")),
     "arrow": Format(ArrowReader(), (".arrow", ".feather", ".ipc")),
@@ -95,3 +107,25 @@ def count_documents(files: Iterable[SourceFile], limit: int, reading: Reading) -
             break
         count += FORMATS[file.format].reader.count(file, limit - count, reading)
     return count
+
+
+def field_names(file: SourceFile) -> tuple[str, ...]:
+    """The names of the fields of a file of records: a table's columns, or what the first record has that can be read.
+
+    Raises DataError for a file that cannot be opened; none for one that is damaged, which is found when it is read.
+    """
+    reader = FORMATS[file.format].reader
+    if not file.size and file.format != "hub":
+        return ()
+    if isinstance(reader, ColumnReader):
+        try:
+            return tuple(reader.columns(file.path))
+        except damages():
+            return ()
+    if isinstance(reader, SeparatedReader):
+        return tuple(read_header(file))
+    for span in cut_file(replace(file, fields=ALL_FIELDS), 1):
+        for found in read_records(span, Reading()):
+            if isinstance(found, Record) and isinstance(found.content, Mapping):
+                return tuple(found.content)
+    return ()

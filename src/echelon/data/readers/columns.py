@@ -1,4 +1,5 @@
-"""Parquet and Arrow files: a document is a row, the text or the ids in one of its columns.
+"""Parquet and Arrow files: a document is a row: the text or the ids in one of its columns, or the example that several
+of them make.
 
 Spans are ranges of rows, planned from what the files say of themselves. A process that reads the span after one it has
 read before goes on where it was; it holds a batch of rows, never a row group or a file.
@@ -15,6 +16,7 @@ from echelon.data.readers.record import (
     PIECE_BYTES,
     Broken,
     BrokenRecordError,
+    ExampleFields,
     Reader,
     Reading,
     Record,
@@ -45,8 +47,8 @@ class ColumnReader(Reader):
         """The blocks of a file in order. Raises what pyarrow raises for a file that is damaged."""
 
     @abstractmethod
-    def batches(self, path: Path, column: str, start: int) -> Iterator[tuple[int, Any]]:
-        """Arrays of a column with the row each begins at, from the block of row `start` on."""
+    def batches(self, path: Path, columns: tuple[str, ...], start: int) -> Iterator[tuple[int, Any]]:
+        """Record batches of some columns with the row each begins at, from the block of row `start` on."""
 
     @abstractmethod
     def columns(self, path: Path) -> list[str]:
@@ -56,7 +58,7 @@ class ColumnReader(Reader):
         """See Reader. Raises DataError for a file without the column."""
         first, last = file.rows or (0, 2**63)
         try:
-            if file.size and find_column(file, self.columns(file.path)):
+            if file.size and find_columns(file, self.columns(file.path)):
                 for block in self.blocks(file):
                     yield from _cut_block(file, block, first, last, piece_bytes)
         except damages() as error:
@@ -65,11 +67,11 @@ class ColumnReader(Reader):
     def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:
         """See Reader. What a block has that cannot be read is broken from there to the end of the span."""
         file = span.file
-        column = find_column(file, self.columns(file.path))
+        columns = find_columns(file, self.columns(file.path))
         row = span.start
         try:
-            for start, values in _cursor.rows(self, file.path, column, span.start, span.stop):
-                for index, found in enumerate(_parse(file, values, column), start):
+            for start, batch in _cursor.rows(self, file.path, columns, span.start, span.stop):
+                for index, found in enumerate(_parse(file, batch, start), start):
                     row = index + 1
                     if isinstance(found, str):
                         yield Broken(file, index, found)
@@ -100,7 +102,7 @@ class ParquetReader(ColumnReader):
                 yield Block(start, group.num_rows, group.total_byte_size)
                 start += group.num_rows
 
-    def batches(self, path: Path, column: str, start: int) -> Iterator[tuple[int, Any]]:
+    def batches(self, path: Path, columns: tuple[str, ...], start: int) -> Iterator[tuple[int, Any]]:
         """See ColumnReader."""
         with _pyarrow_parquet().ParquetFile(path, memory_map=False, pre_buffer=False) as parquet:
             row = 0
@@ -108,9 +110,9 @@ class ParquetReader(ColumnReader):
             for index in range(parquet.num_row_groups):
                 stop = row + parquet.metadata.row_group(index).num_rows
                 if stop > start:
-                    chosen = {"row_groups": [index], "columns": [column], "use_threads": False}
+                    chosen = {"row_groups": [index], "columns": list(columns), "use_threads": False}
                     for batch in parquet.iter_batches(_BATCH_ROWS, **chosen):
-                        yield row, batch.column(0)
+                        yield row, batch
                         row += batch.num_rows
                 row = stop
 
@@ -131,37 +133,39 @@ class ArrowReader(ColumnReader):
                 yield Block(start, batch.num_rows, batch.nbytes)
                 start += batch.num_rows
 
-    def batches(self, path: Path, column: str, start: int) -> Iterator[tuple[int, Any]]:
+    def batches(self, path: Path, columns: tuple[str, ...], start: int) -> Iterator[tuple[int, Any]]:
         """See ColumnReader. Batches before `start` are passed over without being touched, unless compressed."""
         row = 0
         with _open_arrow(path) as (_, batches):
             for batch in batches:
                 if row + batch.num_rows > start:
-                    yield row, batch.column(column)
+                    yield row, batch.select(list(columns))
                 row += batch.num_rows
 
 
 class _Cursor:
-    """Where this process is in a column: spans come in order, so each usually goes on where the last one ended."""
+    """Where this process is in a table: spans come in order, so each usually goes on where the last one ended."""
 
     def __init__(self) -> None:
-        self._key: tuple[Path, str] | None = None
+        self._key: tuple[Path, tuple[str, ...]] | None = None
         self._batches: Iterator[tuple[int, Any]] = iter(())
         self._current: tuple[int, Any] | None = None
 
-    def rows(self, reader: ColumnReader, path: Path, column: str, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-        """Arrays that make up rows [start, stop), each with its first row."""
-        if self._key != (path, column) or self._current is None or start < self._current[0]:
-            self._key, self._batches = (path, column), reader.batches(path, column, start)
+    def rows(
+        self, reader: ColumnReader, path: Path, columns: tuple[str, ...], start: int, stop: int
+    ) -> Iterator[tuple[int, Any]]:
+        """Record batches that make up rows [start, stop), each with its first row."""
+        if self._key != (path, columns) or self._current is None or start < self._current[0]:
+            self._key, self._batches = (path, columns), reader.batches(path, columns, start)
             self._current = next(self._batches, None)
         while self._current is not None:
-            first, values = self._current
+            first, batch = self._current
             if first >= stop:
                 return
-            if first + len(values) > start:
-                low, high = max(start - first, 0), min(stop - first, len(values))
-                yield first + low, values[low:high]
-                if stop <= first + len(values):
+            if first + batch.num_rows > start:
+                low, high = max(start - first, 0), min(stop - first, batch.num_rows)
+                yield first + low, batch.slice(low, high - low)
+                if stop <= first + batch.num_rows:
                     return
             self._current = next(self._batches, None)
 
@@ -173,15 +177,15 @@ class _Cursor:
 _cursor = _Cursor()
 
 
-def find_column(file: SourceFile, names: list[str]) -> str:
-    """The column to read. Raises DataError when there is none such."""
-    column = file.fields.choose(names)
-    if column is None:
+def find_columns(file: SourceFile, names: list[str]) -> tuple[str, ...]:
+    """The columns to read. Raises DataError when those that are needed are not there."""
+    columns = file.fields.columns(names)
+    if not columns:
         raise DataError(
-            f"{file.path} has no column {file.fields}; it has {', '.join(names)}: set fields: {{text: NAME}} beside "
-            f"the path."
+            f"{file.path} has no column {file.fields}; it has {', '.join(names)}: set {file.fields.fix} beside the "
+            f"path."
         )
-    return column
+    return columns
 
 
 def _cut_block(file: SourceFile, block: Block, first: int, last: int, piece_bytes: int) -> Iterator[Span]:
@@ -194,9 +198,13 @@ def _cut_block(file: SourceFile, block: Block, first: int, last: int, piece_byte
         start = stop
 
 
-def _parse(file: SourceFile, values: Any, column: str) -> Iterator[Record | str | None]:
+def _parse(file: SourceFile, batch: Any, start: int) -> Iterator[Record | str | None]:
     """Each row's record, None for an empty one, or what is wrong with it."""
+    if isinstance(file.fields, ExampleFields):
+        yield from (_parse_example(file.fields, batch.slice(row, 1), start + row) for row in range(batch.num_rows))
+        return
     pa = _pyarrow()
+    values, column = batch.column(0), batch.schema.names[0]
     kind = values.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         # As bytes, so that one row that is not UTF-8 is known by itself.
@@ -208,6 +216,15 @@ def _parse(file: SourceFile, values: Any, column: str) -> Iterator[Record | str 
             yield _parse_row(scalar, column)
     else:
         raise DataError(f"{file.path} holds {kind} in its column `{column}`, neither text nor lists of ids.")
+
+
+def _parse_example(fields: ExampleFields, row: Any, position: int) -> Record | str:
+    try:
+        return Record(fields.pick(row.to_pylist()[0]), position=position)
+    except BrokenRecordError as error:
+        return str(error)
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 text ({error.reason})"
 
 
 def _parse_text(value: bytes | None) -> Record | str | None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.data.readers.columns import ArrowReader
-from echelon.data.readers.record import Broken, BrokenRecordError, Fields, Record, SourceFile
-from echelon.data.readers.sequence import SequentialReader, content_bytes
+from echelon.data.readers.record import EITHER_FIELD, Broken, BrokenRecordError, Record, SourceFile, content_bytes
+from echelon.data.readers.sequence import SequentialReader
 from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.model.hub import is_hub_reachable
 
@@ -105,7 +105,7 @@ class HubReader(SequentialReader):
             for number, record in enumerate(stream, first):
                 found = _parse(file, number, record)
                 if found is not None:
-                    used += content_bytes(found) if isinstance(found, Record) else 0
+                    used += content_bytes(found.content) if isinstance(found, Record) else 0
                     yield used, found
         except (OSError, ValueError) as error:
             raise EchelonError(
@@ -113,7 +113,7 @@ class HubReader(SequentialReader):
             ) from error
 
 
-def find_on_hub(name: str, split: str | None, fields: Fields, where: str) -> list[SourceFile]:
+def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
     """A streamed dataset as files to read, one for each part of the split. `name` is ORG/NAME, ORG/NAME/CONFIG, or a
     folder that `load_dataset` takes; of the hub, the commit it is at now.
 
@@ -152,7 +152,7 @@ def find_on_hub(name: str, split: str | None, fields: Fields, where: str) -> lis
         parts = [(key, (start, stop)) for key, start, stop in parse_split(parts[0][0], num_rows, where)]
     total, newest = sum(each.st_size for each in files), max((each.st_mtime_ns for each in files), default=0)
     return [
-        SourceFile(Path(name), name, "hub", sizes[key] or total, newest, True, fields, rows, key, revision)
+        SourceFile(Path(name), name, "hub", sizes[key] or total, newest, True, EITHER_FIELD, rows, key, revision)
         for key, rows in parts
     ]
 
@@ -168,7 +168,7 @@ def _parse(file: SourceFile, number: int, record: Any) -> Record | Broken | None
         content = file.fields.pick(record)
     except BrokenRecordError as error:
         return Broken(file, number, str(error))
-    return Record(content) if len(content) else None
+    return Record(content, position=number) if len(content) else None
 
 
 def _one_line(error: Exception) -> str:

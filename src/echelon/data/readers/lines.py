@@ -1,4 +1,4 @@
-"""JSON lines: a document is a line, the text or the ids in one of its fields."""
+"""JSON lines: a document is a line, the text or the ids in one of its fields, or the example its fields make."""
 
 import json
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def _parse(file: SourceFile, line: bytes, position: int) -> Iterator[Record | Br
         yield Broken(file, position, f"cannot be read ({error})")
     else:
         if len(content):
-            yield Record(content)
+            yield Record(content, position=position)
 
 
 def _find_line_end(stream: BinaryIO, target: int, size: int) -> int:

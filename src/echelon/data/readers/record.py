@@ -6,6 +6,7 @@ its own. Spans are a function of the files alone, so however many processes read
 """
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.errors import DataError
+from echelon.recipe.data_formats import RECORD_FORMATS
 
 PIECE_BYTES = 2**20
 """A span holds at least this much of its file, if there is so much left, and about as much."""
@@ -27,9 +29,15 @@ DIGEST_BYTES = 16
 
 TokenIds = npt.NDArray[np.integer[Any]]
 
+Example = Mapping[str, Any]
+"""A record of an instruction format: the values of the format's fields, by the format's own names for them."""
+
+Content = bytes | TokenIds | Example
+
 _SPLIT_KEY = b"echelon validation 1"
 _TEXT_KEY = b"echelon document text 1"
 _IDS_KEY = b"echelon document ids 1"
+_EXAMPLE_KEY = b"echelon document example 1"
 
 
 class BrokenRecordError(Exception):
@@ -47,12 +55,22 @@ class Fields:
         """The fields looked for, as messages name them."""
         return " or ".join(f"`{name}`" for name in (self.text, self.tokens) if name is not None)
 
+    @property
+    def fix(self) -> str:
+        """What to write in the recipe where a file has none of the fields."""
+        return "fields: {text: NAME}"
+
     def choose(self, names: Iterable[str]) -> str | None:
         """The field to read of records that have these; None when neither is there."""
         present = set(names)
         return next((name for name in (self.text, self.tokens) if name is not None and name in present), None)
 
-    def pick(self, record: Any) -> bytes | TokenIds:
+    def columns(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The columns to read of a table that has these; none when what is needed is not there."""
+        name = self.choose(names)
+        return () if name is None else (name,)
+
+    def pick(self, record: Any) -> Content:
         """The text of a record as UTF-8, or its ids. Raises BrokenRecordError."""
         if not isinstance(record, Mapping):
             raise BrokenRecordError("is no JSON object")
@@ -64,6 +82,86 @@ class Fields:
 
 EITHER_FIELD = Fields()
 """What is read where the recipe names no field."""
+
+
+@dataclass(frozen=True)
+class ExampleFields:
+    """Where records of an instruction format hold their parts: the format, and the names that differ from its own.
+
+    `names` has (the format's name, the record's) in pairs, for fields of the record and of its turns.
+    """
+
+    format: str
+    names: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        """The fields that a record must have, as messages name them."""
+        return " and ".join(f"`{self._name(field)}`" for field in RECORD_FORMATS[self.format].required)
+
+    @property
+    def fix(self) -> str:
+        """See Fields."""
+        return f"fields: {{{RECORD_FORMATS[self.format].required[0]}: NAME}}"
+
+    def columns(self, names: Iterable[str]) -> tuple[str, ...]:
+        """See Fields."""
+        present, row = set(names), RECORD_FORMATS[self.format]
+        if not all(self._name(field) in present for field in row.required):
+            return ()
+        return tuple(self._name(field) for field in row.fields if self._name(field) in present)
+
+    def pick(self, record: Any) -> Content:
+        """The fields of a record that the format has, by the format's names; without those that are null.
+
+        Raises BrokenRecordError for a record that lacks one by which the format is recognised.
+        """
+        if not isinstance(record, Mapping):
+            raise BrokenRecordError("is no JSON object")
+        row = RECORD_FORMATS[self.format]
+        values = {field: record.get(self._name(field)) for field in row.fields}
+        for field in row.required:
+            if values[field] is None:
+                raise BrokenRecordError(
+                    f"has no field `{self._name(field)}`, as records of the format {self.format} do"
+                )
+        turn_names = {theirs: ours for ours, theirs in self.names if ours in row.turn_fields}
+        return {
+            field: _rename_turns(value, turn_names) if turn_names and field in row.turns else value
+            for field, value in values.items()
+            if value is not None
+        }
+
+    def _name(self, field: str) -> str:
+        return next((theirs for ours, theirs in self.names if ours == field), field)
+
+
+class AllFields:
+    """All of a record, for a look at what it has."""
+
+    fix = ""
+
+    def columns(self, names: Iterable[str]) -> tuple[str, ...]:
+        """See Fields."""
+        return tuple(names)
+
+    def pick(self, record: Any) -> Content:
+        """See Fields."""
+        if not isinstance(record, Mapping):
+            raise BrokenRecordError("is no JSON object")
+        return record
+
+
+ALL_FIELDS = AllFields()
+
+
+def _rename_turns(value: Any, names: Mapping[str, str]) -> Any:
+    """A list of turns with the format's names; anything else as it is, to be refused where it is read."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {names.get(key, key): each for key, each in turn.items()} if isinstance(turn, Mapping) else turn
+        for turn in value
+    ]
 
 
 def encode_text(value: object, name: str) -> bytes:
@@ -102,7 +200,7 @@ class SourceFile:
     size: int
     mtime_ns: int
     required: bool
-    fields: Fields = EITHER_FIELD
+    fields: Fields | ExampleFields | AllFields = EITHER_FIELD
     rows: tuple[int, int] | None = None
     split: str | None = None
     revision: str | None = None
@@ -110,16 +208,18 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A document, or a piece of one that is too long to be held: UTF-8 text, or token ids `[n]`.
+    """A document, or a piece of one that is too long to be held: UTF-8 text, token ids `[n]`, or an example, whole.
 
     `is_first`: the document begins here. `ends`: it ends here, and is to be followed by the separator. `digest` is set
-    on the first piece of several: the hash of the whole document, where `Reading` asks for it.
+    on the first piece of several: the hash of the whole document, where `Reading` asks for it. `position`: where an
+    example is, as in `Broken`, for what is found wrong with it only when it is encoded.
     """
 
-    content: bytes | TokenIds
+    content: Content
     is_first: bool = True
     ends: bool = True
     digest: bytes | None = None
+    position: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,23 +300,44 @@ def broken_file(file: SourceFile, problem: str) -> Span:
     return Span(file, 0, 0, file.size, True, records=(Broken(file, None, problem),))
 
 
-def hash_for_split(content: bytes | TokenIds) -> int:
-    """A 64-bit hash of a document's first MiB, which decides its side of the validation split."""
-    data = content[:HASHED_BYTES] if isinstance(content, bytes) else _serialize(content[: HASHED_BYTES // 4])
+def hash_for_split(content: Content) -> int:
+    """A 64-bit hash of a document's first MiB, which decides its side of the validation split; of an example, whole."""
+    if isinstance(content, np.ndarray):
+        data = _serialize(content[: HASHED_BYTES // 4])
+    else:
+        data = content[:HASHED_BYTES] if isinstance(content, bytes) else _serialize_example(content)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=_SPLIT_KEY).digest(), "little")
 
 
-def digest_document(pieces: Iterable[bytes | TokenIds]) -> bytes:
-    """A 128-bit keyed hash of a whole document, given in pieces. Text and ids never have the same."""
+def digest_document(pieces: Iterable[Content]) -> bytes:
+    """A 128-bit keyed hash of a whole document, given in pieces. Text, ids and examples never have the same."""
     digest = None
     for piece in pieces:
-        is_text = isinstance(piece, bytes)
+        key, data = _IDS_KEY, b""
+        if isinstance(piece, bytes):
+            key, data = _TEXT_KEY, piece
+        elif isinstance(piece, np.ndarray):
+            data = _serialize(piece)
+        else:
+            key, data = _EXAMPLE_KEY, _serialize_example(piece)
         if digest is None:
-            digest = hashlib.blake2b(digest_size=DIGEST_BYTES, key=_TEXT_KEY if is_text else _IDS_KEY)
-        digest.update(piece if isinstance(piece, bytes) else _serialize(piece))
+            digest = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key)
+        digest.update(data)
     assert digest is not None, "a document has at least one piece"
     return digest.digest()
 
 
+def content_bytes(content: Content) -> int:
+    """The size of a record's text or ids in memory; of an example, as JSON."""
+    if isinstance(content, np.ndarray):
+        return content.nbytes
+    return len(content) if isinstance(content, bytes) else len(_serialize_example(content))
+
+
 def _serialize(ids: TokenIds) -> bytes:
     return ids.astype("<i8").tobytes()
+
+
+def _serialize_example(example: Example) -> bytes:
+    """An example as JSON with its keys in order; values that JSON has not, such as dates of a table, as text."""
+    return json.dumps(example, sort_keys=True, default=str).encode("utf-8", "surrogatepass")

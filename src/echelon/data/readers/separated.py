@@ -1,4 +1,5 @@
-"""Comma- and tab-separated values: a document is a row, the text in one of its columns; the first row names them.
+"""Comma- and tab-separated values: a document is a row: the text in one of its columns, or the example that several
+make. The first row names them.
 
 A line end inside quotes ends no row, so where rows begin is known only to who has read all before them.
 """
@@ -7,10 +8,19 @@ import csv
 import io
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 from echelon.data.readers.compressed import DamagedStreamError, Decompressed, open_decompressed
-from echelon.data.readers.record import PIECE_BYTES, Broken, BrokenRecordError, Record, SourceFile, encode_text
+from echelon.data.readers.record import (
+    PIECE_BYTES,
+    Broken,
+    BrokenRecordError,
+    Fields,
+    Record,
+    SourceFile,
+    encode_text,
+)
 from echelon.data.readers.sequence import SequentialReader
 from echelon.errors import DataError
 
@@ -27,9 +37,9 @@ class SeparatedReader(SequentialReader):
         with open_decompressed(file) as stream:
             rows = csv.reader(_read_lines(stream), delimiter=_delimiter(file))
             try:
-                column, name = _find_column(file, next(rows, []))
+                columns = _find_columns(file, next(rows, []))
                 for row in rows:
-                    record = _parse(file, row, rows.line_num, column, name)
+                    record = _parse(file, row, rows.line_num, columns)
                     if record is not None:
                         yield stream.consumed, record
             except (DamagedStreamError, csv.Error) as error:
@@ -40,40 +50,45 @@ class SeparatedReader(SequentialReader):
         return f"{file.path}:{position}"
 
 
-def holds_field(file: SourceFile) -> bool:
-    """Whether the header names the column that is to be read."""
+def read_header(file: SourceFile) -> list[str]:
+    """The names of the columns; none where they cannot be read."""
     with open_decompressed(file) as stream:
         try:
-            header = next(csv.reader(_read_lines(stream), delimiter=_delimiter(file)), [])
+            return next(csv.reader(_read_lines(stream), delimiter=_delimiter(file)), [])
         except (DamagedStreamError, csv.Error):
-            return False
-    return file.fields.text in header
+            return []
 
 
 def _delimiter(file: SourceFile) -> str:
     return "\t" if ".tsv" in [suffix.lower() for suffix in file.path.suffixes] else ","
 
 
-def _find_column(file: SourceFile, header: list[str]) -> tuple[int, str]:
-    name = file.fields.text
-    if name is None or name not in header:
+def _find_columns(file: SourceFile, header: list[str]) -> dict[str, int]:
+    """The columns to read, by name. Ids are in no such table."""
+    fields = replace(file.fields, tokens=None) if isinstance(file.fields, Fields) else file.fields
+    columns = fields.columns(header)
+    if not columns:
+        wanted = fields if str(fields) else file.fields
         raise DataError(
-            f"{file.path} has no column `{name or file.fields.tokens}` to read text from; its first line names "
-            f"{', '.join(header) or 'none'}: set fields: {{text: NAME}} beside the path."
+            f"{file.path} has no column {wanted} to read text from; its first line names "
+            f"{', '.join(header) or 'none'}: set {fields.fix} beside the path."
         )
-    return header.index(name), name
+    return {name: header.index(name) for name in columns}
 
 
-def _parse(file: SourceFile, row: list[str], line: int, column: int, name: str) -> Record | Broken | None:
+def _parse(file: SourceFile, row: list[str], line: int, columns: dict[str, int]) -> Record | Broken | None:
     if not row:
         return None
-    if len(row) <= column:
-        return Broken(file, line, f"has only {len(row)} columns; `{name}` is the {column + 1}th")
+    for name, column in columns.items():
+        if len(row) <= column:
+            return Broken(file, line, f"has only {len(row)} columns; `{name}` is the {column + 1}th")
     try:
-        content = encode_text(row[column], name)
+        for name, column in columns.items():
+            encode_text(row[column], name)
+        content = file.fields.pick({name: row[column] for name, column in columns.items()})
     except BrokenRecordError as error:
         return Broken(file, line, str(error))
-    return Record(content) if content else None
+    return Record(content, position=line) if len(content) else None
 
 
 def _read_lines(stream: Decompressed) -> Iterator[str]:

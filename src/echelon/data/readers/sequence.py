@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator
 
-from echelon.data.readers.record import PIECE_BYTES, Broken, Reader, Reading, Record, SourceFile, Span
+from echelon.data.readers.record import PIECE_BYTES, Broken, Reader, Reading, Record, SourceFile, Span, content_bytes
 
 
 class SequentialReader(Reader):
@@ -18,7 +18,7 @@ class SequentialReader(Reader):
         start, found, held, consumed, used = 0, list[Record | Broken](), 0, 0, 0
         for used, each in self.walk(file):
             found.append(each)
-            held += content_bytes(each) if isinstance(each, Record) else 1
+            held += content_bytes(each.content) if isinstance(each, Record) else 1
             if held >= piece_bytes:
                 yield Span(file, start, start + len(found), used - consumed, records=tuple(found))
                 start, found, held, consumed = start + len(found), [], 0, used
@@ -29,8 +29,3 @@ class SequentialReader(Reader):
         """See Reader."""
         assert span.records is not None
         return iter(span.records)
-
-
-def content_bytes(record: Record) -> int:
-    """The size of a record's text or ids in memory."""
-    return len(record.content) if isinstance(record.content, bytes) else record.content.nbytes

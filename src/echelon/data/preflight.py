@@ -1,0 +1,187 @@
+"""What is checked of tokenizer, template and examples before any text is read: each refusal says what to change.
+
+A template is tried on a short conversation, so a stop token that would never be learned is found here and not in what a
+trained model does.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from echelon.data.conversation import Conversation
+from echelon.data.instruction import InstructionEncoding
+from echelon.data.readers.record import BrokenRecordError, ExampleFields, SourceFile
+from echelon.data.rendering import ChatTemplate
+from echelon.data.templates import NAMED_TEMPLATES, load_template, own_template
+from echelon.data.tokenizer import EOS, separator_id
+from echelon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_CONVERSATIONS = ("messages", "sharegpt", "alpaca")
+_MARKER = re.compile(r"<\|[^<>|\s]+\|>|<(?:start|end)_of_turn>")
+_QUESTION, _ANSWER = "What is one and one?", "Two."
+_PROBE = tuple({"role": role, "content": text} for role, text in (("user", _QUESTION), ("assistant", _ANSWER)))
+
+
+@dataclass(frozen=True)
+class InstructionOptions:
+    """What a recipe says about examples: `data.chat_template`, `train_on`, `system_prompt`, `document_separator`, and
+    whether the objective compares answers."""
+
+    chat_template: str | None = None
+    train_on: str = "assistant"
+    system_prompt: str | None = None
+    separator: str | None = EOS
+    preferences: bool = False
+
+
+def build_instruction_encoding(
+    options: InstructionOptions, tokenizer: "PreTrainedTokenizerFast", files: Iterable[SourceFile]
+) -> InstructionEncoding | None:
+    """How the examples in these files become tokens; None where there are none.
+
+    The tokenizer takes the template that is used as its own, so that it is saved with it. Raises ConfigError for what
+    cannot work, with the change that makes it work.
+    """
+    formats = {file.fields.format for file in files if isinstance(file.fields, ExampleFields)}
+    _check_formats(options, formats)
+    template, where = _choose_template(options, tokenizer, formats)
+    if not formats:
+        _keep_template(tokenizer, template)
+        return None
+    special_tokens = {name: str(text) for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+    inner = tokenizer.backend_tokenizer
+    around = inner.encode("", add_special_tokens=True).ids
+    encoding = InstructionEncoding(
+        tokenizer_json=inner.to_str(),
+        special_tokens=tuple(sorted(special_tokens.items())),
+        template=template,
+        train_on=options.train_on,
+        system_prompt=options.system_prompt,
+        before=tuple(around[:1]) if around and around[0] == tokenizer.bos_token_id else (),
+        stop=separator_id(tokenizer, options.separator),
+        needs_stop=options.separator is not None,
+    )
+    if template is not None and formats != {"tokens"}:
+        check_template(encoding, where)
+    _keep_template(tokenizer, template)
+    return encoding
+
+
+def _keep_template(tokenizer: "PreTrainedTokenizerFast", template: str | None) -> None:
+    """Make a template the tokenizer's, to be saved with it. Several of its own stay, the one used among them."""
+    if template != own_template(tokenizer):
+        tokenizer.chat_template = template
+
+
+def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
+    pairs = "preference" in formats
+    if pairs and not options.preferences:
+        raise ConfigError(
+            "objective.name=causal_lm learns one text, and the data has preferences (chosen, rejected); set "
+            "objective.name=dpo, or name the field to learn: data.train.0.format: messages, fields: {messages: chosen}."
+        )
+    if options.preferences and formats != {"preference"}:
+        found = ", ".join(sorted(formats - {"preference"})) or "plain text"
+        raise ConfigError(
+            f"objective.name=dpo compares two answers, and the data has {found}; give records with prompt, chosen and "
+            "rejected only, or set objective.name=causal_lm."
+        )
+    for key, given in (("train_on", options.train_on != "assistant"), ("system_prompt", options.system_prompt)):
+        if given and not formats:
+            raise ConfigError(
+                f"data.{key}={getattr(options, key)} is for conversations, and the data is plain text; remove it, or "
+                "set data.train.0.format to what the records are."
+            )
+
+
+def _choose_template(
+    options: InstructionOptions, tokenizer: "PreTrainedTokenizerFast", formats: set[str]
+) -> tuple[str | None, str]:
+    """The template, and what it is called in messages. Raises ConfigError where there is none and must be one."""
+    if options.chat_template is not None:
+        return load_template(options.chat_template), f"data.chat_template={options.chat_template}"
+    own = own_template(tokenizer)
+    if own is not None:
+        return own, "the tokenizer's chat_template"
+    asking = sorted(formats.intersection(_CONVERSATIONS))
+    if asking == ["alpaca"]:
+        return NAMED_TEMPLATES["alpaca"].text, "the template alpaca"
+    if asking:
+        raise ConfigError(
+            f"the data has conversations ({', '.join(asking)}), and the tokenizer has no chat template; set "
+            f"data.chat_template to chatml, another of {', '.join(NAMED_TEMPLATES)}, or a Jinja file."
+        )
+    return None, ""
+
+
+def check_template(encoding: InstructionEncoding, where: str) -> None:
+    """Try the template on a conversation: does it render, are turns told apart, is the stop token learned.
+
+    Raises ConfigError, which `where` begins.
+    """
+    assert encoding.template is not None
+    named = next((each for each in NAMED_TEMPLATES.values() if each.text == encoding.template), None)
+    if named is not None and (missing := [each for each in named.tokens if not _is_token(encoding, each)]):
+        raise ConfigError(_explain_missing(where, missing))
+    if "eos_token" in encoding.template and "eos_token" not in dict(encoding.special_tokens):
+        raise ConfigError(
+            f"{where} ends a turn with the tokenizer's eos, and the tokenizer has none; use a tokenizer with one, or a "
+            "template that ends turns with a token of its own, such as chatml with model.new_tokens: "
+            f"[{', '.join(NAMED_TEMPLATES['chatml'].tokens)}]."
+        )
+    turns = _PROBE if encoding.train_on == "last" else _PROBE * 2
+    try:
+        encoding.encode_conversation(Conversation(turns, (None,) * len(turns)))
+    except BrokenRecordError as error:
+        raise ConfigError(f"{where} cannot be used: a conversation of questions and answers {error}.") from error
+    _check_stop(encoding, where)
+
+
+def _check_stop(encoding: InstructionEncoding, where: str) -> None:
+    """Whether the last token of an answer is one at which generation stops, and is learned; and its header is not."""
+    last = ChatTemplate(encoding.template or "", dict(encoding.special_tokens), "last")
+    rendered = last.render(Conversation(_PROBE, (None, None)))
+    if not rendered.spans:
+        raise ConfigError(
+            f"{where} marks nothing of an answer with {{% generation %}}; put the answer between its marks."
+        )
+    start, stop = rendered.spans[-1]
+    answer, behind = rendered.text[start:stop], rendered.text[stop:].lstrip()
+    if encoding.added_token(answer.rstrip(), -1) is None:
+        after = encoding.added_token(behind, 0)
+        if last.marks_turns and after is not None:
+            raise ConfigError(
+                f"{where} ends its {{% generation %}} before {after}, the turn's stop token, which would never get a "
+                f"label; move {{% endgeneration %}} behind it."
+            )
+        markers = dict.fromkeys(_MARKER.findall(rendered.text))
+        missing = [each for each in markers if not _is_token(encoding, each)]
+        if missing:
+            raise ConfigError(_explain_missing(where, missing))
+        raise ConfigError(
+            f"{where} ends an answer with {answer[-20:]!r}, in no token at which generation could stop; write "
+            "{{ eos_token }} behind each answer."
+        )
+    header = answer.partition(_ANSWER)[0].strip()
+    silent = last.prompt(_PROBE[:1], generate=True) == last.prompt(_PROBE[:1], generate=False)
+    if header and silent and not last.marks_turns:
+        raise ConfigError(
+            f"{where} has no prompt to generate (add_generation_prompt), so {header!r} before each answer would be "
+            "learned as part of it; write it under {% if add_generation_prompt %} at the end."
+        )
+
+
+def _is_token(encoding: InstructionEncoding, text: str) -> bool:
+    return len(encoding.tokenizer.encode(text, add_special_tokens=False).ids) == 1
+
+
+def _explain_missing(where: str, missing: list[str]) -> str:
+    listed = ", ".join(f"'{token}'" for token in missing)
+    return (
+        f"{where} takes {', '.join(missing)} as single tokens, which the tokenizer does not have; add them with "
+        f"model.new_tokens: [{listed}], or use the template that the model was made for."
+    )

@@ -1,0 +1,152 @@
+"""A prepared folder, opened: what is trained and validated on, as datasets."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from echelon.data.catalog import TARGETS_DTYPE, Manifest, Split, check_shards, load_manifest
+from echelon.data.mixture import MixtureDataset
+from echelon.data.packing import PackedDataset
+from echelon.data.shards import Dataset, TokenDataset, TokenStore
+from echelon.data.tokenizer import fingerprint_json, load_tokenizer, tokenizer_fingerprint
+from echelon.errors import CheckpointError, ConfigError, DataError
+from echelon.manifest import check_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+DocumentMask = bool | Literal["auto"]
+"""`data.document_mask`: whether documents are kept apart. `auto`: those of samples, and not those of a text."""
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Text to evaluate on, under a name. `bytes_per_token` is None where the text was given as tokens."""
+
+    name: str
+    dataset: Dataset
+    bytes_per_token: float | None
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A prepared folder, opened.
+
+    `train` is a MixtureDataset where `manifest.train` has several splits, its parts in their order. `validation` is
+    empty when nothing was held out. `apart`: no document attends to another.
+    """
+
+    path: Path
+    manifest: Manifest
+    train: Dataset
+    validation: tuple[ValidationSet, ...]
+    apart: bool = False
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """The folder of the tokenizer, as `save_pretrained` wrote it."""
+        return self.path / "tokenizer"
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """The tokenizer, loaded when first asked for."""
+        return load_tokenizer(str(self.tokenizer_dir))
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids a model needs: one more than the largest the tokenizer can emit."""
+        return self.manifest.vocab_size
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the tokenizer that made the tokens."""
+        return self.manifest.tokenizer_fingerprint
+
+    @property
+    def content_digest(self) -> str:
+        """A hash of the tokens and of what is trained and validated on, wherever the folder lies."""
+        manifest = self.manifest
+        shards = {stream: [shard.sha256 for shard in manifest.shards(stream)] for stream in manifest.streams}
+        parts = (manifest.train, manifest.validation)
+        splits = [[[split.stream, split.start, split.stop] for split in part] for part in parts]
+        content: list[object] = [self.fingerprint, shards, splits]
+        if manifest.samples is not None:
+            content.append([shard.sha256 for _, shard in manifest.files()])
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def open_prepared(
+    path: Path,
+    sequence_len: int,
+    document_mask: DocumentMask = "auto",
+    *,
+    tokenizer: "PreTrainedTokenizerFast | None" = None,
+    verify: bool = False,
+) -> PreparedData:
+    """Open a prepared folder, cutting its text into samples of `sequence_len`, which packs must have been made for.
+
+    Raises DataError for a damaged or foreign manifest, a shard of the wrong size (with `verify`, also of the wrong
+    sha256), for a tokenizer, the saved one or the one given, that did not make these tokens, and for packs of another
+    length; ConfigError for a text without separators whose documents are to be kept apart.
+    """
+    manifest = load_manifest(path)
+    check_shards(path, manifest, verify=verify)
+    try:
+        check_files(path / "tokenizer", checksums=True)
+        saved = fingerprint_json((path / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))
+    except (CheckpointError, OSError, ValueError) as error:
+        raise DataError(f"the tokenizer in {path} cannot be read: {error} Delete {path} and prepare again.") from error
+    found = {f"the tokenizer in {path}": saved}
+    if tokenizer is not None:
+        found["the tokenizer given"] = tokenizer_fingerprint(tokenizer)
+    for what, fingerprint in found.items():
+        if fingerprint != manifest.tokenizer_fingerprint:
+            raise DataError(
+                f"{what} did not make the tokens in {path}: its fingerprint is {fingerprint}, theirs "
+                f"{manifest.tokenizer_fingerprint}; use the tokenizer they were made with, or prepare again."
+            )
+    rule = manifest.samples
+    if rule is None:
+        check_mask(document_mask, manifest.separator)
+    elif rule.sequence_len != sequence_len:
+        raise DataError(
+            f"{path} holds samples packed into sequences of {rule.sequence_len}, and data.sequence_len={sequence_len}; "
+            f"prepare again."
+        )
+    apart = rule is not None if document_mask == "auto" else document_mask
+    cut = _Cutter(path, manifest, sequence_len, apart)
+    validation = tuple(ValidationSet(each.name, cut(each), each.bytes_per_token) for each in manifest.validation)
+    parts = [cut(split) for split in manifest.train]
+    return PreparedData(path, manifest, parts[0] if len(parts) == 1 else MixtureDataset(parts), validation, apart)
+
+
+def check_mask(document_mask: DocumentMask, separator: int | str | None) -> None:
+    """Raise ConfigError where the documents of a text are to be kept apart and nothing says where one ends."""
+    if document_mask is True and separator is None:
+        raise ConfigError(
+            "data.document_mask=true needs a token that ends each document, and the tokenizer has no eos or "
+            "data.document_separator is null; set data.document_separator to a token it has, or data.document_mask to "
+            "false."
+        )
+
+
+class _Cutter:
+    """Makes the dataset of a split; the files of a stream are opened once."""
+
+    def __init__(self, path: Path, manifest: Manifest, sequence_len: int, apart: bool) -> None:
+        self._path, self._manifest = path, manifest
+        self._sequence_len = sequence_len
+        self._apart = apart
+        self._tokens = {name: TokenStore(path, manifest.shards(name), manifest.dtype) for name in manifest.streams}
+        self._targets = {name: TokenStore(path, manifest.targets(name), TARGETS_DTYPE) for name in manifest.streams}
+
+    def __call__(self, split: Split) -> Dataset:
+        tokens, rule = self._tokens[split.stream], self._manifest.samples
+        if rule is None or split.packs is None:
+            separator = self._manifest.separator if self._apart else None
+            return TokenDataset([tokens], self._sequence_len, start=split.start, stop=split.stop, separator=separator)
+        targets = self._targets[split.stream]
+        return PackedDataset(self._path, tokens, targets, split.packs, rule.sequence_len, rule.padding, self._apart)

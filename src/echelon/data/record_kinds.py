@@ -1,0 +1,92 @@
+"""What the records of a source are: plain text, plain ids, or examples of an instruction format.
+
+Decided once a source: given by the recipe, in `format` or in `fields`, or told from the fields of the first record. A
+record that is not of its source's kind is a broken one.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from echelon.data.readers import field_names
+from echelon.data.readers.arrays import is_array
+from echelon.data.readers.record import EITHER_FIELD, ExampleFields, Fields, SourceFile
+from echelon.errors import DataError
+from echelon.recipe.data_formats import PLAIN_FIELDS, RECORD_FORMATS, recognise_format
+
+if TYPE_CHECKING:
+    from echelon.data.source import Source
+
+RECORD_FILES = ("jsonl", "json", "csv", "parquet", "arrow", "hub")
+"""The formats of files that hold records with named fields."""
+
+
+def settle_fields(source: "Source", files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
+    """The files of a source with what is to be read of their records.
+
+    Raises DataError where the recipe names fields of an instruction format and the first record has none.
+    """
+    files = _find_arrays(source, files)
+    records = [file for file in files if file.format in RECORD_FILES]
+    if not records:
+        return tuple(files)
+    fields = _choose_fields(source, records)
+    return tuple(replace(file, fields=fields) if file.format in RECORD_FILES else file for file in files)
+
+
+def has_known_fields(renames: Mapping[str, str], names: Collection[str]) -> bool:
+    """Whether records with these fields are of any kind that is read."""
+    known = _own_names(renames, names)
+    return not known.isdisjoint(PLAIN_FIELDS) or recognise_format(known) is not None
+
+
+def _choose_fields(source: "Source", records: Sequence[SourceFile]) -> Fields | ExampleFields:
+    renames = tuple(sorted(source.fields.items()))
+    is_plain = bool(renames) and all(name in PLAIN_FIELDS for name in source.fields)
+    if source.format in RECORD_FORMATS and source.format != "tokens":
+        return ExampleFields(source.format, renames)
+    found = None if is_plain else _recognise(source, records)
+    if found is not None:
+        return ExampleFields(found, renames)
+    if not is_plain and renames:
+        raise DataError(
+            f"{source.key}.fields: the first record of {records[0].path} has not the fields of any format under these "
+            f"names; it has {', '.join(_first_names(records)) or 'none'}. Set {source.key}.format to the one meant: "
+            f"{', '.join(RECORD_FORMATS)}."
+        )
+    if renames:
+        return Fields(source.fields.get("text"), source.fields.get("input_ids"))
+    return Fields(text=None) if source.format == "tokens" else EITHER_FIELD
+
+
+def _recognise(source: "Source", records: Sequence[SourceFile]) -> str | None:
+    names = _own_names(source.fields, _first_names(records))
+    if source.format == "tokens":
+        return "tokens" if "labels" in names else None
+    return recognise_format(names)
+
+
+def _first_names(records: Sequence[SourceFile]) -> tuple[str, ...]:
+    """The fields of the first record that there is."""
+    return next((names for file in records if (names := field_names(file))), ())
+
+
+def _own_names(renames: Mapping[str, str], names: Collection[str]) -> set[str]:
+    """The fields of a record by the formats' own names: those that are renamed, and the rest."""
+    renamed = {ours for ours, theirs in renames.items() if theirs in names}
+    return renamed | (set(names) - set(renames) - set(renames.values()))
+
+
+def _find_arrays(source: "Source", files: Sequence[SourceFile]) -> Sequence[SourceFile]:
+    """Files named .json as arrays of records, where all files of the source are of records. Others are plain text."""
+    is_json = [file.format == "text" and ".json" in file.path.suffixes[-2:] for file in files]
+    pairs = list(zip(files, is_json, strict=True))
+    if source.format != "auto" or not all(each or file.format in RECORD_FILES for file, each in pairs):
+        return files
+    found = []
+    for file, each in pairs:
+        array = replace(file, format="json")
+        if each and is_array(file) and has_known_fields(source.fields, field_names(array)):
+            file = array
+        found.append(file)
+    return found

@@ -1,0 +1,144 @@
+"""Conversations rendered by a chat template, and the exact characters of them that are learned.
+
+Where the template marks what the assistant says (`{% generation %}`), its marks are the spans. Elsewhere a turn's span
+is found by rendering: what the conversation up to the turn, with the prompt to generate, is rendered as, must be how
+the conversation with the turn begins, and that how the whole begins; what lies between is the turn. No text is searched
+for. A template that renders earlier turns in another way once later ones follow has no such spans, and is refused.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.data.conversation import Conversation
+from echelon.data.readers.record import BrokenRecordError
+
+Spans = list[tuple[int, int]]
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What running a template raises besides Jinja's own errors: it is a program over the record's values."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, and the spans of characters that are learned.
+
+    `are_turns`: each span is all that the template writes for a turn, white space behind its stop token included.
+    """
+
+    text: str
+    spans: Spans
+    are_turns: bool = False
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template with the tokens it can name. `train_on` is that of the recipe."""
+
+    text: str
+    special_tokens: Mapping[str, str]
+    train_on: str = "assistant"
+
+    @property
+    def marks_turns(self) -> bool:
+        """Whether the template itself says what the assistant generates."""
+        return _GENERATION.search(self.text) is not None
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """The whole conversation with its spans. Raises BrokenRecordError for what the template cannot render."""
+        turns = self._wanted(conversation)
+        text, marks = self._run(conversation, len(conversation.messages), marks=self.marks_turns)
+        if self._takes_all(conversation):
+            return Rendered(text, self._all_but(conversation, text, turns))
+        if not marks:
+            return Rendered(text, [self._find_turn(conversation, text, turn) for turn in turns], True)
+        answers = self._answers(conversation)
+        if answers == turns:
+            return Rendered(text, marks)
+        if len(marks) != len(answers):
+            raise BrokenRecordError(
+                f"has {len(answers)} turns of the assistant, for which the chat template marks {len(marks)} spans "
+                "({% generation %}), so that no single turn can be left out"
+            )
+        return Rendered(text, [mark for mark, turn in zip(marks, answers, strict=True) if turn in turns])
+
+    def prompt(self, messages: Sequence[dict[str, Any]], generate: bool) -> str:
+        """Some turns as text, with the beginning of an answer or without. Raises BrokenRecordError."""
+        conversation = Conversation(tuple(messages), (None,) * len(messages))
+        return self._run(conversation, len(messages), generate=generate)[0]
+
+    def _wanted(self, conversation: Conversation) -> list[int]:
+        """The turns that are learned; of `all`, those of any role that are."""
+        flags = list(enumerate(conversation.learned))
+        if self._takes_all(conversation):
+            return [turn for turn, flag in flags if flag is not False]
+        answers = [turn for turn in self._answers(conversation) if turn >= conversation.answers]
+        if self.train_on == "last" and not conversation.answers:
+            answers = answers[-1:]
+        for turn, flag in flags:
+            if flag and conversation.messages[turn]["role"] != "assistant":
+                role = conversation.messages[turn]["role"]
+                raise BrokenRecordError(f"asks to learn a turn of the {role}, which only data.train_on: all does")
+        return [turn for turn, flag in flags if turn in answers and flag is not False]
+
+    def _takes_all(self, conversation: Conversation) -> bool:
+        """Whether every role is learned. Of a prompt with an answer, the answer is."""
+        return self.train_on == "all" and not conversation.answers
+
+    def _answers(self, conversation: Conversation) -> list[int]:
+        return [turn for turn, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+
+    def _find_turn(self, conversation: Conversation, text: str, turn: int) -> tuple[int, int]:
+        before = self._run(conversation, turn, generate=True)[0]
+        until = text if turn + 1 == len(conversation.messages) else self._run(conversation, turn + 1)[0]
+        if not until.startswith(before) or not text.startswith(until):
+            raise BrokenRecordError(
+                f"cannot be told apart by the chat template: it renders turn {turn} in another way "
+                f"{'once more turns follow' if until.startswith(before) else 'than its prompt to generate begins it'}, "
+                "so that what the assistant says has no exact place; set data.train_on: last, or give a "
+                "data.chat_template that marks it with {% generation %}"
+            )
+        return len(before), len(until)
+
+    def _all_but(self, conversation: Conversation, text: str, turns: Sequence[int]) -> Spans:
+        """Everything but the turns that are not to be learned."""
+        spans, start = [], 0
+        for turn, message in enumerate(conversation.messages):
+            if turn in turns:
+                continue
+            if message["role"] == "assistant":
+                first, stop = self._find_turn(conversation, text, turn)
+            else:
+                before, until = (self._run(conversation, count)[0] if count else "" for count in (turn, turn + 1))
+                first, stop = len(before), len(until)
+                if not text.startswith(until) or not until.startswith(before):
+                    raise BrokenRecordError(
+                        f"has a turn that is not to be learned (number {turn}), and the chat template renders it in "
+                        "another way once more turns follow, so that it has no exact place"
+                    )
+            spans.append((start, first))
+            start = stop
+        return [*spans, (start, len(text))]
+
+    def _run(
+        self, conversation: Conversation, count: int, *, generate: bool = False, marks: bool = False
+    ) -> tuple[str, Spans]:
+        """The first `count` turns as text; with `marks`, also the spans that the template marks."""
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                [list(conversation.messages[:count])],
+                tools=list(conversation.tools) or None,
+                chat_template=self.text,
+                add_generation_prompt=generate,
+                return_assistant_tokens_mask=marks,
+                **self.special_tokens,
+            )
+        except (TemplateError, *_FAULTS) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise BrokenRecordError(f"cannot be rendered by the chat template ({reason})") from error
+        return texts[0], [tuple(span) for span in spans[0]] if marks else []

@@ -1,0 +1,178 @@
+"""Chat templates: the named ones, and which one a run uses.
+
+Each named one ends every turn of the assistant with a token at which generation stops, and begins it with what
+`add_generation_prompt` gives: what is learned can be told exactly (see `rendering`).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    """A template's text, and the tokens it takes to be single ones of the tokenizer."""
+
+    text: str
+    tokens: tuple[str, ...] = ()
+
+
+_CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {{- message['content'] }}
+    {%- for call in message['tool_calls'] or [] %}
+        {{- '\\n<tool_call>\\n' + (call['function'] | tojson) + '\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+_LLAMA3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+# Models that know no system message have it before the first question.
+_JOIN_SYSTEM = """\
+{%- if messages and messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] + '\\n\\n' %}
+    {%- set turns = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+    {%- set turns = messages %}
+{%- endif %}
+"""
+
+_MISTRAL = (
+    "{{- bos_token }}\n"
+    + _JOIN_SYSTEM
+    + """\
+{%- for message in turns %}
+    {%- if message['role'] == 'assistant' %}
+        {{- ' ' + message['content'] | trim + eos_token }}
+    {%- elif message['role'] == 'user' %}
+        {{- '[INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}
+    {%- else %}
+        {{- raise_exception('the template mistral has no turns of the role ' + message['role']) }}
+    {%- endif %}
+{%- endfor %}
+"""
+)
+
+_GEMMA = (
+    "{{- bos_token }}\n"
+    + _JOIN_SYSTEM
+    + """\
+{%- for message in turns %}
+    {%- if message['role'] not in ('user', 'assistant') %}
+        {{- raise_exception('the template gemma has no turns of the role ' + message['role']) }}
+    {%- endif %}
+    {{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\\n' }}
+    {{- (system if loop.first else '') + message['content'] | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<start_of_turn>model\\n' }}
+{%- endif %}
+"""
+)
+
+_ZEPHYR = """\
+{%- for message in messages %}
+    {{- '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>\\n' }}
+{%- endif %}
+"""
+
+# The texts of Stanford's train.py. A turn of an alpaca record has its instruction and its input beside its content.
+_ALPACA = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}
+        {{- message['content'] + '\\n\\n' }}
+    {%- elif message['role'] == 'user' %}
+        {%- if loop.first and message['input'] %}
+            {{- 'Below is an instruction that describes a task, paired with an input that provides further context. ' }}
+            {{- 'Write a response that appropriately completes the request.\\n\\n' }}
+        {%- elif loop.first %}
+            {{- 'Below is an instruction that describes a task. ' }}
+            {{- 'Write a response that appropriately completes the request.\\n\\n' }}
+        {%- endif %}
+        {%- if message['input'] %}
+            {{- '### Instruction:\\n' + message['instruction'] + '\\n\\n### Input:\\n' + message['input'] }}
+        {%- else %}
+            {{- '### Instruction:\\n' + message['content'] }}
+        {%- endif %}
+        {{- '\\n\\n### Response:' }}
+    {%- elif message['role'] == 'assistant' %}
+        {{- message['content'] + eos_token }}
+        {{- '' if loop.last else '\\n\\n' }}
+    {%- else %}
+        {{- raise_exception('the template alpaca has no turns of the role ' + message['role']) }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+_PLAIN = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'assistant' %}
+        {{- message['content'] + eos_token }}
+    {%- else %}
+        {{- message['content'] }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+NAMED_TEMPLATES: dict[str, NamedTemplate] = {
+    "chatml": NamedTemplate(_CHATML, ("<|im_start|>", "<|im_end|>")),
+    "llama3": NamedTemplate(_LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    "mistral": NamedTemplate(_MISTRAL),
+    "gemma": NamedTemplate(_GEMMA, ("<start_of_turn>", "<end_of_turn>")),
+    "zephyr": NamedTemplate(_ZEPHYR),
+    "alpaca": NamedTemplate(_ALPACA),
+    "plain": NamedTemplate(_PLAIN),
+}
+"""What `data.chat_template` can name. `plain` joins the turns as they are and ends each answer with eos."""
+
+
+def load_template(choice: str) -> str:
+    """The text of the template that `data.chat_template` names: one of the table, or a file.
+
+    Raises ConfigError for what is neither.
+    """
+    if choice in NAMED_TEMPLATES:
+        return NAMED_TEMPLATES[choice].text
+    path = Path(choice).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"data.chat_template={choice} is no template that has a name ({', '.join(NAMED_TEMPLATES)}), and no file "
+            f"that can be read ({reason}); use one of them, or the path of a Jinja file."
+        ) from error
+
+
+def own_template(tokenizer: "PreTrainedTokenizerFast") -> str | None:
+    """The template that comes with a tokenizer: of several, the default one. None for none."""
+    found = tokenizer.chat_template
+    if isinstance(found, dict):
+        found = found.get("default")
+    return found or None

@@ -1,0 +1,258 @@
+"""Templates and their spans: worked by hand, and against what transformers says of templates that mark their turns."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from echelon.data.conversation import Conversation
+from echelon.data.instruction import InstructionEncoding
+from echelon.data.preflight import InstructionOptions, build_instruction_encoding
+from echelon.data.readers.record import BrokenRecordError, ExampleFields, SourceFile
+from echelon.data.templates import NAMED_TEMPLATES
+from echelon.data.tokenizer import add_new_tokens, build_bytes_tokenizer, train_tokenizer
+from echelon.errors import ConfigError
+
+TEXT = Path(json.__file__).read_text() + "What is one and one? Two. user assistant system\n" * 30
+CONTROL = [token for row in NAMED_TEMPLATES.values() for token in row.tokens]
+USER, ASSISTANT, SYSTEM = (
+    lambda text, role=role, **flags: {"role": role, "content": text, **flags}
+    for role in ("user", "assistant", "system")
+)
+TALK = [SYSTEM("Be brief."), USER("One and one?"), ASSISTANT("Two."), USER("And two?"), ASSISTANT("Four.")]
+
+
+def build(tokenizer, format="messages", **options) -> InstructionEncoding:
+    file = SourceFile(Path("x.jsonl"), "x.jsonl", "jsonl", 1, 0, True, ExampleFields(format))
+    encoding = build_instruction_encoding(InstructionOptions(**options), tokenizer, [file])
+    assert encoding is not None
+    return encoding
+
+
+def learned(encoding: InstructionEncoding, record) -> str:
+    """The text of one document with what is learned in brackets."""
+    (document,) = encoding.encode(record)
+    return bracket(encoding, document)
+
+
+def bracket(encoding, document) -> str:
+    parts, inside = [], False
+    for id, target in zip(document.ids.tolist(), document.targets.tolist(), strict=True):
+        if target != inside:
+            parts.append("[" if target else "]")
+            inside = target
+        parts.append(encoding.tokenizer.decode([id], skip_special_tokens=False))
+    return "".join(parts) + ("]" if inside else "")
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_tokenizer([TEXT], 600).backend_tokenizer.to_str()
+
+
+@pytest.fixture(params=["trained", "bytes"])
+def tokenizer(request, trained):
+    """Tokenizers with every control token, eos and, of the trained one, bos."""
+    if request.param == "bytes":
+        made = build_bytes_tokenizer()
+        made.add_special_tokens({"eos_token": "</s>", "bos_token": "<s>"})
+        return add_new_tokens(made, CONTROL)
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained), eos_token="<|endoftext|>")
+    made.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    return add_new_tokens(made, CONTROL)
+
+
+RENDERINGS = {
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne and one?<|im_end|>\n"
+    "<|im_start|>assistant\n[Two.<|im_end|>]\n<|im_start|>user\nAnd two?<|im_end|>\n"
+    "<|im_start|>assistant\n[Four.<|im_end|>]\n",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nOne and one?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[Two.<|eot_id|>]"
+    "<|start_header_id|>user<|end_header_id|>\n\nAnd two?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[Four.<|eot_id|>]",
+    "mistral": "<s>[INST] Be brief.\n\nOne and one? [/INST][ Two.</s>][INST] And two? [/INST][ Four.</s>]",
+    "gemma": "<s><start_of_turn>user\nBe brief.\n\nOne and one?<end_of_turn>\n<start_of_turn>model\n"
+    "[Two.<end_of_turn>]\n<start_of_turn>user\nAnd two?<end_of_turn>\n<start_of_turn>model\n[Four.<end_of_turn>]\n",
+    "zephyr": "<|system|>\nBe brief.</s>\n<|user|>\nOne and one?</s>\n<|assistant|>\n[Two.</s>]\n"
+    "<|user|>\nAnd two?</s>\n<|assistant|>\n[Four.</s>]\n",
+    "alpaca": "<s>Be brief.\n\n### Instruction:\nOne and one?\n\n### Response:[Two.</s>]\n\n"
+    "### Instruction:\nAnd two?\n\n### Response:[Four.</s>]",
+    "plain": "<s>Be brief.One and one?[Two.</s>]And two?[Four.</s>]",
+}
+
+
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
+def test_named_templates_and_their_spans(tokenizer, name):
+    encoding = build(tokenizer, chat_template=name)
+    assert learned(encoding, {"messages": TALK}) == RENDERINGS[name]
+    # The ids are those of transformers, whose own template it is from now on.
+    ids = tokenizer.apply_chat_template(TALK)["input_ids"]
+    assert encoding.encode({"messages": TALK})[0].ids.tolist() == ids
+
+
+def test_what_is_learned_follows_the_recipe_and_the_turns(tokenizer):
+    chatml = RENDERINGS["chatml"]
+    last = build(tokenizer, chat_template="chatml", train_on="last")
+    assert learned(last, {"messages": TALK}) == chatml.replace("[Two.<|im_end|>]", "Two.<|im_end|>")
+    encoding = build(tokenizer, chat_template="chatml")
+    for flag in ({"train": False}, {"weight": 0}):
+        turns = [*TALK[:-1], ASSISTANT("Four.", **flag)]
+        assert learned(encoding, {"messages": turns}) == chatml.replace("[Four.<|im_end|>]", "Four.<|im_end|>")
+    everything = build(tokenizer, chat_template="chatml", train_on="all")
+    bare = chatml.replace("[", "").replace("]", "")
+    # Nothing predicts the first token.
+    assert learned(everything, {"messages": TALK}) == bare.replace("<|im_start|>", "<|im_start|>[", 1) + "]"
+    turns = [*TALK[:2], ASSISTANT("Two.", train=False), USER("And two?", train=False), TALK[4]]
+    assert learned(everything, {"messages": turns}) == (
+        "<|im_start|>[system\nBe brief.<|im_end|>\n<|im_start|>user\nOne and one?<|im_end|>\n<|im_start|>assistant\n]"
+        "Two.<|im_end|>\n<|im_start|>user\nAnd two?<|im_end|>\n[<|im_start|>assistant\nFour.<|im_end|>\n]"
+    )
+    with pytest.raises(BrokenRecordError, match="asks to learn a turn of the user"):
+        encoding.encode({"messages": [USER("x", train=True), ASSISTANT("y")]})
+    with pytest.raises(BrokenRecordError, match="no token to learn"):
+        encoding.encode({"messages": [USER("x"), ASSISTANT("y", train=False)]})
+
+
+def test_the_recipes_system_prompt_is_for_conversations_without_one(tokenizer):
+    encoding = build(tokenizer, chat_template="chatml", system_prompt="Be brief.")
+    assert learned(encoding, {"messages": TALK[1:]}) == RENDERINGS["chatml"]
+    other = {"messages": [SYSTEM("Be long."), *TALK[1:]]}
+    assert learned(encoding, other) == RENDERINGS["chatml"].replace("brief", "long")
+
+
+MARKED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n{% generation %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_marked_turns_are_those_of_transformers_and_of_the_prefixes(tokenizer, tmp_path):
+    """transformers' mask is the oracle: of the marked template itself, and of the same one without marks."""
+    (tmp_path / "marked.jinja").write_text(MARKED)
+    bare = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    (tmp_path / "bare.jinja").write_text(bare)
+    talks = [
+        TALK,
+        TALK[1:3],
+        [*TALK, USER("Unanswered")],
+        [USER("ü語"), ASSISTANT("🙂 \n é "), USER(""), ASSISTANT("")],
+    ]
+    for name in ("marked", "bare"):
+        encoding = build(tokenizer, chat_template=str(tmp_path / f"{name}.jinja"))
+        for talk in talks:
+            (found,) = encoding.encode({"messages": talk})
+            theirs = tokenizer.apply_chat_template(
+                talk, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True
+            )
+            assert found.ids.tolist() == theirs["input_ids"]
+            assert found.targets.tolist() == [bool(each) for each in theirs["assistant_masks"]]
+    last = build(tokenizer, chat_template=str(tmp_path / "marked.jinja"), train_on="last")
+    assert learned(last, {"messages": TALK}).count("[") == 1
+
+
+# As Qwen3 does: what was thought in earlier turns is left out once the user has spoken again.
+FORGETFUL = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last %}"
+    "{{ '<think></think>' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_template_that_renders_earlier_turns_otherwise_takes_the_last_one(tokenizer, tmp_path):
+    (tmp_path / "t.jinja").write_text(FORGETFUL)
+    path = str(tmp_path / "t.jinja")
+    with pytest.raises(
+        ConfigError, match=r"data\.chat_template=.*in another way once more turns.*data\.train_on: last"
+    ):
+        build(tokenizer, chat_template=path)
+    encoding = build(tokenizer, chat_template=path, train_on="last")
+    assert learned(encoding, {"messages": TALK[1:]}).endswith("assistant\n[<think></think>Four.<|im_end|>]\n")
+
+
+REFUSED_TEMPLATES = {
+    # The stop token is outside what is learned.
+    MARKED.replace(" + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}", " }}{% endgeneration %}{{ '<|im_end|>\n' }}"): (
+        r"ends its {% generation %} before <\|im_end\|>, the turn's stop token.*move {% endgeneration %} behind it"
+    ),
+    MARKED.replace("m['content'] + '<|im_end|>' }}{% endg", "'' }}{% endg"): "generation",
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}": "in no token at which generation could stop",
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|stop|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}": r"model\.new_tokens: \['<\|stop\|>'\]",
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}": "has no prompt to generate",
+    "{% for m in messages %}": "cannot be used: .* cannot be rendered",
+    "{{ raise_exception('never') }}": "never",
+    "{{ 1 / 0 }}": "division by zero",
+    "{{ messages + 1 }}": "cannot be rendered",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED_TEMPLATES, ids=range(len(REFUSED_TEMPLATES)))
+def test_templates_that_teach_the_wrong_thing_are_refused(tokenizer, tmp_path, text):
+    (tmp_path / "t.jinja").write_text(text)
+    with pytest.raises(ConfigError, match=REFUSED_TEMPLATES[text]) as caught:
+        build(tokenizer, chat_template=str(tmp_path / "t.jinja"))
+    assert str(caught.value).startswith("data.chat_template=")
+
+
+def test_tokens_and_templates_that_are_missing_are_named(tmp_path):
+    plain = train_tokenizer([TEXT], 400)
+    with pytest.raises(
+        ConfigError, match=r"takes <\|im_start\|>, <\|im_end\|> as single .* model\.new_tokens: \['<\|im_s"
+    ):
+        build(plain, chat_template="chatml")
+    with pytest.raises(ConfigError, match=r"no template that has a name .chatml, llama3"):
+        build(plain, chat_template="chatlm")
+    with pytest.raises(ConfigError, match=r"has conversations \(messages\).* set data\.chat_template to chatml"):
+        build(plain)
+    with pytest.raises(ConfigError, match="ends a turn with the tokenizer's eos, and the tokenizer has none"):
+        build(build_bytes_tokenizer(), "alpaca")
+    with pytest.raises(ConfigError, match=r"objective\.name=dpo"):
+        build(plain, "preference")
+    with pytest.raises(ConfigError, match="compares two answers, and the data has messages"):
+        build(plain, preferences=True)
+    with pytest.raises(ConfigError, match=r"data\.train_on=last is for conversations"):
+        build_instruction_encoding(InstructionOptions(train_on="last"), plain, [])
+    plain.chat_template = NAMED_TEMPLATES["alpaca"].text
+    assert build(plain).template == plain.chat_template
+
+
+def test_alpaca_without_a_template_is_stanfords_prompt():
+    tokenizer = train_tokenizer([TEXT], 400)
+    encoding = build(tokenizer, "alpaca")
+    assert learned(encoding, {"instruction": "Add.", "input": "1 1", "output": "2"}) == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 1\n\n"
+        "### Response:[2<|endoftext|>]"
+    )
+    assert learned(encoding, {"instruction": "Add.", "input": "", "output": "2"}) == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\nAdd.\n\n### Response:[2<|endoftext|>]"
+    )
+    assert tokenizer.chat_template == NAMED_TEMPLATES["alpaca"].text
+
+
+def test_the_template_and_the_new_tokens_are_saved_with_the_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = add_new_tokens(train_tokenizer([TEXT], 400), ["<|im_start|>", "<|im_end|>"])
+    assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [400, 401]
+    encoding = build(tokenizer, chat_template="chatml")
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.apply_chat_template(TALK)["input_ids"] == encoding.encode({"messages": TALK})[0].ids.tolist()
+    assert add_new_tokens(loaded, ["<|im_end|>"]).convert_tokens_to_ids("<|im_end|>") == 401
+    assert loaded.decode([401], skip_special_tokens=True) == ""
+    with pytest.raises(ConfigError, match=r"model\.new_tokens has an empty token"):
+        add_new_tokens(loaded, [""])
+
+
+def test_a_probe_is_no_part_of_the_encoding(tokenizer):
+    encoding = build(tokenizer, chat_template="chatml")
+    assert encoding.encode_conversation(Conversation((USER("a"), ASSISTANT("b")), (None, None))).targets.sum() == 2
