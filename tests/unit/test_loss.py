@@ -28,7 +28,7 @@ def test_chunked_loss_equals_the_models_own_logits(family, tied, chunk, monkeypa
     monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: chunk)
     model = small_model(family, tied)
     inputs, labels = random_batch()
-    loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM())
+    loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM().loss_sum)
     loss.backward()
     ours = gradients(model)
 
@@ -45,7 +45,7 @@ def test_chunked_loss_equals_the_models_own_logits(family, tied, chunk, monkeypa
 def test_a_microbatch_without_targets_gives_zero_and_reaches_every_parameter():
     model = small_model("llama")
     inputs, labels = random_batch()
-    loss = ObjectiveModule(model)(microbatch(inputs, torch.full_like(labels, -100)), CausalLM())
+    loss = ObjectiveModule(model)(microbatch(inputs, torch.full_like(labels, -100)), CausalLM().loss_sum)
     loss.backward()
     assert loss.item() == 0.0
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
@@ -98,7 +98,7 @@ def test_bf16_autocast_runs_the_head_in_bf16_and_the_softmax_in_fp32():
     model = small_model("llama")
     inputs, labels = random_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM())
+        loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM().loss_sum)
         logits = model(input_ids=inputs).logits
     assert logits.dtype == torch.bfloat16
     expected = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")

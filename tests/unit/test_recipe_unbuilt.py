@@ -21,7 +21,6 @@ REFUSED = {
     "data.train_on": "data.train_on=last",
     "data.system_prompt": "data.system_prompt=Hello",
     "data.on_overlong": "data.on_overlong=drop",
-    "objective.name": "objective.name=dpo",
     "train.precision": "train.precision=fp8",
     "parallel.cp": "parallel.cp=2",
     "parallel.tp": "parallel.tp=2",

@@ -22,7 +22,7 @@ from echelon.mesh import Meshes
 from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta, find_weights
 from echelon.model.weights import initialize_buffers, initialize_weights, load_pretrained, local_part
-from echelon.objective import NextToken, Objective
+from echelon.objective import Objective, ObjectiveModule
 from echelon.optimizer import LossScale, Optimizer, build_optimizer, global_norm
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.data import DataParallel
@@ -134,15 +134,16 @@ class ModuleEvaluation:
         self._module = module
         self._objective = objective
 
-    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+    def sums(self, microbatch: Microbatch) -> Tensor:
         """See Evaluation."""
-        loss: Tensor = self._module(microbatch, self._objective)
-        return loss
+        sums: Tensor = self._module(microbatch, self._objective.evaluation_sums)
+        return sums
 
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """See Evaluation."""
         ids = np.arange(len(input_ids))
-        logits: Tensor = self._module(Microbatch(input_ids, input_ids, ids, ids), NextToken(places))
+        microbatch = Microbatch(input_ids, input_ids, ids, ids)
+        logits: Tensor = self._module(microbatch, lambda outputs, _: outputs.logits_at(places))
         return logits
 
 
@@ -178,6 +179,39 @@ def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Reci
         load_pretrained(model, skeleton, find_weights(source, download=False))
 
 
+def materialize(
+    module: ObjectiveModule, skeleton: PreTrainedModel, recipe: Recipe, plan: ParallelPlan, device: torch.device
+) -> None:
+    """Give a sharded model on meta memory and its first weights. Collective."""
+    module.to_empty(device="cpu" if plan.cpu_offload else device)
+    place_buffers(module.model, device)
+    module.model.tie_weights()
+    fill_weights(module.model, skeleton, recipe)
+
+
+def build_reference(
+    skeleton: PreTrainedModel,
+    recipe: Recipe,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    device: torch.device,
+    compile_backend: str,
+) -> ObjectiveModule:
+    """A frozen copy of the weights that training starts from, sharded as the model is. Collective.
+
+    Between forward passes each rank holds its shard alone, under every plan: no backward pass would free the rest. A
+    shard is stored as it is computed with; autocast needs what the trained weights have.
+    """
+    model = copy.deepcopy(skeleton).requires_grad_(False)
+    store_parameters_in(
+        model, getattr(torch, plan.precision.compute if plan.uses_fully_shard else plan.precision.param)
+    )
+    frozen = replace(plan, reshard_after_forward=True, activation_checkpointing="none")
+    module = shard_model(model, frozen, meshes, compile_backend)
+    materialize(module, skeleton, recipe, plan, device)
+    return module.eval()
+
+
 def build_native_engine(
     recipe: Recipe,
     config: PretrainedConfig,
@@ -196,10 +230,9 @@ def build_native_engine(
     model = copy.deepcopy(skeleton)
     store_parameters_in(model, getattr(torch, plan.precision.param))
     module = shard_model(model, plan, meshes, compile_backend)
-    module.to_empty(device="cpu" if plan.cpu_offload else device)
-    place_buffers(model, device)
-    model.tie_weights()
-    fill_weights(model, skeleton, recipe)
+    materialize(module, skeleton, recipe, plan, device)
+    if objective.needs_reference and not recipe.adapter.is_adapter:
+        module.refer_to(build_reference(skeleton, recipe, plan, meshes, device, compile_backend))
     module.train()
     parallel = parallelize(module, plan, meshes)
     optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed)

@@ -39,7 +39,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("data.train_on", "plain text, of which every token is learned"),
     Unbuilt("data.system_prompt", "plain text, without conversations"),
     Unbuilt("data.on_overlong", "plain text, of which nothing is cut off"),
-    Unbuilt("objective.name", "causal_lm"),
     Unbuilt("train.precision", "auto, fp32, bf16 and fp16", built=("fp32", "bf16", "fp16")),
     Unbuilt("parallel.cp", "dp_replicate and dp_shard"),
     Unbuilt("parallel.tp", "dp_replicate and dp_shard"),
