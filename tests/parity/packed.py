@@ -1,6 +1,6 @@
 """Prepared text as it would be with several documents in a sequence, or preference pairs."""
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -9,6 +9,10 @@ import numpy as np
 
 from echelon.data.prepare import PreparedData
 from echelon.data.shards import NO_LABEL, Samples
+from echelon.plan import ParallelPlan
+from echelon.train import assemble
+from training import train_rank
+from workers import WorkerPool
 
 LENGTHS = ((7, 9, 6, 5), (10, 3, 8, 11), (6, 12))  # of a sample's documents, by its number; the rest is padding
 PROMPT = 2
@@ -40,17 +44,31 @@ class Packed:
         return replace(samples, documents=documents)
 
 
-def packed_samples(kind: str) -> list[Any]:
-    """What makes a trainer see its text as `packed` or as `pairs`; nothing for an empty kind."""
+def packed_samples(kind: str) -> AbstractContextManager[Any]:
+    """Makes a trainer that is built inside see its text as `packed` or as `pairs`; an empty kind changes nothing."""
     if not kind:
-        return []
-    import echelon.train.assemble as assemble
-
-    opened: Callable[..., PreparedData] = assemble.open_prepared
+        return nullcontext()
+    opened = assemble.open_prepared
 
     def open_packed(*args: Any) -> PreparedData:
         data = opened(*args)
         sets = tuple(replace(each, dataset=Packed(each.dataset, kind == "pairs")) for each in data.validation)
         return replace(data, train=Packed(data.train, kind == "pairs"), validation=sets)
 
-    return [mock.patch.object(assemble, "open_prepared", open_packed)]
+    return mock.patch.object(assemble, "open_prepared", open_packed)
+
+
+def train_packed(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, kind: str) -> None:
+    """One rank, its text packed."""
+    with packed_samples(kind):
+        train_rank(rank, world_size, path, plan, stop_at, "")
+
+
+class PackedPool:
+    """The pool, with `train_packed` for `train_rank`."""
+
+    def __init__(self, pool: WorkerPool, kind: str) -> None:
+        self._pool, self._kind = pool, kind
+
+    def run(self, function: Any, world_size: int, path: str, plan: Any, stop_at: int | None, mutation: str) -> None:
+        self._pool.run(train_packed, world_size, path, plan, stop_at, self._kind)

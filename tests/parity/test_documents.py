@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from packed import PackedPool
 from training import Row, bounds, difference, equal_tensors, hashes, tensors_of, train, with_ranks
 
 pytestmark = pytest.mark.dist
@@ -33,7 +34,7 @@ FULL = [
 
 def run(workers, samples, row, folder, text, **options):
     row = replace(row, changes=DPO if samples == "pairs" else None)
-    return train(workers, row, folder, text, steps=STEPS, samples=samples, **options)
+    return train(PackedPool(workers, samples), row, folder, text, steps=STEPS, **options)
 
 
 @pytest.fixture(scope="module")

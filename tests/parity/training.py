@@ -26,7 +26,6 @@ from echelon.shape import build_shape
 from echelon.train.assemble import build_trainer
 from echelon.train.trainer import Trainer
 from families import small_config
-from packed import packed_samples
 from workers import WorkerPool
 
 GLOBAL_BATCH = 8
@@ -121,9 +120,8 @@ def train(
     steps: int = 4,
     stop_at: int | None = None,
     mutation: str = "",
-    samples: str = "",
 ) -> list[dict[str, Any]]:
-    """Train (or go on training) a row in real processes; the rows of metrics.jsonl. `samples`: see `packed.py`."""
+    """Train (or go on training) a row in real processes; the rows of metrics.jsonl."""
     path = write_recipe(row, folder, text, steps)
     recipe, _ = load_recipe(path)
     data = prepare_data(recipe, lambda line: None)
@@ -132,7 +130,7 @@ def train(
     run.write_prepared_path(data.path)
     run.recipe_path.write_text(render_recipe(recipe))
     plan = resolve(row, recipe, data.train.num_samples)
-    workers.run(train_rank, row.ranks, str(path), plan, stop_at, mutation, samples)
+    workers.run(train_rank, row.ranks, str(path), plan, stop_at, mutation)
     return read_rows(run.path)
 
 
@@ -180,18 +178,10 @@ def masked_trainer(rank: int, world_size: int, path: str, plan: ParallelPlan, mu
             trainer.journal.close()
 
 
-def train_rank(
-    rank: int,
-    world_size: int,
-    path: str,
-    plan: ParallelPlan,
-    stop_at: int | None,
-    mutation: str,
-    samples: str = "",
-) -> None:
+def train_rank(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, mutation: str) -> None:
     """One rank: the real trainer, one fault planted if asked."""
     with ExitStack() as stack:
-        for patch in [*mutations(mutation, world_size), *packed_samples(samples)]:
+        for patch in mutations(mutation, world_size):
             stack.enter_context(patch)
         trainer = stack.enter_context(masked_trainer(rank, world_size, path, plan, mutation))
         if mutation == "local count":
