@@ -110,6 +110,21 @@ def build_on_meta(
     return model
 
 
+def materialize(module: nn.Module, device: torch.device | str) -> None:
+    """Give a module on meta its memory, uninitialised, in place, sharded or not; what was tied stays tied.
+
+    `transformers` itself ties by the names of its own modules, which an adapter takes the place of.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    module.to_empty(device=device)
+    for first, *others in names.values():
+        for other in others:
+            path, _, leaf = other.rpartition(".")
+            setattr(module.get_submodule(path), leaf, module.get_parameter(first))
+
+
 def find_weights(source: str, download: bool) -> Path:
     """The folder of a checkpoint's safetensors: the source itself, or the local copy of a hub id.
 
@@ -154,7 +169,9 @@ def resolve_config(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokeniz
     if recipe.model.config is None:
         assert recipe.model.checkpoint is not None
         config = load_config(recipe.model.checkpoint, recipe.model.trust_remote_code)
-        resolve_vocab_size(config.to_dict(), vocab_size)
+        config.vocab_size, _ = resolve_vocab_size(
+            config.to_dict(), vocab_size, f"model.checkpoint={recipe.model.checkpoint}", bool(recipe.model.new_tokens)
+        )
         return config
     fields = dict(recipe.model.config)
     fields["vocab_size"], _ = resolve_vocab_size(fields, vocab_size)

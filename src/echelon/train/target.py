@@ -8,17 +8,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from echelon.checkpoint.export import load_run_model, run_skeleton
+from echelon.checkpoint.adapted import read_run_recipe, run_skeleton
+from echelon.checkpoint.export import load_run_model
+from echelon.checkpoint.first_weights import fill_weights
 from echelon.checkpoint.folder import checkpoint_of
 from echelon.data.tokenizer import try_tokenizer
-from echelon.engines.native import fill_weights
 from echelon.errors import ConfigError, EchelonError
 from echelon.manifest import read_json
 from echelon.model.attention import choose_attention
-from echelon.model.build import is_model_folder
+from echelon.model.build import is_model_folder, materialize
 from echelon.model.folder import run_model_dir
-from echelon.recipe import load_recipe
-from echelon.run_folder import RunFolder, is_run
+from echelon.run_folder import is_run
 from echelon.shape import check_depth
 
 # A folder is read as it lies: nothing is asked of the hub, no code in it is run.
@@ -76,11 +76,9 @@ def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTra
 
 def load_first_weights(run: Path, device: torch.device) -> PreTrainedModel:
     """The model as a run began with it, in evaluation mode: of the seed, or of `model.checkpoint`."""
-    recipe, _ = load_recipe(RunFolder(run).recipe_path)
-    skeleton = run_skeleton(run)
-    model = run_skeleton(run).to_empty(device=device)
-    model.tie_weights()
-    fill_weights(model, skeleton, recipe)
+    skeleton, model = run_skeleton(run), run_skeleton(run)
+    materialize(model, device)
+    fill_weights(model, skeleton, read_run_recipe(run))
     return model.eval()
 
 
