@@ -1,52 +1,129 @@
-"""What a run minimises: losses are summed here and divided once, by the global number of targets."""
+"""What a run minimises: losses are summed here and divided once, by the global number of what they are summed over."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.data.loader import Microbatch
-from echelon.loss import IGNORE, chunked_loss_sum, token_loss_sum
+from echelon.data.prepare import PreparedData
+from echelon.data.shards import Dataset
+from echelon.errors import ConfigError
+from echelon.loss import (
+    IGNORE,
+    chunked_log_probabilities,
+    chunked_loss_sum,
+    token_log_probabilities,
+    token_loss_sum,
+)
+from echelon.model.adapters import disabled_adapter
+from echelon.model.attention import document_inputs
 from echelon.model.parts import DecoderParts, find_parts
+from echelon.recipe import Recipe
 
 
 class DecoderOutputs:
-    """One forward pass of a decoder, before its head: hands out the loss or the logits, whichever is asked for.
+    """One forward pass of a decoder, run when first asked for: hands out losses, log-probabilities or logits.
 
     Must be used inside the forward of the module that data parallelism wraps: that is where the head's weight is whole.
     """
 
-    def __init__(self, model: nn.Module, parts: DecoderParts, input_ids: Tensor) -> None:
+    def __init__(
+        self, model: nn.Module, parts: DecoderParts, batch: Microbatch, reference: "ObjectiveModule | None" = None
+    ) -> None:
+        self._model = model
         self._parts = parts
-        self._hidden: Tensor | None = None
-        self._logits: Tensor | None = None
-        if parts.backbone is not None:
-            self._hidden = parts.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
-        else:
-            self._logits = model(input_ids=input_ids, use_cache=False).logits
+        self._batch = batch
+        self._reference = reference
+
+    @cached_property
+    def _inputs(self) -> dict[str, Any]:
+        batch, inputs = self._batch, {"input_ids": self._batch.input_ids, "use_cache": False}
+        if batch.documents is None or batch.position_ids is None:
+            return inputs
+        return inputs | document_inputs(self._model, batch.documents, batch.position_ids)
+
+    @cached_property
+    def _hidden(self) -> Tensor:
+        assert self._parts.backbone is not None
+        hidden: Tensor = self._parts.backbone(**self._inputs).last_hidden_state
+        return hidden
+
+    @cached_property
+    def _logits(self) -> Tensor:
+        logits: Tensor = self._model(**self._inputs).logits
+        return logits
 
     def token_loss_sum(self, labels: Tensor) -> Tensor:
         """Sum of token cross-entropies against shifted labels [batch, seq]; scalar, fp32."""
-        if self._hidden is None:
-            assert self._logits is not None
-            return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
         head = self._parts.head
-        assert head is not None
+        if head is None:
+            return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
         return chunked_loss_sum(self._hidden, labels, self._parts.head_weight, head.bias, self._parts.arithmetic)
+
+    def log_probabilities(self, labels: Tensor) -> Tensor:
+        """Log-probability of each label: [batch, seq], fp32, 0 where there is none."""
+        head = self._parts.head
+        if head is None:
+            return token_log_probabilities(self._logits.flatten(0, -2), labels.flatten()).view_as(labels)
+        return chunked_log_probabilities(
+            self._hidden, labels, self._parts.head_weight, head.bias, self._parts.arithmetic
+        )
+
+    def reference_log_probabilities(self, labels: Tensor) -> Tensor:
+        """The same under the weights that training started from: no dropout, no gradient.
+
+        Of the frozen copy where there is one, else of this model without its adapter. Collective where weights are
+        sharded: they are gathered once more.
+        """
+        if self._reference is not None:
+            with torch.no_grad():
+                scores: Tensor = self._reference(self._batch, lambda outputs, _: outputs.log_probabilities(labels))
+            return scores
+        trains = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad(), disabled_adapter(self._model):
+                return DecoderOutputs(self._model, self._parts, self._batch).log_probabilities(labels)
+        finally:
+            self._model.train(trains)
 
     def logits_at(self, places: Tensor) -> Tensor:
         """Logits of the token after position `places` [batch] of each sequence: [batch, vocabulary], fp32."""
         rows = torch.arange(len(places), device=places.device)
-        if self._hidden is None:
-            assert self._logits is not None
-            return self._logits[rows, places].float()
         head = self._parts.head
-        assert head is not None
+        if head is None:
+            return self._logits[rows, places].float()
         return self._parts.arithmetic.apply(head(self._hidden[rows, places])).float()
+
+
+Reading = Callable[[DecoderOutputs, Microbatch], Tensor]
+"""What is taken from a forward pass, for example `objective.loss_sum`."""
 
 
 class Objective(Protocol):
     """A loss that is a sum over countable things: target tokens for language modelling, pairs for DPO."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it compares with the weights that training started from."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """What is counted, as eval rows name it: target_tokens, or pairs."""
+        ...
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What evaluation reports beside the loss: the columns of `evaluation_sums` after the first."""
+        ...
 
     def count(self, batch: Microbatch) -> Tensor:
         """How many terms `loss_sum` adds up for this microbatch on this rank: int64 scalar on the batch's device."""
@@ -56,9 +133,17 @@ class Objective(Protocol):
         """The summed loss, fp32 scalar, connected to every trained parameter even when the count is zero."""
         ...
 
+    def evaluation_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """The summed loss and the sum of each measure over the same terms: [1 + measures], fp32."""
+        ...
+
 
 class CausalLM:
     """Next-token prediction: the cross-entropy of every labelled token."""
+
+    needs_reference = False
+    unit = "target_tokens"
+    measures: tuple[str, ...] = ()
 
     def count(self, batch: Microbatch) -> Tensor:
         """Labelled tokens of the microbatch."""
@@ -68,24 +153,120 @@ class CausalLM:
         """Summed cross-entropy of the labelled tokens."""
         return outputs.token_loss_sum(batch.labels)
 
+    def evaluation_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """The summed cross-entropy alone."""
+        return self.loss_sum(outputs, batch).reshape(1)
 
-class NextToken:
-    """Hands out logits where an objective would hand out its loss: what sampling needs of the module below."""
 
-    def __init__(self, places: Tensor) -> None:
-        self._places = places
+@dataclass(frozen=True)
+class DPO:
+    """Direct preference optimization: of two answers to one prompt the chosen one is made likelier (Rafailov et al.
+    2023, arXiv:2305.18290).
+
+    The margin m of a pair is what log p(chosen) - log p(rejected) has grown by since the reference, log-probabilities
+    being summed over the answer's tokens. Losses of a pair:
+
+    sigmoid: -(1 - label_smoothing) log sigmoid(beta m) - label_smoothing log sigmoid(-beta m)
+    ipo: (m - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036)
+
+    The reward of an answer is beta times what its log-probability has grown by. A pair is two documents of a sequence,
+    the chosen one even; it counts if any of its tokens has a label.
+    """
+
+    beta: float
+    loss: str = "sigmoid"
+    label_smoothing: float = 0.0
+
+    needs_reference = True
+    unit = "pairs"
+    measures = ("reward_accuracy", "reward_margin")
 
     def count(self, batch: Microbatch) -> Tensor:
-        """How many sequences there are."""
-        return torch.tensor(len(self._places), device=self._places.device)
+        """Pairs with a label."""
+        return _labelled_pairs(batch).sum()
 
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """Not a loss: the logits after `places` of each sequence, [batch, vocabulary]."""
-        return outputs.logits_at(self._places)
+        """Summed loss of the pairs."""
+        return self._sum_losses(self._margins(outputs, batch), _labelled_pairs(batch))
+
+    def evaluation_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """The summed loss; how many chosen answers have the larger reward; by how much, summed."""
+        margins, counts = self._margins(outputs, batch), _labelled_pairs(batch)
+        right, rewards = (margins > 0) & counts, self.beta * margins * counts
+        return torch.stack([self._sum_losses(margins, counts), right.sum().float(), rewards.sum()])
+
+    def _margins(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        """The margin of each pair: [batch, pairs], fp32."""
+        reference = outputs.reference_log_probabilities(batch.labels)
+        growth = _sum_by_document(outputs.log_probabilities(batch.labels) - reference, batch)
+        return growth[:, 0::2] - growth[:, 1::2]
+
+    def _sum_losses(self, margins: Tensor, counts: Tensor) -> Tensor:
+        if self.loss == "ipo":
+            losses = (margins - 1 / (2 * self.beta)) ** 2
+        else:
+            scaled, wrong = self.beta * margins, self.label_smoothing
+            losses = -(1 - wrong) * F.logsigmoid(scaled) - wrong * F.logsigmoid(-scaled)
+        return (losses * counts).sum()
+
+
+def _labelled_pairs(batch: Microbatch) -> Tensor:
+    """Which pairs there are: boolean [batch, pairs], room for as many as a sequence could hold."""
+    labels = _sum_by_document((batch.labels != IGNORE).float(), batch)
+    return labels[:, 0::2] + labels[:, 1::2] > 0
+
+
+def _sum_by_document(values: Tensor, batch: Microbatch) -> Tensor:
+    """Sums over each document of a sequence: [batch, seq] to [batch, documents], an even number, as many as may be.
+
+    How many there are only the device knows. Padding has no labels, so its zeros may go to any document.
+    """
+    assert batch.documents is not None, "pairs are documents"
+    num_rows, length = values.shape
+    width = length + length % 2
+    rows = torch.arange(num_rows, device=values.device)[:, None] * width
+    places = rows + batch.documents.clamp(min=0)
+    return values.new_zeros(num_rows * width).index_add(0, places.flatten(), values.flatten()).view(num_rows, width)
+
+
+def build_objective(recipe: Recipe) -> Objective:
+    """The objective that the recipe names."""
+    wanted = recipe.objective
+    return DPO(wanted.beta, wanted.loss, wanted.label_smoothing) if wanted.name == "dpo" else CausalLM()
+
+
+def check_objective(recipe: Recipe, data: PreparedData) -> None:
+    """Refuse an objective that the prepared samples are not for, or that has nothing to compare with.
+
+    Raises ConfigError. Whether a sequence holds pairs is told from the first one.
+    """
+    if recipe.objective.name != "dpo":
+        return
+    if recipe.adapter.init == "pissa":
+        raise ConfigError(
+            "adapter.init=pissa changes the frozen weights, and objective.name=dpo compares with them as they were; "
+            "use adapter.init=default."
+        )
+    for key, dataset in (("data.train", data.train), *(("data.validation", each.dataset) for each in data.validation)):
+        if dataset.num_samples and not _holds_pairs(dataset):
+            raise ConfigError(
+                f"objective.name=dpo compares two answers to one prompt, and the samples of {key} are not such pairs; "
+                "give data of format preference, or set objective.name=causal_lm."
+            )
+
+
+def first_documents(dataset: Dataset) -> npt.NDArray[np.int32] | None:
+    """Which document each token of the first sample belongs to, [1, seq]; None where documents are not kept apart."""
+    return dataset.read_samples(np.zeros(1, dtype=np.int64)).documents
+
+
+def _holds_pairs(dataset: Dataset) -> bool:
+    documents = first_documents(dataset)
+    return documents is not None and int(documents.max()) % 2 == 1
 
 
 class ObjectiveModule(nn.Module):
-    """A decoder whose forward returns the objective's summed loss.
+    """A decoder whose forward returns what is read from it: the objective's summed loss, in training.
 
     Data parallelism wraps this module, so that the head and the loss run where its hooks have made the weights
     whole and are ready to reduce gradients. The decoder's own parameter names start with `model.` here.
@@ -94,8 +275,15 @@ class ObjectiveModule(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model: Any = model
-        self._parts = (find_parts(model),)  # in a tuple, so that the parts are not registered a second time
+        # In tuples, so that they are not registered: parts a second time, and a reference not at all, since nothing
+        # that wraps, steps or saves this module's parameters is about a frozen copy.
+        self._parts = (find_parts(model),)
+        self._reference: tuple[ObjectiveModule | None] = (None,)
 
-    def forward(self, batch: Microbatch, objective: Objective) -> Tensor:
-        """The summed loss of one microbatch, fp32 scalar."""
-        return objective.loss_sum(DecoderOutputs(self.model, self._parts[0], batch.input_ids), batch)
+    def refer_to(self, reference: "ObjectiveModule") -> None:
+        """Give it a frozen copy of the starting weights, for objectives that compare with them."""
+        self._reference = (reference,)
+
+    def forward(self, batch: Microbatch, read: Reading) -> Tensor:
+        """What `read` takes from the forward pass of one microbatch."""
+        return read(DecoderOutputs(self.model, self._parts[0], batch, self._reference[0]), batch)

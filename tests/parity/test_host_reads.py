@@ -11,6 +11,7 @@ from echelon.recipe import load_recipe, render_recipe
 from echelon.run_folder import RunFolder
 from echelon.runtime import Runtime
 from echelon.train.assemble import build_trainer
+from packed import packed_samples
 from training import Row, resolve, with_ranks, write_recipe
 
 pytestmark = pytest.mark.dist
@@ -38,11 +39,11 @@ class HostReads(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def reads_of_a_step(rank, world_size, path, plan):
+def reads_of_a_step(rank, world_size, path, plan, samples):
     """The reads of the third step, and, to show that they would be seen, those of reading its metrics."""
     recipe, _ = load_recipe(Path(path))
     runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    with open("/dev/null", "w") as console:
+    with open("/dev/null", "w") as console, packed_samples(samples):
         trainer = build_trainer(recipe, plan, RunFolder(Path(recipe.run.dir)), runtime, console)
         trainer.train_step(0)
         trainer.train_step(1)
@@ -57,9 +58,9 @@ def reads_of_a_step(rank, world_size, path, plan):
     return inside.found, outside.found
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+ROWS = [
+    ("", row)
+    for row in (
         Row(micro_batch=4),
         Row(micro_batch=4, precision="bf16", family="gpt2", tied=True, dropout=0.1),
         with_ranks(Row("ddp", checkpointing="full"), 2, micro_batch=2),
@@ -71,10 +72,16 @@ def reads_of_a_step(rank, world_size, path, plan):
         Row(optimizer="lion", precision="bf16", master_weights="bf16_kahan"),
         Row(optimizer="sgd"),
         Row(changes={"fault": {"on_bad_step": "skip", "spike_factor": 2, "spike_window": 2}}, precision="fp16"),
-    ],
-    ids=str,
-)
-def test_a_step_reads_nothing_back(workers, text, tmp_path, row):
+    )
+]
+ROWS += [
+    ("packed", with_ranks(Row("fsdp", family="gemma3_text", precision="bf16"), 2, micro_batch=2)),
+    ("pairs", with_ranks(Row("ddp", changes={"objective": {"name": "dpo"}}), 2, micro_batch=2)),
+]
+
+
+@pytest.mark.parametrize(("samples", "row"), ROWS, ids=str)
+def test_a_step_reads_nothing_back(workers, text, tmp_path, samples, row):
     path = write_recipe(row, tmp_path, text, steps=4)
     recipe, _ = load_recipe(path)
     data = prepare_data(recipe, lambda line: None)
@@ -83,6 +90,6 @@ def test_a_step_reads_nothing_back(workers, text, tmp_path, row):
     run.write_prepared_path(data.path)
     run.recipe_path.write_text(render_recipe(recipe))
     plan = resolve(row, recipe, data.train.num_samples)
-    for inside, outside in workers.run(reads_of_a_step, row.ranks, str(path), plan):
+    for inside, outside in workers.run(reads_of_a_step, row.ranks, str(path), plan, samples):
         assert inside == []
         assert outside

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves
 
 import echelon.loss
 from echelon.data.loader import Microbatch
 from echelon.objective import CausalLM, ObjectiveModule
 from families import EXTRA, random_batch, small_model
+from watch import Watch
 
 
 def microbatch(inputs, labels):
@@ -28,7 +28,7 @@ def test_chunked_loss_equals_the_models_own_logits(family, tied, chunk, monkeypa
     monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: chunk)
     model = small_model(family, tied)
     inputs, labels = random_batch()
-    loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM())
+    loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM().loss_sum)
     loss.backward()
     ours = gradients(model)
 
@@ -45,23 +45,10 @@ def test_chunked_loss_equals_the_models_own_logits(family, tied, chunk, monkeypa
 def test_a_microbatch_without_targets_gives_zero_and_reaches_every_parameter():
     model = small_model("llama")
     inputs, labels = random_batch()
-    loss = ObjectiveModule(model)(microbatch(inputs, torch.full_like(labels, -100)), CausalLM())
+    loss = ObjectiveModule(model)(microbatch(inputs, torch.full_like(labels, -100)), CausalLM().loss_sum)
     loss.backward()
     assert loss.item() == 0.0
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
-
-
-class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the size of the largest tensor made while it is on."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = {item.data_ptr() for item in tree_leaves((args, kwargs)) if torch.is_tensor(item)}
-        made = [item for item in tree_leaves(out) if torch.is_tensor(item) and item.data_ptr() not in given]
-        self.largest = max([self.largest, *(tensor.numel() for tensor in made)])
-        return out
 
 
 def test_logits_never_exist_whole_in_fp32(monkeypatch):
@@ -94,13 +81,18 @@ def test_a_head_that_is_not_trained_gets_no_gradient(evaluates, monkeypatch):
     assert watch.largest <= 2 * 512
 
 
-def test_bf16_autocast_runs_the_head_in_bf16_and_the_softmax_in_fp32():
+def test_bf16_autocast_runs_the_head_in_bf16_and_the_softmax_in_fp32(monkeypatch):
+    dtypes, loss_of = [], echelon.loss.token_loss_sum
+    monkeypatch.setattr(
+        echelon.loss, "token_loss_sum", lambda logits, labels: dtypes.append(logits.dtype) or loss_of(logits, labels)
+    )
     model = small_model("llama")
     inputs, labels = random_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM())
+        loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM().loss_sum)
         logits = model(input_ids=inputs).logits
     assert logits.dtype == torch.bfloat16
     expected = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert dtypes == [torch.bfloat16]

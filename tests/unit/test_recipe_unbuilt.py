@@ -12,7 +12,6 @@ from recipe_samples import SMALL, load_text
 
 REFUSED = {
     "model.new_tokens": "model.new_tokens=['<|im_end|>']",
-    "objective.name": "objective.name=dpo",
     "train.precision": "train.precision=fp8",
     "parallel.cp": "parallel.cp=2",
     "parallel.tp": "parallel.tp=2",

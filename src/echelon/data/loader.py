@@ -60,13 +60,14 @@ class StepBatch:
     """What one rank feeds in one step.
 
     `hash` is this rank's term of `batch_hash`: terms of all ranks add up to it modulo 2^64. `num_tokens` counts this
-    rank's positions other than padding.
+    rank's positions other than padding, `num_labels` those with a label.
     """
 
     step: int
     microbatches: list[Microbatch]
     hash: int
     num_tokens: int
+    num_labels: int
 
     def to(self, device: torch.device) -> "StepBatch":
         """The same batch with its tensors on a device; from pinned memory the host does not wait for the copy."""
@@ -186,7 +187,7 @@ class BatchLoader(Iterator[StepBatch]):
             rows = slice(first, first + self._micro_batch_size)
             microbatch = build_microbatch(trim_padding(samples, rows), sample_ids[rows], positions[rows])
             microbatches.append(microbatch.pin_memory() if self._pin_memory else microbatch)
-        return StepBatch(step, microbatches, digest, num_fed(samples))
+        return StepBatch(step, microbatches, digest, num_fed(samples), int((samples.labels != NO_LABEL).sum()))
 
 
 def trim_padding(samples: Samples, rows: slice = slice(None)) -> Samples:

@@ -38,8 +38,8 @@ class Finding:
 class Evaluation(Protocol):
     """Forward passes without gradients or dropout. Every method is collective."""
 
-    def loss_sum(self, microbatch: Microbatch) -> Tensor:
-        """Summed loss of a held-out microbatch."""
+    def sums(self, microbatch: Microbatch) -> Tensor:
+        """Summed loss of a held-out microbatch and the objective's measures: see `Objective.evaluation_sums`."""
         ...
 
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
 from echelon.checkpoint.first_weights import fill_weights
@@ -23,7 +23,7 @@ from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta, materialize
 from echelon.model.pissa import PrincipalParts
 from echelon.model.sharding import local_part, whole
-from echelon.objective import NextToken, Objective
+from echelon.objective import Objective, ObjectiveModule
 from echelon.optimizer import LossScale, Optimizer, build_optimizer, global_norm
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.data import DataParallel
@@ -150,15 +150,16 @@ class ModuleEvaluation:
         self._module = module
         self._objective = objective
 
-    def loss_sum(self, microbatch: Microbatch) -> Tensor:
+    def sums(self, microbatch: Microbatch) -> Tensor:
         """See Evaluation."""
-        loss: Tensor = self._module(microbatch, self._objective)
-        return loss
+        sums: Tensor = self._module(microbatch, self._objective.evaluation_sums)
+        return sums
 
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """See Evaluation."""
         ids = np.arange(len(input_ids))
-        logits: Tensor = self._module(Microbatch(input_ids, input_ids, ids, ids), NextToken(places))
+        microbatch = Microbatch(input_ids, input_ids, ids, ids)
+        logits: Tensor = self._module(microbatch, lambda outputs, _: outputs.logits_at(places))
         return logits
 
 
@@ -184,6 +185,30 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device.type != device.type:
                 setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+def build_reference(
+    skeleton: PreTrainedModel,
+    recipe: Recipe,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    device: torch.device,
+    compile_backend: str,
+) -> ObjectiveModule:
+    """A frozen copy of the weights that training starts from, sharded as the model is. Collective.
+
+    Between forward passes each rank holds its shard alone, under every plan: no backward pass would free the rest. A
+    shard is stored as it is computed with; under autocast the copy computes as the trained model if it is stored so.
+    """
+    model = copy.deepcopy(skeleton).requires_grad_(False)
+    compute = plan.precision.compute if plan.uses_fully_shard else plan.precision.param
+    store_parameters(model, replace(plan.precision, compute=compute))
+    frozen = replace(plan, reshard_after_forward=True, activation_checkpointing="none")
+    module = shard_model(model, frozen, meshes, compile_backend)
+    materialize(module, "cpu" if plan.cpu_offload else device)
+    place_buffers(model, device)
+    fill_weights(model, skeleton, recipe)
+    return module.eval()
 
 
 def build_native_engine(
@@ -216,6 +241,8 @@ def build_native_engine(
     principal = None
     if recipe.adapter.is_adapter:
         principal = initialize_adapter(model, recipe.adapter, recipe.run.seed)
+    if objective.needs_reference and not recipe.adapter.is_adapter:
+        module.refer_to(build_reference(skeleton, recipe, plan, meshes, device, compile_backend))
     module.train()
     parallel = parallelize(module, plan, meshes)
     optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed)

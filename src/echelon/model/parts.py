@@ -5,7 +5,7 @@ a family without a row here takes the unchunked path through the model's own for
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,11 @@ class HeadArithmetic:
 
 @dataclass(frozen=True)
 class Family:
-    """Dotted paths inside an HF `...ForCausalLM`, and the config fields its head reads."""
+    """Dotted paths inside an HF `...ForCausalLM`, the config fields its head reads, and the form of its masks.
+
+    `mask`: what attention sees, the whole past in every layer, a window of it in every layer (where the config has
+    one), or what `layer_types` says; then the forward takes a mask for each kind of layer.
+    """
 
     backbone: str = "model"
     layers: str = "model.layers"
@@ -37,6 +41,7 @@ class Family:
     softcap_field: str | None = None
     multiply_field: str | None = None
     divide_field: str | None = None
+    mask: Literal["full", "window", "by_layer"] = "full"
 
     def head_arithmetic(self, config: Any) -> HeadArithmetic:
         """Read the head's constants from an HF config."""
@@ -50,14 +55,15 @@ class Family:
 
 
 LLAMA_LIKE = Family()
+LAYERS_DIFFER = Family(mask="by_layer")
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA_LIKE,
-    "mistral": LLAMA_LIKE,
-    "qwen2": LLAMA_LIKE,
-    "qwen3": LLAMA_LIKE,
+    "mistral": Family(mask="window"),
+    "qwen2": LAYERS_DIFFER,
+    "qwen3": LAYERS_DIFFER,
     "gemma": LLAMA_LIKE,
-    "gemma2": Family(softcap_field="final_logit_softcapping"),
-    "gemma3_text": Family(softcap_field="final_logit_softcapping"),
+    "gemma2": Family(softcap_field="final_logit_softcapping", mask="by_layer"),
+    "gemma3_text": Family(softcap_field="final_logit_softcapping", mask="by_layer"),
     "cohere": Family(multiply_field="logit_scale"),
     "granite": Family(divide_field="logits_scaling"),
     "gpt2": Family(backbone="transformer", layers="transformer.h"),

@@ -182,7 +182,9 @@ def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: Para
     options: dict[str, Any] = {"mesh": meshes.shard, "mp_policy": policy, "offload_policy": offload}
     for layer in layers:
         fully_shard(layer, reshard_after_forward=plan.reshard_after_forward, **options)
-    fully_shard(module, reshard_after_forward=False, **options)
+    # What is never trained has no backward pass to free it again.
+    is_trained = any(parameter.requires_grad for parameter in module.parameters())
+    fully_shard(module, reshard_after_forward=not is_trained, **options)
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)

@@ -38,7 +38,7 @@ class SingleStage:
             # Random state is not saved but derived, so that dropout is the same after a resume.
             torch.manual_seed(derive_seed(self._seed, step, int(microbatch.positions[0])))
             with self._parallel.microbatch(is_last=index == len(microbatches) - 1):
-                loss = self._parallel.module(microbatch, objective)
+                loss = self._parallel.module(microbatch, objective.loss_sum)
             # 0 * loss is 0, or NaN for a loss that is not finite: then every gradient is NaN, and so is the norm that
             # all ranks see, which is what keeps such a step from being applied.
             loss.backward((1 + 0 * loss.detach()) / num_targets)

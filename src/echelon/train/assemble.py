@@ -19,9 +19,10 @@ from echelon.engines.native import NativeEngine, build_native_engine
 from echelon.errors import StoppedError
 from echelon.mesh import Meshes, build_mesh
 from echelon.model.adapters import find_new_tokens
+from echelon.model.attention import describe_document_mask
 from echelon.model.build import resolve_config
 from echelon.model.folder import write_model_folder
-from echelon.objective import CausalLM
+from echelon.objective import Objective, build_objective
 from echelon.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder
@@ -163,10 +164,10 @@ def build_trainer(
     config = resolve_config(recipe, data.vocab_size, data.tokenizer)
     if runtime.rank == 0:
         write_model_folder(folder.model_dir, config, data.tokenizer)
-    objective = CausalLM()
-    new_tokens = find_new_tokens(recipe, data.tokenizer)
+    objective, new_tokens = build_objective(recipe), find_new_tokens(recipe, data.tokenizer)
     engine = build_native_engine(recipe, config, plan, meshes, objective, device, compile_backend, new_tokens)
-    engine.rehearse(_any_microbatch(data, plan, device))
+    first = _any_microbatch(data, plan, device)
+    engine.rehearse(first)
     store = build_store(recipe, folder, console)
     snapshots = build_snapshots(recipe, console)
     tensors = engine.state_dict()
@@ -189,6 +190,8 @@ def build_trainer(
         journal.tell_recovery(recovery)
         journal.add_couriers(start_trackers(recipe, folder, state.step, journal.say))
         journal.say(f"tokens: pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}")
+        if first.documents is not None:
+            journal.say(describe_document_mask(config, recipe.model.attn_implementation))
         journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")
         if sampler is not None:
             journal.say(sampler.describe())
@@ -203,7 +206,7 @@ def build_trainer(
         judge=judge,
         schedule=build_schedule(recipe.optim, num_steps, recipe.batches),
         loader=build_loader(recipe, plan, data, meshes, state.step),
-        evaluator=build_evaluator(recipe, plan, data, meshes, device),
+        evaluator=build_evaluator(recipe, plan, data, objective, meshes, device),
         sampler=sampler,
         store=store,
         snapshots=snapshots,
@@ -299,13 +302,18 @@ def build_loader(
 
 
 def build_evaluator(
-    recipe: Recipe, plan: ParallelPlan, data: PreparedData, meshes: Meshes, device: torch.device
+    recipe: Recipe,
+    plan: ParallelPlan,
+    data: PreparedData,
+    objective: Objective,
+    meshes: Meshes,
+    device: torch.device,
 ) -> Evaluator | None:
     """The held-out text, where there is any: `evaluate.batches` global batches of each set, or the first 200."""
     if not data.validation:
         return None
     num_sequences = (recipe.evaluate.batches or DEFAULT_BATCHES) * recipe.global_batch_size
-    return Evaluator(data.validation, num_sequences, plan.micro_batch_size, meshes, device)
+    return Evaluator(data.validation, objective, num_sequences, plan.micro_batch_size, meshes, device)
 
 
 def build_sampler(recipe: Recipe, data: PreparedData, device: torch.device) -> PromptSampler | None:

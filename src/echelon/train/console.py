@@ -35,10 +35,9 @@ def render_evaluation(row: dict[str, Any]) -> list[str]:
 
 
 def _losses(values: dict[str, Any]) -> str:
-    parts = [f"loss {values['loss']:.4f}", f"perplexity {values['perplexity']:.2f}"]
-    if values["bits_per_byte"] is not None:
-        parts.append(f"bits_per_byte {values['bits_per_byte']:.4f}")
-    return "  ".join(parts)
+    forms = {"perplexity": ".2f", "bits_per_byte": ".4f", "reward_accuracy": ".1%", "reward_margin": ".4f"}
+    known = {name: form for name, form in forms.items() if values[name] is not None}
+    return "  ".join([f"loss {values['loss']:.4f}", *(f"{name} {values[name]:{form}}" for name, form in known.items())])
 
 
 def render_sample_line(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.data.loader import Microbatch, build_microbatch, trim_padding
@@ -24,12 +25,12 @@ from echelon.errors import ConfigError
 from echelon.loss import IGNORE
 from echelon.mesh import Meshes
 from echelon.model.build import is_model_folder
-from echelon.objective import CausalLM, ObjectiveModule
+from echelon.objective import CausalLM, Objective, ObjectiveModule, build_objective
 from echelon.recipe import Recipe, load_recipe
 from echelon.run_folder import RunFolder
 from echelon.stopping import StopRequest, agreed_stop
 from echelon.train.sampler import encode_prompts
-from echelon.train.target import find_device, load_target
+from echelon.train.target import find_device, load_first_weights, load_target
 
 EVAL_TOKENS = 8192  # tokens of one forward pass of `echelon eval`
 DEFAULT_BATCHES = 200
@@ -38,21 +39,35 @@ ROUNDS_PER_LOOK = 16  # how many microbatches a stop waits for at most
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Mean loss in nats per target token, and what follows from it."""
+    """Mean loss in nats per target token, and what follows from it; of pairs, mean loss and rewards per pair."""
 
     loss: float
     num_targets: int
     bytes_per_token: float | None
+    num_pairs: int | None = None
+    reward_accuracy: float | None = None
+    """Share of the pairs whose chosen answer has the larger reward."""
+    reward_margin: float | None = None
+    """What the chosen answer's reward is larger by."""
 
     @property
-    def perplexity(self) -> float:
-        """exp(loss); infinite where that overflows."""
+    def count(self) -> int:
+        """How many terms the means are of: target tokens, or pairs."""
+        return self.num_targets if self.num_pairs is None else self.num_pairs
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(loss); infinite where that overflows. None of pairs, whose loss is no token's."""
+        if self.num_pairs is not None:
+            return None
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
         """loss / ln 2 * tokens / bytes, which models with different tokenizers can be compared by; None if unknown."""
-        return None if not self.bytes_per_token else self.loss / math.log(2) / self.bytes_per_token
+        if not self.bytes_per_token or self.num_pairs is not None:
+            return None
+        return self.loss / math.log(2) / self.bytes_per_token
 
     def row(self) -> dict[str, float | int | None]:
         """JSON values."""
@@ -61,6 +76,9 @@ class EvalResult:
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
             "target_tokens": self.num_targets,
+            "pairs": self.num_pairs,
+            "reward_accuracy": self.reward_accuracy,
+            "reward_margin": self.reward_margin,
         }
 
 
@@ -72,13 +90,20 @@ class EvalResults:
 
     @property
     def whole(self) -> EvalResult:
-        """All sets as one text: every target token counts once."""
-        results = self.sets.values()
-        count = sum(each.num_targets for each in results)
-        loss = sum(each.loss * each.num_targets for each in results) / max(1, count)
+        """All sets as one text: every target token, or pair, counts once."""
+        results = list(self.sets.values())
+        num_targets = sum(each.num_targets for each in results)
+        pairs = [each.num_pairs for each in results if each.num_pairs is not None]
         sizes = [each.num_targets * each.bytes_per_token for each in results if each.bytes_per_token is not None]
-        known = count > 0 and len(sizes) == len(self.sets)
-        return EvalResult(loss, count, sum(sizes) / count if known else None)
+        known = num_targets > 0 and len(sizes) == len(self.sets)
+        return EvalResult(
+            _mean(results, [each.loss for each in results]) or 0.0,
+            num_targets,
+            sum(sizes) / num_targets if known else None,
+            sum(pairs) if pairs else None,
+            _mean(results, [each.reward_accuracy for each in results]),
+            _mean(results, [each.reward_margin for each in results]),
+        )
 
     def select(self, name: str | None) -> EvalResult:
         """The set that `evaluate.select_by` names; None: all of them."""
@@ -90,12 +115,36 @@ class EvalResults:
         return {"kind": "eval", "step": step, **self.whole.row(), "sets": sets}
 
 
+def _mean(results: Sequence[EvalResult], values: Sequence[float | None]) -> float | None:
+    """The mean over the terms of all results; None where it is unknown of any."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(results):
+        return None
+    counts = [each.count for each in results]
+    return sum(value * count for value, count in zip(known, counts, strict=True)) / max(1, sum(counts))
+
+
+def count_labels(objective: Objective, batch: Microbatch) -> Tensor:
+    """What a microbatch adds to the sums of an evaluation before it is run: terms of the loss, and labels; fp64."""
+    return torch.stack([objective.count(batch), (batch.labels != IGNORE).sum()]).double()
+
+
+def build_result(objective: Objective, sums: Sequence[float], bytes_per_token: float | None) -> EvalResult:
+    """The result of a set from sums over it: those of `count_labels`, then those of `Objective.evaluation_sums`."""
+    count, num_labels, *totals = sums
+    loss, *measures = [total / max(1.0, count) for total in totals]
+    pairs = int(count) if objective.unit == "pairs" else None
+    rewards = dict(zip(objective.measures, measures, strict=True))
+    return EvalResult(loss, int(num_labels), bytes_per_token, pairs, **rewards)
+
+
 class Evaluator:
     """The same held-out sequences of every set each time, in order, shared out over the ranks."""
 
     def __init__(
         self,
         sets: Sequence[ValidationSet],
+        objective: Objective,
         num_sequences: int,
         micro_batch_size: int,
         meshes: Meshes,
@@ -105,6 +154,7 @@ class Evaluator:
         self.stopped_by: str | None = None
         """The signal that ended an evaluation before its end."""
         self._sets = sets
+        self._objective = objective
         self._num_sequences = num_sequences
         self._micro_batch_size = micro_batch_size
         self._meshes = meshes
@@ -118,7 +168,8 @@ class Evaluator:
         `beat` is called before each forward pass.
         Collective: every rank runs the same number of forward passes, the last ones partly empty.
         """
-        sums = torch.zeros(len(self._sets), 2, dtype=torch.float64, device=self._device)
+        width = 3 + len(self._objective.measures)
+        sums = torch.zeros(len(self._sets), width, dtype=torch.float64, device=self._device)
         for index, each in enumerate(self._sets):
             for number, microbatch in enumerate(self._microbatches(each.dataset), start=1):
                 if number % ROUNDS_PER_LOOK == 0:
@@ -126,13 +177,13 @@ class Evaluator:
                     if self.stopped_by is not None:
                         return None
                 beat()
-                sums[index, 0] += evaluation.loss_sum(microbatch)
-                sums[index, 1] += (microbatch.labels != IGNORE).sum()
+                sums[index, :2] += count_labels(self._objective, microbatch)
+                sums[index, 2:] += evaluation.sums(microbatch)
         dist.all_reduce(sums, group=self._meshes.loss)
         return EvalResults(
             {
-                each.name: EvalResult(total / max(1.0, count), int(count), each.bytes_per_token)
-                for each, (total, count) in zip(self._sets, sums.tolist(), strict=True)
+                each.name: build_result(self._objective, values, each.bytes_per_token)
+                for each, values in zip(self._sets, sums.tolist(), strict=True)
             }
         )
 
@@ -209,7 +260,8 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
 
     Returns:
         loss (nats per token), perplexity, bits_per_byte, unigram_entropy (what a model of token frequencies alone would
-        reach on the same text), tokens, data, and sets: the same of each named set. The first ones are of all sets.
+        reach on the same text), tokens, data, and sets: the same of each named set. The first ones are of all sets. Of
+        a run on pairs, with its own data: loss, reward_accuracy and reward_margin per pair, pairs and tokens.
 
     Raises:
         ConfigError: an HF folder without `data`, or a run that holds nothing out.
@@ -227,9 +279,11 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
         else:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             sets, source = [_prepare_text(data, tokenizer, sequence_len, scratch)], str(data)
-        module = ObjectiveModule(model).eval()
+        module, objective = ObjectiveModule(model).eval(), _find_objective(target, data)
+        if objective.needs_reference:
+            module.refer_to(ObjectiveModule(load_first_weights(target, device)).eval())
         batch = max(1, EVAL_TOKENS // sequence_len)
-        results = EvalResults({each.name: _evaluate_set(module, each, batch, device) for each in sets})
+        results = EvalResults({each.name: _evaluate_set(module, objective, each, batch, device) for each in sets})
         entropy = unigram_entropy([each.dataset for each in sets])
         entropies = {each.name: unigram_entropy([each.dataset]) for each in sets}
     return {
@@ -239,7 +293,23 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
     }
 
 
+def _find_objective(target: Path, data: Path | None) -> Objective:
+    """What a run minimises, on its own data; on text that is given, and of a folder, the next token."""
+    if data is not None or is_model_folder(target):
+        return CausalLM()
+    recipe, _ = load_recipe(RunFolder(target).recipe_path)
+    return build_objective(recipe)
+
+
 def _render(result: EvalResult, entropy: float) -> dict[str, Any]:
+    if result.num_pairs is not None:
+        return {
+            "loss": result.loss,
+            "reward_accuracy": result.reward_accuracy,
+            "reward_margin": result.reward_margin,
+            "pairs": result.num_pairs,
+            "tokens": result.num_targets,
+        }
     return {
         "loss": result.loss,
         "perplexity": result.perplexity,
@@ -250,12 +320,14 @@ def _render(result: EvalResult, entropy: float) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _evaluate_set(module: ObjectiveModule, given: ValidationSet, batch: int, device: torch.device) -> EvalResult:
-    total, count = 0.0, 0
+def _evaluate_set(
+    module: ObjectiveModule, objective: Objective, given: ValidationSet, batch: int, device: torch.device
+) -> EvalResult:
+    sums = torch.zeros(3 + len(objective.measures), dtype=torch.float64, device=device)
     for microbatch in _read_all(given.dataset, batch, device):
-        total += float(module(microbatch, CausalLM()))
-        count += int((microbatch.labels != IGNORE).sum())
-    return EvalResult(total / max(1, count), count, given.bytes_per_token)
+        sums[:2] += count_labels(objective, microbatch)
+        sums[2:] += module(microbatch, objective.evaluation_sums)
+    return build_result(objective, sums.tolist(), given.bytes_per_token)
 
 
 def _sequence_len(target: Path, model: PreTrainedModel) -> int:

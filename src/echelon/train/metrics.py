@@ -29,6 +29,7 @@ class StepRecord:
     loss_scale: Tensor | None
     learning_rate: float
     num_tokens: int
+    num_labels: int
     batch_hash: int
     data_wait_seconds: float
     stop_flags: list[float]
@@ -89,10 +90,11 @@ class PendingMetrics:
         """`peak_bytes`: this rank's memory, of which `read` tells the largest; on all ranks or on none."""
         device = record.loss_sum.device
         limbs = [(record.batch_hash >> (LIMB_BITS * place)) & (2**LIMB_BITS - 1) for place in range(4)]
+        counts = (record.num_tokens, record.num_labels)
         sums = torch.cat(
             [
                 record.loss_sum.double().reshape(1),
-                _to_device([record.num_tokens, record.data_wait_seconds, *record.stop_flags, *limbs], device),
+                _to_device([*counts, record.data_wait_seconds, *record.stop_flags, *limbs], device),
                 record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all: they part ways otherwise
             ]
         )
@@ -112,7 +114,7 @@ class PendingMetrics:
         """The step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
         num_targets, grad_norm, committed, in_a_row, scale, peak, *sums = self._values.tolist()
-        loss_sum, tokens, wait, *rest, num_bad = sums
+        loss_sum, tokens, labels, wait, *rest, num_bad = sums
         stops, limbs = rest[: len(STOP_SIGNALS)], rest[len(STOP_SIGNALS) :]
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
@@ -123,7 +125,7 @@ class PendingMetrics:
             loss_scale=None if self._record.loss_scale is None else scale,
             learning_rate=self._record.learning_rate,
             tokens=int(tokens),
-            target_tokens=int(num_targets),
+            target_tokens=int(labels),
             batch_hash=f"{total:016x}",
             data_wait_seconds=wait / self._world_size,
             memory_peak_bytes=None if peak < 0 else int(peak),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echelon.environment import describe_environment
 from echelon.errors import ConfigError
@@ -26,6 +26,9 @@ from echelon.run_folder import (
 from echelon.schedule import find_fault, render_schedule
 from echelon.shape import ModelShape, build_shape, resolve_vocab_size
 from echelon.train.trackers import catch_up, check_trackers
+
+if TYPE_CHECKING:
+    from echelon.data.prepare import PreparedData
 
 # A resumed run keeps the choices made at its start, unless one of these was changed by hand.
 _PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch")
@@ -56,6 +59,7 @@ def prepare_run(
     from echelon.checkpoint.remote_start import RemoteStart
     from echelon.data.mixture import describe_mixture
     from echelon.data.prepare import prepare_data
+    from echelon.objective import check_objective
     from echelon.train.evaluate import check_evaluation
 
     find_cluster = cache(find_cluster)
@@ -83,8 +87,10 @@ def prepare_run(
         if fault := find_fault(recipe.optim, num_steps, recipe.batches):
             raise ConfigError(fault)
         check_evaluation(recipe, data)
+        check_objective(recipe, data)
         fields, line = find_model_fields(recipe, data.vocab_size)
         say(f"model: {line}")
+        _check_masks(recipe, data, fields)
         shape = build_shape(fields)
         cluster = find_cluster()
         plan = _find_pinned_plan(opened, cluster)
@@ -147,6 +153,17 @@ def _check_deterministic(recipe: Recipe) -> None:
             f"train.deterministic=true: the backward pass of model.attn_implementation={attention} does not repeat bit "
             "for bit; use sdpa or eager, or set train.deterministic=false."
         )
+
+
+def _check_masks(recipe: Recipe, data: "PreparedData", fields: Mapping[str, Any]) -> None:
+    """Refuse a model that cannot keep the documents of a sequence apart, where the samples have several."""
+    from echelon.model.attention import check_document_mask
+    from echelon.model.build import load_config
+    from echelon.objective import first_documents
+
+    if data.train.num_samples and first_documents(data.train) is not None:
+        config = load_config(recipe.model.checkpoint or fields, recipe.model.trust_remote_code)
+        check_document_mask(config, recipe.model.attn_implementation)
 
 
 def _check_positions(recipe: Recipe, shape: ModelShape) -> None:

@@ -8,13 +8,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from echelon.checkpoint.adapted import read_run_recipe, run_skeleton
 from echelon.checkpoint.export import load_run_model
+from echelon.checkpoint.first_weights import fill_weights
 from echelon.checkpoint.folder import checkpoint_of
 from echelon.data.tokenizer import try_tokenizer
 from echelon.errors import ConfigError, EchelonError
 from echelon.manifest import read_json
 from echelon.model.attention import choose_attention
-from echelon.model.build import is_model_folder
+from echelon.model.build import is_model_folder, materialize
 from echelon.model.folder import run_model_dir
 from echelon.run_folder import is_run
 from echelon.shape import check_depth
@@ -70,6 +72,14 @@ def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTra
         raise ConfigError(f"{target} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
     checkpoint_of(target, checkpoint)
     return AutoTokenizer.from_pretrained(run_model_dir(target), **_LOCAL)
+
+
+def load_first_weights(run: Path, device: torch.device) -> PreTrainedModel:
+    """The model as a run began with it, in evaluation mode: of the seed, or of `model.checkpoint`."""
+    skeleton, model = run_skeleton(run), run_skeleton(run)
+    materialize(model, device)
+    fill_weights(model, skeleton, read_run_recipe(run))
+    return model.eval()
 
 
 @contextmanager

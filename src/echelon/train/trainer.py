@@ -142,6 +142,7 @@ class Trainer:
             loss_scale=loss_scale,
             learning_rate=learning_rate,
             num_tokens=batch.num_tokens,
+            num_labels=batch.num_labels,
             batch_hash=batch.hash,
             data_wait_seconds=self.loader.wait_seconds,
             stop_flags=self.stop.flags(),

@@ -1,0 +1,74 @@
+"""Prepared text as it would be with several documents in a sequence, or preference pairs."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from echelon.data.prepare import PreparedData
+from echelon.data.shards import NO_LABEL, Samples
+from echelon.plan import ParallelPlan
+from echelon.train import assemble
+from training import train_rank
+from workers import WorkerPool
+
+LENGTHS = ((7, 9, 6, 5), (10, 3, 8, 11), (6, 12))  # of a sample's documents, by its number; the rest is padding
+PROMPT = 2
+
+
+class Packed:
+    """A dataset whose sequences are cut into documents: no label reaches beyond its own, and padding has none.
+
+    As `pairs`, each document begins with a prompt, whose tokens have no label.
+    """
+
+    def __init__(self, dataset: Any, pairs: bool) -> None:
+        self._dataset, self._pairs = dataset, pairs
+        self.num_samples, self.num_tokens = dataset.num_samples, dataset.num_tokens
+        self.iter_tokens, self.sequence_len = dataset.iter_tokens, dataset.sequence_len
+
+    def read_samples(self, ids: Any) -> Samples:
+        samples = self._dataset.read_samples(ids)
+        documents = np.full(samples.inputs.shape, -1, dtype=np.int32)
+        for row, sample in enumerate(ids.tolist()):
+            stop = 0
+            for number, length in enumerate(LENGTHS[sample % len(LENGTHS)]):
+                start, stop = stop, stop + length
+                documents[row, start:stop] = number
+                samples.labels[row, stop - 1] = NO_LABEL
+                if self._pairs:
+                    samples.labels[row, start : start + PROMPT - 1] = NO_LABEL
+            samples.labels[row, stop:] = NO_LABEL
+        return replace(samples, documents=documents)
+
+
+def packed_samples(kind: str) -> AbstractContextManager[Any]:
+    """Makes a trainer that is built inside see its text as `packed` or as `pairs`; an empty kind changes nothing."""
+    if not kind:
+        return nullcontext()
+    opened = assemble.open_prepared
+
+    def open_packed(*args: Any) -> PreparedData:
+        data = opened(*args)
+        sets = tuple(replace(each, dataset=Packed(each.dataset, kind == "pairs")) for each in data.validation)
+        return replace(data, train=Packed(data.train, kind == "pairs"), validation=sets)
+
+    return mock.patch.object(assemble, "open_prepared", open_packed)
+
+
+def train_packed(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, kind: str) -> None:
+    """One rank, its text packed."""
+    with packed_samples(kind):
+        train_rank(rank, world_size, path, plan, stop_at, "")
+
+
+class PackedPool:
+    """The pool, with `train_packed` for `train_rank`."""
+
+    def __init__(self, pool: WorkerPool, kind: str) -> None:
+        self._pool, self._kind = pool, kind
+
+    def run(self, function: Any, world_size: int, path: str, plan: Any, stop_at: int | None, mutation: str) -> None:
+        self._pool.run(train_packed, world_size, path, plan, stop_at, self._kind)

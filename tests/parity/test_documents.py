@@ -1,0 +1,102 @@
+"""Packed documents and preference pairs under every data-parallel strategy: the curve of one process."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from packed import PackedPool
+from training import Row, bounds, difference, equal_tensors, hashes, tensors_of, train, with_ranks
+
+pytestmark = pytest.mark.dist
+
+DPO = {"objective": {"name": "dpo", "beta": 0.5}}
+STEPS = 4
+
+ROWS = [
+    ("packed", with_ranks(Row("ddp", checkpointing="selective"), 2, micro_batch=2)),
+    ("packed", with_ranks(Row("zero1", compile=True), 2)),
+    ("packed", with_ranks(Row("fsdp", family="gemma2", tied=True, checkpointing="full"), 2, micro_batch=2)),
+    ("pairs", with_ranks(Row("ddp"), 2, micro_batch=2)),
+    ("pairs", with_ranks(Row("zero1", checkpointing="full", compile=True), 2, micro_batch=2)),
+    ("pairs", with_ranks(Row("fsdp", precision="bf16"), 2)),
+]
+PLANS = [("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
+FAMILIES = [("llama", False), ("gpt2", True), ("gemma2", True)]
+FULL = [
+    (samples, with_ranks(Row(plan, family=family, tied=tied, checkpointing=checkpointing, precision=precision), ranks))
+    for samples, (plan, ranks), (family, tied), checkpointing, precision in itertools.product(
+        ("packed", "pairs"), PLANS, FAMILIES, ("none", "full"), ("fp32", "bf16")
+    )
+]
+
+
+def run(workers, samples, row, folder, text, **options):
+    row = replace(row, changes=DPO if samples == "pairs" else None)
+    return train(PackedPool(workers, samples), row, folder, text, steps=STEPS, **options)
+
+
+@pytest.fixture(scope="module")
+def alone(workers, text, tmp_path_factory):
+    """A function to the metrics of a row's training in one process."""
+    trained = {}
+
+    def find(samples, row):
+        key = (samples, row.family, row.tied)
+        if key not in trained:
+            trained[key] = run(workers, samples, row.reference(), tmp_path_factory.mktemp("one"), text)
+        return trained[key]
+
+    return find
+
+
+def check(workers, alone, text, folder, samples, row):
+    rows, expected = run(workers, samples, row, folder, text), alone(samples, row)
+    losses, norms = difference(rows, expected)
+    loss_bound, norm_bound = bounds(row)
+    assert losses <= loss_bound and norms <= norm_bound, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
+    assert hashes(rows) == hashes(expected)
+    ours, theirs = ([each for each in rows if each["kind"] == "eval"][-1] for rows in (rows, expected))
+    assert ours["loss"] == pytest.approx(theirs["loss"], abs=loss_bound)
+    for key in ("target_tokens", "pairs"):
+        assert ours[key] == theirs[key]
+    if samples == "pairs":
+        assert ours["reward_margin"] == pytest.approx(theirs["reward_margin"], abs=loss_bound)
+
+
+@pytest.mark.parametrize(("samples", "row"), ROWS, ids=str)
+def test_equals_one_process(workers, alone, text, tmp_path, samples, row):
+    check(workers, alone, text, tmp_path, samples, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("samples", "row"), FULL, ids=str)
+def test_equals_one_process_whole_product(workers, alone, text, tmp_path, samples, row):
+    check(workers, alone, text, tmp_path, samples, row)
+
+
+def test_pairs_are_learned_from_where_training_began(alone):
+    """At first the margins are 0, so that a pair's loss is ln 2; then the chosen answers gain."""
+    rows = alone("pairs", Row())
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[0] > losses[-1]
+    final = rows[-1]
+    assert final["kind"] == "eval" and final["perplexity"] is None and final["bits_per_byte"] is None
+    assert final["pairs"] > 0 and 0 <= final["reward_accuracy"] <= 1
+    trained = [row for row in rows if row["kind"] == "train"]
+    assert trained[-1]["target_tokens"] > 100, "tokens with a label, not pairs"
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_resumed_run_compares_with_the_same_reference(workers, text, tmp_path, parallel):
+    """The reference is in no checkpoint: it is made again. Bit for bit, also from 2 processes to 2."""
+    row = with_ranks(Row(parallel), 2)
+    straight = run(workers, "pairs", row, tmp_path / "straight", text)
+    run(workers, "pairs", row, tmp_path / "resumed", text, stop_at=2)
+    resumed = run(workers, "pairs", row, tmp_path / "resumed", text)
+    losses = [[each["loss"] for each in rows if each["kind"] == "train"] for rows in (straight, resumed)]
+    assert losses[0] == losses[1]
+    tensors = [tensors_of(tmp_path / name / "run", step=STEPS) for name in ("straight", "resumed")]
+    assert equal_tensors(*tensors)
+    assert not [name for name in tensors[0] if "reference" in name]

@@ -1,0 +1,164 @@
+"""Packed documents do not see each other: each one's loss is that of the document alone, whatever stands beside it."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from echelon.data.loader import Microbatch, positions_in_documents
+from echelon.errors import ConfigError
+from echelon.model.attention import (
+    PLAIN_CAUSAL,
+    apply_plain_causal,
+    check_document_mask,
+    choose_attention,
+    describe_document_mask,
+    document_inputs,
+)
+from echelon.model.build import load_config
+from echelon.model.parts import FAMILIES
+from echelon.objective import CausalLM, ObjectiveModule
+from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
+from families import small_config, small_model
+
+WINDOW = 4
+FIELDS = {
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "gemma2": {"sliding_window": WINDOW},
+    "gemma3_text": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+}
+LENGTHS = [[9, 11, 5], [14, 7, 4]]  # of documents in sequences of 32; what is left is padding
+LENGTH = 32
+
+
+def packed(seed=0, changed=None):
+    """Two sequences of three documents and padding; the tokens of one document (row, number) can be others."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 256, (2, LENGTH), generator=generator)
+    documents = torch.full((2, LENGTH), -1, dtype=torch.int32)
+    labels = torch.full((2, LENGTH), -100)
+    for row, lengths in enumerate(LENGTHS):
+        start = 0
+        for number, length in enumerate(lengths):
+            documents[row, start : start + length] = number
+            if (row, number) == changed:
+                tokens[row, start : start + length] = 255 - tokens[row, start : start + length]
+            labels[row, start : start + length - 1] = tokens[row, start + 1 : start + length]
+            start += length
+        tokens[row, start:] = 0
+    positions = torch.from_numpy(positions_in_documents(documents.numpy()))
+    ids = np.arange(2)
+    return Microbatch(tokens, labels, ids, ids, documents, positions)
+
+
+def losses(model, batch):
+    """The loss of each document, through the module that training runs."""
+    module = ObjectiveModule(model)
+    with torch.no_grad():
+        scores = module(batch, lambda outputs, _: outputs.log_probabilities(batch.labels))
+    return {
+        (row, number): -scores[row][batch.documents[row] == number].sum()
+        for row, lengths in enumerate(LENGTHS)
+        for number in range(len(lengths))
+    }
+
+
+def loss_alone(model, batch, row, number):
+    """The oracle: `transformers` on the one document, its own attention and its own loss."""
+    tokens = batch.input_ids[row][batch.documents[row] == number][None]
+    with torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits[0].float()
+    return F.cross_entropy(logits[:-1], tokens[0, 1:], reduction="sum")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_document_neither_sees_others_nor_knows_its_place(family):
+    model = small_model(family, **FIELDS.get(family, {})).eval()
+    batch, other = packed(), packed(changed=(0, 1))
+    found, changed = losses(model, batch), losses(model, other)
+    assert [key for key in found if not torch.equal(found[key], changed[key])] == [(0, 1)]
+    for row, number in found:
+        expected = loss_alone(model, batch, row, number)
+        assert found[row, number].item() == pytest.approx(expected.item(), rel=1e-5), (row, number)
+
+
+@pytest.mark.parametrize("family", FIELDS)
+def test_the_window_is_kept(family):
+    """Within a document of 14 tokens a window of 4 must still matter, else the test above shows nothing of it."""
+    windowed = small_model(family, **FIELDS[family]).eval()
+    wide = small_model(family, **FIELDS[family] | {"sliding_window": LENGTH}).eval()
+    assert losses(windowed, packed())[1, 0] != losses(wide, packed())[1, 0]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+def test_a_model_without_masks_for_whole_texts_makes_them_for_documents(attention):
+    model = small_model("llama").eval()
+    model.set_attn_implementation(attention)
+    apply_plain_causal(model, LENGTH)
+    assert (model.config._attn_implementation == PLAIN_CAUSAL) == (attention == "sdpa")
+    batch = packed()
+    with torch.compiler.set_stance("force_eager"):  # flex attention is the same uncompiled, and sooner done
+        found = losses(model, batch)
+    model.set_attn_implementation("sdpa")
+    assert found[0, 2].item() == pytest.approx(loss_alone(model, batch, 0, 2).item(), rel=1e-5)
+
+
+def test_masks_go_with_checkpointing_compilation_and_autocast():
+    """The gradients are those of the plain model; bf16 only has to keep documents apart."""
+    plain, changed = small_model("gemma3_text", **FIELDS["gemma3_text"]), packed(changed=(0, 1))
+    for model in (plain, other := small_model("gemma3_text", **FIELDS["gemma3_text"])):
+        if model is other:
+            apply_activation_checkpointing(model.model.layers, "selective")
+            apply_compile(model.model.layers, "aot_eager")
+        ObjectiveModule(model)(packed(), CausalLM().loss_sum).backward()
+    for (name, expected), parameter in zip(plain.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-5, msg=name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before, after = losses(plain, packed()), losses(plain, changed)
+    assert [key for key in before if not torch.equal(before[key], after[key])] == [(0, 1)]
+
+
+def test_masks_are_made_once_for_all_layers(monkeypatch):
+    import echelon.objective
+
+    calls = []
+    monkeypatch.setattr(
+        echelon.objective, "document_inputs", lambda *args: calls.append(args) or document_inputs(*args)
+    )
+    losses(small_model("llama", num_hidden_layers=3).eval(), packed())
+    assert len(calls) == 1
+
+
+def test_flash_attention_is_told_where_documents_begin():
+    """Its packages run on GPUs alone; what they are told does not. Padding is one more document."""
+    model, batch = small_model("llama"), packed()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    told = document_inputs(model, batch.documents, batch.position_ids)
+    assert told["cu_seq_lens_q"].tolist() == [0, 9, 20, 25, 32, 46, 53, 57, 64]
+    assert told["cu_seq_lens_q"].dtype == torch.int32 and told["max_length_q"] == LENGTH
+    assert "attention_mask" not in told
+
+
+def test_what_nobody_compared_is_refused():
+    for family in ("stablelm", "mamba"):
+        config = load_config({"model_type": family})
+        with pytest.raises(ConfigError, match=rf"model_type is {family}; set data.document_mask=false"):
+            check_document_mask(config, None)
+    llama = load_config(small_config("llama"))
+    with pytest.raises(ConfigError, match=r"model.attn_implementation=paged\|sdpa is not known to keep"):
+        check_document_mask(llama, "paged|sdpa")
+    both = load_config(small_config("gemma3_text", use_bidirectional_attention=True))
+    with pytest.raises(ConfigError, match="attention to the past"):
+        check_document_mask(both, None)
+    check_document_mask(llama, "flash_attention_2")
+
+
+def test_the_attention_is_said():
+    gemma2 = load_config(small_config("gemma2"))
+    assert choose_attention(gemma2, None) == "eager" and "; eager, with a mask" in describe_document_mask(gemma2, None)
+    llama = load_config(small_config("llama"))
+    assert "; sdpa, with a mask" in describe_document_mask(llama, None)
+    assert "; flash_attention_2, told" in describe_document_mask(llama, "flash_attention_2")
