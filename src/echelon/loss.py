@@ -37,6 +37,8 @@ def chunked_loss_sum(
         A scalar in fp32. Under autocast the head's matmul runs in the autocast dtype.
     """
     rows, targets = hidden.flatten(0, -2), labels.flatten()
+    if not torch.is_grad_enabled():  # a Function is told that gradients are wanted even then
+        rows, weight, bias = rows.detach(), weight.detach(), None if bias is None else bias.detach()
     with torch.autocast(hidden.device.type, enabled=False):
         dtype = autocast_dtype(hidden)
         return _ChunkedLoss.apply(rows, targets, weight, bias, arithmetic, dtype)  # type: ignore[no-any-return,no-untyped-call]
@@ -68,11 +70,11 @@ class _ChunkedLoss(torch.autograd.Function):
         arithmetic: HeadArithmetic,
         dtype: torch.dtype,
     ) -> Tensor:
-        wants_gradient = any(ctx.needs_input_grad[:4])
+        wants_gradient, wants_head = any(ctx.needs_input_grad[:4]), any(ctx.needs_input_grad[2:4])  # frozen: not made
         head = [tensor.detach().to(dtype) for tensor in (weight, bias) if tensor is not None]
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         row_gradient = torch.empty_like(rows) if wants_gradient else None
-        head_gradient = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_gradient else []
+        head_gradient = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_head else []
         chunk = logits_chunk_tokens(weight.shape[0])
         factor = gradient_factor(dtype, min(chunk, rows.shape[0]))
         for start in range(0, rows.shape[0], chunk):
@@ -85,7 +87,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if row_gradient is not None:
                 [row_gradient[piece]] = torch.autograd.grad(enlarged, [inputs])
         ctx.gradients, ctx.factor = (row_gradient, head_gradient), factor
-        ctx.dtypes = [tensor.dtype for tensor in (weight, bias) if tensor is not None]
+        ctx.dtypes = [tensor.dtype for tensor in (weight, bias) if tensor is not None][: len(head_gradient)]
         return total
 
     @staticmethod
@@ -94,19 +96,19 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.gradients = None
         remaining = upstream[0] / ctx.factor
         rows = row_gradient.mul_(remaining.to(row_gradient.dtype))
-        head = [
+        head: list[Tensor | None] = [
             gradient.mul_(remaining.to(gradient.dtype)).to(dtype)
             for gradient, dtype in zip(head_gradient, ctx.dtypes, strict=True)
         ]
-        bias = head[1] if len(head) == 2 else None
-        return rows, None, head[0], bias, None, None
+        weight, bias, *_ = [*head, None, None]
+        return rows, None, weight, bias, None, None
 
 
 def _head_logits(inputs: Tensor, head: list[Tensor], totals: list[Tensor]) -> Tensor:
     """A chunk's raw logits [tokens, vocabulary]; as they are differentiated, the head's gradients go into `totals`.
 
-    The sums are fp32, so that many chunks lose nothing. In fp32 the product is added in place; in another dtype it
-    exists beside the sum for a moment.
+    A frozen head has none. The sums are fp32, so that many chunks lose nothing. In fp32 the product is added in place;
+    in another dtype it exists beside the sum for a moment.
     """
     logits = F.linear(inputs, *head)
 
@@ -118,6 +120,6 @@ def _head_logits(inputs: Tensor, head: list[Tensor], totals: list[Tensor]) -> Te
         for bias in totals[1:]:
             bias.add_(gradient.sum(0, dtype=bias.dtype))
 
-    if logits.requires_grad:
+    if totals:
         logits.register_hook(accumulate)  # type: ignore[no-untyped-call]
     return logits

@@ -32,7 +32,7 @@ class DecoderOutputs:
             return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
         head = self._parts.head
         assert head is not None
-        return chunked_loss_sum(self._hidden, labels, head.weight, head.bias, self._parts.arithmetic)
+        return chunked_loss_sum(self._hidden, labels, self._parts.head_weight, head.bias, self._parts.arithmetic)
 
     def logits_at(self, places: Tensor) -> Tensor:
         """Logits of the token after position `places` [batch] of each sequence: [batch, vocabulary], fp32."""

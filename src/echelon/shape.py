@@ -116,12 +116,12 @@ def check_depth(config: Mapping[str, Any]) -> None:
 
 
 def resolve_vocab_size(
-    config: Mapping[str, Any], tokenizer_vocab_size: int, source: str = "model.config"
+    config: Mapping[str, Any], tokenizer_vocab_size: int, source: str = "model.config", may_grow: bool = False
 ) -> tuple[int, str]:
     """(vocabulary size of the model, line to print) for a config and the number of ids its tokenizer can emit.
 
-    `source` is where the recipe has the config from: a checkpoint's vocabulary cannot be changed. Raises ConfigError
-    when the config's own vocabulary cannot hold the tokenizer's ids.
+    `source` is where the recipe has the config from: a checkpoint's vocabulary changes only where it `may_grow`, by
+    `model.new_tokens`. Raises ConfigError when the config's own vocabulary cannot hold the tokenizer's ids.
     """
     given = config.get("vocab_size")
     if given is None:
@@ -129,10 +129,13 @@ def resolve_vocab_size(
         return size, f"vocab_size {size}: the tokenizer's {tokenizer_vocab_size} rounded up to {VOCAB_MULTIPLE}"
     size = _Fields(config, {}).count("vocab_size")
     if size < tokenizer_vocab_size:
+        if may_grow:
+            return tokenizer_vocab_size, f"vocab_size {tokenizer_vocab_size}: grown from the checkpoint's {size}"
         if source != "model.config":
             raise ConfigError(
                 f"{source} has a vocabulary of {size}, smaller than the tokenizer's {tokenizer_vocab_size} ids; leave "
-                "tokenizer out to take the checkpoint's own, or give a smaller one."
+                "tokenizer out to take the checkpoint's own, give a smaller one, or name what it adds in "
+                "model.new_tokens."
             )
         raise ConfigError(
             f"model.config.vocab_size={size} is smaller than the tokenizer's {tokenizer_vocab_size} ids; "

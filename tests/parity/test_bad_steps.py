@@ -14,7 +14,7 @@ import torch.distributed as dist
 from echelon.data.prepare import prepare_data
 from echelon.engines.native import NativeEngine
 from echelon.errors import TrainingError
-from echelon.model.weights import local_part
+from echelon.model.sharding import local_part
 from echelon.recipe import load_recipe
 from echelon.run_folder import RunFolder
 from echelon.train.trainer import Trainer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from echelon.errors import TrainingError
-from echelon.model.weights import local_part
+from echelon.model.sharding import local_part
 from echelon.train.trainer import Trainer
 from training import Row, train, train_rank, with_ranks
 

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from echelon.errors import ConfigError
-from echelon.model.weights import local_slices
+from echelon.model.sharding import local_slices
 from echelon.optimizer.groups import Member
 from echelon.optimizer.layout import Layout
 from echelon.optimizer.rounding import random_bits

@@ -30,6 +30,14 @@ from workers import WorkerPool
 
 GLOBAL_BATCH = 8
 SEQUENCE_LEN = 32
+ADAPTERS = {
+    "lora": {"method": "lora", "r": 4, "alpha": 8},
+    "rslora": {"method": "lora", "r": 4, "alpha": 8, "rslora": True, "target_modules": ["q_proj", "v_proj"]},
+    "pissa": {"method": "lora", "r": 4, "alpha": 4, "init": "pissa"},
+    "dora": {"method": "dora", "r": 4, "alpha": 8},
+    "qlora": {"method": "qlora", "r": 4, "alpha": 8},
+    "qlora fp4": {"method": "qlora", "r": 4, "alpha": 8, "quant_type": "fp4", "double_quant": False},
+}
 LEARNING_RATES = {"lion": 1e-4, "sgd": 0.1, "adafactor": 0.02}
 MACHINE = Accelerator(
     "test machine", memory_bytes=2**33, bf16_flops=None, fp32_flops=None, memory_bandwidth=None, source="-"
@@ -56,6 +64,7 @@ class Row:
     dropout: float = 0.0
     optimizer: str = "adamw"
     master_weights: str = "fp32"
+    adapter: str = "full"
     changes: Any = None
     """Keys of the recipe that differ, by section."""
 
@@ -69,11 +78,14 @@ class Row:
         ]  # fmt: skip
         extras += [self.optimizer] if self.optimizer != "adamw" else []
         extras += [self.master_weights] if self.master_weights != "fp32" else []
+        extras += [self.adapter] if self.adapter != "full" else []
         return " ".join([name, *extras])
 
     def reference(self) -> "Row":
         """The same training in one process, whole batch at once, nothing switched on."""
-        return Row(family=self.family, tied=self.tied, dropout=self.dropout, optimizer=self.optimizer)
+        return Row(
+            family=self.family, tied=self.tied, dropout=self.dropout, optimizer=self.optimizer, adapter=self.adapter
+        )
 
 
 def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
@@ -97,6 +109,8 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
         "parallel": row.parallel,
         "checkpoint": {"every_steps": steps, "async": True},
     }  # fmt: skip
+    if row.adapter != "full":
+        overrides["adapter"] = ADAPTERS[row.adapter]
     for section, keys in (row.changes or {}).items():
         overrides.setdefault(section, {}).update(keys)
     folder.mkdir(parents=True, exist_ok=True)

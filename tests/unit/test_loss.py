@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 import echelon.loss
 from echelon.data.loader import Microbatch
@@ -50,25 +51,47 @@ def test_a_microbatch_without_targets_gives_zero_and_reaches_every_parameter():
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the size of the largest tensor made while it is on."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {item.data_ptr() for item in tree_leaves((args, kwargs)) if torch.is_tensor(item)}
+        made = [item for item in tree_leaves(out) if torch.is_tensor(item) and item.data_ptr() not in given]
+        self.largest = max([self.largest, *(tensor.numel() for tensor in made)])
+        return out
+
+
 def test_logits_never_exist_whole_in_fp32(monkeypatch):
     """Vocabulary 4096, 512 tokens, chunks of 64: the largest tensor made while the loss runs stays below 1/4 of it."""
     monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: 64)
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            tensors = [item for item in (out if isinstance(out, (tuple, list)) else (out,)) if torch.is_tensor(item)]
-            largest = max([largest, *(tensor.numel() for tensor in tensors)])
-            return out
-
     hidden = torch.randn(2, 256, 16, requires_grad=True)
     weight = torch.randn(4096, 16, requires_grad=True)
     labels = torch.randint(0, 4096, (2, 256))
-    with Watch():
+    with Watch() as watch:
         echelon.loss.chunked_loss_sum(hidden, labels, weight, None, echelon.loss.HeadArithmetic()).backward()
-    assert largest == 64 * 4096
+    assert watch.largest == 64 * 4096
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["frozen", "evaluating"])
+def test_a_head_that_is_not_trained_gets_no_gradient(evaluates, monkeypatch):
+    """Nothing of the weight's size is made: chunks of 2 tokens are smaller than it."""
+    monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: 2)
+    hidden = torch.randn(1, 8, 16, requires_grad=True)
+    weight = torch.randn(512, 16, requires_grad=evaluates)
+    labels = torch.randint(0, 512, (1, 8))
+    with Watch() as watch, torch.set_grad_enabled(not evaluates):
+        loss = echelon.loss.chunked_loss_sum(hidden, labels, weight, None, echelon.loss.HeadArithmetic())
+    expected = F.cross_entropy(F.linear(hidden[0], weight), labels[0], reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    if not evaluates:
+        with watch:
+            loss.backward()
+        [gradient] = torch.autograd.grad(expected, [hidden])
+        torch.testing.assert_close(hidden.grad, gradient)
+    assert watch.largest <= 2 * 512
 
 
 def test_bf16_autocast_runs_the_head_in_bf16_and_the_softmax_in_fp32():

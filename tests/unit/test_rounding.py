@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.model.weights import local_slices
+from echelon.model.sharding import local_slices
 from echelon.optimizer import build_optimizer
 from echelon.optimizer.rounding import random_bits, round_stochastically
 from echelon.recipe import OptimConfig

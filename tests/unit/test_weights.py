@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from echelon.data.tokenizer import build_bytes_tokenizer
 from echelon.errors import CheckpointError, ConfigError
 from echelon.model.build import build_on_meta, load_config
-from echelon.model.weights import derive_seed, load_pretrained
+from echelon.model.seeds import derive_seed
+from echelon.model.weights import load_pretrained
 from echelon.train.target import load_target
 from families import EXTRA, small_config, small_model
 

@@ -4,32 +4,30 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
-from echelon.checkpoint.folder import newest_of
-from echelon.checkpoint.store import load_alone
+from echelon.checkpoint.first_weights import fill_weights
 from echelon.data.loader import Microbatch
 from echelon.engines import Finding
 from echelon.engines.probe import Probe
 from echelon.loss import IGNORE
 from echelon.mesh import Meshes
+from echelon.model.adapters import apply_adapter, initialize_adapter
 from echelon.model.attention import apply_plain_causal
-from echelon.model.build import build_on_meta, find_weights
-from echelon.model.weights import initialize_buffers, initialize_weights, load_pretrained, local_part
+from echelon.model.build import build_on_meta
+from echelon.model.sharding import local_part
 from echelon.objective import NextToken, Objective
 from echelon.optimizer import LossScale, Optimizer, build_optimizer, global_norm
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.data import DataParallel
 from echelon.parallel.step import SingleStage
-from echelon.plan import ParallelPlan
+from echelon.plan import ParallelPlan, Precision
 from echelon.recipe import Recipe
-from echelon.run_folder import is_run
 
 
 class NativeEngine:
@@ -114,16 +112,21 @@ class NativeEngine:
             self._loss_scale.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """See Engine. `model.NAME`, `optimizer.NAME.KEY` for what is kept for a parameter, and `loss_scale.KEY`."""
+        """See Engine. `model.NAME`, `optimizer.NAME.KEY` for what is kept for a parameter, and `loss_scale.KEY`.
+
+        Of a model with frozen weights only what trains: the rest is where it came from.
+        """
         state: dict[str, Any] = {}
-        for name, parameter in self._decoder.named_parameters():
+        trained = {name: each for name, each in self._decoder.named_parameters() if each.requires_grad}
+        for name, parameter in trained.items():
             state[f"model.{name}"] = parameter.detach()
         for name, tensor in self._optimizer.tensors():
             state[f"optimizer.{name}"] = tensor
         if self._loss_scale is not None:
             state |= {f"loss_scale.{key}": tensor for key, tensor in self._loss_scale.state_dict().items()}
-        for name in persistent_buffers(self._decoder):
-            state[f"model.{name}"] = self._decoder.get_buffer(name)
+        if len(trained) == len(list(self._decoder.parameters())):
+            for name in persistent_buffers(self._decoder):
+                state[f"model.{name}"] = self._decoder.get_buffer(name)
         return state
 
 
@@ -151,10 +154,15 @@ def persistent_buffers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_buffers() if name in model.state_dict(keep_vars=True)]
 
 
-def store_parameters_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give a model on meta parameters of another dtype. Buffers stay: rotary tables need fp32."""
+def store_parameters(model: nn.Module, precision: Precision) -> None:
+    """Give a model on meta parameters of the plan's dtypes: what is frozen needs no more than what is computed in.
+
+    Weights in 4 bits stay, and buffers: rotary tables need fp32.
+    """
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            dtype = precision.param if parameter.requires_grad else precision.compute
+            parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
@@ -165,19 +173,6 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
                 setattr(module, name, torch.empty_like(buffer, device=device))
 
 
-def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Recipe) -> None:
-    """Give a materialised model its first weights: made from the seed, or read from a run or an HF checkpoint."""
-    source = recipe.model.checkpoint
-    if source is None:
-        initialize_weights(model, skeleton, recipe.run.seed)
-    elif is_run(Path(source)):
-        initialize_buffers(model, skeleton)
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-        load_alone(newest_of(Path(source)).path, tensors)
-    else:
-        load_pretrained(model, skeleton, find_weights(source, download=False))
-
-
 def build_native_engine(
     recipe: Recipe,
     config: PretrainedConfig,
@@ -186,20 +181,28 @@ def build_native_engine(
     objective: Objective,
     device: torch.device,
     compile_backend: str = "inductor",
+    new_token_ids: Sequence[int] = (),
 ) -> NativeEngine:
     """Build on meta, shard, materialise, fill with weights, wrap. Collective.
 
     No rank ever holds more than its shard of the model and one whole unit of it.
+
+    Args:
+        new_token_ids: of `model.new_tokens`; beside an adapter their rows are trained.
     """
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
     apply_plain_causal(skeleton, recipe.data.sequence_len)
     model = copy.deepcopy(skeleton)
-    store_parameters_in(model, getattr(torch, plan.precision.param))
+    if recipe.adapter.is_adapter:
+        apply_adapter(model, recipe.adapter, new_token_ids)
+    store_parameters(model, plan.precision)
     module = shard_model(model, plan, meshes, compile_backend)
     module.to_empty(device="cpu" if plan.cpu_offload else device)
     place_buffers(model, device)
     model.tie_weights()
     fill_weights(model, skeleton, recipe)
+    if recipe.adapter.is_adapter:
+        initialize_adapter(model, recipe.run.seed)
     module.train()
     parallel = parallelize(module, plan, meshes)
     optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.engines import Finding
 from echelon.model.parts import find_parts
-from echelon.model.weights import local_part
+from echelon.model.sharding import local_part
 
 
 class Probe:

@@ -154,7 +154,9 @@ def resolve_config(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokeniz
     if recipe.model.config is None:
         assert recipe.model.checkpoint is not None
         config = load_config(recipe.model.checkpoint, recipe.model.trust_remote_code)
-        resolve_vocab_size(config.to_dict(), vocab_size)
+        config.vocab_size, _ = resolve_vocab_size(
+            config.to_dict(), vocab_size, f"model.checkpoint={recipe.model.checkpoint}", bool(recipe.model.new_tokens)
+        )
         return config
     fields = dict(recipe.model.config)
     fields["vocab_size"], _ = resolve_vocab_size(fields, vocab_size)

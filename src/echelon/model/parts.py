@@ -5,7 +5,7 @@ a family without a row here takes the unchunked path through the model's own for
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,12 +66,22 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The modules of one decoder. `backbone` and `head` are None where the family has no row in the table."""
+    """The modules of one decoder.
+
+    `backbone` and `head` are None where the family has no row in the table, or its head has an adapter of its own.
+    """
 
     layers: nn.ModuleList
     backbone: nn.Module | None
-    head: nn.Linear | None
+    head: Any
     arithmetic: HeadArithmetic
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's weight as it computes, [vocabulary, hidden]: with the rows of new tokens that are trained."""
+        tokens = getattr(self.head, "token_adapter", None)
+        head = self.head if tokens is None or not tokens.disable_adapters else tokens.base_layer
+        return cast(Tensor, head.weight)
 
 
 def find_parts(model: nn.Module) -> DecoderParts:
@@ -86,7 +96,8 @@ def find_parts(model: nn.Module) -> DecoderParts:
         return DecoderParts(find_layers(model), None, None, HeadArithmetic())
     layers, head = model.get_submodule(family.layers), model.get_submodule(family.head)
     assert isinstance(layers, nn.ModuleList)
-    assert isinstance(head, nn.Linear)
+    if hasattr(head, "base_layer"):
+        return DecoderParts(layers, None, None, HeadArithmetic())
     return DecoderParts(layers, model.get_submodule(family.backbone), head, family.head_arithmetic(config))
 
 

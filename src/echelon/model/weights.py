@@ -6,43 +6,69 @@ DTensor's CPU generator gives every shard the same numbers.
 """
 
 import copy
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from echelon.errors import CheckpointError, ConfigError
 from echelon.manifest import read_json
+from echelon.model.adapters import plain_name
 from echelon.model.parts import weight_groups
+from echelon.model.quantization import QuantizedLinear
+from echelon.model.seeds import derive_seed
+from echelon.model.sharding import local_part, local_slices
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
 
 
-def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any printable parts, the same on every machine."""
-    digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+@dataclass(frozen=True)
+class WeightPlace:
+    """Where a weight of a plain model goes in the one that trains: into a parameter as it is, or in 4 bits."""
+
+    tensor: Tensor
+    quantized: QuantizedLinear | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole weight's shape."""
+        if self.quantized is not None:
+            return (self.quantized.out_features, self.quantized.in_features)
+        return tuple(self.tensor.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The part of the whole weight that `write` wants: what this rank holds, or all that is quantised together."""
+        return local_slices(self.tensor) if self.quantized is None else (slice(None), slice(None))
+
+    def write(self, part: Tensor) -> None:
+        """Fill in the part of a whole weight that `slices` means."""
+        if self.quantized is None:
+            local_part(self.tensor).copy_(part)
+        else:
+            self.quantized.fill(part)
 
 
-def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank holds."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
+    """The place of every weight of the plain model, by the names it has there, of a tied one by each of its names.
 
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's own memory of a tensor, sharded or not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    What an adapter adds is left out.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    places = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain, owner = plain_name(name), modules[name.rpartition(".")[0]]
+        if plain is None or name.endswith(".scales"):
+            continue
+        is_packed = isinstance(owner, QuantizedLinear) and parameter is owner.weight
+        places[plain] = WeightPlace(parameter, owner if is_packed and isinstance(owner, QuantizedLinear) else None)
+    return places
 
 
 @torch.no_grad()
@@ -57,18 +83,20 @@ def initialize_weights(model: PreTrainedModel, skeleton: PreTrainedModel, seed: 
     Raises:
         ConfigError: the architecture has a parameter that its own rules do not initialise.
     """
-    targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    places = weight_places(model)
+    buffers = {plain_name(name): WeightPlace(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
     filled: set[int] = set()
     for name, tensor in _initial_tensors(skeleton, seed, parameters=True):
-        if id(targets[name]) not in filled:  # a tied weight keeps the values of the name it has first
-            filled.add(id(targets[name]))
-            local_part(targets[name]).copy_(tensor[local_slices(targets[name])])
+        place = places.get(name) or buffers[name]
+        if id(place.tensor) not in filled:  # a tied weight keeps the values of the name it has first
+            filled.add(id(place.tensor))
+            place.write(tensor[place.slices])
 
 
 @torch.no_grad()
 def initialize_buffers(model: PreTrainedModel, skeleton: PreTrainedModel) -> None:
     """Rebuild what no checkpoint holds: rotary tables and other non-persistent buffers."""
-    targets = dict(model.named_buffers(remove_duplicate=False))
+    targets = {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
     for name, tensor in _initial_tensors(skeleton, seed=0, parameters=False):
         targets[name].copy_(tensor)
 
@@ -164,32 +192,53 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 @torch.no_grad()
-def load_pretrained(model: PreTrainedModel, skeleton: PreTrainedModel, path: Path) -> None:
+def load_pretrained(model: PreTrainedModel, skeleton: PreTrainedModel, path: Path, may_grow: bool = False) -> None:
     """Read each rank's slice of an HF checkpoint folder into a materialised model, and rebuild its buffers.
+
+    Args:
+        may_grow: rows that the files lack at the end of the embedding and the head become the mean of those there are.
 
     Raises:
         CheckpointError: a parameter of the model is missing there or has another shape.
     """
     files = SafetensorsFolder(path)
-    tied = _names_by_parameter(model)
-    for names in tied.values():
+    vocabulary = vocabulary_names(skeleton)
+    for names, place in _names_by_place(model):
         found = [match for name in names if (match := files.find(name, model.base_model_prefix)) is not None]
         if not found:
             raise CheckpointError(
                 f"model.checkpoint={path}: it has no weight {names[0]}; the files are not this model's."
             )
-        target = model.get_parameter(names[0])
-        if files.shape(found[0]) != tuple(target.shape):
+        shape = files.shape(found[0])
+        grows = may_grow and names[0] in vocabulary and shape[0] < place.shape[0]
+        if shape != place.shape and not (grows and shape[1:] == place.shape[1:]):
             raise CheckpointError(
-                f"model.checkpoint={path}: {names[0]} has shape {files.shape(found[0])} there and "
-                f"{tuple(target.shape)} in config.json; the folder's files do not belong together."
+                f"model.checkpoint={path}: {names[0]} has shape {shape} there and {place.shape} in config.json; the "
+                "folder's files do not belong together."
             )
-        local_part(target).copy_(files.read(found[0], local_slices(target)))
+        if grows:
+            place.write(grown(files.read(found[0], (slice(None),) * len(shape)), place.shape[0])[place.slices])
+        else:
+            place.write(files.read(found[0], place.slices))
     initialize_buffers(model, skeleton)
 
 
-def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
+def vocabulary_names(skeleton: PreTrainedModel) -> set[str]:
+    """The names of the embedding's weight and of the head's, which have a row for each token."""
+    modules = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
+    weights = {id(module.weight) for module in modules if module is not None}
+    return {name for name, each in skeleton.named_parameters(remove_duplicate=False) if id(each) in weights}
+
+
+def grown(weight: Tensor, num_rows: int) -> Tensor:
+    """An embedding or a head with rows added: the mean of those there are, which no token is far from."""
+    mean = weight.float().mean(dim=0, keepdim=True).to(weight.dtype)
+    return torch.cat([weight, mean.expand(num_rows - len(weight), *weight.shape[1:])])
+
+
+def _names_by_place(model: nn.Module) -> list[tuple[list[str], WeightPlace]]:
+    """Every place once, with all the names of its weight."""
+    found: dict[int, tuple[list[str], WeightPlace]] = {}
+    for name, place in weight_places(model).items():
+        found.setdefault(id(place.tensor), ([], place))[0].append(name)
+    return list(found.values())

@@ -7,7 +7,7 @@ a number, under every plan, and after a resume.
 import torch
 from torch import Tensor
 
-from echelon.model.weights import derive_seed
+from echelon.model.seeds import derive_seed
 
 _LOW_BITS = 0xFFFF
 

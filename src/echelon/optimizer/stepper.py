@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ConfigError
-from echelon.model.weights import local_part, local_slices
+from echelon.model.sharding import local_part, local_slices
 from echelon.optimizer.adafactor import Adafactor
 from echelon.optimizer.groups import Member, find_members
 from echelon.optimizer.layout import Layout

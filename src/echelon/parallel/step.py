@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.loader import Microbatch
-from echelon.model.weights import derive_seed
+from echelon.model.seeds import derive_seed
 from echelon.objective import Objective
 from echelon.parallel.data import DataParallel
 

@@ -29,7 +29,6 @@ _BUILT_FORMATS = ("text", "jsonl", "csv", "parquet", "arrow", "hub", "nanogpt", 
 _TEXTS = "plain text and token ids, without conversations: auto, " + ", ".join(_BUILT_FORMATS)
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("adapter.method", "full, which trains every parameter"),
     Unbuilt("model.new_tokens", "the checkpoint's own vocabulary"),
     Unbuilt("data.train[].format", _TEXTS, built=_BUILT_FORMATS),
     Unbuilt("data.validation[].format", _TEXTS, built=_BUILT_FORMATS),

@@ -144,7 +144,8 @@ def build_trainer(
     if runtime.rank == 0:
         write_model_folder(folder.model_dir, config, data.tokenizer)
     objective = CausalLM()
-    engine = build_native_engine(recipe, config, plan, meshes, objective, device, compile_backend)
+    new_tokens = data.tokenizer.convert_tokens_to_ids(list(recipe.model.new_tokens))
+    engine = build_native_engine(recipe, config, plan, meshes, objective, device, compile_backend, new_tokens)
     engine.rehearse(_any_microbatch(data, plan, device))
     store = build_store(recipe, folder, console)
     snapshots = build_snapshots(recipe, console)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.mesh import Meshes
-from echelon.model.weights import local_part
+from echelon.model.sharding import local_part
 from echelon.plan import ParallelPlan
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -14,7 +14,7 @@ from echelon.manifest import read_json
 from echelon.model.folder import find_model_dir
 from echelon.plan import ParallelPlan, resolve_plan
 from echelon.planner.memory import MemoryEstimate, estimate_memory
-from echelon.recipe import Recipe, TrainedTokenizerConfig, render_recipe
+from echelon.recipe import Recipe, TrainedTokenizerConfig, load_recipe, render_recipe
 from echelon.run_folder import (
     OpenedRun,
     RunFolder,
@@ -116,6 +116,7 @@ def check_request(recipe: Recipe, cluster: Cluster) -> None:
     Raises ConfigError, PlanError or DataError naming the key.
     """
     from echelon.data.mixture import divide_slots
+    from echelon.model.adapters import apply_adapter, check_adapter
     from echelon.model.build import build_on_meta, load_config, parameter_names
     from echelon.optimizer import check_groups
 
@@ -132,7 +133,10 @@ def check_request(recipe: Recipe, cluster: Cluster) -> None:
     trusted = recipe.model.trust_remote_code
     config = load_config(recipe.model.checkpoint or fields, trusted)
     model = build_on_meta(config, recipe.model.attn_implementation, trusted)
-    check_groups(parameter_names(model), recipe.optim)
+    check_adapter(model, recipe.adapter)
+    if recipe.adapter.is_adapter:
+        apply_adapter(model, recipe.adapter)
+    check_groups((name for name, each in parameter_names(model).items() if each.requires_grad), recipe.optim)
 
 
 def _check_deterministic(recipe: Recipe) -> None:
@@ -163,6 +167,11 @@ def check_weights(checkpoint: str) -> None:
 
     path = Path(checkpoint)
     if is_run(path):
+        if load_recipe(RunFolder(path).recipe_path)[0].adapter.is_adapter:
+            raise ConfigError(
+                f"model.checkpoint={checkpoint}: this run trained an adapter; write the whole model with `echelon "
+                f"export {checkpoint} OUT --merge` and give model.checkpoint=OUT."
+            )
         newest_of(path, checksums=True)
     elif path.is_dir():
         SafetensorsFolder(path)
@@ -261,7 +270,8 @@ def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple
         fields = _read_checkpoint_fields(recipe.model.checkpoint, recipe.model.trust_remote_code)
     if tokenizer_vocab_size is None:
         return fields, "vocab_size: as configured; the tokenizer is not known before the data is prepared"
-    size, line = resolve_vocab_size(fields, tokenizer_vocab_size, source)
+    may_grow = bool(recipe.model.new_tokens) and recipe.model.checkpoint is not None
+    size, line = resolve_vocab_size(fields, tokenizer_vocab_size, source, may_grow)
     return {**fields, "vocab_size": size}, line
 
 

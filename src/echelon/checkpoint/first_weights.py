@@ -1,0 +1,58 @@
+"""The weights a run begins with: made from the seed, or read from another run or an HF checkpoint."""
+
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import PreTrainedModel
+
+from echelon.checkpoint.folder import newest_of
+from echelon.checkpoint.safety import read_metadata
+from echelon.checkpoint.store import load_alone
+from echelon.errors import CheckpointError
+from echelon.model.build import find_weights
+from echelon.model.weights import (
+    grown,
+    initialize_buffers,
+    initialize_weights,
+    load_pretrained,
+    vocabulary_names,
+    weight_places,
+)
+from echelon.recipe import Recipe
+from echelon.run_folder import is_run
+
+
+def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Recipe) -> None:
+    """Give a materialised model its first weights, sharded, in 4 bits or beside an adapter as it is.
+
+    Args:
+        skeleton: the plain model on meta, untouched by any transform.
+    """
+    source, may_grow = recipe.model.checkpoint, bool(recipe.model.new_tokens)
+    if source is None:
+        initialize_weights(model, skeleton, recipe.run.seed)
+    elif is_run(Path(source)):
+        initialize_buffers(model, skeleton)
+        _load_from_run(model, skeleton, newest_of(Path(source)).path, may_grow)
+    else:
+        load_pretrained(model, skeleton, find_weights(source, download=False), may_grow)
+
+
+@torch.no_grad()
+def _load_from_run(model: PreTrainedModel, skeleton: PreTrainedModel, checkpoint: Path, may_grow: bool) -> None:
+    """Straight into what holds a weight as it is; one at a time, through a whole copy, into what does not."""
+    saved, places = read_metadata(checkpoint).state_dict_metadata, weight_places(model)
+    vocabulary, direct = vocabulary_names(skeleton), {}
+    for name, parameter in skeleton.named_parameters():
+        place, entry = places[name], saved.get(f"model.{name}")
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"Checkpoint {checkpoint} has no model.{name}; it belongs to another model.")
+        grows = may_grow and name in vocabulary and entry.size[0] < parameter.shape[0]
+        if place.quantized is None and not grows:
+            direct[f"model.{name}"] = place.tensor.detach()
+            continue
+        held = torch.empty(entry.size if grows else parameter.shape)
+        load_alone(checkpoint, {f"model.{name}": held})
+        place.write(grown(held, parameter.shape[0])[place.slices] if grows else held[place.slices])
+    load_alone(checkpoint, direct)

@@ -1,0 +1,204 @@
+"""Adapters: low-rank matrices beside frozen weights, as PEFT builds and writes them.
+
+LoRA: Hu et al. 2021 (arXiv:2106.09685); rank-stabilised: Kalajdzievski 2023 (arXiv:2312.03732); DoRA: Liu et al. 2024
+(arXiv:2402.09353); PiSSA: Meng et al. 2024 (arXiv:2404.02948). PEFT puts its layers into the model in place, so names
+stay those of `transformers` but for the parts they add, which `plain_name` takes out again.
+"""
+
+import difflib
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from echelon.errors import ConfigError
+from echelon.model.parts import find_parts
+from echelon.model.quantization import QuantizedLinear, quantize_linears
+from echelon.model.seeds import derive_seed
+from echelon.model.sharding import local_part, local_slices, whole
+from echelon.recipe import AdapterConfig
+
+ADAPTER = "default"
+_ADDED = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".trainable_tokens_delta.", ".trainable_tokens_original.")
+
+
+def plain_name(name: str) -> str | None:
+    """The name that a parameter or buffer has in the model without its adapter; None for what the adapter adds."""
+    if any(part in name for part in _ADDED):
+        return None
+    return name.replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")
+
+
+def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> None:
+    """Freeze a model on meta and put an adapter into it, in place; with `qlora` its layers are in 4 bits.
+
+    Args:
+        new_token_ids: rows of the embedding, and of a head of its own, that are trained beside the adapter.
+    """
+    from peft import inject_adapter_in_model
+
+    if adapter.method == "qlora":
+        quantize_linears(find_parts(model).layers, adapter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on what is tied or on meta: both are meant to be
+        inject_adapter_in_model(build_peft_config(model, adapter, new_token_ids), model, low_cpu_mem_usage=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(plain_name(name) is None)
+
+
+def build_peft_config(model: nn.Module, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> Any:
+    """PEFT's LoraConfig of an adapter, with the names of the layers it goes beside."""
+    from peft import LoraConfig
+
+    targets = find_targets(model, adapter)
+    token_indices = None
+    if new_token_ids:
+        token_indices = {name: list(new_token_ids) for name in _vocabulary_modules(model)}
+    return LoraConfig(
+        r=adapter.r,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=sorted({name.rpartition(".")[2] for name in targets}),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in targets.values()),
+        use_rslora=adapter.rslora,
+        use_dora=adapter.method == "dora",
+        trainable_token_indices=token_indices,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _vocabulary_modules(model: Any) -> list[str]:
+    """The last part of the embedding's name, and of the head's where it has a weight of its own."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    modules = [embedding] if head is None or head.weight is embedding.weight else [embedding, head]
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(module)].rpartition(".")[2] for module in modules]
+
+
+def find_targets(model: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
+    """The linear layers of a model without an adapter that are to get one, by name.
+
+    Raises:
+        ConfigError: a name of `target_modules` fits none.
+    """
+    inside = {id(module) for layer in find_parts(model).layers for module in layer.modules()}
+    linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
+    if adapter.target_modules == "all-linear":
+        return {name: module for name, module in linear.items() if id(module) in inside}
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    for wanted in adapter.target_modules:
+        if wanted not in ends:
+            near = difflib.get_close_matches(wanted, ends, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(ends)}, or all-linear."
+            raise ConfigError(f"adapter.target_modules: the model has no linear layer named {wanted!r}; {hint}")
+    return {name: module for name, module in linear.items() if name.rpartition(".")[2] in adapter.target_modules}
+
+
+def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
+    """Refuse what the model, on meta and without its adapter, or this installation rules out.
+
+    Raises:
+        ConfigError: naming the key and what would do.
+    """
+    if not adapter.is_adapter:
+        return
+    for package, extra, methods in (("peft", "peft", "lora, qlora and dora"), ("bitsandbytes", "qlora", "qlora")):
+        if adapter.method in methods and find_spec(package) is None:
+            raise ConfigError(
+                f"adapter.method={adapter.method} needs {package}, which is not installed: pip install "
+                f"'echelon[{extra}]', or use adapter.method=full."
+            )
+    targets = find_targets(model, adapter)
+    if not targets:
+        raise ConfigError(
+            f"adapter.method={adapter.method}: {type(model).__name__} has no linear layers in its decoder layers for "
+            "an adapter to go beside; use adapter.method=full."
+        )
+    if adapter.method == "qlora":
+        _check_quantizable(model)
+    if adapter.init == "pissa":
+        name, smallest = min(
+            ((name, min(each.weight.shape)) for name, each in targets.items()), key=lambda pair: pair[1]
+        )
+        if adapter.r > smallest:
+            raise ConfigError(
+                f"adapter.r={adapter.r}: {name} has only {smallest} singular vectors for adapter.init=pissa to take; "
+                f"use {smallest} or less."
+            )
+
+
+def _check_quantizable(model: nn.Module) -> None:
+    linear = [module for layer in find_parts(model).layers for module in layer.modules() if type(module) is nn.Linear]
+    odd = [module for module in linear if module.in_features % 2]
+    if not linear or odd:
+        what = f"rows of {odd[0].in_features} numbers" if odd else "no plain linear layers"
+        raise ConfigError(
+            f"adapter.method=qlora: the decoder layers of {type(model).__name__} have {what}, and 4-bit weights are "
+            "made of linear layers with an even number of inputs; use adapter.method=lora."
+        )
+
+
+@torch.no_grad()
+def initialize_adapter(model: nn.Module, seed: int) -> None:
+    """First values of an adapter whose model has its weights: the same on any number of ranks, under any strategy.
+
+    A is Kaiming-uniform with a = sqrt 5, as PEFT's, from a generator of its own; B is zero, so nothing is added at
+    first; a magnitude is the norm of the frozen weight's row. Collective.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            _initialize_lora(module, derive_seed(seed, f"{name}.lora_A"))
+        elif isinstance(module, TrainableTokensLayer) and module.tied_adapter is None:
+            _initialize_tokens(module)
+
+
+def _initialize_lora(layer: Any, seed: int) -> None:
+    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    bound = 1 / math.sqrt(a.shape[1])
+    _write(a, torch.empty(a.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed)))
+    local_part(b).zero_()
+    if ADAPTER in layer.lora_magnitude_vector:
+        weight = whole(layer.get_base_layer().weight).float()
+        norms = torch.linalg.norm(weight, dim=0 if layer.fan_in_fan_out else 1)
+        _write(layer.lora_magnitude_vector[ADAPTER].weight, norms)
+
+
+def _initialize_tokens(layer: Any) -> None:
+    rows = whole(layer.base_layer.weight)[layer.token_indices[ADAPTER]]
+    _write(layer.trainable_tokens_delta[ADAPTER], rows)
+    _write(layer.trainable_tokens_original[ADAPTER], rows)
+
+
+def _write(target: Tensor, content: Tensor) -> None:
+    local_part(target).copy_(content[local_slices(target)])
+
+
+@contextmanager
+def disabled_adapter(model: nn.Module) -> Iterator[None]:
+    """The model computes without its adapter, as it did before training. Nothing but the computation changes."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a layer's weight is in 4 bits."""
+    return isinstance(module, QuantizedLinear)

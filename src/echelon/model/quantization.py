@@ -1,0 +1,110 @@
+"""Linear layers whose weights are held in 4 bits: QLoRA's NF4 or FP4, as bitsandbytes computes them.
+
+Dettmers et al. 2023 (arXiv:2305.14314). Both parts of a quantised weight are parameters, so that data parallelism
+shards and gathers them like any other: bitsandbytes' own layer keeps the scales beside its parameter, whole on every
+rank.
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.loss import autocast_dtype
+from echelon.model.sharding import local_part, local_slices
+from echelon.recipe import AdapterConfig
+
+BLOCK = 64
+"""Numbers that share one scale."""
+
+NESTED_BLOCK = 256
+"""Scales that share one scale of their own, with `double_quant`."""
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer in 4 bits. A Linear by type, so that an adapter is put beside it as beside any other.
+
+    `weight` is uint8 `[out, in / 2]`, two numbers a byte. `scales` is uint8 too, since data parallelism would cast
+    floats: fp32 numbers, byte by byte, one for each block of 64; with double quantisation an fp32 offset, an fp32
+    number for each 256 blocks, and a byte for each block.
+    """
+
+    def __init__(self, linear: nn.Linear, quant_type: str, double_quant: bool) -> None:
+        """A layer on meta of the shape of one on meta. Raises ValueError for rows that do not fill whole bytes."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        if self.in_features % 2:
+            raise ValueError(f"rows of {self.in_features} numbers do not fill whole bytes")
+        self.quant_type = quant_type
+        self._num_blocks = math.ceil(self.in_features * self.out_features / BLOCK)
+        self._num_nested = math.ceil(self._num_blocks / NESTED_BLOCK) if double_quant else 0
+        num_bytes = 4 + 4 * self._num_nested + self._num_blocks if double_quant else 4 * self._num_blocks
+        packed = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.scales = nn.Parameter(torch.empty(num_bytes, dtype=torch.uint8, device="meta"), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input @ weight.T + bias` in the dtype computed in; the weight is made whole for the time of the product."""
+        from bitsandbytes import matmul_4bit
+
+        rows = input.to(autocast_dtype(input))
+        bias = None if self.bias is None else self.bias.to(rows.dtype)
+        return matmul_4bit(rows, self.weight.reshape(-1, 1).t(), self._state(rows.dtype), bias=bias)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def fill(self, whole: Tensor) -> None:
+        """Quantise a whole weight `[out, in]`, and keep this rank's part. Every rank computes the same."""
+        from bitsandbytes.functional import quantize_4bit
+
+        device = local_part(self.weight).device
+        packed, state = quantize_4bit(
+            whole.to(device).contiguous(), compress_statistics=self._num_nested > 0, quant_type=self.quant_type
+        )
+        parts = [state.offset, state.state2.absmax, state.absmax] if self._num_nested else [state.absmax]
+        scales = torch.cat([part.reshape(-1).contiguous().view(torch.uint8) for part in parts])
+        for parameter, content in ((self.weight, packed.reshape(self.weight.shape)), (self.scales, scales)):
+            local_part(parameter).copy_(content[local_slices(parameter)])
+
+    @torch.no_grad()
+    def dequantize(self) -> Tensor:
+        """The weight that the layer computes with, `[out, in]`, fp32. Of a layer that is not sharded."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight: Tensor = dequantize_4bit(self.weight.reshape(-1, 1), self._state(torch.float32))
+        return weight
+
+    def _state(self, dtype: torch.dtype) -> Any:
+        from bitsandbytes.functional import QuantState
+
+        shape = torch.Size((self.out_features, self.in_features))
+        code, nested_code = _code_books(self.quant_type, self.weight.device)
+        common = {"shape": shape, "code": code, "blocksize": BLOCK, "quant_type": self.quant_type, "dtype": dtype}
+        if not self._num_nested:
+            return QuantState(absmax=self.scales.view(torch.float32), **common)
+        first = 4 + 4 * self._num_nested
+        nested = QuantState(
+            absmax=self.scales[4:first].view(torch.float32), blocksize=NESTED_BLOCK, code=nested_code,
+            dtype=torch.float32,
+        )  # fmt: skip
+        offset = self.scales[:4].view(torch.float32)[0]
+        return QuantState(absmax=self.scales[first:], offset=offset, state2=nested, **common)
+
+
+@functools.cache
+def _code_books(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The 16 numbers of four bits, and the 256 of a quantised scale."""
+    from bitsandbytes.functional import create_dynamic_map, get_4bit_type
+
+    return get_4bit_type(quant_type, device=device), create_dynamic_map().to(device)
+
+
+def quantize_linears(layers: Iterable[nn.Module], adapter: AdapterConfig) -> None:
+    """Replace every linear layer inside decoder layers on meta by one in 4 bits."""
+    for layer in layers:
+        found = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
+        for name, module in found:
+            layer.set_submodule(name, QuantizedLinear(module, adapter.quant_type, adapter.double_quant))
