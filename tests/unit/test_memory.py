@@ -2,7 +2,6 @@
 
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,9 +138,8 @@ def build_adapted(config, adapter, precision, cast):
 
 
 def plan_adapted(config, adapter, precision=BF16, **plan):
-    recipe = SimpleNamespace(adapter=adapter, model=SimpleNamespace(new_tokens=()))
     shape = build_shape(config)
-    planned = build_adapter_plan(recipe, shape)
+    planned = build_adapter_plan(adapter, shape)
     plan = {"micro_batch_size": BATCH, "precision": precision, "adapter": planned, **plan}
     return shape, ParallelPlan("fsdp", **plan)
 

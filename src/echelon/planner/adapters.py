@@ -9,18 +9,19 @@ from echelon.plan import AdapterPlan
 from echelon.shape import LinearShape, ModelShape
 
 if TYPE_CHECKING:
-    from echelon.recipe import Recipe
+    from echelon.recipe import AdapterConfig
 
 QUANTIZED_BLOCK = 64  # numbers that share a scale, and scales that share one of their own, with double quantisation:
 NESTED_BLOCK = 256  # Dettmers et al. 2023 (arXiv:2305.14314), as bitsandbytes lays them out
 
 
-def build_adapter_plan(recipe: "Recipe", shape: ModelShape) -> AdapterPlan | None:
-    """The adapter of a recipe beside a model of this shape; None where every parameter is trained.
+def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_tokens: int = 0) -> AdapterPlan | None:
+    """The adapter that a recipe asks for beside a model of this shape; None where every parameter is trained.
+
+    `num_new_tokens` rows of the embedding, and of a head of its own, are trained too.
 
     Raises ConfigError for a target that no linear layer is called.
     """
-    adapter = recipe.adapter
     if adapter.method == "full":
         return None
     targets = _target_names(adapter.target_modules, shape)
@@ -29,7 +30,7 @@ def build_adapter_plan(recipe: "Recipe", shape: ModelShape) -> AdapterPlan | Non
     trained = sum(linear.count * adapter.r * (linear.in_features + linear.out_features) for linear in targeted)
     if adapter.method == "dora":
         trained += sum(linear.count * linear.out_features for linear in targeted)
-    trained += len(recipe.model.new_tokens) * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    trained += num_new_tokens * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     quantized = adapter.method == "qlora"
     return AdapterPlan(
         method=adapter.method,

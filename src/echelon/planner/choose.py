@@ -53,7 +53,7 @@ def choose_plan(
     _check_positions(recipe, shape)
     precision, precision_why = _choose_precision(recipe.train, cluster)
     compile_model, compile_why = _choose_compile(recipe.train.compile, cluster)
-    adapter = build_adapter_plan(recipe, shape)
+    adapter = build_adapter_plan(recipe.adapter, shape, len(recipe.model.new_tokens))
     request = _Request(recipe, shape, cluster, num_samples, precision, adapter, compile_model, fill)
     if recipe.parallel == "auto":
         plan, plan_why = _choose_strategy(request)
