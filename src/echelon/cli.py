@@ -280,12 +280,22 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The HF folder to write.")],
     dtype: Annotated[str, typer.Option("--dtype", help="fp32, bf16 or fp16.")] = "fp32",
     checkpoint: CheckpointOption = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Of a run that trained an adapter: the whole model.")] = False,
 ) -> None:
-    """Write a checkpoint as an HF folder: safetensors, config, tokenizer."""
+    """Write a checkpoint as an HF folder: safetensors, config, tokenizer; of a run with an adapter, the adapter."""
     require_folder(run)
-    from echelon.checkpoint.export import export_run
+    from echelon.checkpoint.adapted import read_run_recipe
+    from echelon.checkpoint.export import export_adapter, export_run
+    from echelon.train.merging import merge_run
 
-    export_run(run, out, dtype, checkpoint)
+    if merge:
+        merge_run(run, out, dtype, checkpoint, say)
+    elif read_run_recipe(run).adapter.is_adapter:
+        num_bytes = export_adapter(run, out, checkpoint)
+        say(f"export: {out} is ready for peft's PeftModel.from_pretrained, {num_bytes / 1e6:.1f} MB of weights")
+        return
+    else:
+        export_run(run, out, dtype, checkpoint)
     say(f"export: {out} is ready for transformers' from_pretrained")
 
 

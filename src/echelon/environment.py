@@ -19,7 +19,17 @@ _RECORDED_VARIABLES = re.compile(
     r"|SLURM_(JOB_ID|STEP_ID|PROCID|LOCALID|NODEID|NTASKS|NTASKS_PER_NODE|NNODES|JOB_NODELIST|JOB_PARTITION"
     r"|RESTART_COUNT|CPUS_PER_TASK|GPUS_ON_NODE))"
 )
-_RECORDED_PACKAGES = ("echelon", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
+_RECORDED_PACKAGES = (
+    "echelon",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pydantic",
+    "peft",
+    "bitsandbytes",
+)
 
 
 def describe_environment(variables: Mapping[str, str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ ROWS = [
     for adapter, ranks, parallel in (
         ("lora", 2, "ddp"), ("lora", 2, "zero1"), ("lora", 4, "fsdp"),
         ("qlora", 2, "ddp"), ("qlora", 4, "zero1"), ("qlora", 2, "fsdp"),
-        ("dora", 4, "ddp"), ("dora", 2, "zero1"), ("dora", 2, "fsdp"),
+        ("dora", 4, "ddp"), ("dora", 2, "zero1"), ("dora", 2, "fsdp"), ("pissa", 2, "fsdp"), ("rslora", 2, "ddp"),
     )
 ]  # fmt: skip
 

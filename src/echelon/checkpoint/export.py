@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,12 +11,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from echelon.checkpoint.adapted import Adapted, load_adapted, read_run_recipe, run_skeleton
+from echelon.checkpoint.adapter_folder import write_adapter
 from echelon.checkpoint.folder import checkpoint_of
+from echelon.checkpoint.model_card import render_card
 from echelon.checkpoint.safety import read_metadata
 from echelon.checkpoint.store import load_alone
 from echelon.errors import CheckpointError, ConfigError
 from echelon.manifest import MANIFEST
-from echelon.model.build import build_on_meta, load_config, parameter_names
+from echelon.model.build import parameter_names
 from echelon.model.folder import run_model_dir
 from echelon.model.weights import initialize_buffers
 
@@ -24,13 +27,10 @@ SHARD_BYTES = 4 * 2**30
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def run_skeleton(run: Path) -> PreTrainedModel:
-    """The model of a run, on meta, from the config that its training wrote."""
-    return build_on_meta(load_config(str(run_model_dir(run))))
-
-
 def load_run_model(run: Path, device: torch.device, which: str | None = None) -> PreTrainedModel:
     """The live model of a run's checkpoint (see `checkpoint_of`), whole, in evaluation mode."""
+    if read_run_recipe(run).adapter.is_adapter:
+        return load_adapted(run, device, which).model
     checkpoint = checkpoint_of(run, which)
     skeleton = run_skeleton(run)
     model = run_skeleton(run).to_empty(device=device)
@@ -41,10 +41,16 @@ def load_run_model(run: Path, device: torch.device, which: str | None = None) ->
     return model.eval()
 
 
-def export_run(run: Path, out: Path, dtype: str = "fp32", which: str | None = None) -> Path:
-    """Write a checkpoint of a run (see `checkpoint_of`) as an HF folder: config, safetensors, tokenizer.
+def export_run(
+    run: Path, out: Path, dtype: str = "fp32", which: str | None = None, adapted: Adapted | None = None
+) -> Path:
+    """Write a checkpoint of a run (see `checkpoint_of`) as an HF folder: config, safetensors, tokenizer, model card.
 
-    Memory stays within one file of weights (4 GiB) whatever the model's size. The folder appears whole or not at all.
+    Memory stays within one file of weights (4 GiB) whatever the model's size, beside what is `adapted`. The folder
+    appears whole or not at all.
+
+    Args:
+        adapted: the live model of a run that trained an adapter, which is merged; None for a run that trained all.
 
     Raises:
         ConfigError: `out` exists and is not empty, or the dtype is unknown.
@@ -52,16 +58,21 @@ def export_run(run: Path, out: Path, dtype: str = "fp32", which: str | None = No
     """
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not an empty folder; give a new one.")
+    check_empty(out)
     checkpoint = checkpoint_of(run, which)
+    skeleton = run_skeleton(run)
     out = out.absolute()
     writing = out.with_name(f".writing-{out.name}")
     shutil.rmtree(writing, ignore_errors=True)
     try:
         writing.mkdir(parents=True)
-        _write_weights(checkpoint.path, run_skeleton(run), writing, DTYPES[dtype])
+        if adapted is None:
+            check_complete(checkpoint.path, skeleton)
+            _write_weights(lambda names: _load_tensors(checkpoint.path, skeleton, names), skeleton, writing, dtype)
+        else:
+            _write_weights(adapted.merged, skeleton, writing, dtype)
         _write_sidecars(run_model_dir(run), writing, dtype)
+        (writing / "README.md").write_text(render_card(run, checkpoint.step), encoding="utf-8")
         if out.exists():
             out.rmdir()
         writing.rename(out)
@@ -72,18 +83,36 @@ def export_run(run: Path, out: Path, dtype: str = "fp32", which: str | None = No
     return out
 
 
-def _write_weights(checkpoint: Path, skeleton: PreTrainedModel, out: Path, dtype: torch.dtype) -> None:
-    check_complete(checkpoint, skeleton)
-    groups = list(_file_groups(skeleton, dtype))
+def export_adapter(run: Path, out: Path, which: str | None = None) -> int:
+    """Write the adapter of a run's checkpoint as PEFT does; the bytes of its weights. Raises as `export_run`."""
+    check_empty(out)
+    adapted = load_adapted(run, torch.device("cpu"), which)
+    card = render_card(run, adapted.step, is_adapter=True)
+    base = read_run_recipe(run).model.checkpoint
+    return write_adapter(out, adapted.describe(), base, run_model_dir(run), card)
+
+
+def check_empty(out: Path) -> None:
+    """Raise ConfigError for a place that is taken."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not an empty folder; give a new one.")
+
+
+Reader = Callable[[list[str]], dict[str, Tensor]]
+
+
+def _write_weights(read: Reader, skeleton: PreTrainedModel, out: Path, dtype: str) -> None:
+    stored = DTYPES[dtype]
+    groups = list(_file_groups(skeleton, stored))
     weight_map: dict[str, str] = {}
     for index, names in enumerate(groups, start=1):
         single = len(groups) == 1
         file = "model.safetensors" if single else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
-        tensors = _load_tensors(checkpoint, skeleton, names)
-        save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, out / file, metadata={"format": "pt"})
+        tensors = {name: tensor.to(stored).contiguous() for name, tensor in read(names).items()}
+        save_file(tensors, out / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(groups) > 1:
-        size = sum(parameter.numel() * dtype.itemsize for parameter in skeleton.parameters())
+        size = sum(parameter.numel() * stored.itemsize for parameter in skeleton.parameters())
         index_text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
         (out / "model.safetensors.index.json").write_text(index_text)
 

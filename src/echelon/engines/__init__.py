@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from echelon.checkpoint.adapter_folder import AdapterContent
 from echelon.data.loader import Microbatch
 
 
@@ -75,6 +76,10 @@ class Engine(Protocol):
 
     def evaluation(self) -> AbstractContextManager["Evaluation"]:
         """Scope of forward passes without gradients or dropout; weights that are gathered stay so within it."""
+        ...
+
+    def describe_adapter(self) -> AdapterContent:
+        """The adapter that trains, whole, on every rank."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
 from echelon.checkpoint.first_weights import fill_weights
 from echelon.data.loader import Microbatch
 from echelon.engines import Finding
@@ -20,7 +21,8 @@ from echelon.mesh import Meshes
 from echelon.model.adapters import apply_adapter, initialize_adapter
 from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta
-from echelon.model.sharding import local_part
+from echelon.model.pissa import PrincipalParts
+from echelon.model.sharding import local_part, whole
 from echelon.objective import NextToken, Objective
 from echelon.optimizer import LossScale, Optimizer, build_optimizer, global_norm
 from echelon.parallel import parallelize, shard_model
@@ -41,7 +43,9 @@ class NativeEngine:
         objective: Objective,
         seed: int,
         loss_scale: LossScale | None = None,
+        principal: PrincipalParts | None = None,
     ) -> None:
+        self._principal = principal or {}
         self._parallel = parallel
         self._decoder = decoder
         self._optimizer = optimizer
@@ -111,13 +115,22 @@ class NativeEngine:
         if self._loss_scale is not None:
             self._loss_scale.reset()
 
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What trains, as this rank holds it, by name."""
+        return {name: each for name, each in self._decoder.named_parameters() if each.requires_grad}
+
+    def describe_adapter(self) -> AdapterContent:
+        """See Engine."""
+        tensors = {name: whole(parameter.detach()).cpu() for name, parameter in self.trained().items()}
+        return describe_adapter(self._decoder, tensors, self._principal)
+
     def state_dict(self) -> dict[str, Any]:
         """See Engine. `model.NAME`, `optimizer.NAME.KEY` for what is kept for a parameter, and `loss_scale.KEY`.
 
         Of a model with frozen weights only what trains: the rest is where it came from.
         """
         state: dict[str, Any] = {}
-        trained = {name: each for name, each in self._decoder.named_parameters() if each.requires_grad}
+        trained = self.trained()
         for name, parameter in trained.items():
             state[f"model.{name}"] = parameter.detach()
         for name, tensor in self._optimizer.tensors():
@@ -201,10 +214,11 @@ def build_native_engine(
     place_buffers(model, device)
     model.tie_weights()
     fill_weights(model, skeleton, recipe)
+    principal = None
     if recipe.adapter.is_adapter:
-        initialize_adapter(model, recipe.run.seed)
+        principal = initialize_adapter(model, recipe.adapter, recipe.run.seed)
     module.train()
     parallel = parallelize(module, plan, meshes)
     optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed)
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
-    return NativeEngine(parallel, model, optimizer, objective, recipe.run.seed, loss_scale)
+    return NativeEngine(parallel, model, optimizer, objective, recipe.run.seed, loss_scale, principal)

@@ -5,6 +5,7 @@ LoRA: Hu et al. 2021 (arXiv:2106.09685); rank-stabilised: Kalajdzievski 2023 (ar
 stay those of `transformers` but for the parts they add, which `plain_name` takes out again.
 """
 
+import copy
 import difflib
 import math
 import warnings
@@ -15,14 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from echelon.errors import ConfigError
 from echelon.model.parts import find_parts
-from echelon.model.quantization import QuantizedLinear, quantize_linears
+from echelon.model.pissa import PrincipalParts, take_principal_parts
+from echelon.model.quantization import QuantizedLinear, import_bitsandbytes, quantize_linears
 from echelon.model.seeds import derive_seed
 from echelon.model.sharding import local_part, local_slices, whole
-from echelon.recipe import AdapterConfig
+from echelon.recipe import AdapterConfig, Recipe
 
 ADAPTER = "default"
 _ADDED = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".trainable_tokens_delta.", ".trainable_tokens_original.")
@@ -41,6 +44,7 @@ def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Seque
     Args:
         new_token_ids: rows of the embedding, and of a head of its own, that are trained beside the adapter.
     """
+    import_bitsandbytes()
     from peft import inject_adapter_in_model
 
     if adapter.method == "qlora":
@@ -145,11 +149,14 @@ def _check_quantizable(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def initialize_adapter(model: nn.Module, seed: int) -> None:
+def initialize_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> PrincipalParts:
     """First values of an adapter whose model has its weights: the same on any number of ranks, under any strategy.
 
     A is Kaiming-uniform with a = sqrt 5, as PEFT's, from a generator of its own; B is zero, so nothing is added at
     first; a magnitude is the norm of the frozen weight's row. Collective.
+
+    Returns:
+        What a PiSSA adapter began with; nothing for any other.
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.trainable_tokens import TrainableTokensLayer
@@ -159,6 +166,7 @@ def initialize_adapter(model: nn.Module, seed: int) -> None:
             _initialize_lora(module, derive_seed(seed, f"{name}.lora_A"))
         elif isinstance(module, TrainableTokensLayer) and module.tied_adapter is None:
             _initialize_tokens(module)
+    return take_principal_parts(model) if adapter.init == "pissa" else {}
 
 
 def _initialize_lora(layer: Any, seed: int) -> None:
@@ -199,6 +207,50 @@ def disabled_adapter(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = was
 
 
-def is_quantized(module: nn.Module) -> bool:
-    """Whether a layer's weight is in 4 bits."""
-    return isinstance(module, QuantizedLinear)
+@torch.no_grad()
+def merged_weight(model: nn.Module, name: str) -> Tensor:
+    """A weight of the plain model with the adapter in it, fp32; what was in 4 bits is what those four bits mean.
+
+    Of a model that is not sharded, which stays as it is.
+
+    Args:
+        name: as in the plain model.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    path, _, leaf = name.rpartition(".")
+    module: Any = model.get_submodule(path)
+    if leaf == "weight" and isinstance(module, LoraLayer):
+        return _merge_lora(module)
+    if leaf == "weight" and isinstance(module, QuantizedLinear):
+        return module.dequantize()
+    if leaf == "weight" and hasattr(module, "token_adapter"):
+        weight: Tensor = module.weight
+        return weight.detach().float()
+    owner = module.get_base_layer() if isinstance(module, LoraLayer) else module
+    parameter: Tensor = getattr(owner, leaf)
+    return parameter.detach().float()
+
+
+def _merge_lora(layer: Any) -> Tensor:
+    """PEFT's own merge, into a copy in fp32."""
+    frozen = layer.base_layer
+    if isinstance(frozen, QuantizedLinear):
+        plain: Any = nn.Linear(frozen.in_features, frozen.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(frozen.dequantize(), requires_grad=False)
+    else:
+        plain = copy.deepcopy(frozen).float()
+    layer.base_layer = plain
+    try:
+        layer.merge(safe_merge=True)
+    finally:
+        layer.base_layer = frozen
+        layer.merged_adapters.clear()
+    weight: Tensor = plain.weight.detach()
+    return weight
+
+
+def find_new_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of `model.new_tokens`, whose rows are trained beside an adapter."""
+    ids: list[int] = tokenizer.convert_tokens_to_ids(list(recipe.model.new_tokens))
+    return ids

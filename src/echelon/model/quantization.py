@@ -6,8 +6,11 @@ rank.
 """
 
 import functools
+import logging
 import math
+import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,6 +25,28 @@ BLOCK = 64
 
 NESTED_BLOCK = 256
 """Scales that share one scale of their own, with `double_quant`."""
+
+
+@functools.cache
+def import_bitsandbytes() -> None:
+    """Import bitsandbytes, where it is installed, without the code that it would fetch from the hub as it is imported.
+
+    To be called before PEFT is imported, which imports it too.
+    """
+    if find_spec("bitsandbytes") is None:
+        return
+    absent = object()
+    kernels = sys.modules.get("kernels", absent)
+    sys.modules["kernels"] = None  # type: ignore[assignment]
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level, logger.level = logger.level, logging.ERROR
+    try:
+        import bitsandbytes  # noqa: F401
+    finally:
+        logger.level = level
+        del sys.modules["kernels"]
+        if kernels is not absent:
+            sys.modules["kernels"] = kernels  # type: ignore[assignment]
 
 
 class QuantizedLinear(nn.Linear):

@@ -6,6 +6,8 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
+from echelon.checkpoint.adapter_folder import write_adapter
+from echelon.checkpoint.model_card import render_card
 from echelon.checkpoint.snapshot import Snapshots
 from echelon.checkpoint.store import CheckpointStore
 from echelon.checkpoint.upload import Uploader
@@ -16,6 +18,7 @@ from echelon.detection import describe_peak, find_peak_flops
 from echelon.engines.native import NativeEngine, build_native_engine
 from echelon.errors import StoppedError
 from echelon.mesh import Meshes, build_mesh
+from echelon.model.adapters import find_new_tokens
 from echelon.model.build import resolve_config
 from echelon.model.folder import write_model_folder
 from echelon.objective import CausalLM
@@ -68,6 +71,8 @@ def run_training(
     heart.start()
     try:
         state = trainer.fit()
+        if recipe.adapter.is_adapter:
+            export_trained(trainer, recipe, folder, console)
         heart.stop()
         trainer.snapshots.close()
         trainer.store.close(time_left)
@@ -91,6 +96,21 @@ def run_training(
                 summarize(trainer, folder)
             trainer.journal.close(done)
     return state
+
+
+def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder, console: TextIO) -> None:
+    """Leave the adapter as PEFT writes it in the run's export/, compared with the live weights. Collective.
+
+    Raises:
+        CheckpointError: on rank 0, what can be read there is not what was trained.
+    """
+    content = trainer.engine.describe_adapter()
+    if dist.get_rank() == 0:
+        card = render_card(folder.path, trainer.state.step, is_adapter=True)
+        num_bytes = write_adapter(folder.export_dir, content, recipe.model.checkpoint, folder.model_dir, card)
+        folder.append_event("export", step=trainer.state.step, bytes=num_bytes)
+        size = f"{num_bytes / 1e6:.1f} MB of weights, equal to those that were trained"
+        write_line(console, f"adapter: {folder.export_dir} ({size})")
 
 
 def summarize(trainer: Trainer, folder: RunFolder) -> None:
@@ -144,7 +164,7 @@ def build_trainer(
     if runtime.rank == 0:
         write_model_folder(folder.model_dir, config, data.tokenizer)
     objective = CausalLM()
-    new_tokens = data.tokenizer.convert_tokens_to_ids(list(recipe.model.new_tokens))
+    new_tokens = find_new_tokens(recipe, data.tokenizer)
     engine = build_native_engine(recipe, config, plan, meshes, objective, device, compile_backend, new_tokens)
     engine.rehearse(_any_microbatch(data, plan, device))
     store = build_store(recipe, folder, console)

@@ -1,0 +1,73 @@
+"""The model of a run that trained an adapter: the frozen weights as they were, the adapter from a checkpoint."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
+from echelon.checkpoint.first_weights import fill_weights
+from echelon.checkpoint.folder import checkpoint_of
+from echelon.checkpoint.store import load_alone
+from echelon.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
+from echelon.model.build import build_on_meta, load_config
+from echelon.model.folder import run_model_dir
+from echelon.model.pissa import PrincipalParts
+from echelon.recipe import Recipe, load_recipe
+from echelon.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A live model with its adapter, whole, in evaluation mode; `principal` is what a PiSSA adapter began with."""
+
+    model: PreTrainedModel
+    principal: PrincipalParts
+    step: int
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What was trained, by name."""
+        return {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
+
+    def describe(self) -> AdapterContent:
+        """The adapter as PEFT would write it."""
+        return describe_adapter(self.model, self.tensors, self.principal)
+
+    def merged(self, names: list[str]) -> dict[str, Tensor]:
+        """Weights of the plain model with the adapter in them, fp32."""
+        return {name: merged_weight(self.model, name) for name in names}
+
+
+def read_run_recipe(run: Path) -> Recipe:
+    """The recipe a run was started with."""
+    return load_recipe(RunFolder(run).recipe_path)[0]
+
+
+def run_skeleton(run: Path) -> PreTrainedModel:
+    """The plain model of a run, on meta, from the config that its training wrote."""
+    return build_on_meta(load_config(str(run_model_dir(run))))
+
+
+def load_adapted(run: Path, device: torch.device, which: str | None = None) -> Adapted:
+    """The model of a run's checkpoint (see `checkpoint_of`): fp32, or 4 bits where it was trained so.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the frozen weights are no longer where the recipe says.
+        CheckpointError: something is damaged.
+    """
+    recipe, checkpoint = read_run_recipe(run), checkpoint_of(run, which)
+    skeleton = run_skeleton(run)
+    tokenizer = AutoTokenizer.from_pretrained(run_model_dir(run), local_files_only=True, trust_remote_code=False)
+    model = copy.deepcopy(skeleton)
+    apply_adapter(model, recipe.adapter, find_new_tokens(recipe, tokenizer))
+    model.to_empty(device=device)
+    model.tie_weights()
+    fill_weights(model, skeleton, recipe)
+    principal = initialize_adapter(model, recipe.adapter, recipe.run.seed)
+    adapted = Adapted(model.eval(), principal, checkpoint.step)
+    load_alone(checkpoint.path, {f"model.{name}": tensor for name, tensor in adapted.tensors.items()})
+    return adapted

@@ -1,0 +1,104 @@
+"""An adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors, read back before it counts."""
+
+import copy
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from echelon.errors import CheckpointError
+from echelon.manifest import MANIFEST
+from echelon.model.adapters import ADAPTER
+from echelon.model.pissa import PrincipalParts
+
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class AdapterContent:
+    """PEFT's config of an adapter, and its tensors on the CPU under the names of PEFT's files."""
+
+    config: Any
+    tensors: dict[str, Tensor]
+
+
+def write_adapter(out: Path, content: AdapterContent, base: str | None, sidecars: Path, card: str) -> int:
+    """Write an adapter as a folder that PEFT loads, and compare what can be read there with what was given.
+
+    Args:
+        out: replaced if it exists.
+        base: where the frozen weights are: `base_model_name_or_path`.
+        sidecars: a run's model/, for the tokenizer's files.
+        card: the text of README.md.
+
+    Returns:
+        The bytes of the weights' file.
+
+    Raises:
+        CheckpointError: it could not be written, or what is there is not what was given.
+    """
+    config = copy.deepcopy(content.config)
+    config.base_model_name_or_path = base
+    writing = out.with_name(f".writing-{out.name}")
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        writing.mkdir(parents=True)
+        save_file(content.tensors, writing / WEIGHTS, metadata={"format": "pt"})
+        config.save_pretrained(str(writing))
+        for path in sidecars.iterdir():
+            if path.name not in (MANIFEST, "config.json", "generation_config.json"):
+                shutil.copyfile(path, writing / path.name)
+        (writing / "README.md").write_text(card)
+        check_adapter_folder(writing, content.tensors)
+        if out.exists():
+            shutil.rmtree(out)
+        writing.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"The adapter could not be written to {out}: {error}. Make room there.") from error
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+    return (out / WEIGHTS).stat().st_size
+
+
+def describe_adapter(model: nn.Module, tensors: Mapping[str, Tensor], principal: PrincipalParts) -> AdapterContent:
+    """An adapter as PEFT would write it.
+
+    Args:
+        model: the model with its adapter; only names and settings are looked at.
+        tensors: every trained tensor, whole, by its name in the model.
+        principal: what a PiSSA adapter began with; it is taken off again, so that the adapter fits the first weights.
+    """
+    from peft import get_peft_model_state_dict
+
+    tensors = dict(tensors)
+    peft_configs: Any = model.peft_config
+    config = copy.deepcopy(peft_configs[ADAPTER])
+    for layer, (a, b) in principal.items():
+        names = [f"{layer}.lora_{side}.{ADAPTER}.weight" for side in "AB"]
+        tensors[names[0]] = torch.cat([tensors[names[0]], a.to(tensors[names[0]].dtype)], dim=0)
+        tensors[names[1]] = torch.cat([tensors[names[1]], -b.to(tensors[names[1]].dtype)], dim=1)
+    if principal:  # twice the rank at the same scale
+        config.r, config.lora_alpha = 2 * config.r, config.lora_alpha * (math.sqrt(2) if config.use_rslora else 2)
+    config.inference_mode = True
+    named = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=ADAPTER, save_embedding_layers=False)
+    return AdapterContent(config, {f"{_PREFIX}{name}": tensor.contiguous().cpu() for name, tensor in named.items()})
+
+
+def check_adapter_folder(folder: Path, content: Mapping[str, Tensor]) -> None:
+    """Compare an adapter's file with the tensors it was written from, bit for bit. Raises CheckpointError."""
+    found = load_file(folder / WEIGHTS)
+    for name in sorted(found.keys() ^ content.keys()):
+        raise CheckpointError(f"{folder / WEIGHTS} {'lacks' if name in content else 'holds an unknown'} {name}.")
+    for name, tensor in content.items():
+        if found[name].shape != tensor.shape or not torch.equal(found[name], tensor):
+            raise CheckpointError(f"{folder / WEIGHTS}: {name} is not what was trained; the disk may be damaged.")
+    json.loads((folder / "adapter_config.json").read_text())

@@ -1,0 +1,60 @@
+"""PiSSA: an adapter that begins as the principal part of each frozen weight, which keeps the rest.
+
+Meng et al. 2024 (arXiv:2404.02948): of W = U S V', A = sqrt(S_r) V_r' and B = U_r sqrt(S_r), in units of the adapter's
+scale, and W - scale B A is frozen. The parts are not stored: they follow from the weights that a run begins with.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.model.sharding import local_part, local_slices, whole
+
+PrincipalParts = dict[str, tuple[Tensor, Tensor]]
+"""(A, B) that each adapted layer began with, whole, on the CPU, by its name."""
+
+
+@torch.no_grad()
+def take_principal_parts(model: nn.Module) -> PrincipalParts:
+    """Give every LoRA layer its principal part, and its frozen weight the rest. Collective."""
+    parts = {}
+    for name, layer in _lora_layers(model):
+        weight = layer.get_base_layer().weight
+        full = whole(weight)
+        a, b = _principal_part(layer, full)
+        for target, content in (
+            (layer.lora_A["default"].weight, a),
+            (layer.lora_B["default"].weight, b),
+            (weight, full.float() - _product(layer, a, b)),
+        ):
+            local_part(target).copy_(content[local_slices(target)])
+        parts[name] = (a.cpu(), b.cpu())
+    return parts
+
+
+def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def _product(layer: Any, a: Tensor, b: Tensor) -> Tensor:
+    """What an adapter adds to the weight, as that is laid out."""
+    product: Tensor = layer.scaling["default"] * (b @ a)
+    return product.T if layer.fan_in_fan_out else product
+
+
+def _principal_part(layer: Any, weight: Any) -> tuple[Tensor, Tensor]:
+    """(A [r, in], B [out, r]) of a whole weight, fp32. The first rank's, everywhere: signs are a matter of taste."""
+    rank, scale = layer.r["default"], layer.scaling["default"]
+    oriented = weight.T if layer.fan_in_fan_out else weight
+    u, s, v = torch.linalg.svd(oriented.float(), full_matrices=False)
+    root = (s[:rank] / scale).sqrt()
+    a, b = (root[:, None] * v[:rank]).contiguous(), (u[:, :rank] * root).contiguous()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for part in (a, b):
+            dist.broadcast(part, src=0)
+    return a, b
