@@ -16,6 +16,7 @@ Rounding = Literal["nearest", "stochastic", "kahan"]
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
 ReduceGradients = Literal["each", "last"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
+AdapterMethod = Literal["lora", "qlora", "dora"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -41,6 +42,39 @@ class Precision:
         """Raises PlanError for a dtype or a rounding that is not known."""
         for name, value in asdict(self).items():
             _check_choice(f"precision.{name}", value, get_args(Rounding if name == "rounding" else DtypeName))
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """An adapter beside frozen weights: what is trained, and how what is not is held.
+
+    targets: the names of the linear layers that have one. num_trained_parameters: the adapter's, and the rows of new
+    tokens. num_quantized_parameters: frozen weights in 4 bits; every other frozen one is in the compute dtype.
+    """
+
+    method: AdapterMethod
+    r: int
+    dropout: float
+    targets: tuple[str, ...]
+    num_trained_parameters: int
+    num_quantized_parameters: int = 0
+    double_quant: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises PlanError for a method that is not known, and for targets that are not names."""
+        _check_choice("adapter.method", self.method, get_args(AdapterMethod))
+        if not all(isinstance(name, str) for name in self.targets):
+            raise PlanError(f"plan.adapter.targets={self.targets!r} is not a list of names.")
+
+    def describe(self) -> str:
+        """A line for people: what is trained beside what."""
+        quantized = ""
+        if self.num_quantized_parameters:
+            quantized = f", {self.num_quantized_parameters:,} frozen ones in 4 bits"
+        return (
+            f"adapter: {self.method} of rank {self.r} at {', '.join(self.targets)}: "
+            f"{self.num_trained_parameters:,} parameters are trained{quantized}"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,6 +104,7 @@ class ParallelPlan:
     compile: bool = False
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerName = "adamw"
+    adapter: AdapterPlan | None = None
     lossy: bool = False
     why: tuple[str, ...] = ()
 
@@ -137,6 +172,7 @@ class ParallelPlan:
             f"compile {'on' if self.compile else 'off'}",
             f"precision: parameters {policy.param}, compute {policy.compute}, reduction {policy.reduce}, "
             f"master weights {policy.master}{rounding}, optimizer {self.optimizer} with {moments}",
+            *([] if self.adapter is None else [self.adapter.describe()]),
             f"batch: {self.global_batch_size} sequences = {self.num_replicas * self.dp_size} ranks x "
             f"{self.num_microbatches} microbatches x {self.micro_batch_size} sequences{fill}",
             *(f"why: {line}" for line in self.why),
@@ -144,7 +180,10 @@ class ParallelPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plan.json holds it; `from_dict` gives an equal plan back."""
-        return {**asdict(self), "why": list(self.why)}
+        content = {**asdict(self), "why": list(self.why)}
+        if self.adapter is not None:
+            content["adapter"]["targets"] = list(self.adapter.targets)
+        return content
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "ParallelPlan":
@@ -158,13 +197,25 @@ class ParallelPlan:
             raise PlanError(f"plan.why={why!r} is not a list of lines.")
         if not isinstance(content["strategy"], str):
             raise PlanError(f"plan.strategy={content['strategy']!r} is not a name.")
-        return cls(**{**content, "precision": Precision(**policy), "why": tuple(why)})
+        adapter = _read_adapter(content["adapter"])
+        return cls(**{**content, "precision": Precision(**policy), "adapter": adapter, "why": tuple(why)})
 
 
 _COUNTS = (
     "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "num_replicas", "micro_batch_size", "num_microbatches",
 )  # fmt: skip
 _FLAGS = ("reshard_after_forward", "cpu_offload", "compile", "lossy")
+
+
+def _read_adapter(content: Any) -> AdapterPlan | None:
+    if content is None:
+        return None
+    if not isinstance(content, Mapping):
+        raise PlanError(f"plan.adapter={content!r} is not a mapping.")
+    _check_keys("plan.adapter", content, {item.name for item in fields(AdapterPlan)})
+    if not isinstance(content["targets"], list | tuple):
+        raise PlanError(f"plan.adapter.targets={content['targets']!r} is not a list of names.")
+    return AdapterPlan(**{**content, "targets": tuple(content["targets"])})
 
 
 def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:

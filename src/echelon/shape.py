@@ -6,6 +6,7 @@ not needed; any other model type is built once on the meta device. FLOPs and MFU
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -48,8 +49,21 @@ class LayerParts:
 
 
 @dataclass(frozen=True)
+class LinearShape:
+    """Linear layers of one name, the last part of their whole one, and how many of them the model has."""
+
+    name: str
+    in_features: int
+    out_features: int
+    count: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """Widths and parameter counts of a decoder. A tied head is counted once, as the input embedding."""
+    """Widths and parameter counts of a decoder. A tied head is counted once, as the input embedding.
+
+    linears: the linear layers inside its decoder layers, without the head.
+    """
 
     model_type: str
     num_layers: int
@@ -66,6 +80,7 @@ class ModelShape:
     num_layer_parameters: int
     num_position_parameters: int = 0
     parts: LayerParts = field(default_factory=LayerParts)
+    linears: tuple[LinearShape, ...] = ()
 
     @property
     def num_matmul_parameters(self) -> int:
@@ -73,17 +88,26 @@ class ModelShape:
         look_up = self.num_position_parameters + (0 if self.tied_embeddings else self.num_embedding_parameters)
         return self.num_parameters - look_up
 
-    def flops_per_token(self, sequence_len: int) -> float:
+    def flops_per_token(self, sequence_len: int, num_trained: int | None = None) -> float:
         """FLOPs of one token's forward and backward: 6 N + 12 L h s, attention not halved, no recomputation.
 
-        The form of PaLM (Chowdhery et al. 2022, appendix B), N without the input embedding.
+        The form of PaLM (Chowdhery et al. 2022, appendix B), N without the input embedding. With `num_trained`, the
+        parameters of an adapter, the others have no gradient of their own: 4 N + 2 N_trained + 12 L h s.
         """
         attention = 12.0 * self.num_layers * self.hidden_size * sequence_len
-        return 6.0 * self.num_matmul_parameters + attention
+        trained = self.num_matmul_parameters if num_trained is None else num_trained
+        return 4.0 * self.num_matmul_parameters + 2.0 * trained + attention
 
-    def mfu(self, tokens_per_second: float, num_devices: int, peak_flops: float, sequence_len: int) -> float:
+    def mfu(
+        self,
+        tokens_per_second: float,
+        num_devices: int,
+        peak_flops: float,
+        sequence_len: int,
+        num_trained: int | None = None,
+    ) -> float:
         """Model FLOPs utilisation, a fraction: tokens/s of all ranks against `peak_flops` (FLOP/s) of each device."""
-        return tokens_per_second * self.flops_per_token(sequence_len) / (num_devices * peak_flops)
+        return tokens_per_second * self.flops_per_token(sequence_len, num_trained) / (num_devices * peak_flops)
 
 
 def build_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -350,7 +374,21 @@ def _llama_like_shape(config: Mapping[str, Any], family: Family) -> ModelShape:
         num_embedding_parameters=embedding,
         num_layer_parameters=layer,
         parts=parts,
+        linears=_linears(
+            layers,
+            q_proj=(hidden, query),
+            k_proj=(hidden, key_value),
+            v_proj=(hidden, key_value),
+            o_proj=(query, hidden),
+            gate_proj=(hidden, inner),
+            up_proj=(hidden, inner),
+            down_proj=(inner, hidden),
+        ),
     )
+
+
+def _linears(num_layers: int, **widths: tuple[int, int]) -> tuple[LinearShape, ...]:
+    return tuple(LinearShape(name, *each, num_layers) for name, each in widths.items())
 
 
 def _gpt2_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -389,6 +427,10 @@ def _gpt2_shape(config: Mapping[str, Any]) -> ModelShape:
             attention_dropout=fields.share("attn_pdrop"),
             residual_dropout=fields.share("resid_pdrop"),
         ),
+        linears=(
+            *_linears(layers, c_attn=(hidden, 3 * hidden), c_proj=(hidden, hidden), c_fc=(hidden, inner)),
+            *_linears(layers, c_proj=(inner, hidden)),
+        ),
     )
 
 
@@ -426,6 +468,12 @@ def _measured_shape(config: Mapping[str, Any]) -> ModelShape:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     layers: list[Any] = list(max(stacks, key=len, default=[]))
+    linears = Counter(
+        (name.rpartition(".")[2], module.in_features, module.out_features)
+        for layer in layers
+        for name, module in layer.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    )
     text_config = built_config.get_text_config()
     heads = getattr(text_config, "num_attention_heads", 1)
     hidden = embedding.shape[1]
@@ -444,4 +492,5 @@ def _measured_shape(config: Mapping[str, Any]) -> ModelShape:
         num_embedding_parameters=embedding.numel(),
         # layers may differ (mixtures of experts beside dense ones): the mean keeps the sum right
         num_layer_parameters=sum(p.numel() for layer in layers for p in layer.parameters()) // max(1, len(layers)),
+        linears=tuple(LinearShape(*widths, count) for widths, count in linears.items()),
     )

@@ -8,9 +8,10 @@ from echelon.batch import constant_batch, ramp_batch
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware import ACCELERATORS, Cluster, parse_devices
 from echelon.plan import ParallelPlan, Precision, resolve_plan
-from echelon.recipe import BatchRampConfig
+from echelon.recipe import AdapterConfig, BatchRampConfig
 from echelon.shape import build_shape
 
+FULL = AdapterConfig()
 TINY = build_shape(
     {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
      "num_attention_heads": 4}
@@ -25,7 +26,7 @@ LLAMA_13B = build_shape(
 )  # fmt: skip
 
 
-def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None, **train):
+def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None, adapter=FULL, **train):
     """The part of a Recipe that plans are made from."""
     if isinstance(parallel, dict):
         mapping = {"dp_replicate": None, "dp_shard": None, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "cpu_offload": False}
@@ -45,6 +46,8 @@ def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None,
         batches=constant_batch(batch, sequence_len),
         data=SimpleNamespace(sequence_len=sequence_len),
         optim=SimpleNamespace(name="adamw"),
+        adapter=adapter,
+        model=SimpleNamespace(new_tokens=()),
         train=SimpleNamespace(global_batch_tokens=batch_tokens, **{**defaults, **train}),
     )
 
@@ -214,6 +217,20 @@ def test_auto_takes_the_first_that_fits():
     assert resolve_plan(recipe, LLAMA_13B, parse_devices("16xA100-40")).strategy == "hsdp"
     assert resolve_plan(recipe, LLAMA_13B, parse_devices("8xA100-40")).strategy == "fsdp"
     assert auto_strategy("1xB200", activation_checkpointing="full").strategy == "ddp"
+
+
+def test_auto_knows_that_frozen_weights_need_neither_gradients_nor_moments():
+    """8 billion parameters on four GPUs of 40 GB: whole with an adapter, sharded without."""
+    shape = build_shape(
+        {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    )  # fmt: skip
+    cluster = parse_devices("4xA100-40")
+    lora = build_recipe(adapter=AdapterConfig(method="lora"), activation_checkpointing="full")
+    plan = resolve_plan(lora, shape, cluster)
+    assert plan.strategy == "ddp" and plan.adapter.num_trained_parameters == 41_943_040
+    with pytest.raises(PlanError, match="nothing fits"):
+        resolve_plan(build_recipe(activation_checkpointing="full"), shape, cluster)
 
 
 def test_auto_refuses_with_numbers_and_never_recomputes_by_itself():

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware import Cluster
-from echelon.plan import ParallelPlan, Precision, Rounding
+from echelon.plan import AdapterPlan, ParallelPlan, Precision, Rounding
+from echelon.planner.adapters import build_adapter_plan
 from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.shape import ModelShape
@@ -28,6 +29,7 @@ class _Request:
     cluster: Cluster
     num_samples: int | None
     precision: Precision
+    adapter: AdapterPlan | None
     compile: bool
     fill: bool
 
@@ -51,7 +53,8 @@ def choose_plan(
     _check_positions(recipe, shape)
     precision, precision_why = _choose_precision(recipe.train, cluster)
     compile_model, compile_why = _choose_compile(recipe.train.compile, cluster)
-    request = _Request(recipe, shape, cluster, num_samples, precision, compile_model, fill)
+    adapter = build_adapter_plan(recipe.adapter, shape, len(recipe.model.new_tokens))
+    request = _Request(recipe, shape, cluster, num_samples, precision, adapter, compile_model, fill)
     if recipe.parallel == "auto":
         plan, plan_why = _choose_strategy(request)
     else:
@@ -179,6 +182,7 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
         compile=request.compile,
         precision=request.precision,
         optimizer=request.recipe.optim.name,
+        adapter=request.adapter,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from echelon.hardware import DeviceKind
 from echelon.plan import DTYPE_BYTES, ParallelPlan
+from echelon.planner.adapters import adapter_bytes_per_token, frozen_bytes, whole_weight_bytes
 from echelon.shape import ModelShape, logits_chunk_tokens
 
 FP32_BYTES = 4
@@ -19,6 +20,7 @@ ASSUMPTIONS = (
     "eager execution; a compiled model keeps less",
     "DDP's gradients are views into its buckets",
     "optimizer: statistics of rows and columns and scales of 8-bit moments are left out; Muon has whole layers",
+    "adapters: DoRA with dropout, and new tokens, keep copies of weights that are left out",
     "no attention mask: a document mask adds its own bytes",
     "selective checkpointing keeps the outputs of matrix products and attention, a rough count",
     "temporary workspace, allocator fragmentation and gradients of activations are left to the headroom",
@@ -30,7 +32,7 @@ class MemoryEstimate:
     """Bytes on one rank's device at the moment that takes the most, by part.
 
     That moment is the loss, or with checkpointing the first layer that is redone, when most of `logits` is gone again.
-    `buffers` is what communication and rotary tables hold.
+    `buffers` is what communication and rotary tables hold, and a frozen weight that is made whole for a product.
     """
 
     parameters: int
@@ -70,34 +72,64 @@ def estimate_memory(
     )
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Some of the model, whole: the numbers it trains, and the bytes of those it does not."""
+
+    trained: int
+    frozen_bytes: int = 0
+
+    def gathered(self, compute: int) -> int:
+        """Bytes while it is computed with."""
+        return self.trained * compute + self.frozen_bytes
+
+
+def _parts(shape: ModelShape, plan: ParallelPlan) -> tuple[_Part, _Part]:
+    """(one decoder layer, all that is outside the layers)."""
+    layers = shape.num_layers * shape.num_layer_parameters
+    if plan.adapter is None:
+        return _Part(shape.num_layer_parameters), _Part(shape.num_parameters - layers)
+    inside, outside = frozen_bytes(shape, plan.adapter, DTYPE_BYTES[plan.precision.compute])
+    per_layer = -(-plan.adapter.num_trained_parameters // shape.num_layers)
+    return _Part(per_layer, -(-inside // shape.num_layers)), _Part(0, outside)
+
+
+def _num_trained(shape: ModelShape, plan: ParallelPlan) -> int:
+    return shape.num_parameters if plan.adapter is None else plan.adapter.num_trained_parameters
+
+
 def _states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int, int]:
     """(parameters, gradients, optimizer, communication buffers) in bytes."""
-    policy, total = plan.precision, shape.num_parameters
-    stored = total * DTYPE_BYTES[policy.param]
-    reduced, gradient, moments = DTYPE_BYTES[policy.reduce], DTYPE_BYTES[policy.param], _optimizer_bytes(shape, plan)
+    policy, trained = plan.precision, _num_trained(shape, plan)
+    layer, outside = _parts(shape, plan)
+    frozen = shape.num_layers * layer.frozen_bytes + outside.frozen_bytes
+    compute, number = DTYPE_BYTES[policy.compute], DTYPE_BYTES[policy.param]
+    reduced, moments = DTYPE_BYTES[policy.reduce], _optimizer_bytes(shape, plan)
+    whole = 0 if plan.adapter is None else whole_weight_bytes(shape, plan.adapter, compute)
     if not plan.uses_fully_shard:
-        # autocast keeps a cast copy of every matrix until backward is done with it
-        copies = shape.num_matmul_parameters * DTYPE_BYTES[policy.compute] if plan.uses_autocast else 0
-        return stored + copies, total * gradient, moments, 0
+        # autocast keeps a cast copy of every trained matrix until backward is done with it
+        matrices = shape.num_matmul_parameters if plan.adapter is None else trained
+        copies = matrices * compute if plan.uses_autocast else 0
+        return frozen + trained * number + copies, trained * number, moments, whole
 
-    shard = -(-total // plan.dp_shard)
-    layer = shape.num_layer_parameters
-    outside = total - shape.num_layers * layer
+    shard = -(-trained // plan.dp_shard)
     # With resharding two layers are gathered at a time, one running and the next fetched; the rest stays gathered.
-    gathered = outside + min(2, shape.num_layers) * layer if plan.reshard_after_forward else total
-    whole_gradients = total * reduced if plan.reduce_gradients == "last" and plan.num_microbatches > 1 else 0
-    resident = 0 if plan.cpu_offload else shard
+    num_gathered = min(2, shape.num_layers) if plan.reshard_after_forward else shape.num_layers
+    gathered = outside.gathered(compute) + num_gathered * layer.gathered(compute)
+    whole_gradients = trained * reduced if plan.reduce_gradients == "last" and plan.num_microbatches > 1 else 0
+    resident = 0 if plan.cpu_offload else 1
     return (
-        resident * DTYPE_BYTES[policy.param] + gathered * DTYPE_BYTES[policy.compute],
-        resident * gradient + whole_gradients,
-        0 if plan.cpu_offload else -(-moments // plan.dp_shard),
-        max(layer, outside) * (DTYPE_BYTES[policy.compute] + reduced),  # all-gather input, reduce-scatter input
+        resident * (shard * number - (-frozen // plan.dp_shard)) + gathered,
+        resident * shard * number + whole_gradients,
+        resident * -(-moments // plan.dp_shard),
+        # all-gather input, reduce-scatter input
+        whole + max(part.gathered(compute) + part.trained * reduced for part in (layer, outside)),
     )
 
 
 def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
-    """Bytes kept beside the parameters for one whole copy of the model."""
-    total, number = shape.num_parameters, DTYPE_BYTES[plan.precision.optimizer]
+    """Bytes kept beside the trained parameters for one whole copy of the model."""
+    total, number = _num_trained(shape, plan), DTYPE_BYTES[plan.precision.optimizer]
     match plan.optimizer:
         case "adamw":
             moments = 2 * number * total
@@ -106,7 +138,7 @@ def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
         case "lion" | "sgd":
             moments = number * total
         case "muon":
-            layers = shape.num_layers * shape.num_layer_parameters
+            layers = shape.num_layers * shape.num_layer_parameters if plan.adapter is None else total
             moments = number * layers + 2 * number * (total - layers)
         case "adafactor":
             moments = 0
@@ -116,58 +148,87 @@ def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
 
 def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int) -> tuple[int, int]:
     """Bytes of the chunked loss: (fp32 logits of one chunk; the hidden states with their gradient, and the head's
-    gradient, which is summed over the chunks in fp32 before the parameter gets it)."""
+    gradient, which is summed over the chunks in fp32 before the parameter gets it; a frozen one has none)."""
     compute = DTYPE_BYTES[plan.precision.compute]
     chunk = min(tokens, logits_chunk_tokens(shape.vocab_size))
     hidden = 2 * tokens * shape.hidden_size * compute
     # A chunk's share is added in place where the dtypes agree; else it exists beside the sum.
     head = shape.vocab_size * shape.hidden_size * (FP32_BYTES + (compute if compute != FP32_BYTES else 0))
+    head = 0 if plan.adapter is not None else head
     copies = LOGITS_COPIES + shape.parts.logits_softcap
     return copies * chunk * shape.vocab_size * FP32_BYTES, hidden + head
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What decides how many bytes a layer keeps: bytes of a number, and whether weights want gradients of their own.
+
+    residual: of the residual stream. mask: of a dropout mask. adapter: of what PEFT puts beside the frozen layers.
+    """
+
+    compute: int
+    residual: int
+    mask: int
+    frozen: bool
+    adapter: float = 0.0
+
+
+def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _Kept:
+    compute = DTYPE_BYTES[plan.precision.compute]
+    mask = 1 if kind == "cuda" else compute
+    if plan.adapter is None:
+        # autocast leaves the residual stream in fp32
+        return _Kept(compute, FP32_BYTES if plan.uses_autocast else compute, mask, frozen=False)
+    # Frozen embeddings are in the compute dtype, and so is the stream; an adapter casts its inputs to its own.
+    own_mask = 1 if kind == "cuda" else DTYPE_BYTES[plan.precision.param] if plan.uses_autocast else compute
+    beside = adapter_bytes_per_token(shape, plan.adapter, compute, plan.uses_autocast, own_mask)
+    return _Kept(compute, compute, mask, frozen=True, adapter=beside)
+
+
 def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> tuple[int, int]:
     """(bytes that all layers keep for backward, bytes more in a layer that backward redoes)."""
-    compute = DTYPE_BYTES[plan.precision.compute]
-    residual = FP32_BYTES if plan.uses_autocast else compute  # autocast leaves the residual stream in fp32
+    by = _what_is_kept(shape, plan, kind)
     tokens = plan.micro_batch_size * sequence_len
-    layer = _layer_bytes_per_token(shape, compute, residual, sequence_len, kind)
-    outside = _norm_bytes(shape, residual) + residual * shape.hidden_size * (shape.parts.residual_dropout > 0)
-    layer_input = residual * shape.hidden_size
+    layer = _layer_bytes_per_token(shape, by, sequence_len, kind)
+    # The input of the first layer wants no gradient where the embedding is frozen: its norm keeps nothing.
+    norms = 0 if by.frozen and plan.activation_checkpointing == "none" else _norm_bytes(shape, by)
+    outside = norms + by.residual * shape.hidden_size * (shape.parts.residual_dropout > 0)
+    layer_input = by.residual * shape.hidden_size
     match plan.activation_checkpointing:
         case "none":
-            kept, redone = layer, 0
+            kept, redone = layer, 0.0
         case "full":
             kept, redone = layer_input, layer
         case "selective":
-            outputs = _matmul_output_bytes(shape, compute)
+            outputs = _matmul_output_bytes(shape, by.compute)
             kept, redone = layer_input + outputs, max(0, layer - outputs)  # a layer that is redone finds them there
-    rotary = 2 * sequence_len * shape.head_dim * residual if shape.num_position_parameters == 0 else 0
-    return tokens * (shape.num_layers * kept + outside + 8) + rotary, tokens * redone  # 8: token ids
+    rotary = 2 * sequence_len * shape.head_dim * by.residual if shape.num_position_parameters == 0 else 0
+    # 8: token ids
+    return int(tokens * (shape.num_layers * kept + outside + 8)) + rotary, int(tokens * redone)
 
 
-def _layer_bytes_per_token(shape: ModelShape, compute: int, residual: int, sequence_len: int, kind: DeviceKind) -> int:
+def _layer_bytes_per_token(shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind) -> float:
     """Bytes that one decoder layer's backward needs for each token."""
     parts = shape.parts
-    # Where autocast casts, each projection keeps a copy of its input: q, k, v, gate and up; else two are shared.
-    inputs = 5 if parts.separate_projections and residual != compute else 2
-    projections = inputs * compute * shape.hidden_size
-    mlp = parts.mlp_saved * compute * shape.intermediate_size
+    # Where autocast casts, each projection keeps a copy of its input: q, k, v, gate and up; else two are shared. A
+    # frozen projection keeps none, and the last one of the MLP is where one more tensor of that width was kept for.
+    inputs = 5 if parts.separate_projections and by.residual != by.compute else 2
+    projections = 0 if by.frozen else inputs * by.compute * shape.hidden_size
+    mlp = (parts.mlp_saved - by.frozen) * by.compute * shape.intermediate_size
     # The inputs of the post-norms of Gemma 2 and 3 are not the residual stream, yet cost the same fp32 copy.
-    norms = parts.num_norms * _norm_bytes(shape, residual)
-    mask = 1 if kind == "cuda" else compute
-    dropout = 2 * mask * shape.hidden_size if parts.residual_dropout else 0
-    return projections + mlp + norms + dropout + _attention_bytes(shape, compute, sequence_len, kind)
+    norms = parts.num_norms * _norm_bytes(shape, by)
+    dropout = 2 * by.mask * shape.hidden_size if parts.residual_dropout else 0
+    return projections + mlp + norms + dropout + by.adapter + _attention_bytes(shape, by, sequence_len, kind)
 
 
-def _attention_bytes(shape: ModelShape, compute: int, sequence_len: int, kind: DeviceKind) -> int:
+def _attention_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind) -> int:
     """Per token: query, key, value, output, and the fp32 log-sum-exp; the scores too where they are not fused away."""
-    parts = shape.parts
+    parts, compute = shape.parts, by.compute
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     scores = shape.num_heads * sequence_len
     head_norms = 0
     if parts.head_norms:
-        kept = 2 * FP32_BYTES if parts.norm == "rms_fp32" else FP32_BYTES + compute
+        kept = FP32_BYTES if by.frozen else 2 * FP32_BYTES if parts.norm == "rms_fp32" else FP32_BYTES + compute
         head_norms = (query + key_value) * kept + FP32_BYTES * (shape.num_heads + shape.num_kv_heads)
     if parts.attention_matrix:
         # soft-capped scores, fp32 softmax, its cast copy; key and value are repeated for every query head
@@ -179,15 +240,18 @@ def _attention_bytes(shape: ModelShape, compute: int, sequence_len: int, kind: D
     return head_norms + compute * 2 * (query + key_value) + FP32_BYTES * shape.num_heads
 
 
-def _norm_bytes(shape: ModelShape, residual: int) -> int:
-    """Per token: a norm's input and its normalised values, in the dtypes each kind keeps them in; its statistics."""
+def _norm_bytes(shape: ModelShape, by: _Kept) -> int:
+    """Per token: a norm's input and its normalised values, in the dtypes each kind keeps them in; its statistics.
+
+    The normalised values are for the gradient of its weight: a frozen one needs none.
+    """
     match shape.parts.norm:
         case "rms":
-            return shape.hidden_size * (FP32_BYTES + residual) + FP32_BYTES
+            return shape.hidden_size * (FP32_BYTES + (0 if by.frozen else by.residual)) + FP32_BYTES
         case "rms_fp32":
-            return shape.hidden_size * 2 * FP32_BYTES + FP32_BYTES
+            return shape.hidden_size * (1 if by.frozen else 2) * FP32_BYTES + FP32_BYTES
         case "layer":
-            return shape.hidden_size * residual + 2 * FP32_BYTES
+            return shape.hidden_size * by.residual + 2 * FP32_BYTES
 
 
 def _matmul_output_bytes(shape: ModelShape, compute: int) -> int:

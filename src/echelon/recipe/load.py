@@ -34,36 +34,46 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list
     Raises ConfigError, naming the file's line or the command line, for anything the recipe cannot mean or that is not
     built yet.
     """
-    draft = _read_draft(path)
+    recipe, notes = parse_recipe(_read_text(path), str(path), overrides)
+    check_built(recipe)
+    return recipe, notes
+
+
+def parse_recipe(text: str, source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+    """As `load_recipe`, of a recipe's text; `source` is what messages call it. What is not built is let through."""
+    draft = _parse_draft(text, source)
     notes = apply_aliases(draft)
     _write_sources_out(draft)
     for override in overrides:
         notes += _apply_override(draft, override)
     _refuse_unknown_keys(draft)
     try:
-        recipe = Recipe.model_validate(draft.data)
+        return Recipe.model_validate(draft.data), notes
     except ValidationError as error:
         raise ConfigError(explain_errors(error, draft)) from None
-    check_built(recipe)
-    return recipe, notes
 
 
-def _read_draft(path: Path) -> Draft:
+def _read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; name a recipe file, or make one with `echelon init`.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text; a recipe is a YAML file.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    data, origins = parse_yaml(text, str(path))
+
+
+def _parse_draft(text: str, source: str) -> Draft:
+    data, origins = parse_yaml(text, source)
     if data is None:
-        raise ConfigError(f"{path} is empty; make a recipe to start from with `echelon init`.")
+        raise ConfigError(f"{source} is empty; make a recipe to start from with `echelon init`.")
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} is not a recipe: it must be a mapping of keys, such as run, model, data and train.")
+        raise ConfigError(
+            f"{source} is not a recipe: it must be a mapping of keys, such as run, model, data and train."
+        )
     # A section whose lines are all commented out reads as null, and means its defaults.
-    return Draft({key: value for key, value in data.items() if value is not None}, origins, str(path))
+    return Draft({key: value for key, value in data.items() if value is not None}, origins, source)
 
 
 def _write_sources_out(draft: Draft) -> None:

@@ -213,6 +213,7 @@ def build_trainer(
         meshes=meshes,
         device=device,
         shape=build_shape(config.to_dict()),
+        num_trained=None if plan.adapter is None else plan.adapter.num_trained_parameters,
         peak_flops=peak_flops,
         journal=journal,
         interval=SaveInterval(recipe, plan.world_size, state.step),

@@ -63,6 +63,7 @@ class Trainer:
     meshes: Meshes
     device: torch.device
     shape: ModelShape
+    num_trained: int | None
     peak_flops: float | None
     journal: Journal | None
     interval: SaveInterval
@@ -304,7 +305,8 @@ class Trainer:
         rate = metrics.tokens / seconds
         mfu = None
         if self.peak_flops is not None:
-            mfu = self.shape.mfu(rate, self.meshes.data_size, self.peak_flops, self.recipe.data.sequence_len)
+            length = self.recipe.data.sequence_len
+            mfu = self.shape.mfu(rate, self.meshes.data_size, self.peak_flops, length, self.num_trained)
         return train_row(
             metrics,
             tokens=self.state.tokens,

@@ -1,0 +1,38 @@
+"""`echelon import`: a file of another training tool as a recipe."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from echelon.commands import say
+from echelon.errors import ConfigError
+
+
+def import_file(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A file of Axolotl, HF (TRL, PEFT) or LLaMA-Factory.")],
+    out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="The recipe to write. Default: stdout.")] = None,
+    tool: Annotated[
+        str | None, typer.Option("--from", metavar="axolotl|hf|llamafactory", help="Default: told from its keys.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", min=1, metavar="N", help="GPUs it ran on: the global batch follows.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", min=1, metavar="N", help="Training sequences: shares become steps.")
+    ] = None,
+) -> None:
+    """Turn another tool's file into a recipe, and list every key that it could not carry over."""
+    from echelon.recipe.foreign import Amounts, import_recipe
+
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists already; name another file, or remove it.")
+    imported = import_recipe(path, tool, Amounts(devices, samples))
+    typer.echo(f"import: {path} is read as a file of {imported.tool}", err=True)
+    for note in imported.notes:
+        typer.echo(note, err=True)
+    if out is None:
+        typer.echo(imported.text, nl=False)
+    else:
+        out.write_text(imported.text, encoding="utf-8")
+        say(f"wrote {out}; see what it needs: echelon plan {out}")

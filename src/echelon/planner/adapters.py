@@ -1,0 +1,130 @@
+"""What an adapter makes of a model's numbers: which are trained, which are frozen, which of those are in 4 bits."""
+
+import difflib
+import math
+from typing import TYPE_CHECKING
+
+from echelon.errors import ConfigError
+from echelon.plan import AdapterPlan
+from echelon.shape import LinearShape, ModelShape
+
+if TYPE_CHECKING:
+    from echelon.recipe import AdapterConfig
+
+QUANTIZED_BLOCK = 64  # numbers that share a scale, and scales that share one of their own, with double quantisation:
+NESTED_BLOCK = 256  # Dettmers et al. 2023 (arXiv:2305.14314), as bitsandbytes lays them out
+
+
+def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_tokens: int = 0) -> AdapterPlan | None:
+    """The adapter that a recipe asks for beside a model of this shape; None where every parameter is trained.
+
+    `num_new_tokens` rows of the embedding, and of a head of its own, are trained too.
+
+    Raises ConfigError for a target that no linear layer is called.
+    """
+    if adapter.method == "full":
+        return None
+    targets = _target_names(adapter.target_modules, shape)
+    head = LinearShape("lm_head", shape.hidden_size, shape.vocab_size, 1)
+    targeted = [linear for linear in (*shape.linears, head) if linear.name in targets]
+    trained = sum(linear.count * adapter.r * (linear.in_features + linear.out_features) for linear in targeted)
+    if adapter.method == "dora":
+        trained += sum(linear.count * linear.out_features for linear in targeted)
+    trained += num_new_tokens * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    quantized = adapter.method == "qlora"
+    return AdapterPlan(
+        method=adapter.method,
+        r=adapter.r,
+        dropout=adapter.dropout,
+        targets=targets,
+        num_trained_parameters=trained,
+        num_quantized_parameters=sum(each.count * _size(each) for each in shape.linears) if quantized else 0,
+        double_quant=quantized and adapter.double_quant,
+    )
+
+
+def _size(linear: LinearShape) -> int:
+    return linear.in_features * linear.out_features
+
+
+def _target_names(wanted: str | tuple[str, ...], shape: ModelShape) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(linear.name for linear in shape.linears))
+    if isinstance(wanted, str):
+        return names
+    for name in wanted:
+        if name not in (*names, "lm_head"):
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(names)}, or all-linear."
+            raise ConfigError(f"adapter.target_modules: the model has no linear layer named {name!r}; {hint}")
+    return wanted
+
+
+def targeted_linears(shape: ModelShape, adapter: AdapterPlan) -> list[LinearShape]:
+    """The linear layers inside decoder layers that have an adapter."""
+    return [linear for linear in shape.linears if linear.name in adapter.targets]
+
+
+def frozen_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) -> tuple[int, int]:
+    """(of all decoder layers, outside them): bytes of the frozen parameters of the whole model.
+
+    What is not in 4 bits is in the compute dtype, of `compute_bytes` a number.
+    """
+    layers = shape.num_layers * shape.num_layer_parameters
+    plain = layers - adapter.num_quantized_parameters
+    packed = 0
+    if adapter.num_quantized_parameters:
+        packed = sum(linear.count * _quantized_bytes(_size(linear), adapter.double_quant) for linear in shape.linears)
+    return plain * compute_bytes + packed, (shape.num_parameters - layers) * compute_bytes
+
+
+def _quantized_bytes(size: int, double_quant: bool) -> int:
+    """Half a byte a number; an fp32 scale a block, or a byte, with an fp32 number for 256 blocks and one for all."""
+    blocks = math.ceil(size / QUANTIZED_BLOCK)
+    scales = 4 + 4 * math.ceil(blocks / NESTED_BLOCK) + blocks if double_quant else 4 * blocks
+    return size // 2 + scales
+
+
+def whole_weight_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) -> int:
+    """Bytes that the largest weight takes while it is made whole: from 4 bits, or, for DoRA, to find its norm.
+
+    DoRA's norm needs the identity that A and B are applied to, their product, and the weight with it.
+    """
+    if adapter.method == "dora":
+        largest = max(targeted_linears(shape, adapter), key=lambda each: each.in_features**2 + 2 * _size(each))
+        return compute_bytes * (largest.in_features**2 + 2 * _size(largest))
+    if adapter.method == "qlora":
+        return compute_bytes * max(_size(linear) for linear in shape.linears)
+    return 0
+
+
+def adapter_bytes_per_token(
+    shape: ModelShape, adapter: AdapterPlan, compute: int, own_copies: bool, mask: int
+) -> float:
+    """What the adapter of one decoder layer keeps for each token, beyond what the frozen layer keeps anyway.
+
+    Each A keeps its input and each B what A made of it. The layers that read one tensor share it, but where each casts
+    it for itself (`own_copies`: an fp32 adapter under autocast) or drops out of it. DoRA keeps the outputs of the
+    frozen layer and of the adapter for its magnitudes.
+
+    Args:
+        mask: bytes of one number of a dropout mask.
+    """
+    linears, kept = targeted_linears(shape, adapter), 0.0
+    apart = own_copies or adapter.dropout > 0
+    shared: set[str] = set()
+    for linear in linears:
+        source = _input_of(linear)
+        per_layer = linear.count / shape.num_layers
+        if apart or (source not in shared and source != "attention"):
+            kept += per_layer * compute * linear.in_features
+        shared.add(source)
+        kept += per_layer * (compute * adapter.r + mask * linear.in_features * (adapter.dropout > 0))
+        kept += per_layer * 2 * compute * linear.out_features * (adapter.method == "dora")
+    return kept
+
+
+def _input_of(linear: LinearShape) -> str:
+    """Which tensor a layer reads: names that transformers' families share, each other name its own."""
+    inputs = {"q_proj": "norm", "k_proj": "norm", "v_proj": "norm", "o_proj": "attention", "gate_proj": "norm2",
+              "up_proj": "norm2"}  # fmt: skip
+    return inputs.get(linear.name, f"{linear.name} {linear.in_features}")

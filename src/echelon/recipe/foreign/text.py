@@ -1,0 +1,52 @@
+"""An imported recipe as YAML, each value beside what it is from, and the notes in plain words."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from echelon.recipe.foreign.ledger import Fate, Ledger
+from echelon.recipe.yaml_text import LONGEST_SHOWN, render_inline
+
+_SECTIONS = (
+    "run", "model", "tokenizer", "adapter", "data", "objective", "train", "optim", "parallel", "checkpoint", "evaluate",
+    "track", "mlflow", "wandb",
+)  # fmt: skip
+_COLUMN = 40
+
+
+def render_imported(ledger: Ledger, source: str) -> str:
+    """YAML text of the ledger's values, with a comment on each."""
+    lines = [f"# Imported from {source}; what it could not carry over, `echelon import` says."]
+    for section in _SECTIONS:
+        if section in ledger.values:
+            lines += ["", *_render(section, ledger.values[section], ledger.reasons.get(section, ""), "")]
+            continue
+        keys = [key for key in ledger.values if key.partition(".")[0] == section]
+        if keys:
+            lines += ["", f"{section}:"]
+        for key in keys:
+            lines += _render(key.partition(".")[2], ledger.values[key], ledger.reasons.get(key, ""), "  ")
+    return "\n".join(lines) + "\n"
+
+
+def _render(key: str, value: Any, reason: str, indent: str) -> Iterator[str]:
+    comment = f"  # {' '.join(reason.split())}" if reason else ""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        yield f"{indent}{key}:{comment}"
+        yield from (f"{indent}  - {render_inline(item)}" for item in value)
+    else:
+        yield f"{indent}{key}: {render_inline(value)}".ljust(_COLUMN if comment else 0) + comment
+
+
+def render_notes(ledger: Ledger, source: str) -> list[str]:
+    """Lines for the user: remarks, then every key that is not simply carried, and why."""
+    lines = [f"note: {remark}" for remark in ledger.remarks]
+    headings: tuple[tuple[Fate, str], ...] = (("differs", "means something else here"), ("lost", "not carried over"))
+    for fate, heading in headings:
+        lines += [f"{heading}: {entry}" for entry in ledger.by_fate(fate)]
+    needless: dict[str, list[str]] = {}
+    for entry in ledger.by_fate("needless"):
+        needless.setdefault(entry.text, []).append(entry.name)
+    lines += [f"not needed here: {', '.join(names)}: {reason}" for reason, names in needless.items()]
+    if off := [entry.name for entry in ledger.by_fate("off")]:
+        lines.append(f"off, or the default, in {source}: {', '.join(off)}")
+    return [line if len(line) < 20 * LONGEST_SHOWN else line[: 20 * LONGEST_SHOWN] + "..." for line in lines]

@@ -1,0 +1,162 @@
+"""What an adapter makes of a model's numbers: against PEFT's own layers on meta, and by hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from echelon.engines.native import store_parameters
+from echelon.errors import ConfigError, PlanError
+from echelon.model.adapters import apply_adapter
+from echelon.model.build import build_on_meta
+from echelon.plan import AdapterPlan, ParallelPlan, Precision
+from echelon.planner.adapters import build_adapter_plan, frozen_bytes
+from echelon.planner.memory import estimate_memory
+from echelon.recipe import AdapterConfig
+from echelon.shape import build_shape
+
+BF16 = Precision(compute="bfloat16")
+LLAMA3_8B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+ODD = {"vocab_size": 130, "hidden_size": 72, "intermediate_size": 132, "num_hidden_layers": 3,
+       "num_attention_heads": 6, "num_key_value_heads": 3}  # fmt: skip
+MODELS = {
+    "llama": {"model_type": "llama", **ODD, "attention_bias": True, "mlp_bias": True},
+    "qwen3": {"model_type": "qwen3", **ODD, "head_dim": 10},
+    "gemma2": {"model_type": "gemma2", **ODD, "head_dim": 18},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 130, "n_embd": 72, "n_layer": 3, "n_head": 6, "n_inner": 132},
+    "olmo2": {"model_type": "olmo2", **ODD},  # not counted by formula
+}
+
+
+def planned(config, **adapter):
+    shape = build_shape(config)
+    return shape, build_adapter_plan(AdapterConfig.model_validate(adapter), shape)
+
+
+def injected(config, adapter):
+    model = build_on_meta(AutoConfig.for_model(**config))
+    apply_adapter(model, adapter)
+    store_parameters(model, BF16)
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [(name, {"method": method, "r": 5}) for name in MODELS for method in ("lora", "qlora", "dora")
+     if (name, method) != ("gpt2", "qlora")]
+    + [
+        ("llama", {"method": "lora", "target_modules": ["q_proj", "down_proj"]}),
+        ("llama", {"method": "qlora", "double_quant": False, "target_modules": ["v_proj"]}),
+        ("gpt2", {"method": "lora", "target_modules": ["c_proj"]}),
+    ],
+)  # fmt: skip
+def test_counts_and_bytes_are_those_of_peft(name, adapter):
+    parameters = injected(MODELS[name], AdapterConfig.model_validate(adapter))
+    shape, plan = planned(MODELS[name], **adapter)
+    assert plan.num_trained_parameters == sum(each.numel() for each in parameters if each.requires_grad)
+    frozen = [each for each in parameters if not each.requires_grad]
+    assert sum(frozen_bytes(shape, plan, 2)) == sum(each.numel() * each.element_size() for each in frozen)
+    packed = [each for each in frozen if each.dtype == torch.uint8 and each.ndim == 2]
+    assert plan.num_quantized_parameters == sum(2 * each.numel() for each in packed)
+
+
+def test_llama3_8b():
+    """The figure that everyone's LoRA of Llama-3 8B at rank 16 prints."""
+    shape, plan = planned(LLAMA3_8B, method="qlora", r=16)
+    assert plan.num_trained_parameters == 41_943_040
+    # a layer: 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
+    assert plan.num_quantized_parameters == 32 * (41_943_040 + 176_160_768) == 6_979_321_856
+    inside, outside = frozen_bytes(shape, plan, 2)
+    # a block of 64 is 32 bytes and a byte; 256 blocks have 4 bytes more, each of the 7 layers 4; two norms in bf16
+    assert inside == 6_979_321_856 // 64 * 33 + 6_979_321_856 // 64 // 256 * 4 + 32 * 7 * 4 + 32 * 2 * 4096 * 2
+    assert outside == 2 * (2 * 128256 * 4096 + 4096)
+    # 4 N + 2 N_trained + 12 L h s, N without the input embedding
+    attention = 12 * 32 * 4096 * 8192
+    trained = plan.num_trained_parameters
+    flops = 4 * (8_030_261_248 - 128256 * 4096) + 2 * trained + attention
+    assert shape.flops_per_token(8192, trained) == flops
+    assert shape.mfu(1000, 2, 1e15, 8192, trained) == 1000 * flops / 2e15
+
+
+# r * (in + out), at q (64 -> 128), k, v (64 -> 32), o (128 -> 64), gate, up (64 -> 176), down (176 -> 64)
+SMALL = {"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
+         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+TRAINED = 4 * 4 * (192 + 96 + 96 + 192 + 240 + 240 + 240)
+LAYER, OUTSIDE = 54_400, 12_864
+FROZEN = 4 * LAYER + OUTSIDE
+SHARDED = {"reshard_after_forward": True, "reduce_gradients": "each", "precision": BF16}
+
+
+@pytest.mark.parametrize(
+    ("plan", "parameters", "gradients", "optimizer", "buffers"),
+    [
+        # frozen ones in bf16, trained ones in fp32 with a bf16 copy of autocast's
+        (ParallelPlan("ddp", dp_replicate=4, precision=BF16), 2 * FROZEN + 6 * TRAINED, 4 * TRAINED, 8 * TRAINED, 0),
+        (ParallelPlan("ddp", dp_replicate=4), 4 * FROZEN + 4 * TRAINED, 4 * TRAINED, 8 * TRAINED, 0),
+        # a quarter of each; two layers and what is outside them gathered, in bf16
+        (
+            ParallelPlan("fsdp", dp_shard=4, **SHARDED),
+            (2 * FROZEN + 4 * TRAINED) // 4 + 2 * (OUTSIDE + 2 * LAYER) + 2 * 2 * TRAINED // 4,
+            TRAINED,
+            2 * TRAINED,
+            2 * LAYER + (2 + 4) * TRAINED // 4,
+        ),
+        # ZeRO-1 accumulates whole gradients, of what is trained alone
+        (
+            ParallelPlan("zero1", dp_shard=4, num_microbatches=2, precision=BF16),
+            (2 * FROZEN + 4 * TRAINED) // 4 + 2 * FROZEN + 2 * TRAINED,
+            TRAINED + 4 * TRAINED,
+            2 * TRAINED,
+            2 * LAYER + (2 + 4) * TRAINED // 4,
+        ),
+    ],
+    ids=lambda value: value.strategy if isinstance(value, ParallelPlan) else "",
+)
+def test_states_by_hand(plan, parameters, gradients, optimizer, buffers):
+    shape, adapter = planned(SMALL, method="lora", r=4)
+    estimate = estimate_memory(shape, replace(plan, adapter=adapter), 48)
+    assert (estimate.parameters, estimate.gradients, estimate.optimizer) == (parameters, gradients, optimizer)
+    assert estimate.buffers == buffers + 2 * 48 * 16 * 4
+
+
+def test_a_frozen_head_has_no_gradient_and_4_bit_weights_are_made_whole_one_at_a_time():
+    shape, adapter = planned(SMALL, method="qlora", r=4)
+    plan = ParallelPlan("ddp", precision=BF16, adapter=adapter)
+    estimate, full = estimate_memory(shape, plan, 48), estimate_memory(shape, replace(plan, adapter=None), 48)
+    assert full.logits - estimate.logits == 100 * 64 * (4 + 2)
+    assert estimate.buffers == 64 * 176 * 2 + 2 * 48 * 16 * 4
+    inside, outside = frozen_bytes(shape, adapter, 2)
+    assert estimate.parameters == inside + outside + 6 * TRAINED
+
+
+def test_plan_json_tells_the_adapter():
+    _, adapter = planned(SMALL, method="qlora", r=4, target_modules=["q_proj"])
+    plan = ParallelPlan("ddp", adapter=adapter)
+    content = json.loads(json.dumps(plan.to_dict()))
+    assert ParallelPlan.from_dict(content) == plan
+    assert content["adapter"]["num_trained_parameters"] == 4 * 4 * 192
+    assert any("qlora of rank 4 at q_proj: 3,072 parameters are trained" in line for line in plan.describe())
+    for broken, word in [
+        ({**content, "adapter": "lora"}, "adapter='lora'"),
+        ({**content, "adapter": {**content["adapter"], "method": "full"}}, "'full'"),
+        ({**content, "adapter": {**content["adapter"], "targets": "q_proj"}}, "targets='q_proj'"),
+        ({**content, "adapter": {"r": 4}}, "plan.adapter misses"),
+    ]:
+        with pytest.raises(PlanError, match=word):
+            ParallelPlan.from_dict(broken)
+
+
+def test_new_tokens_are_rows_that_train():
+    adapter = build_adapter_plan(AdapterConfig(method="lora", r=4), build_shape(SMALL), num_new_tokens=2)
+    assert isinstance(adapter, AdapterPlan)
+    assert adapter.num_trained_parameters == TRAINED + 2 * 2 * 64
+
+
+def test_a_target_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="no linear layer named 'q_prj'; did you mean q_proj"):
+        planned(SMALL, method="lora", target_modules=["q_prj"])
