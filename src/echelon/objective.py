@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.data.loader import Microbatch
-from echelon.data.prepare import PreparedData
+from echelon.data.prepared import PreparedData
 from echelon.data.shards import Dataset
 from echelon.errors import ConfigError
 from echelon.loss import (

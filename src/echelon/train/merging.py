@@ -12,7 +12,7 @@ from torch import nn
 from echelon.checkpoint.adapted import load_adapted, read_run_recipe
 from echelon.checkpoint.export import export_run
 from echelon.checkpoint.model_card import render_card
-from echelon.data.prepare import open_prepared
+from echelon.data.prepared import open_prepared
 from echelon.data.shards import NO_LABEL, Dataset
 from echelon.errors import ConfigError, DataError
 from echelon.run_folder import RunFolder, write_json, write_text

@@ -28,7 +28,7 @@ from echelon.shape import ModelShape, build_shape, resolve_vocab_size
 from echelon.train.trackers import catch_up, check_trackers
 
 if TYPE_CHECKING:
-    from echelon.data.prepare import PreparedData
+    from echelon.data.prepared import PreparedData
 
 # A resumed run keeps the choices made at its start, unless one of these was changed by hand.
 _PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch")
