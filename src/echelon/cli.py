@@ -1,7 +1,6 @@
 """The `echelon` command. Every import of substance is inside a command, so that `--help` answers at once."""
 
 import json
-import signal
 import sys
 import time
 import traceback
@@ -16,12 +15,15 @@ from echelon.commands import (
     NprocOption,
     OverridesArgument,
     RecipeArgument,
+    complain,
     parse_nproc,
     read_recipe,
     require_folder,
     say,
+    stops_told,
 )
 from echelon.commands.checkpoint import app as checkpoint_app
+from echelon.commands.data import data
 from echelon.commands.drill import drill
 from echelon.errors import ConfigError, EchelonError, explain_storage_error
 
@@ -39,6 +41,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command()(data)
 app.command()(drill)
 
 TargetArgument = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or an HF model folder.")]
@@ -86,7 +89,7 @@ def train(
             except EchelonError as error:
                 outcome = Outcome(error.exit_code, str(error))
             _finish(outcome, at_once=True)
-        with _stops_told():
+        with stops_told():
             outcome = train_locally(recipe, num_processes, fresh, say)
         _finish(outcome)
 
@@ -97,36 +100,9 @@ def prepare(recipe_path: RecipeArgument, overrides: OverridesArgument = None) ->
     from echelon.data.prepare import prepare_data
 
     recipe = read_recipe(recipe_path, overrides)
-    with _stops_told():
+    with stops_told():
         data = prepare_data(recipe, say)
     say(f"data: prepared in {data.path}")
-
-
-@app.command()
-def data(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Look at the data: how much there is, and the first sample as text."""
-    from echelon.data.mixture import MixtureDataset, build_order, describe_mixture
-    from echelon.data.prepare import prepare_data
-
-    recipe = read_recipe(recipe_path, overrides)
-    with _stops_told():
-        prepared = prepare_data(recipe, say)
-    train = prepared.train
-    named = [("train", train), *((each.name, each.dataset) for each in prepared.validation)]
-    if isinstance(train, MixtureDataset):
-        parts = zip(prepared.manifest.train, train.parts, strict=True)
-        named[:1] = [(f"train on {split.name}", part) for split, part in parts]
-    for name, dataset in named:
-        samples = f"{dataset.num_samples:,} samples of {recipe.data.sequence_len}"
-        say(f"{name}: {dataset.num_tokens:,} tokens, {samples}")
-    for line in describe_mixture(recipe, prepared):
-        say(line)
-    first = build_order(recipe, train).sample_ids(0, 1)
-    sample = train.read_samples(first)
-    num_targets = int((sample.labels[0] != -100).sum())
-    say(f"first sample: id {int(first[0])}, {num_targets} of {sample.labels.shape[1]} positions have a label")
-    say(f"ids: {' '.join(str(int(token)) for token in sample.inputs[0][:32])} ...")
-    say(f"text: {prepared.tokenizer.decode(sample.inputs[0])}")
 
 
 @app.command()
@@ -364,48 +340,14 @@ def _faults_logged(log: Path) -> Iterator[None]:
             raise
         with log.open("a", encoding="utf-8") as file:
             traceback.print_exception(error, file=file)
-        _complain(f"{type(error).__name__}: {error}; see {log}")
+        complain(f"{type(error).__name__}: {error}; see {log}")
         raise typer.Exit(1) from error
-
-
-class _Stopped(BaseException):
-    """SIGTERM or SIGINT arrived while this process itself was at work."""
-
-
-@contextmanager
-def _stops_told() -> Iterator[None]:
-    """Turn SIGTERM and Ctrl-C into one line and exit code 1, after what was half-made has been taken away.
-
-    A second one ends the process at once.
-    """
-    stopped_by: list[str] = []
-
-    def stop(number: int, _: object) -> NoReturn:
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
-        stopped_by.append(signal.Signals(number).name)
-        raise _Stopped
-
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
-    for each in before:
-        signal.signal(each, stop)
-    try:
-        yield
-    except BaseException as error:
-        if not stopped_by:
-            raise
-        # Whatever else came up in its wake is of its making.
-        _complain(f"stopped by {stopped_by[0]} before training began; start the same command again")
-        raise typer.Exit(1) from error
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def _finish(outcome: "Outcome", at_once: bool = False) -> NoReturn:
     """Say how it ended and leave with its code; `at_once`: without a teardown that may hang."""
     if outcome.message:
-        _complain(outcome.message)
+        complain(outcome.message)
     if at_once:
         from echelon.train.worker import leave
 
@@ -413,24 +355,20 @@ def _finish(outcome: "Outcome", at_once: bool = False) -> NoReturn:
     raise typer.Exit(outcome.code)
 
 
-def _complain(message: str) -> None:
-    typer.echo(f"echelon: {message}", err=True)
-
-
 def main() -> None:
     """The console script: every error becomes one message and the exit code of the contract."""
     try:
         app()
     except EchelonError as error:
-        _complain(str(error))
+        complain(str(error))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        _complain("stopped by SIGINT")
+        complain("stopped by SIGINT")
         sys.exit(1)
     except Exception as error:
         if storage := explain_storage_error(error, Path.cwd()):
-            _complain(f"{storage}.")
+            complain(f"{storage}.")
             sys.exit(1)
-        _complain(f"{type(error).__name__}: {error}; this is a fault in echelon, its traceback follows")
+        complain(f"{type(error).__name__}: {error}; this is a fault in echelon, its traceback follows")
         traceback.print_exc()
         sys.exit(1)

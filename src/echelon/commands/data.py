@@ -1,0 +1,98 @@
+"""`echelon data`: what the model will see, before it does."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from echelon.commands import OverridesArgument, RecipeArgument, read_recipe, say, stops_told
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from echelon.data.survey import FedDocument, SourceCounts
+
+_BAR = 40
+
+
+def data(
+    recipe_path: RecipeArgument,
+    overrides: OverridesArgument = None,
+    samples: Annotated[int, typer.Option("--samples", min=0, metavar="N", help="Documents to show as text.")] = 3,
+) -> None:
+    """Look at the data: how much there is, how long, and the first documents with what is learned of them."""
+    from echelon.data.mixture import build_order, describe_mixture
+    from echelon.data.prepare import prepare_data
+    from echelon.data.survey import count_sources, first_documents
+    from echelon.train.setup import find_model_fields
+
+    recipe = read_recipe(recipe_path, overrides)
+    with stops_told():
+        prepared = prepare_data(recipe, say)
+    say(find_model_fields(recipe, prepared.vocab_size)[1])
+    for counts in count_sources(prepared):
+        _show_source(counts)
+    sequences = [("train", prepared.train), *((each.name, each.dataset) for each in prepared.validation)]
+    for name, dataset in sequences:
+        say(f"{name}: {dataset.num_samples:,} sequences of {recipe.data.sequence_len}")
+    for line in describe_mixture(recipe, prepared):
+        say(line)
+    for document in first_documents(prepared, build_order(recipe, prepared.train), samples):
+        _show_document(document, prepared.tokenizer)
+
+
+def _show_source(counts: "SourceCounts") -> None:
+    """How much a source has; of documents that are fed whole also how long they are and how much of them is learned."""
+    import numpy as np
+
+    from echelon.data.survey import PERCENTILES, bucket_lengths
+
+    broken = f", {counts.broken:,} broken records left out" if counts.broken else ""
+    named = f"{counts.source} ({counts.name}), {counts.stream}"
+    if counts.lengths is None or counts.learned is None:
+        say(f"{named}: {counts.documents:,} documents, {counts.tokens:,} tokens{broken}")
+        return
+    share = counts.learned / max(1, counts.tokens)
+    say(f"{named}: {counts.samples:,} samples, {counts.tokens:,} tokens, {share:.1%} of them learned{broken}")
+    if not counts.lengths.size or counts.stream != "train":
+        return
+    found = zip(PERCENTILES, np.percentile(counts.lengths, PERCENTILES, method="inverted_cdf"), strict=True)
+    quantiles = ", ".join(f"{percent} % up to {int(length):,}" for percent, length in found)
+    say(f"  tokens of a document: {quantiles}, the longest {int(counts.lengths.max()):,}")
+    buckets = bucket_lengths(counts.lengths)
+    most, width = max(count for *_, count in buckets), len(f"{buckets[-1][1]:,}")
+    for first, last, count in buckets:
+        bar = "#" * -(-_BAR * count // most)
+        say(f"  {first:>{width},} - {last:>{width},} {bar:<{_BAR}} {count:,}")
+
+
+def _show_document(document: "FedDocument", tokenizer: "PreTrainedTokenizerFast") -> None:
+    """A document as text: what is learned coloured on a terminal, in [[ ]] elsewhere."""
+    from rich.console import Console
+    from rich.text import Text
+
+    place = f"--- sequence {document.sequence}, document {document.number}: {document.ids.size:,} tokens"
+    text, coloured = Text(), sys.stdout.isatty()
+    if document.learned[1:].all():
+        say(f"{place}, all learned but the first")
+        text.append(_decode(tokenizer, document.ids.tolist()))
+    else:
+        say(f"{place}, {int(document.learned.sum()):,} learned ({'green' if coloured else 'in [[ ]]'})")
+        for ids, learned in _runs(document):
+            part = _decode(tokenizer, ids)
+            text.append(part if coloured or not learned else f"[[{part}]]", "green" if learned else "dim")
+    Console(highlight=False, soft_wrap=True, no_color=not coloured).print(text)
+
+
+def _decode(tokenizer: "PreTrainedTokenizerFast", ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _runs(document: "FedDocument") -> list[tuple[list[int], bool]]:
+    """The ids in runs of those that are learned and those that are not."""
+    runs: list[tuple[list[int], bool]] = []
+    for id, learned in zip(document.ids.tolist(), document.learned.tolist(), strict=True):
+        if not runs or runs[-1][1] != learned:
+            runs.append(([], learned))
+        runs[-1][0].append(id)
+    return runs
