@@ -268,9 +268,7 @@ def test_the_same_bytes_from_any_number_of_workers_and_after_being_stopped(tmp_p
     lines = [json.dumps(record) for record in many(2000)]
     lines[50], lines[700] = "{", lines[60]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    (tmp_path / "text.txt").write_text(
-        "".join(f"line {number}\n" for number in range(20_000))
-    )  # several pieces, one sample
+    (tmp_path / "text.txt").write_text("".join(f"line {number}\n" for number in range(20_000)))  # one sample
     whole = prepare(big_spec(tmp_path, "whole", 1), silent)
     expected = checksums(whole)
     text = next(name for name in ("train-001", "validation-001") if f"{name}-00000.bin" in expected)
