@@ -62,19 +62,17 @@ class DecoderOutputs:
 
     def token_loss_sum(self, labels: Tensor) -> Tensor:
         """Sum of token cross-entropies against shifted labels [batch, seq]; scalar, fp32."""
-        head = self._parts.head
-        if head is None:
+        if self._parts.head is None:
             return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
-        return chunked_loss_sum(self._hidden, labels, self._parts.head_weight, head.bias, self._parts.arithmetic)
+        parts = self._parts
+        return chunked_loss_sum(self._hidden, labels, parts.head_weight, parts.head_bias, parts.arithmetic)
 
     def log_probabilities(self, labels: Tensor) -> Tensor:
         """Log-probability of each label: [batch, seq], fp32, 0 where there is none."""
-        head = self._parts.head
-        if head is None:
+        if self._parts.head is None:
             return token_log_probabilities(self._logits.flatten(0, -2), labels.flatten()).view_as(labels)
-        return chunked_log_probabilities(
-            self._hidden, labels, self._parts.head_weight, head.bias, self._parts.arithmetic
-        )
+        parts = self._parts
+        return chunked_log_probabilities(self._hidden, labels, parts.head_weight, parts.head_bias, parts.arithmetic)
 
     def reference_log_probabilities(self, labels: Tensor) -> Tensor:
         """The same under the weights that training started from: no dropout, no gradient.

@@ -11,7 +11,6 @@ from echelon.recipe.unbuilt import UNBUILT, Unbuilt
 from recipe_samples import SMALL, load_text
 
 REFUSED = {
-    "model.new_tokens": "model.new_tokens=['<|im_end|>']",
     "train.precision": "train.precision=fp8",
     "parallel.cp": "parallel.cp=2",
     "parallel.tp": "parallel.tp=2",
@@ -44,6 +43,7 @@ BUILT = [
     "track=[tensorboard, mlflow, wandb]", "mlflow.experiment=other", "wandb.mode=offline",
     "tokenizer.train.vocab_size=500", "tokenizer=some/folder", "model.attn_implementation=eager", "train.epochs=2",
     "model.trust_remote_code=true", "fault.max_restarts=0", "adapter.method=full", "adapter.method=qlora",
+    "model.new_tokens=['<|im_end|>']",
     "fault={on_bad_step: rollback, max_bad_steps: 2, spike_factor: 5, spike_window: 50}", "fault.on_bad_step=skip",
     "fault.verify_replicas_every=10",
     "data.train.0.format=parquet", "data.train.0.split=train", "data.train.0.fields={input_ids: ids}",

@@ -86,8 +86,17 @@ class DecoderParts:
     def head_weight(self) -> Tensor:
         """The head's weight as it computes, [vocabulary, hidden]: with the rows of new tokens that are trained."""
         tokens = getattr(self.head, "token_adapter", None)
-        head = self.head if tokens is None or not tokens.disable_adapters else tokens.base_layer
-        return cast(Tensor, head.weight)
+        return cast(Tensor, self._linear.weight if tokens is None or tokens.disable_adapters else self.head.weight)
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        """The head's bias, [vocabulary]; None where it has none."""
+        return cast(Tensor | None, self._linear.bias)
+
+    @property
+    def _linear(self) -> Any:
+        tokens = getattr(self.head, "token_adapter", None)
+        return self.head if tokens is None else tokens.base_layer
 
 
 def find_parts(model: nn.Module) -> DecoderParts:

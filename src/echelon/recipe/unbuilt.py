@@ -26,7 +26,6 @@ class Unbuilt:
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("model.new_tokens", "the checkpoint's own vocabulary"),
     Unbuilt("train.precision", "auto, fp32, bf16 and fp16", built=("fp32", "bf16", "fp16")),
     Unbuilt("parallel.cp", "dp_replicate and dp_shard"),
     Unbuilt("parallel.tp", "dp_replicate and dp_shard"),

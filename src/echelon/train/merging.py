@@ -74,7 +74,8 @@ def merge_run(run: Path, out: Path, dtype: str, which: str | None, say: Callable
 
 
 def _find_text(run: Path) -> tuple[Dataset, str]:
-    data = open_prepared(RunFolder(run).read_prepared_path(), read_run_recipe(run).data.sequence_len)
+    recipe = read_run_recipe(run).data
+    data = open_prepared(RunFolder(run).read_prepared_path(), recipe.sequence_len, recipe.document_mask)
     return (data.validation[0].dataset, "held-out") if data.validation else (data.train, "training")
 
 
