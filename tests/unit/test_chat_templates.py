@@ -1,11 +1,11 @@
 """Templates and their spans: worked by hand, and against what transformers says of templates that mark their turns."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 
-from echelon.data.conversation import Conversation
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.preflight import InstructionOptions, build_instruction_encoding
 from echelon.data.readers.record import BrokenRecordError, ExampleFields, SourceFile
@@ -122,6 +122,25 @@ def test_the_recipes_system_prompt_is_for_conversations_without_one(tokenizer):
     assert learned(encoding, {"messages": TALK[1:]}) == RENDERINGS["chatml"]
     other = {"messages": [SYSTEM("Be long."), *TALK[1:]]}
     assert learned(encoding, other) == RENDERINGS["chatml"].replace("brief", "long")
+
+
+def test_tools_are_written_or_refused(tokenizer):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+    record = {"messages": [*TALK[:2], call, {"role": "tool", "content": "2"}, ASSISTANT("Two.")], "tools": tools}
+    found = learned(build(tokenizer, chat_template="chatml"), record)
+    head, talk = found.split("</tool_call><|im_end|>\n", 1)
+    assert head.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\nYou may call one")
+    assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in head
+    assert talk == (
+        "<|im_start|>user\nOne and one?<|im_end|>\n<|im_start|>assistant\n"
+        '[<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>]\n'
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n[Two.<|im_end|>]\n"
+    )
+    zephyr = build(tokenizer, chat_template="zephyr")
+    for part in ({"tools": tools, "messages": TALK}, {"messages": record["messages"]}):
+        with pytest.raises(BrokenRecordError, match="of which the chat template knows nothing"):
+            zephyr.encode(part)
 
 
 MARKED = (
@@ -253,6 +272,8 @@ def test_the_template_and_the_new_tokens_are_saved_with_the_tokenizer(tmp_path):
         add_new_tokens(loaded, [""])
 
 
-def test_a_probe_is_no_part_of_the_encoding(tokenizer):
+def test_the_encoding_travels_to_other_processes(tokenizer):
     encoding = build(tokenizer, chat_template="chatml")
-    assert encoding.encode_conversation(Conversation((USER("a"), ASSISTANT("b")), (None, None))).targets.sum() == 2
+    copy = pickle.loads(pickle.dumps(encoding))
+    assert copy == encoding
+    assert learned(copy, {"messages": TALK}) == RENDERINGS["chatml"]

@@ -48,6 +48,7 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> Rendered:
         """The whole conversation with its spans. Raises BrokenRecordError for what the template cannot render."""
+        self._check_tools(conversation)
         turns = self._wanted(conversation)
         text, marks = self._run(conversation, len(conversation.messages), marks=self.marks_turns)
         if self._takes_all(conversation):
@@ -68,6 +69,13 @@ class ChatTemplate:
         """Some turns as text, with the beginning of an answer or without. Raises BrokenRecordError."""
         conversation = Conversation(tuple(messages), (None,) * len(messages))
         return self._run(conversation, len(messages), generate=generate)[0]
+
+    def _check_tools(self, conversation: Conversation) -> None:
+        """Raise BrokenRecordError for tools that the template would leave out without a word."""
+        used = {"tools": conversation.tools, "tool_calls": any("tool_calls" in each for each in conversation.messages)}
+        for name, is_used in used.items():
+            if is_used and name not in self.text:
+                raise BrokenRecordError(f"has `{name}`, of which the chat template knows nothing; use one that does")
 
     def _wanted(self, conversation: Conversation) -> list[int]:
         """The turns that are learned; of `all`, those of any role that are."""
