@@ -4,22 +4,23 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bytes_encoding import BytesEncoding
 from echelon.batch import constant_batch
 from echelon.data import prepare as prepare_module
-from echelon.data import writing
+from echelon.data import tokenize, writing
 from echelon.data.catalog import load_manifest
-from echelon.data.conversation import EncodedDocument
 from echelon.data.loader import BatchLoader
 from echelon.data.order import Permutation, SampleOrder
 from echelon.data.packing import best_fit
 from echelon.data.prepare import PrepareSpec, prepare
 from echelon.data.prepared import PreparedData, open_prepared
-from echelon.data.readers.record import BrokenRecordError
+from echelon.data.readers import cut_file
 from echelon.data.shards import NO_LABEL, TokenDataset
 from echelon.data.sinks import fit_lengths
 from echelon.data.source import Source
@@ -27,23 +28,6 @@ from echelon.data.tokenizer import train_tokenizer
 from echelon.errors import ConfigError, DataError
 
 _ = NO_LABEL
-
-
-@dataclass(frozen=True)
-class BytesEncoding:
-    """Each byte a token; the completion is learned, of a pair both answers."""
-
-    def encode(self, record):
-        if "chosen" in record:
-            return tuple(self._join(record["prompt"], record[name]) for name in ("chosen", "rejected"))
-        if not isinstance(record["completion"], str):
-            raise BrokenRecordError("holds no text in `completion`")
-        return (self._join(record["prompt"], record["completion"]),)
-
-    @staticmethod
-    def _join(prompt: str, completion: str) -> EncodedDocument:
-        ids = np.frombuffer((prompt + completion).encode(), dtype=np.uint8).astype(np.int64)
-        return EncodedDocument(ids, np.arange(ids.size) >= len(prompt.encode()))
 
 
 @pytest.fixture(autouse=True)
@@ -279,10 +263,12 @@ def checksums(prepared: PreparedData) -> dict[str, str]:
 
 
 def test_the_same_bytes_from_any_number_of_workers_and_after_being_stopped(tmp_path, monkeypatch):
-    lines = [json.dumps(record) for record in many(28_000)]
+    monkeypatch.setattr(tokenize, "PIECE_BYTES", 2**16)
+    monkeypatch.setattr(tokenize, "cut_file", partial(cut_file, piece_bytes=2**16))
+    lines = [json.dumps(record) for record in many(2000)]
     lines[50], lines[700] = "{", lines[60]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    (tmp_path / "text.txt").write_text("a text that is one long sample\n" * 80_000)  # several pieces, one sample
+    (tmp_path / "text.txt").write_text("".join(f"line {number}\n" for number in range(20_000)))  # one sample
     whole = prepare(big_spec(tmp_path, "whole", 1), silent)
     expected = checksums(whole)
     text = next(name for name in ("train-001", "validation-001") if f"{name}-00000.bin" in expected)
