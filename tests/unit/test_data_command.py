@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from echelon.cli import app
 from echelon.data.survey import bucket_lengths
+from echelon.data.tokenizer import train_tokenizer
 from echelon.errors import ConfigError, DataError
 from recipe_samples import SMALL
 
@@ -73,6 +74,18 @@ def test_what_does_not_fit_is_refused(show):
     assert not list(Path.cwd().glob("runs/prepared/*/manifest.json"))
     with pytest.raises(ConfigError, match=r"model\.config\.vocab_size=100 is smaller than the tokenizer's 256 ids"):
         show(SUMS, *BYTES, "model.config.vocab_size=100")
+
+
+def test_a_stop_token_that_is_always_cut_off_is_refused(show):
+    """Of `1+1=2222~` 8 positions are fed: the answer's beginning is learned and its end never."""
+    long = [{"prompt": f"{a}+{a}=", "completion": "2" * 8} for a in range(10)]
+    options = ["tokenizer=bytes", "data.document_separator=null", "data.validation_fraction=0", "data.sequence_len=8"]
+    assert "learned" in show(long, *options)  # nothing ends them
+    train_tokenizer([json.dumps(long)], 257).save_pretrained("eos")
+    options[:2] = ["tokenizer=eos", "model.config.vocab_size=257"]
+    with pytest.raises(ConfigError, match=r"data\.sequence_len=8 cuts off the end of every answer of data\.train\.0"):
+        show(long, *options)
+    assert "10 of 11 samples are longer" in show([*long, {"prompt": "1+1=", "completion": "2"}], *options)
 
 
 def test_histograms_have_round_buckets():
