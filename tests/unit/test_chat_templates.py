@@ -171,8 +171,17 @@ def test_marked_turns_are_those_of_transformers_and_of_the_prefixes(tokenizer, t
             )
             assert found.ids.tolist() == theirs["input_ids"]
             assert found.targets.tolist() == [bool(each) for each in theirs["assistant_masks"]]
-    last = build(tokenizer, chat_template=str(tmp_path / "marked.jinja"), train_on="last")
-    assert learned(last, {"messages": TALK}).count("[") == 1
+    # Two marks a turn, and one more at the end, as Phi-3's template for training has them.
+    parts = (
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    )
+    two = MARKED.replace(MARKED[MARKED.index("{% generation") : MARKED.index("{% else %}")], parts)
+    end = "{% if not add_generation_prompt %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"
+    (tmp_path / "two.jinja").write_text(two + end)
+    for name, behind in (("marked", ""), ("two", "[</s>]")):
+        last = build(tokenizer, chat_template=str(tmp_path / f"{name}.jinja"), train_on="last")
+        shown = RENDERINGS["chatml"].replace("[Two.<|im_end|>]", "Two.<|im_end|>") + behind
+        assert learned(last, {"messages": TALK}) == shown
 
 
 # As Qwen3 does: what was thought in earlier turns is left out once the user has spoken again.
@@ -181,6 +190,18 @@ FORGETFUL = (
     "{{ '<think></think>' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+def test_a_prompt_to_generate_that_begins_no_turn_is_refused(tokenizer, tmp_path):
+    """As DeepSeek's: the model is to think, and what it once said is rendered without."""
+    (tmp_path / "t.jinja").write_text(
+        NAMED_TEMPLATES["chatml"].text.replace("assistant\\n' }}", "assistant\\n<think>' }}")
+    )
+    for train_on in ("assistant", "last"):
+        with pytest.raises(
+            ConfigError, match=r"than its prompt to generate begins it, .*use another data\.chat_template"
+        ):
+            build(tokenizer, chat_template=str(tmp_path / "t.jinja"), train_on=train_on)
 
 
 def test_a_template_that_renders_earlier_turns_otherwise_takes_the_last_one(tokenizer, tmp_path):
