@@ -10,7 +10,9 @@ from echelon.data.readers.record import BrokenRecordError
 
 @dataclass(frozen=True)
 class BytesEncoding:
-    """Each byte a token; the completion is learned, of a pair both answers."""
+    """Each byte a token; the completion is learned, of a pair both answers. No token ends them."""
+
+    stops: tuple[int, ...] = ()
 
     def encode(self, record):
         if "chosen" in record:

@@ -1,11 +1,11 @@
 """Templates and their spans: worked by hand, and against what transformers says of templates that mark their turns."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 
-from echelon.data.conversation import Conversation
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.preflight import InstructionOptions, build_instruction_encoding
 from echelon.data.readers.record import BrokenRecordError, ExampleFields, SourceFile
@@ -124,6 +124,25 @@ def test_the_recipes_system_prompt_is_for_conversations_without_one(tokenizer):
     assert learned(encoding, other) == RENDERINGS["chatml"].replace("brief", "long")
 
 
+def test_tools_are_written_or_refused(tokenizer):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+    record = {"messages": [*TALK[:2], call, {"role": "tool", "content": "2"}, ASSISTANT("Two.")], "tools": tools}
+    found = learned(build(tokenizer, chat_template="chatml"), record)
+    head, talk = found.split("</tool_call><|im_end|>\n", 1)
+    assert head.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\nYou may call one")
+    assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in head
+    assert talk == (
+        "<|im_start|>user\nOne and one?<|im_end|>\n<|im_start|>assistant\n"
+        '[<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>]\n'
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n[Two.<|im_end|>]\n"
+    )
+    zephyr = build(tokenizer, chat_template="zephyr")
+    for part in ({"tools": tools, "messages": TALK}, {"messages": record["messages"]}):
+        with pytest.raises(BrokenRecordError, match="of which the chat template knows nothing"):
+            zephyr.encode(part)
+
+
 MARKED = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n{% generation %}"
     "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
@@ -152,8 +171,17 @@ def test_marked_turns_are_those_of_transformers_and_of_the_prefixes(tokenizer, t
             )
             assert found.ids.tolist() == theirs["input_ids"]
             assert found.targets.tolist() == [bool(each) for each in theirs["assistant_masks"]]
-    last = build(tokenizer, chat_template=str(tmp_path / "marked.jinja"), train_on="last")
-    assert learned(last, {"messages": TALK}).count("[") == 1
+    # Two marks a turn, and one more at the end, as Phi-3's template for training has them.
+    parts = (
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    )
+    two = MARKED.replace(MARKED[MARKED.index("{% generation") : MARKED.index("{% else %}")], parts)
+    end = "{% if not add_generation_prompt %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"
+    (tmp_path / "two.jinja").write_text(two + end)
+    for name, behind in (("marked", ""), ("two", "[</s>]")):
+        last = build(tokenizer, chat_template=str(tmp_path / f"{name}.jinja"), train_on="last")
+        shown = RENDERINGS["chatml"].replace("[Two.<|im_end|>]", "Two.<|im_end|>") + behind
+        assert learned(last, {"messages": TALK}) == shown
 
 
 # As Qwen3 does: what was thought in earlier turns is left out once the user has spoken again.
@@ -162,6 +190,18 @@ FORGETFUL = (
     "{{ '<think></think>' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+def test_a_prompt_to_generate_that_begins_no_turn_is_refused(tokenizer, tmp_path):
+    """As DeepSeek's: the model is to think, and what it once said is rendered without."""
+    (tmp_path / "t.jinja").write_text(
+        NAMED_TEMPLATES["chatml"].text.replace("assistant\\n' }}", "assistant\\n<think>' }}")
+    )
+    for train_on in ("assistant", "last"):
+        with pytest.raises(
+            ConfigError, match=r"than its prompt to generate begins it, .*use another data\.chat_template"
+        ):
+            build(tokenizer, chat_template=str(tmp_path / "t.jinja"), train_on=train_on)
 
 
 def test_a_template_that_renders_earlier_turns_otherwise_takes_the_last_one(tokenizer, tmp_path):
@@ -253,6 +293,8 @@ def test_the_template_and_the_new_tokens_are_saved_with_the_tokenizer(tmp_path):
         add_new_tokens(loaded, [""])
 
 
-def test_a_probe_is_no_part_of_the_encoding(tokenizer):
+def test_the_encoding_travels_to_other_processes(tokenizer):
     encoding = build(tokenizer, chat_template="chatml")
-    assert encoding.encode_conversation(Conversation((USER("a"), ASSISTANT("b")), (None, None))).targets.sum() == 2
+    copy = pickle.loads(pickle.dumps(encoding))
+    assert copy == encoding
+    assert learned(copy, {"messages": TALK}) == RENDERINGS["chatml"]

@@ -75,6 +75,17 @@ def test_columns_that_no_format_has_are_not_read(tmp_path):
     assert file.fields.columns(["id", "blob", "messages", "tools"]) == ("messages", "tools")
 
 
+def test_fields_that_only_other_rows_have_are_not_there(tmp_path):
+    """A table gives every call the arguments of all others, null; so does a streamed dataset."""
+    calls = [{"function": {"name": "f", "arguments": {name: 1}}} for name in ("a", "b")]
+    records = [{"messages": [*TALK, {"role": "assistant", "tool_calls": [call]}]} for call in calls]
+    (tmp_path / "hub").mkdir()
+    for path in (write(tmp_path / "x.parquet", records), write(tmp_path / "hub" / "x.parquet", records)):
+        source = {"format": "hub", "split": "train"} if path.parent.name == "hub" else {}
+        found = read(path if not source else path.parent, **source)
+        assert [each["messages"][2]["tool_calls"] for each in found] == [[call] for call in calls]
+
+
 def test_csv_holds_texts(tmp_path):
     path = write(tmp_path / "x.csv", ALPACA)
     assert read(path) == ALPACA

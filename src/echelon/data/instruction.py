@@ -21,7 +21,7 @@ class InstructionEncoding:
 
     `template` None: conversations are broken records. `special_tokens`: what templates call them, and their texts.
     Around a prompt with its completion, which no template renders, go the ids `before` and, learned, `stop`; with
-    `needs_stop` and none they are broken records.
+    `needs_stop` and none they are broken records. `stops`: the ids that end an answer.
     """
 
     tokenizer_json: str
@@ -32,6 +32,7 @@ class InstructionEncoding:
     before: tuple[int, ...]
     stop: int | None
     needs_stop: bool = True
+    stops: tuple[int, ...] = ()
 
     def encode(self, record: Example) -> tuple[EncodedDocument, ...]:
         """The documents of an example: one, or the chosen and the rejected text of a preference pair.
@@ -90,10 +91,10 @@ class InstructionEncoding:
         named = (self.tokenizer.token_to_id(text) for _, text in self.special_tokens)
         return frozenset(token["id"] for token in added) | {id for id in named if id is not None}
 
-    def added_token(self, text: str, place: int) -> str | None:
-        """The token at a place of a text, -1 its end, if it is one that was added to the vocabulary whole."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return self.tokenizer.id_to_token(ids[place]) if ids and ids[place] in self.added_ids else None
+    def added_token(self, text: str, place: int) -> int | None:
+        """The id at a place of a text, -1 its end, if it is one of a token that was added to the vocabulary whole."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids[place] if ids and ids[place] in self.added_ids else None
 
     def _encode_text(self, text: Text) -> EncodedDocument:
         return self._encode_completion(text) if isinstance(text, Completion) else self.encode_conversation(text)

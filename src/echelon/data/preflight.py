@@ -6,13 +6,18 @@ trained model does.
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from echelon.data.catalog import TARGETS_DTYPE, Manifest
 from echelon.data.conversation import Conversation
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.readers.record import BrokenRecordError, ExampleFields, SourceFile
 from echelon.data.rendering import ChatTemplate
+from echelon.data.shards import TokenStore
 from echelon.data.templates import NAMED_TEMPLATES, load_template, own_template
 from echelon.data.tokenizer import EOS, separator_id
 from echelon.errors import ConfigError
@@ -20,6 +25,7 @@ from echelon.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_CHUNK = 2**20
 _CONVERSATIONS = ("messages", "sharegpt", "alpaca")
 _MARKER = re.compile(r"<\|[^<>|\s]+\|>|<(?:start|end)_of_turn>")
 _QUESTION, _ANSWER = "What is one and one?", "Two."
@@ -65,10 +71,11 @@ def build_instruction_encoding(
         stop=separator_id(tokenizer, options.separator),
         needs_stop=options.separator is not None,
     )
+    stops = {encoding.stop}
     if template is not None and formats != {"tokens"}:
-        check_template(encoding, where)
+        stops.add(check_template(encoding, where))
     _keep_template(tokenizer, template)
-    return encoding
+    return replace(encoding, stops=tuple(sorted(each for each in stops if each is not None)))
 
 
 def _keep_template(tokenizer: "PreTrainedTokenizerFast", template: str | None) -> None:
@@ -118,10 +125,10 @@ def _choose_template(
     return None, ""
 
 
-def check_template(encoding: InstructionEncoding, where: str) -> None:
+def check_template(encoding: InstructionEncoding, where: str) -> int:
     """Try the template on a conversation: does it render, are turns told apart, is the stop token learned.
 
-    Raises ConfigError, which `where` begins.
+    Returns the id of that token. Raises ConfigError, which `where` begins.
     """
     assert encoding.template is not None
     named = next((each for each in NAMED_TEMPLATES.values() if each.text == encoding.template), None)
@@ -138,10 +145,10 @@ def check_template(encoding: InstructionEncoding, where: str) -> None:
         encoding.encode_conversation(Conversation(turns, (None,) * len(turns)))
     except BrokenRecordError as error:
         raise ConfigError(f"{where} cannot be used: a conversation of questions and answers {error}.") from error
-    _check_stop(encoding, where)
+    return _check_stop(encoding, where)
 
 
-def _check_stop(encoding: InstructionEncoding, where: str) -> None:
+def _check_stop(encoding: InstructionEncoding, where: str) -> int:
     """Whether the last token of an answer is one at which generation stops, and is learned; and its header is not."""
     last = ChatTemplate(encoding.template or "", dict(encoding.special_tokens), "last")
     rendered = last.render(Conversation(_PROBE, (None, None)))
@@ -151,12 +158,13 @@ def _check_stop(encoding: InstructionEncoding, where: str) -> None:
         )
     start, stop = rendered.spans[-1]
     answer, behind = rendered.text[start:stop], rendered.text[stop:].lstrip()
-    if encoding.added_token(answer.rstrip(), -1) is None:
+    stop_id = encoding.added_token(answer.rstrip(), -1)
+    if stop_id is None:
         after = encoding.added_token(behind, 0)
         if last.marks_turns and after is not None:
             raise ConfigError(
-                f"{where} ends its {{% generation %}} before {after}, the turn's stop token, which would never get a "
-                f"label; move {{% endgeneration %}} behind it."
+                f"{where} ends its {{% generation %}} before {encoding.tokenizer.id_to_token(after)}, the turn's stop "
+                "token, which would never get a label; move {% endgeneration %} behind it."
             )
         markers = dict.fromkeys(_MARKER.findall(rendered.text))
         missing = [each for each in markers if not _is_token(encoding, each)]
@@ -173,6 +181,33 @@ def _check_stop(encoding: InstructionEncoding, where: str) -> None:
             f"{where} has no prompt to generate (add_generation_prompt), so {header!r} before each answer would be "
             "learned as part of it; write it under {% if add_generation_prompt %} at the end."
         )
+    return stop_id
+
+
+def check_stops_learned(
+    folder: Path, manifest: Manifest, encoding: InstructionEncoding, sources: Iterable[str]
+) -> None:
+    """Look whether samples that were written ever learn a token that ends an answer. Reads up to the first one.
+
+    `sources`: the keys of those whose texts end in such a token. Raises ConfigError for one where none is learned, as
+    when every sample is cut before its end.
+    """
+    asked = set(sources)
+    for record in manifest.streams["train"]:
+        labelled = record.labelled
+        if not encoding.stops or labelled is None or not labelled.samples or record.source not in asked:
+            continue
+        tokens = TokenStore(folder, record.shards, manifest.dtype)
+        targets = TokenStore(folder, labelled.targets, TARGETS_DTYPE)
+        spans = ((first, min(first + _CHUNK, tokens.num_tokens)) for first in range(0, tokens.num_tokens, _CHUNK))
+        if not any(np.isin(tokens.read(*span)[targets.read(*span) != 0], encoding.stops).any() for span in spans):
+            names = ", ".join(str(encoding.tokenizer.id_to_token(each)) for each in encoding.stops)
+            length = manifest.samples.sequence_len if manifest.samples else 0
+            raise ConfigError(
+                f"data.sequence_len={length} cuts off the end of every answer of {record.source}, so that {names}, the "
+                "token that ends one, is never learned and the model would never stop; set a larger one, or "
+                "data.on_overlong=drop."
+            )
 
 
 def _is_token(encoding: InstructionEncoding, text: str) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from echelon.data.catalog import FORMAT_VERSION, SampleRule, save_manifest
 from echelon.data.corpus import CorpusEntry, corpus_bytes, describe_examples, list_corpus, sample_texts
 from echelon.data.instruction import InstructionEncoding
-from echelon.data.preflight import InstructionOptions, build_instruction_encoding
+from echelon.data.preflight import InstructionOptions, build_instruction_encoding, check_stops_learned
 from echelon.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
 from echelon.data.readers.record import ExampleFields
 from echelon.data.resume import has_progress
@@ -210,6 +210,13 @@ def _has_examples(corpus: Sequence[CorpusEntry]) -> bool:
     return any(isinstance(file.fields, ExampleFields) for entry in corpus for file in entry.files)
 
 
+def _sources_with_ends(corpus: Sequence[CorpusEntry]) -> Iterator[str]:
+    """The sources whose samples end as the template or the separator says: ids that are given end as they do."""
+    for entry in corpus:
+        if all(isinstance(file.fields, ExampleFields) and file.fields.format != "tokens" for file in entry.files):
+            yield entry.source.key
+
+
 def _instruction(
     spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast"
 ) -> InstructionEncoding | None:
@@ -263,7 +270,10 @@ def _write_folder(
         )
         encoding = _encoding(tokenizer, spec, _instruction(spec, corpus, tokenizer))
         writer = CorpusWriter(partial, corpus, encoding, options, say)
-        save_manifest(partial, writer.write(_num_workers(spec, corpus)))
+        manifest = writer.write(_num_workers(spec, corpus))
+        if encoding.instruction is not None:
+            check_stops_learned(partial, manifest, encoding.instruction, _sources_with_ends(corpus))
+        save_manifest(partial, manifest)
         writer.finish()
         os.rename(partial, folder)
         sync_path(folder.parent)

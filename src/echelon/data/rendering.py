@@ -48,26 +48,28 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> Rendered:
         """The whole conversation with its spans. Raises BrokenRecordError for what the template cannot render."""
+        self._check_tools(conversation)
         turns = self._wanted(conversation)
         text, marks = self._run(conversation, len(conversation.messages), marks=self.marks_turns)
         if self._takes_all(conversation):
             return Rendered(text, self._all_but(conversation, text, turns))
         if not marks:
             return Rendered(text, [self._find_turn(conversation, text, turn) for turn in turns], True)
-        answers = self._answers(conversation)
-        if answers == turns:
+        if turns == self._answers(conversation):
             return Rendered(text, marks)
-        if len(marks) != len(answers):
-            raise BrokenRecordError(
-                f"has {len(answers)} turns of the assistant, for which the chat template marks {len(marks)} spans "
-                "({% generation %}), so that no single turn can be left out"
-            )
-        return Rendered(text, [mark for mark, turn in zip(marks, answers, strict=True) if turn in turns])
+        return Rendered(text, [mark for turn in turns for mark in self._marks_of(conversation, marks, turn)])
 
     def prompt(self, messages: Sequence[dict[str, Any]], generate: bool) -> str:
         """Some turns as text, with the beginning of an answer or without. Raises BrokenRecordError."""
         conversation = Conversation(tuple(messages), (None,) * len(messages))
         return self._run(conversation, len(messages), generate=generate)[0]
+
+    def _check_tools(self, conversation: Conversation) -> None:
+        """Raise BrokenRecordError for tools that the template would leave out without a word."""
+        used = {"tools": conversation.tools, "tool_calls": any("tool_calls" in each for each in conversation.messages)}
+        for name, is_used in used.items():
+            if is_used and name not in self.text:
+                raise BrokenRecordError(f"has `{name}`, of which the chat template knows nothing; use one that does")
 
     def _wanted(self, conversation: Conversation) -> list[int]:
         """The turns that are learned; of `all`, those of any role that are."""
@@ -93,14 +95,25 @@ class ChatTemplate:
     def _find_turn(self, conversation: Conversation, text: str, turn: int) -> tuple[int, int]:
         before = self._run(conversation, turn, generate=True)[0]
         until = text if turn + 1 == len(conversation.messages) else self._run(conversation, turn + 1)[0]
-        if not until.startswith(before) or not text.startswith(until):
-            raise BrokenRecordError(
-                f"cannot be told apart by the chat template: it renders turn {turn} in another way "
-                f"{'once more turns follow' if until.startswith(before) else 'than its prompt to generate begins it'}, "
-                "so that what the assistant says has no exact place; set data.train_on: last, or give a "
-                "data.chat_template that marks it with {% generation %}"
-            )
-        return len(before), len(until)
+        # Which of the two is at fault decides what helps.
+        if not until.startswith(before):
+            fault, fix = "than its prompt to generate begins it", "use another data.chat_template, or"
+        elif not text.startswith(until):
+            fault, fix = "once more turns follow", "set data.train_on: last, or"
+        else:
+            return len(before), len(until)
+        raise BrokenRecordError(
+            f"cannot be told apart by the chat template: it renders turn {turn} in another way {fault}, so that what "
+            f"the assistant says has no exact place; {fix} mark it in the template with {{% generation %}}"
+        )
+
+    def _marks_of(self, conversation: Conversation, marks: Spans, turn: int) -> Spans:
+        """The marks of one turn of the assistant: those that come between its prompt to generate and the next one's."""
+        later = [other for other in self._answers(conversation) if other > turn]
+        first, *stop = (
+            len(self._run(conversation, count, generate=True, marks=True)[1]) for count in (turn, *later[:1])
+        )
+        return marks[first : stop[0] if stop else len(marks)]
 
     def _all_but(self, conversation: Conversation, text: str, turns: Sequence[int]) -> Spans:
         """Everything but the turns that are not to be learned."""

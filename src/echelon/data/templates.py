@@ -22,14 +22,33 @@ class NamedTemplate:
     tokens: tuple[str, ...] = ()
 
 
+# Tools as Qwen2.5 and Hermes write them into ChatML.
 _CHATML = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {{- message['content'] }}
-    {%- for call in message['tool_calls'] or [] %}
-        {{- '\\n<tool_call>\\n' + (call['function'] | tojson) + '\\n</tool_call>' }}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages and messages[0]['role'] == 'system' %}
+        {{- messages[0]['content'] + '\\n\\n' }}
+    {%- endif %}
+    {{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' + (tool | tojson) }}
     {%- endfor %}
-    {{- '<|im_end|>\\n' }}
+    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments ' }}
+    {{- 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n' }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message['role'] == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message['content'] + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif not (tools and loop.first and message['role'] == 'system') %}
+        {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] }}
+        {%- for call in message['tool_calls'] or [] %}
+            {{- '\\n' if message['content'] or not loop.first else '' }}
+            {{- '<tool_call>\\n' + (call['function'] | tojson) + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}

@@ -220,7 +220,7 @@ def _parse(file: SourceFile, batch: Any, start: int) -> Iterator[Record | str | 
 
 def _parse_example(fields: ExampleFields, row: Any, position: int) -> Record | str:
     try:
-        return Record(fields.pick(row.to_pylist()[0]), position=position)
+        return Record(fields.pick(drop_nulls(row.to_pylist()[0])), position=position)
     except BrokenRecordError as error:
         return str(error)
     except UnicodeDecodeError as error:
@@ -245,6 +245,14 @@ def _parse_row(scalar: Any, column: str) -> Record | str | None:
     except BrokenRecordError as error:
         return str(error)
     return Record(ids) if ids.size else None
+
+
+def drop_nulls(value: Any) -> Any:
+    """A value without the fields that are null: in a table every record has the fields of all others."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
+    is_nested = isinstance(value, list) and value and isinstance(value[0], dict | list)
+    return [drop_nulls(each) for each in value] if is_nested else value
 
 
 @contextmanager

@@ -10,8 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.data.readers.columns import ArrowReader
-from echelon.data.readers.record import EITHER_FIELD, Broken, BrokenRecordError, Record, SourceFile, content_bytes
+from echelon.data.readers.columns import ArrowReader, drop_nulls
+from echelon.data.readers.record import (
+    EITHER_FIELD,
+    Broken,
+    BrokenRecordError,
+    ExampleFields,
+    Record,
+    SourceFile,
+    content_bytes,
+)
 from echelon.data.readers.sequence import SequentialReader
 from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.model.hub import is_hub_reachable
@@ -165,7 +173,7 @@ def _stream(name: str, revision: str | None) -> Any:
 
 def _parse(file: SourceFile, number: int, record: Any) -> Record | Broken | None:
     try:
-        content = file.fields.pick(record)
+        content = file.fields.pick(drop_nulls(record) if isinstance(file.fields, ExampleFields) else record)
     except BrokenRecordError as error:
         return Broken(file, number, str(error))
     return Record(content, position=number) if len(content) else None
