@@ -21,13 +21,16 @@ ROWS = [
     ("pairs", with_ranks(Row("ddp"), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("zero1", checkpointing="full", compile=True), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("fsdp", precision="bf16"), 2)),
+    ("pairs", with_ranks(Row("ddp", adapter="lora"), 2, micro_batch=2)),
+    ("pairs", with_ranks(Row("zero1", adapter="lora"), 2, micro_batch=2)),
+    ("pairs", with_ranks(Row("fsdp", adapter="dora", checkpointing="full"), 2)),
 ]
 PLANS = [("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
 FAMILIES = [("llama", False), ("gpt2", True), ("gemma2", True)]
 FULL = [
-    (samples, with_ranks(Row(plan, family=family, tied=tied, checkpointing=checkpointing, precision=precision), ranks))
-    for samples, (plan, ranks), (family, tied), checkpointing, precision in itertools.product(
-        ("packed", "pairs"), PLANS, FAMILIES, ("none", "full"), ("fp32", "bf16")
+    (samples, with_ranks(Row(plan, family=family, tied=tied, adapter=adapter, precision=precision), ranks))
+    for samples, (plan, ranks), (family, tied), adapter, precision in itertools.product(
+        ("packed", "pairs"), PLANS, FAMILIES, ("full", "lora", "qlora"), ("fp32", "bf16")
     )
 ]
 
@@ -43,7 +46,7 @@ def alone(workers, text, tmp_path_factory):
     trained = {}
 
     def find(samples, row):
-        key = (samples, row.family, row.tied)
+        key = (samples, row.family, row.tied, row.adapter)
         if key not in trained:
             trained[key] = run(workers, samples, row.reference(), tmp_path_factory.mktemp("one"), text)
         return trained[key]
