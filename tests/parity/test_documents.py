@@ -23,7 +23,7 @@ ROWS = [
     ("pairs", with_ranks(Row("zero1", checkpointing="full", compile=True), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("fsdp", precision="bf16"), 2)),
     ("pairs", with_ranks(Row("ddp", adapter="lora"), 2, micro_batch=2)),
-    ("pairs", with_ranks(Row("zero1", adapter="lora"), 2, micro_batch=2)),
+    ("pairs", with_ranks(Row("zero1", adapter="lora", compile=True), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("fsdp", adapter="dora", checkpointing="full"), 2)),
 ]
 PLANS = [("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]

@@ -84,11 +84,15 @@ def module_of(model, reference):
 
 
 @pytest.mark.parametrize(
-    "objective",
-    [DPO(0.5), DPO(0.1, label_smoothing=0.2), DPO(0.3, "ipo")],
-    ids=["sigmoid", "smoothed", "ipo"],
+    ("family", "objective"),
+    [
+        ("llama", DPO(0.5)),
+        ("llama", DPO(0.1, label_smoothing=0.2)),
+        ("llama", DPO(0.3, "ipo")),
+        ("gemma2", DPO(0.5)),
+    ],
+    ids=["sigmoid", "smoothed", "ipo", "soft-capped"],
 )
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_loss_and_gradients_are_those_of_the_formula(family, objective, monkeypatch):
     monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: 7)
     model, reference, batch = small_model(family), small_model(family, seed=1), pair_batch()
