@@ -44,18 +44,19 @@ class Packed:
         return replace(samples, documents=documents)
 
 
+def pack(data: PreparedData, kind: str) -> PreparedData:
+    """Prepared text seen as `packed` or as `pairs`."""
+    sets = tuple(replace(each, dataset=Packed(each.dataset, kind == "pairs")) for each in data.validation)
+    return replace(data, train=Packed(data.train, kind == "pairs"), validation=sets)
+
+
 def packed_samples(kind: str) -> AbstractContextManager[Any]:
     """Makes a trainer that is built inside see its text as `packed` or as `pairs`; an empty kind changes nothing."""
     if not kind:
         return nullcontext()
     opened = assemble.open_prepared
 
-    def open_packed(*args: Any) -> PreparedData:
-        data = opened(*args)
-        sets = tuple(replace(each, dataset=Packed(each.dataset, kind == "pairs")) for each in data.validation)
-        return replace(data, train=Packed(data.train, kind == "pairs"), validation=sets)
-
-    return mock.patch.object(assemble, "open_prepared", open_packed)
+    return mock.patch.object(assemble, "open_prepared", lambda *args: pack(opened(*args), kind))
 
 
 def train_packed(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, kind: str) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from packed import PackedPool
+from echelon.train import evaluate
+from packed import PackedPool, pack
 from training import Row, bounds, difference, equal_tensors, hashes, tensors_of, train, with_ranks
 
 pytestmark = pytest.mark.dist
@@ -21,13 +22,16 @@ ROWS = [
     ("pairs", with_ranks(Row("ddp"), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("zero1", checkpointing="full", compile=True), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("fsdp", precision="bf16"), 2)),
+    ("pairs", with_ranks(Row("ddp", adapter="lora"), 2, micro_batch=2)),
+    ("pairs", with_ranks(Row("zero1", adapter="lora", compile=True), 2, micro_batch=2)),
+    ("pairs", with_ranks(Row("fsdp", adapter="dora", checkpointing="full"), 2)),
 ]
 PLANS = [("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
 FAMILIES = [("llama", False), ("gpt2", True), ("gemma2", True)]
 FULL = [
-    (samples, with_ranks(Row(plan, family=family, tied=tied, checkpointing=checkpointing, precision=precision), ranks))
-    for samples, (plan, ranks), (family, tied), checkpointing, precision in itertools.product(
-        ("packed", "pairs"), PLANS, FAMILIES, ("none", "full"), ("fp32", "bf16")
+    (samples, with_ranks(Row(plan, family=family, tied=tied, adapter=adapter, precision=precision), ranks))
+    for samples, (plan, ranks), (family, tied), adapter, precision in itertools.product(
+        ("packed", "pairs"), PLANS, FAMILIES, ("full", "lora", "qlora"), ("fp32", "bf16")
     )
 ]
 
@@ -43,7 +47,7 @@ def alone(workers, text, tmp_path_factory):
     trained = {}
 
     def find(samples, row):
-        key = (samples, row.family, row.tied)
+        key = (samples, row.family, row.tied, row.adapter)
         if key not in trained:
             trained[key] = run(workers, samples, row.reference(), tmp_path_factory.mktemp("one"), text)
         return trained[key]
@@ -78,6 +82,7 @@ def test_equals_one_process_whole_product(workers, alone, text, tmp_path, sample
 
 def test_pairs_are_learned_from_where_training_began(alone):
     """At first the margins are 0, so that a pair's loss is ln 2; then the chosen answers gain."""
+    assert alone("pairs", Row(adapter="lora"))[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     rows = alone("pairs", Row())
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[0] > losses[-1]
@@ -86,6 +91,20 @@ def test_pairs_are_learned_from_where_training_began(alone):
     assert final["pairs"] > 0 and 0 <= final["reward_accuracy"] <= 1
     trained = [row for row in rows if row["kind"] == "train"]
     assert trained[-1]["target_tokens"] > 100, "tokens with a label, not pairs"
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_the_command_reports_what_training_did(workers, text, tmp_path, monkeypatch, adapter):
+    """`echelon eval`: the reference is made again, or is the model without its adapter."""
+    whole = {"evaluate": {"batches": 100}}
+    row = Row(adapter=adapter, changes=DPO | whole)
+    rows = train(PackedPool(workers, "pairs"), row, tmp_path, text, steps=2)
+    opened = evaluate.open_prepared
+    monkeypatch.setattr(evaluate, "open_prepared", lambda *args: pack(opened(*args), "pairs"))
+    found = evaluate.evaluate_model(tmp_path / "run")
+    for key in ("loss", "reward_accuracy", "reward_margin", "pairs"):
+        assert found[key] == pytest.approx(rows[-1][key], rel=1e-4, abs=1e-5), key
+    assert "perplexity" not in found and found["tokens"] == rows[-1]["target_tokens"]
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

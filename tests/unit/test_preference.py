@@ -7,16 +7,21 @@ import numpy as np
 import pytest
 import torch
 
+import echelon.data.prepare
 import echelon.loss
 from echelon.data.loader import Microbatch, positions_in_documents
 from echelon.data.shards import Samples
 from echelon.errors import ConfigError
+from echelon.hardware import Cluster
 from echelon.loss import IGNORE, HeadArithmetic, chunked_log_probabilities
 from echelon.objective import DPO, ObjectiveModule, build_objective, check_objective
 from echelon.recipe.inputs import AdapterConfig
 from echelon.train.evaluate import EvalResults, build_result, count_labels
+from echelon.train.setup import prepare_run
 from families import EXTRA, random_batch, small_model
+from packed import pack
 from recipe_samples import SMALL, load_text
+from training import MACHINE
 from watch import Watch
 
 LENGTH = 40
@@ -79,11 +84,15 @@ def module_of(model, reference):
 
 
 @pytest.mark.parametrize(
-    "objective",
-    [DPO(0.5), DPO(0.1, label_smoothing=0.2), DPO(0.3, "ipo")],
-    ids=["sigmoid", "smoothed", "ipo"],
+    ("family", "objective"),
+    [
+        ("llama", DPO(0.5)),
+        ("llama", DPO(0.1, label_smoothing=0.2)),
+        ("llama", DPO(0.3, "ipo")),
+        ("gemma2", DPO(0.5)),
+    ],
+    ids=["sigmoid", "smoothed", "ipo", "soft-capped"],
 )
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_loss_and_gradients_are_those_of_the_formula(family, objective, monkeypatch):
     monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: 7)
     model, reference, batch = small_model(family), small_model(family, seed=1), pair_batch()
@@ -232,3 +241,19 @@ def test_samples_that_are_no_pairs_are_refused(tmp_path):
         check_objective(pissa, data(pairs))
     plain, _ = load_text(tmp_path)
     check_objective(plain, data(None))
+
+
+def test_a_run_that_cannot_be_is_refused_before_any_worker_starts(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("Two answers to one prompt. " * 200)
+    paths = [f"data.train={tmp_path / 'text.txt'}", f"run.dir={tmp_path / 'run'}", "data.prepare_workers=1"]
+
+    def prepare(*overrides):
+        recipe, _ = load_text(tmp_path, SMALL, *paths, *overrides)
+        prepare_run(recipe, False, lambda: Cluster(MACHINE, 1, 1, kind="cpu"), {}, lambda line: None)
+
+    with pytest.raises(ConfigError, match=r"the samples of data\.train are not such pairs"):
+        prepare("objective.name=dpo")
+    prepare_plain = echelon.data.prepare.prepare_data
+    monkeypatch.setattr(echelon.data.prepare, "prepare_data", lambda *args: pack(prepare_plain(*args), "packed"))
+    with pytest.raises(ConfigError, match=r"model_type is stablelm; set data\.document_mask=false"):
+        prepare("model.config={model_type: stablelm, hidden_size: 64, num_attention_heads: 4, num_hidden_layers: 2}")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from echelon.checkpoint.adapted import read_run_recipe
 from echelon.data.loader import Microbatch, build_microbatch, trim_padding
 from echelon.data.prepare import PrepareSpec, prepare
 from echelon.data.prepared import PreparedData, ValidationSet, open_prepared
@@ -26,7 +27,7 @@ from echelon.loss import IGNORE
 from echelon.mesh import Meshes
 from echelon.model.build import is_model_folder
 from echelon.objective import CausalLM, Objective, ObjectiveModule, build_objective
-from echelon.recipe import Recipe, load_recipe
+from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder
 from echelon.stopping import StopRequest, agreed_stop
 from echelon.train.sampler import encode_prompts
@@ -280,7 +281,7 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             sets, source = [_prepare_text(data, tokenizer, sequence_len, scratch)], str(data)
         module, objective = ObjectiveModule(model).eval(), _find_objective(target, data)
-        if objective.needs_reference:
+        if objective.needs_reference and not read_run_recipe(target).adapter.is_adapter:
             module.refer_to(ObjectiveModule(load_first_weights(target, device)).eval())
         batch = max(1, EVAL_TOKENS // sequence_len)
         results = EvalResults({each.name: _evaluate_set(module, objective, each, batch, device) for each in sets})
@@ -297,8 +298,7 @@ def _find_objective(target: Path, data: Path | None) -> Objective:
     """What a run minimises, on its own data; on text that is given, and of a folder, the next token."""
     if data is not None or is_model_folder(target):
         return CausalLM()
-    recipe, _ = load_recipe(RunFolder(target).recipe_path)
-    return build_objective(recipe)
+    return build_objective(read_run_recipe(target))
 
 
 def _render(result: EvalResult, entropy: float) -> dict[str, Any]:
@@ -333,8 +333,7 @@ def _evaluate_set(
 def _sequence_len(target: Path, model: PreTrainedModel) -> int:
     if is_model_folder(target):
         return min(1024, getattr(model.config, "max_position_embeddings", 1024))
-    recipe, _ = load_recipe(RunFolder(target).recipe_path)
-    return recipe.data.sequence_len
+    return read_run_recipe(target).data.sequence_len
 
 
 def _held_out(target: Path, sequence_len: int) -> Sequence[ValidationSet]:
