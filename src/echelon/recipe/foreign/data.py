@@ -20,6 +20,7 @@ _LF_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "
               "history": "history"}  # fmt: skip
 _LF_PAIRS = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 _EVERYWHERE = {"split": "split", "weight": "weight"}
+_TEMPLATES = ("chatml", "llama3", "mistral", "gemma", "zephyr", "alpaca")
 _FORMATS = ("alpaca", "sharegpt", "messages", "prompt_completion", "preference", "tokens")
 
 
@@ -73,6 +74,16 @@ def _source(ledger: Ledger, name: str, path: str, form: str | None, fields: Mapp
     return {**source, **({"fields": renamed} if renamed else {})}
 
 
+def _carry_split(ledger: Ledger, name: str, source: dict[str, Any]) -> None:
+    full = ledger.find(name) if name else None
+    if full is None:
+        return
+    if source["path"].endswith(_SUFFIXES):
+        ledger.need_not(full, "a file has no splits.")
+    else:
+        source["split"] = ledger.take(full)
+
+
 def _axolotl_sources(ledger: Ledger, *names: str) -> Iterator[dict[str, Any]]:
     full = ledger.find(*names)
     if full is None or not ledger.given[full]:
@@ -109,8 +120,7 @@ def _axolotl_source(ledger: Ledger, name: str, pretraining: bool) -> Iterator[di
         form = str(container)
     for each in paths:
         source = _source(ledger, f"{name}.type" if kind else f"{name}.path", each, form, fields)
-        if source.get("format") == "hub" and (split := take("split")):
-            source["split"] = split
+        _carry_split(ledger, f"{name}.split", source)
         yield source
     if ledger.peek(f"{name}.roles_to_train") == ["assistant"] or ledger.peek(f"{name}.roles_to_train") == ["gpt"]:
         take("roles_to_train")
@@ -198,10 +208,12 @@ def _factory_source(
         keys = ("messages", "role", "content") if form == "messages" else ("conversations", "from", "value")
         theirs = (columns.get("messages"), tags.get("role_tag"), tags.get("content_tag"))
         fields = {ours: own for ours, own in zip(keys, theirs, strict=True) if own}
+    elif ledger.given.get("stage") == "pt":
+        form, fields = None, {"text": columns["prompt"]} if "prompt" in columns else {}
     else:
         form, fields = "alpaca", {ours: columns[key] for key, ours in _LF_ALPACA.items() if key in columns}
     source = _source(ledger, name, path, form, fields)
-    if "split" in entry and source["format"] == "hub":
+    if "split" in entry and source.get("format") == "hub":
         source["split"] = entry["split"]
     told = {"hf_hub_url", "file_name", "columns", "tags", "ranking", "formatting", "split"}
     if left := sorted(set(entry) - told):
@@ -232,10 +244,8 @@ def _hf_sources(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _hf_source(ledger: Ledger, name: str, split_name: str) -> dict[str, Any]:
-    path, split = str(ledger.take(name)), ledger.take(split_name)
-    source = _source(ledger, name, path, None, {})
-    if split and source.get("format") == "hub":
-        source["split"] = split
+    source = _source(ledger, name, str(ledger.take(name)), None, {})
+    _carry_split(ledger, split_name, source)
     return source
 
 
@@ -307,8 +317,8 @@ def _carry_template(ledger: Ledger, tool: Tool) -> None:
         ledger.lose(full, "LLaMA-Factory's `default` wording is not a template here; the tokenizer's own is used.")
     elif full in ("chat_template_path",) or str(value).endswith((".jinja", ".j2")):
         ledger.put("data.chat_template", str(value), f"{full}: {show_value(value)}")
-    elif value == "chatml":
-        ledger.put("data.chat_template", "chatml", f"{full}: chatml")
+    elif value in _TEMPLATES:
+        ledger.put("data.chat_template", value, f"{full}: {value}")
     else:
         ledger.differ(full, "the tokenizer's own template is used, which for a chat model is the one of that name.")
 
