@@ -1,9 +1,11 @@
-"""Adapters under every data-parallel strategy: the curve of one process, whose own is that of PEFT."""
+"""Adapters under every data-parallel strategy: the curve of one process, whose own is that of PEFT (tests/peer)."""
 
 import pytest
+import torch
 
 from test_parity import check
-from training import Row, with_ranks
+from test_resume import EXACT
+from training import Row, bounds, difference, equal_tensors, hashes, tensors_of, train, with_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -12,11 +14,70 @@ ROWS = [
     for adapter, ranks, parallel in (
         ("lora", 2, "ddp"), ("lora", 2, "zero1"), ("lora", 4, "fsdp"),
         ("qlora", 2, "ddp"), ("qlora", 4, "zero1"), ("qlora", 2, "fsdp"),
-        ("dora", 4, "ddp"), ("dora", 2, "zero1"), ("dora", 2, "fsdp"), ("pissa", 2, "fsdp"), ("rslora", 2, "ddp"),
+        ("dora", 4, "ddp"), ("dora", 2, "zero1"), ("dora", 2, "fsdp"),
+        ("pissa", 2, "fsdp"), ("rslora", 2, "ddp"),
     )
 ]  # fmt: skip
+OPTIONS = [
+    with_ranks(Row("fsdp", adapter="lora", checkpointing="full", compile=True), 2, micro_batch=2),
+    with_ranks(Row("ddp", adapter="qlora", checkpointing="selective"), 2, micro_batch=2),
+    with_ranks(Row("fsdp", adapter="qlora", checkpointing="full", compile=True, precision="bf16"), 2),
+    with_ranks(Row("ddp", adapter="lora", family="gpt2", tied=True, precision="bf16"), 2),
+    with_ranks(Row("zero2", adapter="qlora fp4", family="gemma2", tied=True, optimizer="lion"), 2, micro_batch=1),
+    with_ranks(Row("hsdp", adapter="dora", family="qwen3", precision="bf16"), 4),
+    with_ranks(Row("fsdp", adapter="lora", family="stablelm"), 2),
+]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", ROWS + OPTIONS, ids=str)
 def test_equals_one_process(workers, references, text, tmp_path, row):
     check(workers, references, text, tmp_path, row)
+
+
+RESUMED = [
+    with_ranks(Row("ddp", adapter="lora"), 2),
+    with_ranks(Row("fsdp", adapter="qlora", precision="bf16"), 2),
+    with_ranks(Row("zero1", adapter="dora"), 2),
+    with_ranks(Row("fsdp", adapter="pissa"), 2),
+]
+
+
+@pytest.mark.parametrize("row", RESUMED, ids=str)
+def test_three_and_three_steps_are_six_bit_for_bit(workers, text, tmp_path, row):
+    straight = train(workers, row, tmp_path / "straight", text, steps=6)
+    train(workers, row, tmp_path / "resumed", text, steps=6, stop_at=3)
+    resumed = train(workers, row, tmp_path / "resumed", text, steps=6)
+    ours, theirs = (
+        [tuple(each[key] for key in EXACT) for each in rows if each["kind"] == "train"] for rows in (resumed, straight)
+    )
+    assert ours == theirs
+    runs = [tensors_of(tmp_path / name / "run", step=6) for name in ("straight", "resumed")]
+    assert equal_tensors(*runs)
+    assert all("lora_" in name for name in runs[0]), "nothing frozen is in a checkpoint"
+
+
+MOVES = [
+    (with_ranks(Row("ddp", adapter="lora"), 2), with_ranks(Row("fsdp", adapter="lora"), 4)),
+    (with_ranks(Row("fsdp", adapter="qlora"), 4), Row("ddp", adapter="qlora")),
+    (with_ranks(Row("zero1", adapter="dora"), 2), with_ranks(Row("fsdp", adapter="dora"), 4)),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), MOVES, ids=str)
+def test_an_adapter_goes_on_under_another_plan(workers, text, tmp_path, references, first, second):
+    train(workers, first, tmp_path, text, steps=4, stop_at=2)
+    rows = train(workers, second, tmp_path, text, steps=4)
+    losses, norms = difference(rows, references(second.reference()))
+    loss_bound, norm_bound = bounds(second)
+    assert losses <= loss_bound and norms <= norm_bound
+    assert hashes(rows) == hashes(references(second.reference()))
+
+
+def test_what_is_frozen_stays(workers, text, tmp_path):
+    """A planted mistake the rows would not show: everything trains, alike on every rank."""
+    row = with_ranks(Row("fsdp", adapter="lora"), 2)
+    train(workers, row, tmp_path, text)
+    saved = tensors_of(tmp_path / "run", step=4)
+    trained = {name for name in saved if name.startswith("model.")}
+    assert len(trained) == 2 * 7 * 2  # A and B beside seven linear layers in each of two
+    assert all(torch.count_nonzero(saved[name]) for name in trained)

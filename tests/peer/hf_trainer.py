@@ -3,7 +3,8 @@
     python hf_trainer.py CONFIG_JSON
 
 It knows nothing of echelon: it reads the token file with numpy, the initial weights from an HF folder, and lets its own
-default collator make the batches. Prints one JSON object: the logged steps and the live optimizer's settings.
+default collator make the batches. An adapter folder, where there is one, is loaded by PEFT. Prints one JSON object: the
+logged steps and the live optimizer's settings.
 """
 
 import json
@@ -32,8 +33,13 @@ class Rows(torch.utils.data.Dataset):
 
 
 torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(config["model"], dtype=torch.float32)
+if config.get("adapter"):
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(model, config["adapter"], is_trainable=True)
 trainer = Trainer(
-    model=AutoModelForCausalLM.from_pretrained(config["model"], dtype=torch.float32),
+    model=model,
     args=TrainingArguments(
         output_dir=config["output_dir"],
         max_steps=config["steps"],
@@ -57,7 +63,7 @@ trainer = Trainer(
     train_dataset=Rows(),
 )
 trainer.train()
-names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+names = {id(each): name.removeprefix("base_model.model.") for name, each in trainer.model.named_parameters()}
 groups = [
     {key: group[key] for key in ("weight_decay", "betas", "eps")}
     | {"names": sorted(names[id(p)] for p in group["params"])}

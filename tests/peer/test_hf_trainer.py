@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from echelon.checkpoint.adapter_folder import write_adapter
 from echelon.data.order import SampleOrder
 from echelon.data.prepare import open_prepared, prepare_data
 from echelon.recipe import load_recipe
@@ -33,11 +34,16 @@ def settings(optimizer):
 
 
 def train_rank(rank, world_size, path, plan):
-    """One rank of echelon on plain text; returns its live optimizer's settings."""
+    """One rank of echelon on plain text; returns its live optimizer's settings. Leaves its first adapter."""
     recipe, _ = load_recipe(Path(path))
     runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     with open("/dev/null", "w") as console:
         trainer = build_trainer(recipe, plan, RunFolder(Path(recipe.run.dir)), runtime, console)
+        if recipe.adapter.is_adapter:
+            content = trainer.engine.describe_adapter()
+            if rank == 0:
+                run = RunFolder(Path(recipe.run.dir))
+                write_adapter(run.path / "first", content, None, run.model_dir, "")
         trainer.fit()
         trainer.loader.close()
         trainer.store.close()
@@ -48,6 +54,8 @@ def run_echelon(workers, row, folder, text):
     path = write_recipe(row, folder, text, steps=STEPS + 1)
     content = json.loads(path.read_text())
     content["optim"]["warmup_steps"] = 0
+    if row.adapter == "dora":
+        content["optim"]["no_decay"] = []  # HF Trainer decays magnitudes
     path.write_text(json.dumps(content))
     recipe, _ = load_recipe(path)
     data = prepare_data(recipe, lambda line: None)
@@ -59,7 +67,7 @@ def run_echelon(workers, row, folder, text):
     return [each for each in read_rows(run.path) if each["kind"] == "train"][:STEPS], groups, data.path
 
 
-def run_peer(folder, prepared):
+def run_peer(folder, prepared, adapter=None):
     data = open_prepared(prepared, SEQUENCE_LEN)
     (shard,) = data.manifest.shards("train")
     order = SampleOrder(data.train.num_samples, SEED).sample_ids(0, STEPS * GLOBAL_BATCH)
@@ -68,6 +76,7 @@ def run_peer(folder, prepared):
     config = {
         "token_file": str(prepared / shard.file), "dtype": data.manifest.dtype, "sequence_len": SEQUENCE_LEN,
         "order": order.tolist(), "model": str(folder / "model"), "output_dir": str(folder / "out"), "steps": STEPS,
+        "adapter": adapter,
     }  # fmt: skip
     (folder / "peer.json").write_text(json.dumps(config))
     script = Path(__file__).with_name("hf_trainer.py")
@@ -80,13 +89,19 @@ def run_peer(folder, prepared):
     return json.loads(line.removeprefix("RESULT "))
 
 
-def test_losses_agree_step_by_step(workers, text, tmp_path):
-    ours, our_groups, prepared = run_echelon(workers, Row(), tmp_path / "one", text)
-    two, _, _ = run_echelon(workers, with_ranks(Row("fsdp"), 2, micro_batch=2), tmp_path / "two", text)
-    peer = run_peer(tmp_path, prepared)
+@pytest.mark.parametrize("adapter", ["full", "lora", "dora"])
+def test_losses_agree_step_by_step(workers, text, tmp_path, adapter):
+    ours, our_groups, prepared = run_echelon(workers, Row(adapter=adapter), tmp_path / "one", text)
+    row = with_ranks(Row("fsdp", adapter=adapter), 2, micro_batch=2)
+    two, _, _ = run_echelon(workers, row, tmp_path / "two", text)
+    first = None if adapter == "full" else str(tmp_path / "one" / "run" / "first")
+    peer = run_peer(tmp_path, prepared, first)
     print("echelon AdamW:", [{**group, "names": len(group["names"])} for group in our_groups])
     print(f"HF Trainer {peer['optimizer']}:", [{**group, "names": len(group["names"])} for group in peer["groups"]])
-    by_decay = [{group["weight_decay"]: group["names"] for group in groups} for groups in (our_groups, peer["groups"])]
+    by_decay = [
+        {group["weight_decay"]: group["names"] for group in groups if group["names"]}
+        for groups in (our_groups, peer["groups"])
+    ]
     assert by_decay[0] == by_decay[1], "the same parameters decay"
     assert small_config("llama")["vocab_size"] == 256
     for mine, fsdp, theirs in zip(ours, two, peer["rows"], strict=True):

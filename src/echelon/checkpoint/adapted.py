@@ -13,7 +13,7 @@ from echelon.checkpoint.first_weights import fill_weights
 from echelon.checkpoint.folder import checkpoint_of
 from echelon.checkpoint.store import load_alone
 from echelon.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
-from echelon.model.build import build_on_meta, load_config
+from echelon.model.build import build_on_meta, load_config, materialize
 from echelon.model.folder import run_model_dir
 from echelon.model.pissa import PrincipalParts
 from echelon.recipe import Recipe, load_recipe
@@ -64,8 +64,7 @@ def load_adapted(run: Path, device: torch.device, which: str | None = None) -> A
     tokenizer = AutoTokenizer.from_pretrained(run_model_dir(run), local_files_only=True, trust_remote_code=False)
     model = copy.deepcopy(skeleton)
     apply_adapter(model, recipe.adapter, find_new_tokens(recipe, tokenizer))
-    model.to_empty(device=device)
-    model.tie_weights()
+    materialize(model, device)
     fill_weights(model, skeleton, recipe)
     principal = initialize_adapter(model, recipe.adapter, recipe.run.seed)
     adapted = Adapted(model.eval(), principal, checkpoint.step)

@@ -19,7 +19,7 @@ from echelon.checkpoint.safety import read_metadata
 from echelon.checkpoint.store import load_alone
 from echelon.errors import CheckpointError, ConfigError
 from echelon.manifest import MANIFEST
-from echelon.model.build import parameter_names
+from echelon.model.build import materialize, parameter_names
 from echelon.model.folder import run_model_dir
 from echelon.model.weights import initialize_buffers
 
@@ -33,8 +33,8 @@ def load_run_model(run: Path, device: torch.device, which: str | None = None) ->
         return load_adapted(run, device, which).model
     checkpoint = checkpoint_of(run, which)
     skeleton = run_skeleton(run)
-    model = run_skeleton(run).to_empty(device=device)
-    model.tie_weights()
+    model = run_skeleton(run)
+    materialize(model, device)
     initialize_buffers(model, skeleton)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     load_alone(checkpoint.path, tensors)

@@ -20,7 +20,7 @@ from echelon.loss import IGNORE
 from echelon.mesh import Meshes
 from echelon.model.adapters import apply_adapter, initialize_adapter
 from echelon.model.attention import apply_plain_causal
-from echelon.model.build import build_on_meta
+from echelon.model.build import build_on_meta, materialize
 from echelon.model.pissa import PrincipalParts
 from echelon.model.sharding import local_part, whole
 from echelon.objective import NextToken, Objective
@@ -210,9 +210,8 @@ def build_native_engine(
         apply_adapter(model, recipe.adapter, new_token_ids)
     store_parameters(model, plan.precision)
     module = shard_model(model, plan, meshes, compile_backend)
-    module.to_empty(device="cpu" if plan.cpu_offload else device)
+    materialize(module, "cpu" if plan.cpu_offload else device)
     place_buffers(model, device)
-    model.tie_weights()
     fill_weights(model, skeleton, recipe)
     principal = None
     if recipe.adapter.is_adapter:

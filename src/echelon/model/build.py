@@ -110,6 +110,21 @@ def build_on_meta(
     return model
 
 
+def materialize(module: nn.Module, device: torch.device | str) -> None:
+    """Give a module on meta its memory, uninitialised, in place, sharded or not; what was tied stays tied.
+
+    `transformers` itself ties by the names of its own modules, which an adapter takes the place of.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    module.to_empty(device=device)
+    for first, *others in names.values():
+        for other in others:
+            path, _, leaf = other.rpartition(".")
+            setattr(module.get_submodule(path), leaf, module.get_parameter(first))
+
+
 def find_weights(source: str, download: bool) -> Path:
     """The folder of a checkpoint's safetensors: the source itself, or the local copy of a hub id.
 

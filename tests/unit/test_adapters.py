@@ -1,0 +1,223 @@
+"""Adapters against PEFT's own, 4-bit layers against bitsandbytes' own."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from echelon.checkpoint.adapter_folder import describe_adapter, write_adapter
+from echelon.errors import CheckpointError, ConfigError
+from echelon.model.adapters import (
+    apply_adapter,
+    check_adapter,
+    disabled_adapter,
+    initialize_adapter,
+    merged_weight,
+    plain_name,
+)
+from echelon.model.build import build_on_meta, load_config, materialize
+from echelon.model.quantization import QuantizedLinear
+from echelon.model.weights import grown, initialize_buffers, weight_places
+from echelon.recipe import AdapterConfig
+from families import small_config, small_model
+
+IDS = torch.arange(24).reshape(2, 12)
+
+
+def adapted(base, config, adapter, new_token_ids=()):
+    """A live model with the weights of `base` and an adapter whose B is not zero, and what it began with."""
+    skeleton = build_on_meta(config)
+    model = copy.deepcopy(skeleton)
+    apply_adapter(model, adapter, new_token_ids)
+    materialize(model, "cpu")
+    for name, place in weight_places(model).items():
+        place.write(base.get_parameter(name).detach()[place.slices])
+    initialize_buffers(model, skeleton)
+    principal = initialize_adapter(model, adapter, seed=5)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    return model.eval(), principal
+
+
+def trained(model):
+    return {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS).logits
+
+
+CASES = {
+    "lora": ("llama", AdapterConfig(method="lora", r=4)),
+    "rslora on two": ("llama", AdapterConfig(method="lora", r=4, rslora=True, target_modules=("q_proj", "v_proj"))),
+    "dora": ("llama", AdapterConfig(method="dora", r=4)),
+    "pissa": ("llama", AdapterConfig(method="lora", r=4, init="pissa")),
+    "lora on Conv1D": ("gpt2", AdapterConfig(method="lora", r=4)),
+    "dora on Conv1D": ("gpt2", AdapterConfig(method="dora", r=4)),
+    "pissa on Conv1D": ("gpt2", AdapterConfig(method="lora", r=4, init="pissa")),
+    "a head with an adapter": ("llama", AdapterConfig(method="lora", r=4, target_modules=("lm_head", "q_proj"))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_loads_the_adapter_and_both_merges_agree(tmp_path, case):
+    family, adapter = CASES[case]
+    base, config = small_model(family), load_config(small_config(family))
+    model, principal = adapted(base, config, adapter)
+    (tmp_path / "model").mkdir()
+    content = describe_adapter(model, trained(model), principal)
+    num_bytes = write_adapter(tmp_path / "adapter", content, None, tmp_path / "model", "a card")
+    assert num_bytes == (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size > 0
+    peers = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "adapter")).eval()
+    assert torch.allclose(logits(model), logits(peers), atol=2e-5)
+    assert not torch.allclose(logits(model), logits(base), atol=1e-3), "the adapter must do something"
+    merged = peers.merge_and_unload()
+    for name, parameter in merged.named_parameters():
+        assert torch.allclose(merged_weight(model, name), parameter, atol=1e-5), name
+    assert torch.allclose(logits(model), logits(peers), atol=2e-5), "merging a copy changes nothing"
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_the_same_parameters_train_as_under_peft(method):
+    adapter = AdapterConfig(method=method, r=3)
+    base = small_model("llama")
+    model, _ = adapted(base, load_config(small_config("llama")), adapter)
+    peers = get_peft_model(
+        base, LoraConfig(r=3, target_modules="all-linear", use_dora=method == "dora", task_type="CAUSAL_LM")
+    )
+    theirs = {name.removeprefix("base_model.model."): each.shape for name, each in trained(peers).items()}
+    assert {name: each.shape for name, each in trained(model).items()} == theirs
+
+
+def test_pissa_begins_as_the_base_and_as_peft_does():
+    base, config = small_model("llama"), load_config(small_config("llama"))
+    adapter = AdapterConfig(method="lora", r=4, init="pissa")
+    fresh = build_on_meta(config)
+    apply_adapter(fresh, adapter)
+    materialize(fresh, "cpu")
+    for name, place in weight_places(fresh).items():
+        place.write(base.get_parameter(name).detach()[place.slices])
+    initialize_buffers(fresh, build_on_meta(config))
+    initialize_adapter(fresh, adapter, seed=5)
+    assert torch.allclose(logits(fresh.eval()), logits(base), atol=1e-5)
+    theirs = get_peft_model(
+        copy.deepcopy(base), LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", init_lora_weights="pissa")
+    )
+    ours = dict(fresh.named_parameters())
+    peers = {name.removeprefix("base_model.model."): each for name, each in theirs.named_parameters()}
+    names = [name for name in ours if name.endswith("lora_A.default.weight")]
+    assert names
+    for name in names:
+        products = [each[name.replace("lora_A", "lora_B")] @ each[name] for each in (ours, peers)]
+        rests = [each[name.replace("lora_A.default", "base_layer")] for each in (ours, peers)]
+        assert torch.allclose(*products, atol=1e-5) and torch.allclose(*rests, atol=1e-5), name
+
+
+def test_disabled_the_model_is_the_one_before():
+    base, config = small_model("llama"), load_config(small_config("llama"))
+    model, _ = adapted(base, config, AdapterConfig(method="dora", r=4))
+    with_it, flags = logits(model), {name: each.requires_grad for name, each in model.named_parameters()}
+    with disabled_adapter(model):
+        assert torch.equal(logits(model), logits(base))
+    assert torch.equal(logits(model), with_it)
+    assert {name: each.requires_grad for name, each in model.named_parameters()} == flags
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_new_rows_train_alone_and_peft_puts_them_back(tmp_path, tied):
+    base, fields = small_model("llama", tied=tied), small_config("llama", tied)
+    adapter = AdapterConfig(method="lora", r=4)
+    rows = fields["vocab_size"]
+    bigger = copy.deepcopy(base)
+    bigger.resize_token_embeddings(rows + 2, mean_resizing=False)
+    with torch.no_grad():
+        for module in (bigger.get_input_embeddings(), bigger.get_output_embeddings()):
+            module.weight.copy_(grown(module.weight[:rows], rows + 2))
+    model, principal = adapted(bigger, load_config({**fields, "vocab_size": rows + 2}), adapter, [rows, rows + 1])
+    assert torch.equal(bigger.get_input_embeddings().weight[rows], base.get_input_embeddings().weight.mean(0))
+    new = {name: each for name, each in model.named_parameters() if "trainable_tokens_delta" in name}
+    assert len(new) == (1 if tied else 2) and all(each.shape[0] == 2 for each in new.values())
+    for each in new.values():
+        each.data += 0.5
+    (tmp_path / "model").mkdir()
+    content = describe_adapter(model, trained(model), principal)
+    write_adapter(tmp_path / "adapter", content, None, tmp_path / "model", "")
+    user = copy.deepcopy(base)
+    user.resize_token_embeddings(rows + 2)
+    peers = PeftModel.from_pretrained(user, str(tmp_path / "adapter")).eval()
+    assert torch.allclose(logits(model), logits(peers), atol=2e-5)
+    head = merged_weight(model, "model.embed_tokens.weight" if tied else "lm_head.weight")
+    assert torch.allclose(head[rows:], next(iter(reversed(new.values()))).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("quant_type", "double"), [("nf4", True), ("nf4", False), ("fp4", True)])
+def test_four_bits_are_those_of_bitsandbytes(quant_type, double, dtype):
+    import bitsandbytes as bnb
+
+    torch.manual_seed(0)
+    plain = nn.Linear(128, 72)
+    theirs = bnb.nn.Linear4bit(128, 72, quant_type=quant_type, compress_statistics=double, compute_dtype=dtype)
+    theirs.load_state_dict(plain.state_dict())
+    theirs = theirs.to("cpu")
+    with torch.device("meta"):
+        ours = QuantizedLinear(nn.Linear(128, 72), quant_type, double)
+    ours.to_empty(device="cpu")
+    ours.fill(plain.weight.detach())
+    ours.bias.data.copy_(plain.bias.detach())
+    inputs = [torch.randn(5, 128, dtype=dtype, requires_grad=True) for _ in range(2)]
+    inputs[1].data.copy_(inputs[0].data)
+    outputs = [layer(each) for layer, each in zip((ours, theirs), inputs, strict=True)]
+    for each in outputs:
+        each.float().square().sum().backward()
+    assert torch.equal(*outputs) and torch.equal(inputs[0].grad, inputs[1].grad)
+    if dtype == torch.float32:
+        assert torch.equal(ours.dequantize(), bnb.functional.dequantize_4bit(theirs.weight, theirs.weight.quant_state))
+    stored = ours.weight.numel() + ours.scales.numel()
+    assert stored == 72 * 64 + (4 + 4 + 144 if double else 4 * 144)  # by hand: 144 blocks of 64, one block of blocks
+
+
+def test_a_file_that_is_not_what_was_trained_is_refused(tmp_path, monkeypatch):
+    base, config = small_model("llama"), load_config(small_config("llama"))
+    model, principal = adapted(base, config, AdapterConfig(method="lora", r=4))
+    (tmp_path / "model").mkdir()
+    content = describe_adapter(model, trained(model), principal)
+    import echelon.checkpoint.adapter_folder as folder
+
+    save = folder.save_file
+
+    def flipped(tensors, *rest, **options):
+        name = next(iter(tensors))
+        save({**tensors, name: tensors[name] + 1}, *rest, **options)
+
+    monkeypatch.setattr(folder, "save_file", flipped)
+    with pytest.raises(CheckpointError, match="is not what was trained"):
+        write_adapter(tmp_path / "adapter", content, None, tmp_path / "model", "")
+    assert not (tmp_path / "adapter").exists() and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"target_modules": ("q_porj",)}, "no linear layer named 'q_porj'; did you mean q_proj?"),
+        ("llama", {"r": 500, "init": "pissa"}, "adapter.r=500: "),
+        ("gpt2", {"method": "qlora"}, "no plain linear layers"),
+    ],
+)
+def test_what_the_model_rules_out_is_refused(family, changes, message):
+    model = build_on_meta(load_config(small_config(family)))
+    with pytest.raises(ConfigError) as caught:
+        check_adapter(model, AdapterConfig(**{"method": "lora", **changes}))
+    assert message in str(caught.value)
+
+
+def test_plain_names():
+    assert plain_name("model.layers.0.self_attn.q_proj.base_layer.weight") == "model.layers.0.self_attn.q_proj.weight"
+    assert plain_name("model.embed_tokens.token_adapter.base_layer.weight") == "model.embed_tokens.weight"
+    assert plain_name("model.norm.weight") == "model.norm.weight"
+    assert plain_name("model.layers.0.self_attn.q_proj.lora_A.default.weight") is None
