@@ -338,7 +338,7 @@ def test_what_training_arguments_write_themselves(tmp_path: Path) -> None:
         label_smoothing_factor=0.1,
     ).to_json_string()  # fmt: skip
     result = imported(tmp_path, written, "training_args.json")
-    assert {entry.name for entry in result.entries} >= set(json.loads(written)) - {"fsdp_config", "lr_scheduler_kwargs"}
+    assert {entry.name for entry in result.entries} >= set(json.loads(written))
     assert [entry.name for entry in result.entries if entry.fate == "lost"] == ["label_smoothing_factor"]
     recipe = recipe_of(result)
     assert (recipe.optim.learning_rate, recipe.optim.warmup_steps, recipe.train.steps) == (1e-4, 5, 50)
@@ -396,6 +396,13 @@ def test_a_key_of_axolotl(tmp_path: Path, extra: str, key: str, value: object) -
     for part in key.split("."):
         found = getattr(found, part)
     assert found == value
+
+
+def test_what_is_empty_does_not_vanish(tmp_path: Path) -> None:
+    text = BASE + "special_tokens: {}\nlr_scheduler_kwargs: {}\nfsdp_config: {}\ntest_datasets: []\ntokens: []\n"
+    (line,) = (note for note in imported(tmp_path, text).notes if note.startswith("off, or the default"))
+    for name in ("special_tokens", "lr_scheduler_kwargs", "fsdp_config", "test_datasets", "tokens"):
+        assert name in line
 
 
 def test_shares_of_an_unknown_run_are_told(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from echelon.recipe.aliases import spellings
 from echelon.recipe.foreign.ledger import Ledger
 from echelon.recipe.foreign.reading import Tool
 from echelon.recipe.yaml_text import show_value
@@ -41,15 +42,14 @@ def carry_data(ledger: Ledger, tool: Tool, folder: Path) -> None:
         ledger.reasons["data.train"] = "not in the file"
     ledger.values["data.train"] = sources
     _carry_validation(ledger, validation)
-    names = ("sequence_len", "cutoff_len", "max_length", "max_seq_length", "block_size", "model_max_length")
-    if ledger.move("data.sequence_len", *names) is None:
+    if ledger.move("data.sequence_len", "model_max_length") is None:
         length = {"axolotl": 512, "llamafactory": 2048, "hf": 1024}[tool]
         ledger.put("data.sequence_len", length, f"the default of {'TRL' if tool == 'hf' else tool}")
     plain = all(source.get("format", "auto") in ("auto", "text", "jsonl") for source in sources) and tool != "hf"
     _carry_packing(ledger, tool, plain)
     _carry_template(ledger, tool)
     _carry_training_part(ledger, tool)
-    ledger.move("data.prepare_workers", "preprocessing_num_workers", "dataset_processes", "dataset_num_proc")
+    ledger.move("data.prepare_workers")
 
 
 def is_hub_id(path: str) -> bool:
@@ -90,16 +90,14 @@ def _axolotl_sources(ledger: Ledger, *names: str) -> Iterator[dict[str, Any]]:
         return
     items = ledger.given[full] if isinstance(ledger.given[full], list) else [ledger.given[full]]
     ledger.reasons["data.validation" if full == "test_datasets" else "data.train"] = full
-    ledger.expand(full, {})
-    for index, item in enumerate(items):
+    ledger.expand(
+        full, {str(index): item if isinstance(item, dict) else {"path": item} for index, item in enumerate(items)}
+    )
+    for index in range(len(items)):
         name = f"{full}.{index}"
-        if not isinstance(item, dict):
-            ledger.expand(name, {"path": item})
-        else:
-            kind = item.get("type")
-            parts = {key: value for key, value in item.items() if not (key == "type" and isinstance(kind, dict))}
-            ledger.expand(name, parts)
-            ledger.expand(f"{name}.type", kind if isinstance(kind, dict) else {}) if isinstance(kind, dict) else None
+        ledger.expand(name, ledger.given[name])
+        if isinstance(kind := ledger.given.get(f"{name}.type"), dict):
+            ledger.expand(f"{name}.type", kind)
         yield from _axolotl_source(ledger, name, full == "pretraining_dataset")
 
 
@@ -225,7 +223,7 @@ def _hf_sources(ledger: Ledger) -> list[dict[str, Any]]:
     sources = []
     mixture = ledger.peek("datasets")
     if isinstance(mixture, list):
-        ledger.expand("datasets", {})
+        ledger.expand("datasets", {str(index): item for index, item in enumerate(mixture)})
         for index, item in enumerate(mixture):
             ledger.expand(f"datasets.{index}", item if isinstance(item, dict) else {"path": item})
             sources.append(_hf_source(ledger, f"datasets.{index}.path", f"datasets.{index}.split"))
@@ -265,8 +263,9 @@ def _hf_validation(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _carry_validation(ledger: Ledger, validation: list[dict[str, Any]]) -> None:
-    full = ledger.find("val_set_size", "val_size", "validation_split_percentage")
-    size = ledger.take("val_set_size", "val_size", "validation_split_percentage")
+    names = (*spellings("data.validation_fraction"), "validation_split_percentage")
+    full = ledger.find(*names)
+    size = ledger.take(*names)
     if validation:
         ledger.values["data.validation"] = validation
         if full is not None and size:

@@ -3,15 +3,18 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from echelon.errors import ConfigError
+from echelon.recipe.aliases import read_value
 from echelon.recipe.foreign.ledger import Ledger
 from echelon.recipe.foreign.reading import Tool
+from echelon.recipe.training import ParallelName
 from echelon.recipe.yaml_text import show_value
 
 _TRACKERS = ("tensorboard", "mlflow", "wandb")
 _SEED = 42
+STRATEGY_NAMES = get_args(ParallelName)
 
 
 def carry_run(ledger: Ledger, path: Path) -> None:
@@ -21,8 +24,8 @@ def carry_run(ledger: Ledger, path: Path) -> None:
     clean = re.sub(r"[^A-Za-z0-9._-]+", "-", str(name)).strip("-._") or "imported"
     ledger.put("run.name", clean, "the run's or the folder's name" if clean == name else f"from {show_value(name)}")
     if out:
-        ledger.move("run.dir", "output_dir")
-    if ledger.move("run.seed", "seed") is None:
+        ledger.move("run.dir")
+    if ledger.move("run.seed") is None:
         ledger.put("run.seed", _SEED, "the tool's default")
 
 
@@ -127,9 +130,9 @@ def _carry_fsdp(ledger: Ledger) -> bool:
     if (name := ledger.find("fsdp_config")) is not None:
         ledger.expand(name, config)
     strategy = str(meaningful.get("sharding_strategy", "")).lower()
-    named = {"full_shard": "fsdp", "shard_grad_op": "zero2", "no_shard": "ddp", "hybrid_shard": "hsdp",
-             "hybrid_shard_zero2": "hsdp", "1": "fsdp", "2": "zero2", "3": "ddp", "4": "hsdp"}  # fmt: skip
-    ours = named.get(strategy) or next((named[word] for word in words if word in named), None)
+    strategy = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"}.get(strategy, strategy)
+    named = (read_value("parallel", word.removesuffix("_zero2")) for word in (strategy, *words))
+    ours = next((name for name in named if name in STRATEGY_NAMES), None)
     if ours is None:
         ours = "zero2" if meaningful.get("reshard_after_forward") is False else "fsdp"
     offload = bool(meaningful.get("offload_params") or meaningful.get("cpu_offload")) or "offload" in words
@@ -215,7 +218,7 @@ def _carry_saving(ledger: Ledger, steps: int | None, epochs: float | None) -> No
         ledger.put("checkpoint.keep_best", True, "save_strategy: best")
     if found := _steps(ledger, "save_steps", every, steps):
         ledger.put("checkpoint.every_steps", found, "save_steps" if not times else f"saves_per_epoch: {times}")
-    ledger.move("checkpoint.keep_last", "save_total_limit")
+    ledger.move("checkpoint.keep_last")
     if ledger.peek("load_best_model_at_end"):
         ledger.take("load_best_model_at_end")
         ledger.put("checkpoint.keep_best", True, "load_best_model_at_end: true")
