@@ -5,16 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.data.loader import Microbatch
-from echelon.data.prepared import PreparedData
-from echelon.data.shards import Dataset
-from echelon.errors import ConfigError
 from echelon.loss import (
     IGNORE,
     chunked_log_probabilities,
@@ -231,36 +226,6 @@ def build_objective(recipe: Recipe) -> Objective:
     """The objective that the recipe names."""
     wanted = recipe.objective
     return DPO(wanted.beta, wanted.loss, wanted.label_smoothing) if wanted.name == "dpo" else CausalLM()
-
-
-def check_objective(recipe: Recipe, data: PreparedData) -> None:
-    """Refuse an objective that the prepared samples are not for, or that has nothing to compare with.
-
-    Raises ConfigError. Whether a sequence holds pairs is told from the first one.
-    """
-    if recipe.objective.name != "dpo":
-        return
-    if recipe.adapter.init == "pissa":
-        raise ConfigError(
-            "adapter.init=pissa changes the frozen weights, and objective.name=dpo compares with them as they were; "
-            "use adapter.init=default."
-        )
-    for key, dataset in (("data.train", data.train), *(("data.validation", each.dataset) for each in data.validation)):
-        if dataset.num_samples and not _holds_pairs(dataset):
-            raise ConfigError(
-                f"objective.name=dpo compares two answers to one prompt, and the samples of {key} are not such pairs; "
-                "give data of format preference, or set objective.name=causal_lm."
-            )
-
-
-def first_documents(dataset: Dataset) -> npt.NDArray[np.int32] | None:
-    """Which document each token of the first sample belongs to, [1, seq]; None where documents are not kept apart."""
-    return dataset.read_samples(np.zeros(1, dtype=np.int64)).documents
-
-
-def _holds_pairs(dataset: Dataset) -> bool:
-    documents = first_documents(dataset)
-    return documents is not None and int(documents.max()) % 2 == 1
 
 
 class ObjectiveModule(nn.Module):

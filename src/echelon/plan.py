@@ -66,14 +66,12 @@ class AdapterPlan:
         if not all(isinstance(name, str) for name in self.targets):
             raise PlanError(f"plan.adapter.targets={self.targets!r} is not a list of names.")
 
-    def describe(self) -> str:
-        """A line for people: what is trained beside what."""
-        quantized = ""
-        if self.num_quantized_parameters:
-            quantized = f", {self.num_quantized_parameters:,} frozen ones in 4 bits"
+    def describe(self, compute: str) -> str:
+        """A line for people: what is trained beside what, held in the dtype `compute`."""
+        packed = f", {self.num_quantized_parameters:,} of them in 4 bits" if self.num_quantized_parameters else ""
         return (
-            f"adapter: {self.method} of rank {self.r} at {', '.join(self.targets)}: "
-            f"{self.num_trained_parameters:,} parameters are trained{quantized}"
+            f"adapter: {self.method} of rank {self.r} at {', '.join(self.targets)}: {self.num_trained_parameters:,} "
+            f"parameters are trained; the frozen ones are in {compute}{packed}"
         )
 
 
@@ -172,7 +170,7 @@ class ParallelPlan:
             f"compile {'on' if self.compile else 'off'}",
             f"precision: parameters {policy.param}, compute {policy.compute}, reduction {policy.reduce}, "
             f"master weights {policy.master}{rounding}, optimizer {self.optimizer} with {moments}",
-            *([] if self.adapter is None else [self.adapter.describe()]),
+            *([] if self.adapter is None else [self.adapter.describe(policy.compute)]),
             f"batch: {self.global_batch_size} sequences = {self.num_replicas * self.dp_size} ranks x "
             f"{self.num_microbatches} microbatches x {self.micro_batch_size} sequences{fill}",
             *(f"why: {line}" for line in self.why),

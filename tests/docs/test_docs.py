@@ -8,8 +8,8 @@ A page is one session in one folder, which holds `text.txt` and the repository's
   `# NAME.yaml` is also written to that file.
 - Every ```python block runs; the blocks of a page share their names.
 
-`<!-- test: skip -->` above a block leaves it out; `<!-- test: KEY=VALUE ... -->` adds overrides to its `echelon train`,
-to make it short.
+`<!-- test: skip -->` above a block leaves it out; `<!-- test: write NAME -->` puts another tool's file there;
+`<!-- test: KEY=VALUE ... -->` adds overrides to its `echelon train`, to make it short.
 """
 
 import doctest
@@ -169,7 +169,9 @@ SLOW_PAGES = {"optimization.md", "schedules.md", "tracking.md"}
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
     session = Session(tmp_path)
     for block in read_blocks(page):
-        if block.option != "skip":
+        if name := re.fullmatch(r"write (\S+)", block.option):
+            (tmp_path / name[1]).write_text(block.text)
+        elif block.option != "skip":
             session.run(block)
 
 

@@ -140,7 +140,8 @@ def test_plan_json_tells_the_adapter():
     content = json.loads(json.dumps(plan.to_dict()))
     assert ParallelPlan.from_dict(content) == plan
     assert content["adapter"]["num_trained_parameters"] == 4 * 4 * 192
-    assert any("qlora of rank 4 at q_proj: 3,072 parameters are trained" in line for line in plan.describe())
+    (line,) = (line for line in plan.describe() if line.startswith("adapter: "))
+    assert "qlora of rank 4 at q_proj: 3,072 parameters are trained; the frozen ones are in float32, 217,088 of" in line
     for broken, word in [
         ({**content, "adapter": "lora"}, "adapter='lora'"),
         ({**content, "adapter": {**content["adapter"], "method": "full"}}, "'full'"),

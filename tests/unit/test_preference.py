@@ -1,7 +1,6 @@
 """DPO against its formula on plain `transformers` models, one answer at a time."""
 
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +9,10 @@ import torch
 import echelon.data.prepare
 import echelon.loss
 from echelon.data.loader import Microbatch, positions_in_documents
-from echelon.data.shards import Samples
 from echelon.errors import ConfigError
 from echelon.hardware import Cluster
 from echelon.loss import IGNORE, HeadArithmetic, chunked_log_probabilities
-from echelon.objective import DPO, ObjectiveModule, build_objective, check_objective
-from echelon.recipe.inputs import AdapterConfig
+from echelon.objective import DPO, ObjectiveModule, build_objective
 from echelon.train.evaluate import EvalResults, build_result, count_labels
 from echelon.train.setup import prepare_run
 from families import EXTRA, random_batch, small_model
@@ -209,38 +206,11 @@ def test_bf16_trains_every_parameter():
     assert all(parameter.grad.any() for parameter in model.parameters())
 
 
-class Rows:
-    """A dataset of one sequence."""
-
-    num_samples = 1
-
-    def __init__(self, documents):
-        self._documents = documents
-
-    def read_samples(self, ids):
-        zeros = np.zeros((1, 4), dtype=np.int64)
-        return Samples(zeros, zeros, self._documents and np.array([self._documents], dtype=np.int32))
-
-
-def test_samples_that_are_no_pairs_are_refused(tmp_path):
+def test_an_adapter_that_changes_the_reference_is_refused(tmp_path):
     recipe, _ = load_text(tmp_path, SMALL, "objective={name: dpo, beta: 0.2, loss: ipo}")
     assert build_objective(recipe) == DPO(0.2, "ipo")
-    pairs, single = [0, 1, 1, -1], [0, 0, 0, -1]
-
-    def data(train, *validation):
-        return SimpleNamespace(
-            train=Rows(train), validation=[SimpleNamespace(dataset=Rows(each)) for each in validation]
-        )
-
-    check_objective(recipe, data(pairs, pairs))
-    for train, validation, key in ((single, pairs, "train"), (None, pairs, "train"), (pairs, single, "validation")):
-        with pytest.raises(ConfigError, match=f"the samples of data.{key} are not such pairs; give data of format"):
-            check_objective(recipe, data(train, validation))
-    pissa = recipe.model_copy(update={"adapter": AdapterConfig(method="lora", init="pissa")})
     with pytest.raises(ConfigError, match=r"use adapter\.init=default"):
-        check_objective(pissa, data(pairs))
-    plain, _ = load_text(tmp_path)
-    check_objective(plain, data(None))
+        load_text(tmp_path, SMALL, "objective.name=dpo", "adapter={method: lora, init: pissa}")
 
 
 def test_a_run_that_cannot_be_is_refused_before_any_worker_starts(tmp_path, monkeypatch):
@@ -251,7 +221,7 @@ def test_a_run_that_cannot_be_is_refused_before_any_worker_starts(tmp_path, monk
         recipe, _ = load_text(tmp_path, SMALL, *paths, *overrides)
         prepare_run(recipe, False, lambda: Cluster(MACHINE, 1, 1, kind="cpu"), {}, lambda line: None)
 
-    with pytest.raises(ConfigError, match=r"the samples of data\.train are not such pairs"):
+    with pytest.raises(ConfigError, match="compares two answers, and the data has plain text"):
         prepare("objective.name=dpo")
     prepare_plain = echelon.data.prepare.prepare_data
     monkeypatch.setattr(echelon.data.prepare, "prepare_data", lambda *args: pack(prepare_plain(*args), "packed"))

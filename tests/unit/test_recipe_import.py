@@ -292,7 +292,7 @@ def test_llamafactory(tmp_path: Path) -> None:
     assert (recipe.data.packing, recipe.data.document_mask, recipe.data.train_on) == (True, False, "last")
     assert (recipe.data.validation_fraction, recipe.data.prepare_workers) == (0.1, 16)
     assert (recipe.global_batch_size, recipe.train.epochs, recipe.train.precision) == (8, 3, "bf16")
-    assert recipe.train.activation_checkpointing == "full"
+    assert (recipe.train.activation_checkpointing, recipe.data.chat_template) == ("full", "llama3")
     assert (recipe.train.log_every, recipe.train.eval_every, recipe.checkpoint.every_steps) == (10, 500, 500)
     assert recipe.optim.learning_rate_multipliers == {"*lora_B*": 16.0}
     assert (recipe.parallel, recipe.track) == ("zero2", ())
@@ -338,7 +338,7 @@ def test_what_training_arguments_write_themselves(tmp_path: Path) -> None:
         label_smoothing_factor=0.1,
     ).to_json_string()  # fmt: skip
     result = imported(tmp_path, written, "training_args.json")
-    assert {entry.name for entry in result.entries} >= set(json.loads(written)) - {"fsdp_config", "lr_scheduler_kwargs"}
+    assert {entry.name for entry in result.entries} >= set(json.loads(written))
     assert [entry.name for entry in result.entries if entry.fate == "lost"] == ["label_smoothing_factor"]
     recipe = recipe_of(result)
     assert (recipe.optim.learning_rate, recipe.optim.warmup_steps, recipe.train.steps) == (1e-4, 5, 50)
@@ -386,6 +386,8 @@ BASE = "base_model: m\ndatasets: [{path: a.jsonl, type: completion}]\nmicro_batc
         ("chat_template: chatml", "data.chat_template", "chatml"),
         ("mlflow_tracking_uri: http://host", "mlflow.tracking_uri", "http://host"),
         ("use_tensorboard: true", "track", ("tensorboard",)),
+        ("adapter: lora\nload_in_4bit: no", "adapter.method", "lora"),
+        ("max_steps: 200\nlogging_steps: 0.05", "train.log_every", 10),
         ("gradient_checkpointing: offload", "train.activation_checkpointing", "full"),
     ],
 )  # fmt: skip
@@ -394,6 +396,28 @@ def test_a_key_of_axolotl(tmp_path: Path, extra: str, key: str, value: object) -
     for part in key.split("."):
         found = getattr(found, part)
     assert found == value
+
+
+def test_what_is_empty_does_not_vanish(tmp_path: Path) -> None:
+    text = BASE + "special_tokens: {}\nlr_scheduler_kwargs: {}\nfsdp_config: {}\ntest_datasets: []\ntokens: []\n"
+    (line,) = (note for note in imported(tmp_path, text).notes if note.startswith("off, or the default"))
+    for name in ("special_tokens", "lr_scheduler_kwargs", "fsdp_config", "test_datasets", "tokens"):
+        assert name in line
+
+
+def test_shares_of_an_unknown_run_are_told(tmp_path: Path) -> None:
+    result = imported(tmp_path, BASE + "val_set_size: 0.1\nlogging_steps: 0.1\neval_steps: 0.2\nsave_steps: 0.3\n")
+    lost = {entry.name for entry in result.entries if entry.fate == "lost"}
+    assert lost == {"logging_steps", "eval_steps", "save_steps"}
+    assert any("0.03 of the steps are warm-up there by default" in note for note in result.notes)
+
+
+def test_plain_text_of_llamafactory(tmp_path: Path) -> None:
+    table = {"books": {"file_name": "books.jsonl", "columns": {"prompt": "body"}}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(table))
+    text = "stage: pt\nmodel_name_or_path: m\ndataset: books\ndataset_dir: .\nfinetuning_type: full\nmax_steps: 9\n"
+    (source,) = recipe_of(imported(tmp_path, text)).data.train
+    assert (source.path, source.format, source.fields) == ("books.jsonl", "auto", {"text": "body"})
 
 
 def test_degrees_say_how_many_devices_there_were(tmp_path: Path) -> None:
@@ -412,6 +436,7 @@ def test_degrees_say_how_many_devices_there_were(tmp_path: Path) -> None:
         ("a.yaml", "[1, 2]", "holds no mapping"),
         ("a.yaml", "run: {}\nmodel: {}\ndata: {}\ntrain: {}\n", "is an echelon recipe already"),
         ("a.yaml", BASE + "rl: orpo\n", "rl: orpo is a training that echelon does not have"),
+        ("a.yaml", DPO.replace("ipo", "simpo"), "simpo is a training without a reference"),
         ("a.yaml", BASE + "learning_rat: 1\nlora_r: 0\nadapter: lora\n", "makes no recipe"),
     ],
 )

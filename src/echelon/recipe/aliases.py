@@ -84,9 +84,11 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
     "train.precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
     "train.activation_checkpointing": {True: "full", False: "none"},
     "optim.name": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "AdamW": "adamw",
-                   "adamw_bnb_8bit": "adamw_8bit"},
-    "optim.schedule": {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant",
-                       "warmup_stable_decay": "wsd"},
+                   "adamw_32bit": "adamw", "adamw_apex_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit",
+                   "adamw_torch_8bit": "adamw_8bit", "lion_32bit": "lion", "lion_8bit": "lion",
+                   "lion_pytorch": "lion"},
+    "optim.schedule": {"cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine",
+                       "constant_with_warmup": "constant", "warmup_stable_decay": "wsd"},
     "parallel": {"zero3": "fsdp", "full_shard": "fsdp", "shard_grad_op": "zero2", "no_shard": "ddp",
                  "hybrid_shard": "hsdp"},
     "parallel.dp_shard": {-1: "auto"},
@@ -112,6 +114,17 @@ NO_EQUIVALENT: Mapping[str, str] = {
 FREE_MAPPINGS = ("launch", "profile")
 
 
+def spellings(key: str) -> tuple[str, ...]:
+    """What other tools call a key of ours."""
+    return tuple(_NAMES.get(key, "").split())
+
+
+def read_value(name: str, value: Any) -> Any:
+    """What a value means under one of our keys, or under another tool's name for it: the value itself where no more is
+    known of it, None where it says nothing."""
+    return _VALUES.get(name, {}).get(value, value) if isinstance(value, Hashable) else value
+
+
 @dataclass(frozen=True)
 class Translation:
     """A key and value of another tool, as ours. `value` None: the key stays unset."""
@@ -133,10 +146,7 @@ def translate(path: KeyPath, value: Any, origin: str) -> Translation | None:
         raise ConfigError(f"{origin}: {name} has no place in a recipe: {reason}")
     alias, target = _find_alias(path, value)
     key = target or name
-    ours = value
-    if isinstance(value, Hashable):
-        ours = _VALUES.get(alias or key, {}).get(value, value)
-        ours = _VALUES.get(key, {}).get(ours, ours)
+    ours = read_value(key, read_value(alias or key, value))
     if alias in ("datasets", "test_datasets"):
         ours = _translate_datasets(value)
     elif target == "track" and isinstance(ours, str):

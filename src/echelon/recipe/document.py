@@ -89,6 +89,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_reference_is_what_was_there(self) -> Self:
+        if self.objective.name == "dpo" and self.adapter.init == "pissa":
+            raise ValueError(
+                "adapter.init=pissa changes the frozen weights, and objective.name=dpo compares with them as they "
+                "were; use adapter.init=default."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batch_is_whole_sequences(self) -> Self:
         tokens, length = self.train.global_batch_tokens, self.data.sequence_len
         if tokens is not None and tokens % length:

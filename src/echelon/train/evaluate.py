@@ -337,7 +337,7 @@ def _sequence_len(target: Path, model: PreTrainedModel) -> int:
 
 
 def _held_out(target: Path, sequence_len: int) -> Sequence[ValidationSet]:
-    recipe, _ = load_recipe(RunFolder(target).recipe_path)
+    recipe = read_run_recipe(target)
     prepared = open_prepared(RunFolder(target).read_prepared_path(), sequence_len, recipe.data.document_mask)
     if not prepared.validation:
         raise ConfigError(f"{target} holds no text out (data.validation_fraction is 0); give some with --data PATH.")

@@ -59,7 +59,6 @@ def prepare_run(
     from echelon.checkpoint.remote_start import RemoteStart
     from echelon.data.mixture import describe_mixture
     from echelon.data.prepare import prepare_data
-    from echelon.objective import check_objective
     from echelon.train.evaluate import check_evaluation
 
     find_cluster = cache(find_cluster)
@@ -87,7 +86,6 @@ def prepare_run(
         if fault := find_fault(recipe.optim, num_steps, recipe.batches):
             raise ConfigError(fault)
         check_evaluation(recipe, data)
-        check_objective(recipe, data)
         fields, line = find_model_fields(recipe, data.vocab_size)
         say(f"model: {line}")
         _check_masks(recipe, data, fields)
@@ -159,9 +157,8 @@ def _check_masks(recipe: Recipe, data: "PreparedData", fields: Mapping[str, Any]
     """Refuse a model that cannot keep the documents of a sequence apart, where the samples have several."""
     from echelon.model.attention import check_document_mask
     from echelon.model.build import load_config
-    from echelon.objective import first_documents
 
-    if data.train.num_samples and first_documents(data.train) is not None:
+    if data.apart:
         config = load_config(recipe.model.checkpoint or fields, recipe.model.trust_remote_code)
         check_document_mask(config, recipe.model.attn_implementation)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from echelon.recipe.aliases import spellings
 from echelon.recipe.foreign.ledger import Ledger
 from echelon.recipe.foreign.reading import Tool
 from echelon.recipe.yaml_text import show_value
@@ -20,6 +21,7 @@ _LF_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "
               "history": "history"}  # fmt: skip
 _LF_PAIRS = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 _EVERYWHERE = {"split": "split", "weight": "weight"}
+_TEMPLATES = ("chatml", "llama3", "mistral", "gemma", "zephyr", "alpaca")
 _FORMATS = ("alpaca", "sharegpt", "messages", "prompt_completion", "preference", "tokens")
 
 
@@ -40,15 +42,14 @@ def carry_data(ledger: Ledger, tool: Tool, folder: Path) -> None:
         ledger.reasons["data.train"] = "not in the file"
     ledger.values["data.train"] = sources
     _carry_validation(ledger, validation)
-    names = ("sequence_len", "cutoff_len", "max_length", "max_seq_length", "block_size", "model_max_length")
-    if ledger.move("data.sequence_len", *names) is None:
+    if ledger.move("data.sequence_len", "model_max_length") is None:
         length = {"axolotl": 512, "llamafactory": 2048, "hf": 1024}[tool]
         ledger.put("data.sequence_len", length, f"the default of {'TRL' if tool == 'hf' else tool}")
     plain = all(source.get("format", "auto") in ("auto", "text", "jsonl") for source in sources) and tool != "hf"
     _carry_packing(ledger, tool, plain)
     _carry_template(ledger, tool)
     _carry_training_part(ledger, tool)
-    ledger.move("data.prepare_workers", "preprocessing_num_workers", "dataset_processes", "dataset_num_proc")
+    ledger.move("data.prepare_workers")
 
 
 def is_hub_id(path: str) -> bool:
@@ -73,22 +74,30 @@ def _source(ledger: Ledger, name: str, path: str, form: str | None, fields: Mapp
     return {**source, **({"fields": renamed} if renamed else {})}
 
 
+def _carry_split(ledger: Ledger, name: str, source: dict[str, Any]) -> None:
+    full = ledger.find(name) if name else None
+    if full is None:
+        return
+    if source["path"].endswith(_SUFFIXES):
+        ledger.need_not(full, "a file has no splits.")
+    else:
+        source["split"] = ledger.take(full)
+
+
 def _axolotl_sources(ledger: Ledger, *names: str) -> Iterator[dict[str, Any]]:
     full = ledger.find(*names)
     if full is None or not ledger.given[full]:
         return
     items = ledger.given[full] if isinstance(ledger.given[full], list) else [ledger.given[full]]
     ledger.reasons["data.validation" if full == "test_datasets" else "data.train"] = full
-    ledger.expand(full, {})
-    for index, item in enumerate(items):
+    ledger.expand(
+        full, {str(index): item if isinstance(item, dict) else {"path": item} for index, item in enumerate(items)}
+    )
+    for index in range(len(items)):
         name = f"{full}.{index}"
-        if not isinstance(item, dict):
-            ledger.expand(name, {"path": item})
-        else:
-            kind = item.get("type")
-            parts = {key: value for key, value in item.items() if not (key == "type" and isinstance(kind, dict))}
-            ledger.expand(name, parts)
-            ledger.expand(f"{name}.type", kind if isinstance(kind, dict) else {}) if isinstance(kind, dict) else None
+        ledger.expand(name, ledger.given[name])
+        if isinstance(kind := ledger.given.get(f"{name}.type"), dict):
+            ledger.expand(f"{name}.type", kind)
         yield from _axolotl_source(ledger, name, full == "pretraining_dataset")
 
 
@@ -109,8 +118,7 @@ def _axolotl_source(ledger: Ledger, name: str, pretraining: bool) -> Iterator[di
         form = str(container)
     for each in paths:
         source = _source(ledger, f"{name}.type" if kind else f"{name}.path", each, form, fields)
-        if source.get("format") == "hub" and (split := take("split")):
-            source["split"] = split
+        _carry_split(ledger, f"{name}.split", source)
         yield source
     if ledger.peek(f"{name}.roles_to_train") == ["assistant"] or ledger.peek(f"{name}.roles_to_train") == ["gpt"]:
         take("roles_to_train")
@@ -198,10 +206,12 @@ def _factory_source(
         keys = ("messages", "role", "content") if form == "messages" else ("conversations", "from", "value")
         theirs = (columns.get("messages"), tags.get("role_tag"), tags.get("content_tag"))
         fields = {ours: own for ours, own in zip(keys, theirs, strict=True) if own}
+    elif ledger.given.get("stage") == "pt":
+        form, fields = None, {"text": columns["prompt"]} if "prompt" in columns else {}
     else:
         form, fields = "alpaca", {ours: columns[key] for key, ours in _LF_ALPACA.items() if key in columns}
     source = _source(ledger, name, path, form, fields)
-    if "split" in entry and source["format"] == "hub":
+    if "split" in entry and source.get("format") == "hub":
         source["split"] = entry["split"]
     told = {"hf_hub_url", "file_name", "columns", "tags", "ranking", "formatting", "split"}
     if left := sorted(set(entry) - told):
@@ -213,7 +223,7 @@ def _hf_sources(ledger: Ledger) -> list[dict[str, Any]]:
     sources = []
     mixture = ledger.peek("datasets")
     if isinstance(mixture, list):
-        ledger.expand("datasets", {})
+        ledger.expand("datasets", {str(index): item for index, item in enumerate(mixture)})
         for index, item in enumerate(mixture):
             ledger.expand(f"datasets.{index}", item if isinstance(item, dict) else {"path": item})
             sources.append(_hf_source(ledger, f"datasets.{index}.path", f"datasets.{index}.split"))
@@ -232,10 +242,8 @@ def _hf_sources(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _hf_source(ledger: Ledger, name: str, split_name: str) -> dict[str, Any]:
-    path, split = str(ledger.take(name)), ledger.take(split_name)
-    source = _source(ledger, name, path, None, {})
-    if split and source.get("format") == "hub":
-        source["split"] = split
+    source = _source(ledger, name, str(ledger.take(name)), None, {})
+    _carry_split(ledger, split_name, source)
     return source
 
 
@@ -255,8 +263,9 @@ def _hf_validation(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _carry_validation(ledger: Ledger, validation: list[dict[str, Any]]) -> None:
-    full = ledger.find("val_set_size", "val_size", "validation_split_percentage")
-    size = ledger.take("val_set_size", "val_size", "validation_split_percentage")
+    names = (*spellings("data.validation_fraction"), "validation_split_percentage")
+    full = ledger.find(*names)
+    size = ledger.take(*names)
     if validation:
         ledger.values["data.validation"] = validation
         if full is not None and size:
@@ -307,8 +316,8 @@ def _carry_template(ledger: Ledger, tool: Tool) -> None:
         ledger.lose(full, "LLaMA-Factory's `default` wording is not a template here; the tokenizer's own is used.")
     elif full in ("chat_template_path",) or str(value).endswith((".jinja", ".j2")):
         ledger.put("data.chat_template", str(value), f"{full}: {show_value(value)}")
-    elif value == "chatml":
-        ledger.put("data.chat_template", "chatml", f"{full}: chatml")
+    elif value in _TEMPLATES:
+        ledger.put("data.chat_template", value, f"{full}: {value}")
     else:
         ledger.differ(full, "the tokenizer's own template is used, which for a chat model is the one of that name.")
 

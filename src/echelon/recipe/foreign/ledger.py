@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from echelon.recipe.aliases import spellings
 from echelon.recipe.render import redact
 from echelon.recipe.yaml_text import show_value
 
@@ -42,8 +43,11 @@ class Ledger:
         self.remarks: list[str] = []
 
     def expand(self, name: str, items: Mapping[str, Any]) -> None:
-        """Account for the parts of a key one by one, instead of the whole."""
-        self.given.pop(name, None)
+        """Account for the parts of a key one by one, instead of the whole: those of its mapping, or of its list's."""
+        if not items:
+            self._enter(name, "off")
+            return
+        del self.given[name]
         self.given.update({f"{name}.{key}": value for key, value in items.items()})
 
     def find(self, *names: str) -> str | None:
@@ -77,8 +81,10 @@ class Ledger:
                 self.lose(other, f"{full} says the same and goes first.")
         return self.given[full]
 
-    def move(self, key: str, *names: str) -> Any:
-        """Carry the first of `names` to the recipe's `key` unchanged; returns its value."""
+    def move(self, key: str, *more: str) -> Any:
+        """Carry what is given under another spelling of the recipe's `key`, or under `more`, to it unchanged; returns
+        its value."""
+        names = (*more, *spellings(key))
         full = self.find(*names)
         value = self.take(*names)
         if full is not None:

@@ -2,35 +2,33 @@
 
 from typing import Any
 
+from echelon.recipe.aliases import read_value, spellings
 from echelon.recipe.foreign.ledger import Ledger
 from echelon.recipe.foreign.reading import Tool
 from echelon.recipe.yaml_text import show_value
 
 _PLACE_OF_MODEL = "path/to/model"
-_ATTENTION = {
-    "fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager", "eager": "eager",
-}  # fmt: skip
 
 
 def carry_model(ledger: Ledger, tool: Tool) -> None:
     """The model, its code, its attention, its tokenizer and the tokens added to it."""
-    if ledger.move("model.checkpoint", "base_model", "model_name_or_path", "base_model_name_or_path") is None:
+    if ledger.move("model.checkpoint", "base_model_name_or_path") is None:
         ledger.put("model.checkpoint", _PLACE_OF_MODEL, "not in the file")
         ledger.remark(f"the file names no model: set model.checkpoint, {_PLACE_OF_MODEL} for now.")
     if ledger.peek("trust_remote_code"):
-        ledger.move("model.trust_remote_code", "trust_remote_code")
-    if tokenizer := ledger.peek("tokenizer_config", "tokenizer_name_or_path", "tokenizer_name"):
-        if tokenizer == ledger.values["model.checkpoint"]:
-            ledger.take("tokenizer_config", "tokenizer_name_or_path", "tokenizer_name")
-        else:
-            ledger.move("tokenizer", "tokenizer_config", "tokenizer_name_or_path", "tokenizer_name")
+        ledger.move("model.trust_remote_code")
+    names = (*spellings("tokenizer"), "tokenizer_name_or_path")
+    if ledger.peek(*names) == ledger.values["model.checkpoint"]:
+        ledger.take(*names)
+    else:
+        ledger.move("tokenizer", *names)
     _carry_attention(ledger)
     _carry_tokens(ledger)
 
 
 def _carry_attention(ledger: Ledger) -> None:
     if (full := ledger.find("attn_implementation")) is not None:
-        ledger.move("model.attn_implementation", full)
+        ledger.put("model.attn_implementation", ledger.take(full), f"{full}: {ledger.given[full]}")
         return
     full = ledger.find("flash_attn", "flash_attention", "sdp_attention", "eager_attention")
     if full is None or ledger.given[full] in (False, "auto"):
@@ -38,12 +36,9 @@ def _carry_attention(ledger: Ledger) -> None:
             ledger.need_not(full, "attention is chosen by transformers where the recipe is silent.")
         return
     value = ledger.take(full)
-    named = {"sdp_attention": "sdpa", "eager_attention": "eager"}.get(full)
-    ours = named or ("flash_attention_2" if value is True else _ATTENTION.get(value))
-    if ours is None:
-        ledger.lose(full, f"no attention of transformers is called so; use {', '.join(sorted(set(_ATTENTION)))}.")
-    else:
-        ledger.put("model.attn_implementation", ours, f"{full}: {show_value(value)}")
+    named = {"sdp_attention": "sdpa", "eager_attention": "eager", "flash_attention": "flash_attention_2"}
+    ours = named.get(full) or read_value("flash_attn", value)
+    ledger.put("model.attn_implementation", ours, f"{full}: {show_value(value)}")
 
 
 def _carry_tokens(ledger: Ledger) -> None:
@@ -73,14 +68,14 @@ def carry_adapter(ledger: Ledger, tool: Tool) -> None:
                 ledger.need_not(name, "every parameter is trained, no adapter is made.")
         return
     ledger.put("adapter.method", method, _reason(ledger, "adapter", "finetuning_type", "use_peft", "peft_type"))
-    rank = ledger.move("adapter.r", "lora_r", "lora_rank", "r")
+    rank = ledger.move("adapter.r", "r")
     if rank is None:
         rank = {"hf": 16 if ledger.given.get("use_peft") else 8}.get(tool, 8)
         ledger.put("adapter.r", rank, f"the default of {tool}")
-    if ledger.move("adapter.alpha", "lora_alpha") is None:
+    if ledger.move("adapter.alpha") is None:
         alpha = {"llamafactory": 2 * rank, "axolotl": 2 * rank}.get(tool, 32 if ledger.given.get("use_peft") else 8)
         ledger.put("adapter.alpha", alpha, f"the default of {tool}")
-    if ledger.move("adapter.dropout", "lora_dropout") is None:
+    if ledger.move("adapter.dropout") is None:
         dropout = 0.05 if tool == "hf" and ledger.given.get("use_peft") else 0.0
         ledger.put("adapter.dropout", dropout, f"the default of {tool}")
     _carry_targets(ledger)

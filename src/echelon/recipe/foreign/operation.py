@@ -3,15 +3,18 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from echelon.errors import ConfigError
+from echelon.recipe.aliases import read_value
 from echelon.recipe.foreign.ledger import Ledger
 from echelon.recipe.foreign.reading import Tool
+from echelon.recipe.training import ParallelName
 from echelon.recipe.yaml_text import show_value
 
 _TRACKERS = ("tensorboard", "mlflow", "wandb")
 _SEED = 42
+STRATEGY_NAMES = get_args(ParallelName)
 
 
 def carry_run(ledger: Ledger, path: Path) -> None:
@@ -21,8 +24,8 @@ def carry_run(ledger: Ledger, path: Path) -> None:
     clean = re.sub(r"[^A-Za-z0-9._-]+", "-", str(name)).strip("-._") or "imported"
     ledger.put("run.name", clean, "the run's or the folder's name" if clean == name else f"from {show_value(name)}")
     if out:
-        ledger.move("run.dir", "output_dir")
-    if ledger.move("run.seed", "seed") is None:
+        ledger.move("run.dir")
+    if ledger.move("run.seed") is None:
         ledger.put("run.seed", _SEED, "the tool's default")
 
 
@@ -43,6 +46,10 @@ def carry_objective(ledger: Ledger, tool: Tool) -> None:
     loss = ledger.find("pref_loss", "loss_type")
     value = ledger.take("pref_loss", "loss_type") or ("ipo" if wanted == "ipo" else "sigmoid")
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if value in ("orpo", "simpo", "kto"):
+        raise ConfigError(
+            f"{loss}: {value} is a training without a reference, which echelon does not have; it has dpo."
+        )
     if value in ("sigmoid", "ipo"):
         ledger.put("objective.loss", value, f"{loss}: {value}" if loss else "the tool's default")
     else:
@@ -123,9 +130,9 @@ def _carry_fsdp(ledger: Ledger) -> bool:
     if (name := ledger.find("fsdp_config")) is not None:
         ledger.expand(name, config)
     strategy = str(meaningful.get("sharding_strategy", "")).lower()
-    named = {"full_shard": "fsdp", "shard_grad_op": "zero2", "no_shard": "ddp", "hybrid_shard": "hsdp",
-             "hybrid_shard_zero2": "hsdp", "1": "fsdp", "2": "zero2", "3": "ddp", "4": "hsdp"}  # fmt: skip
-    ours = named.get(strategy) or next((named[word] for word in words if word in named), None)
+    strategy = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"}.get(strategy, strategy)
+    named = (read_value("parallel", word.removesuffix("_zero2")) for word in (strategy, *words))
+    ours = next((name for name in named if name in STRATEGY_NAMES), None)
     if ours is None:
         ours = "zero2" if meaningful.get("reshard_after_forward") is False else "fsdp"
     offload = bool(meaningful.get("offload_params") or meaningful.get("cpu_offload")) or "offload" in words
@@ -150,25 +157,31 @@ def _carry_fsdp(ledger: Ledger) -> bool:
 
 def carry_operation(ledger: Ledger, tool: Tool, steps: int | None, epochs: float | None) -> None:
     """When the run is logged, evaluated and saved, and where its metrics go."""
-    every = ledger.take("logging_steps")
-    every = every if every is not None else 500 if tool != "axolotl" else 1
-    ledger.put("train.log_every", _steps(every, steps) or 1, f"logging_steps: {every:g}")
+    default = 1 if tool == "axolotl" else 500
+    every = _steps(ledger, "logging_steps", ledger.take("logging_steps") or default, steps)
+    ledger.put("train.log_every", every or 1, "logging_steps")
     _carry_evaluation(ledger, tool, steps, epochs)
     _carry_saving(ledger, steps, epochs)
     _carry_tracking(ledger, tool)
 
 
-def _steps(value: float | None, steps: int | None) -> int | None:
-    """A number of steps, or a share of the run; None where the share is of an unknown run."""
-    if value is None or value >= 1:
-        return None if value is None else int(value)
-    return None if steps is None else max(1, round(value * steps))
+_UNKNOWN = "how many steps the run has is not known here; import with --samples N, or set the steps."
+
+
+def _steps(ledger: Ledger, name: str, value: float | None, steps: int | None) -> int | None:
+    """A number of steps, or a share of the run; None where the share is of an unknown run, which is told."""
+    if not value or value >= 1:
+        return int(value) if value else None
+    if steps is None:
+        ledger.lose(name, _UNKNOWN)
+        return None
+    return max(1, round(value * steps))
 
 
 def _of_epoch(ledger: Ledger, name: str, times: float, steps: int | None, epochs: float | None) -> int | None:
     if steps is not None and epochs:
         return max(1, round(steps / epochs / times))
-    ledger.lose(name, "how many steps an epoch has is not known here; import with --samples N, or set the steps.")
+    ledger.lose(name, _UNKNOWN)
     return None
 
 
@@ -188,7 +201,7 @@ def _carry_evaluation(ledger: Ledger, tool: Tool, steps: int | None, epochs: flo
         name = "evals_per_epoch" if times else strategy_name or "eval_strategy"
         ledger.take("evals_per_epoch")
         every = _of_epoch(ledger, name, times or 1, steps, epochs)
-    if found := _steps(every, steps):
+    if found := _steps(ledger, "eval_steps", every, steps):
         ledger.put("train.eval_every", found, "eval_steps" if not times else f"evals_per_epoch: {times}")
 
 
@@ -203,9 +216,9 @@ def _carry_saving(ledger: Ledger, steps: int | None, epochs: float | None) -> No
         every = _of_epoch(ledger, name, times or 1, steps, epochs)
     elif strategy == "best":
         ledger.put("checkpoint.keep_best", True, "save_strategy: best")
-    if found := _steps(every, steps):
+    if found := _steps(ledger, "save_steps", every, steps):
         ledger.put("checkpoint.every_steps", found, "save_steps" if not times else f"saves_per_epoch: {times}")
-    ledger.move("checkpoint.keep_last", "save_total_limit")
+    ledger.move("checkpoint.keep_last")
     if ledger.peek("load_best_model_at_end"):
         ledger.take("load_best_model_at_end")
         ledger.put("checkpoint.keep_best", True, "load_best_model_at_end: true")

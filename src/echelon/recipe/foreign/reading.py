@@ -74,9 +74,19 @@ def _parse(text: str, path: Path) -> Any:
     return parse_yaml(text, str(path))[0]
 
 
+def _read_words(key: str, value: Any) -> Any:
+    """These tools read YAML 1.1, where yes and no are not words; but `eval_strategy: no` is one to them too."""
+    if isinstance(value, dict):
+        return {inner: _read_words(str(inner), item) for inner, item in value.items()}
+    if isinstance(value, list):
+        return [_read_words(key, item) for item in value]
+    is_word = not isinstance(value, str) or key.endswith("strategy") or key == "include_num_input_tokens_seen"
+    return value if is_word else {"yes": True, "on": True, "no": False, "off": False}.get(value.lower(), value)
+
+
 def _flatten(given: Mapping[Any, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in _read_words("", given).items():
         if str(key) in _GROUPS and isinstance(value, dict):
             flat.update({f"{key}.{inner}": item for inner, item in value.items()})
         else:

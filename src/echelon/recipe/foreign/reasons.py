@@ -104,5 +104,5 @@ DEFAULTS: Mapping[str, object] = {
     "project": "huggingface", "trackio_space_id": "trackio", "liger_kernel_config": None, "eval_delay": 0,
     "fsdp_config": {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False},
     "torch_empty_cache_steps": None, "warmup_ratio": 0.0, "past_index": -1, "local_rank": -1, "mp_parameters": "",
-    "tp_size": 0, "max_samples": None, "peft_version": None, "weight_decay": 0.0,
+    "tp_size": 0,
 }  # fmt: skip

@@ -3,35 +3,24 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
+from echelon.recipe.aliases import read_value, spellings
 from echelon.recipe.foreign.ledger import Ledger
 from echelon.recipe.foreign.reading import Tool
+from echelon.recipe.training import OptimConfig
 from echelon.recipe.yaml_text import show_value
 
-# What the tools call an optimizer, by the name without `paged_`: ours, and how it differs.
-_OPTIMIZERS: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_32bit",
-                     "adamw_torch_npu_fused", "adamw_torch_xla"), ("adamw", "")),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"),
-                    ("adamw_8bit", "Its blocks of 8-bit moments are torchao's, not bitsandbytes'.")),
-    **dict.fromkeys(("lion", "lion_32bit", "lion_pytorch"), ("lion", "")),
-    "lion_8bit": ("lion", "Its moment is kept in 32 bits."),
-    "adafactor": ("adafactor", "Its learning rate is relative to each parameter's size."),
-    "sgd": ("sgd", ""),
-    "muon": ("muon", ""),
-}  # fmt: skip
-_SCHEDULES: Mapping[str, tuple[str, str]] = {
-    "linear": ("linear", ""),
-    "cosine": ("cosine", ""),
-    "cosine_with_min_lr": ("cosine", ""),
-    "cosine_warmup_with_min_lr": ("cosine", ""),
-    "cosine_with_restarts": ("cosine", "There are no restarts."),
-    "polynomial": ("polynomial", ""),
-    "constant": ("constant", ""),
-    "constant_with_warmup": ("constant", ""),
-    "inverse_sqrt": ("inverse_sqrt", ""),
-    "warmup_stable_decay": ("wsd", ""),
+# What is not quite the same under the same name.
+_DIFFERENCES: Mapping[str, str] = {
+    "adamw_bnb_8bit": "Its blocks of 8-bit moments are torchao's, not bitsandbytes'.",
+    "adamw_8bit": "Its blocks of 8-bit moments are torchao's, not bitsandbytes'.",
+    "lion_8bit": "Its moment is kept in 32 bits.",
+    "adafactor": "Its learning rate is relative to each parameter's size.",
+    "cosine_with_restarts": "There are no restarts.",
 }
+_OPTIMIZERS: tuple[str, ...] = get_args(OptimConfig.model_fields["name"].annotation)
+_SCHEDULES: tuple[str, ...] = get_args(OptimConfig.model_fields["schedule"].annotation)
 _BETAS = (0.9, 0.999)
 
 
@@ -49,17 +38,17 @@ def carry_training(ledger: Ledger, tool: Tool, amounts: Amounts) -> int | None:
     steps = _carry_length(ledger, tool, batch, amounts.samples)
     _carry_precision(ledger, tool)
     if ledger.peek("torch_compile") not in (None, False):
-        ledger.move("train.compile", "torch_compile")
+        ledger.move("train.compile")
     else:
         ledger.put("train.compile", False, "not asked for")
     _carry_recomputation(ledger, tool)
     if ledger.peek("full_determinism"):
-        ledger.move("train.deterministic", "full_determinism")
+        ledger.move("train.deterministic")
     return steps
 
 
 def _carry_batch(ledger: Ledger, tool: Tool, amounts: Amounts) -> int:
-    micro = ledger.take("micro_batch_size", "per_device_train_batch_size")
+    micro = ledger.take(*spellings("train.micro_batch_size"))
     if micro is None:
         micro = 1 if tool == "axolotl" else 8
     full = ledger.find("gradient_accumulation_steps")
@@ -83,15 +72,15 @@ def _carry_batch(ledger: Ledger, tool: Tool, amounts: Amounts) -> int:
 
 def _carry_length(ledger: Ledger, tool: Tool, batch: int, samples: int | None) -> int | None:
     steps = ledger.peek("max_steps")
-    epochs = ledger.find("num_epochs", "num_train_epochs")
+    epochs = ledger.find(*spellings("train.epochs"))
     if steps is not None and steps > 0:
-        ledger.move("train.steps", "max_steps")
+        ledger.move("train.steps")
         if epochs is not None:
             ledger.need_not(epochs, f"max_steps={steps} goes first, there as here.")
         return int(steps)
     if steps is not None:
         ledger.need_not("max_steps", "the run's length is that of its epochs.")
-    value = ledger.take("num_epochs", "num_train_epochs") or (1 if tool == "axolotl" else 3)
+    value = ledger.take(*spellings("train.epochs")) or (1 if tool == "axolotl" else 3)
     ledger.put("train.epochs", value, f"{epochs}: {value}" if epochs else f"the default of {tool}")
     if epochs is not None:
         ledger.differ(epochs, "the last batch of the last epoch is filled from the next one, and nothing is dropped.")
@@ -110,7 +99,7 @@ def _carry_precision(ledger: Ledger, tool: Tool) -> None:
         ledger.put("train.precision", "fp16", f"{full16}: true")
     elif half is not None:
         value = ledger.take(half)
-        ours = {True: "bf16", "auto": "auto", "full": "bf16", False: "fp32"}.get(value, "auto")
+        ours = "bf16" if value == "full" else read_value("bf16", value)
         ledger.put("train.precision", ours, f"{half}: {show_value(value)}")
         if value == "full":
             ledger.differ(half, "weights stay fp32 beside bf16 arithmetic.")
@@ -144,21 +133,21 @@ def _carry_recomputation(ledger: Ledger, tool: Tool) -> None:
 def carry_optimizer(ledger: Ledger, tool: Tool, steps: int | None) -> None:
     """The optimizer, its numbers, and the schedule; a share of the run becomes steps where `steps` is known."""
     name = _carry_rule(ledger)
-    if ledger.move("optim.learning_rate", "learning_rate", "lr") is None:
+    if ledger.move("optim.learning_rate") is None:
         rate = 1e-6 if _is_dpo(ledger) and tool == "hf" else 2e-5 if tool == "hf" and _is_trl(ledger) else 5e-5
         ledger.put("optim.learning_rate", rate, "the tool's default")
-    if ledger.move("optim.weight_decay", "weight_decay") is None:
+    if ledger.move("optim.weight_decay") is None:
         ledger.put("optim.weight_decay", 0.0, "the tool's default")
     betas = [ledger.take("adam_beta1"), ledger.take("adam_beta2")]
     if name in ("adamw", "adamw_8bit", "lion", "muon"):
         chosen = [default if value is None else value for value, default in zip(betas, _BETAS, strict=True)]
         ledger.put("optim.betas", chosen, "adam_beta1, adam_beta2" if any(betas) else "the tool's default")
-    ledger.move("optim.eps", "adam_epsilon")
+    ledger.move("optim.eps")
     if ledger.peek("max_grad_norm") == 0:
         ledger.take("max_grad_norm")
         ledger.put("optim.max_grad_norm", None, "max_grad_norm: 0")
     else:
-        ledger.move("optim.max_grad_norm", "max_grad_norm")
+        ledger.move("optim.max_grad_norm")
     ratio = ledger.find("loraplus_lr_ratio")
     if ratio is not None and (value := ledger.take(ratio)):
         ledger.put("optim.learning_rate_multipliers", {"*lora_B*": value}, f"{ratio}: {value}")
@@ -175,26 +164,26 @@ def _carry_rule(ledger: Ledger) -> str:
         return "adamw"
     value = str(ledger.take(full))
     paged = value.startswith("paged_")
-    ours, difference = _OPTIMIZERS.get(value.removeprefix("paged_"), ("", ""))
-    if not ours:
+    ours = read_value("optim.name", value.removeprefix("paged_"))
+    difference = _DIFFERENCES.get(value.removeprefix("paged_"), "")
+    if ours not in _OPTIMIZERS:
         ledger.put("optim.name", "adamw", f"{full}: {value}")
-        ledger.lose(full, "echelon has adamw, adamw_8bit, adafactor, lion, muon and sgd; adamw is written.")
+        ledger.lose(full, f"echelon has {', '.join(_OPTIMIZERS)}; adamw is written.")
         return "adamw"
     ledger.put("optim.name", ours, f"{full}: {value}")
     if paged or difference:
         ledger.differ(full, f"{'Its state is not paged to host memory. ' if paged else ''}{difference}".strip())
-    return ours
+    return str(ours)
 
 
 def _carry_schedule(ledger: Ledger, tool: Tool, steps: int | None) -> None:
     full = ledger.find("lr_scheduler", "lr_scheduler_type")
     value = str(ledger.take(full)) if full is not None else ("cosine" if tool == "axolotl" else "linear")
-    ours, difference = _SCHEDULES.get(value, ("", ""))
-    if not ours:
+    ours = read_value("optim.schedule", value.removesuffix("_with_restarts"))
+    difference = _DIFFERENCES.get(value, "")
+    if ours not in _SCHEDULES:
         assert full is not None
-        ledger.lose(
-            full, f"echelon has {', '.join(sorted({ours for ours, _ in _SCHEDULES.values()}))}; cosine is written."
-        )
+        ledger.lose(full, f"echelon has {', '.join(_SCHEDULES)}; cosine is written.")
         ours = "cosine"
     elif difference and full is not None:
         ledger.differ(full, difference)
