@@ -388,6 +388,8 @@ BASE = "base_model: m\ndatasets: [{path: a.jsonl, type: completion}]\nmicro_batc
         ("use_tensorboard: true", "track", ("tensorboard",)),
         ("adapter: lora\nload_in_4bit: no", "adapter.method", "lora"),
         ("max_steps: 200\nlogging_steps: 0.05", "train.log_every", 10),
+        ("gradient_checkpointing: false\nfsdp: true\nfsdp_config: {activation_checkpointing: true}",
+         "train.activation_checkpointing", "full"),
         ("gradient_checkpointing: offload", "train.activation_checkpointing", "full"),
     ],
 )  # fmt: skip
@@ -424,6 +426,18 @@ def test_degrees_say_how_many_devices_there_were(tmp_path: Path) -> None:
     recipe = recipe_of(imported(tmp_path, BASE + "dp_shard_size: 4\ndp_replicate_size: 2\n"))
     assert recipe.global_batch_size == 8
     assert (recipe.parallel.dp_shard, recipe.parallel.dp_replicate) == (4, 2)
+
+
+@pytest.mark.parametrize("name", ["axolotl", "llamafactory"])
+def test_a_value_of_any_kind_is_carried_told_or_refused_in_words(tmp_path: Path, name: str) -> None:
+    """What no tool would take is a ConfigError, never a traceback."""
+    given = yaml.safe_load(FILES[name])
+    for key in given:
+        for odd in ("x", [1]):
+            try:
+                imported(tmp_path, json.dumps({**given, key: odd}), "file.json")
+            except ConfigError as error:
+                assert "file.json" in str(error) or key in str(error)
 
 
 @pytest.mark.parametrize(

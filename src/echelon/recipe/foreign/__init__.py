@@ -4,7 +4,7 @@ Every key of the file ends in the ledger, carried or with a reason. `model`, `da
 keys that mean something, by topic; `reasons` has the words for the rest.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.errors import ConfigError
@@ -47,9 +47,9 @@ def import_recipe(path: Path, tool: str | None = None, amounts: Amounts | None =
     carry_model(ledger, kind)
     carry_adapter(ledger, kind)
     carry_data(ledger, kind, path.parent)
-    steps = carry_training(ledger, kind, amounts or Amounts())
+    amounts, named = amounts or Amounts(), carry_parallel(ledger, path.parent)
+    steps = carry_training(ledger, kind, replace(amounts, devices=amounts.devices or named))
     carry_optimizer(ledger, kind, steps)
-    carry_parallel(ledger, path.parent)
     carry_operation(ledger, kind, steps, ledger.values.get("train.epochs"))
     ledger.close(DEFAULTS, NEEDLESS, LOST)
     text = render_imported(ledger, path.name)

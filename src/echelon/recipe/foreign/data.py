@@ -170,15 +170,15 @@ def _axolotl_conversation(ledger: Ledger, name: str, word: str, renames: Any) ->
 
 
 def _factory_sources(ledger: Ledger, name: str, folder: Path) -> list[dict[str, Any]]:
-    value = ledger.take(name)
-    if not value:
+    value = ledger.peek(name)
+    names = ledger.words(name)
+    if not names:
         return []
-    names = value.split(",") if isinstance(value, str) else value
     data_dir = Path(str(ledger.take("dataset_dir") or ledger.given.get("dataset_dir") or "data"))
     table = next((each for each in (folder / data_dir, data_dir) if (each / "dataset_info.json").is_file()), None)
     known = json.loads((table / "dataset_info.json").read_text(encoding="utf-8")) if table is not None else {}
     ledger.reasons["data.validation" if name == "eval_dataset" else "data.train"] = f"{name}: {show_value(value)}"
-    sources = [_factory_source(ledger, name, data_dir, each.strip(), known) for each in names]
+    sources = [_factory_source(ledger, name, data_dir, each, known) for each in names]
     if ledger.find("interleave_probs") and name == "dataset":
         shares = ledger.take("interleave_probs")
         shares = [float(share) for share in shares.split(",")] if isinstance(shares, str) else shares
@@ -265,7 +265,7 @@ def _hf_validation(ledger: Ledger) -> list[dict[str, Any]]:
 def _carry_validation(ledger: Ledger, validation: list[dict[str, Any]]) -> None:
     names = (*spellings("data.validation_fraction"), "validation_split_percentage")
     full = ledger.find(*names)
-    size = ledger.take(*names)
+    size = ledger.number(*names)
     if validation:
         ledger.values["data.validation"] = validation
         if full is not None and size:

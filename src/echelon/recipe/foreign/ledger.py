@@ -1,9 +1,11 @@
 """The books of an import: what became of every key of the file, and where every value of the recipe is from."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from echelon.errors import ConfigError
 from echelon.recipe.aliases import spellings
 from echelon.recipe.render import redact
 from echelon.recipe.yaml_text import show_value
@@ -80,6 +82,26 @@ class Ledger:
             else:
                 self.lose(other, f"{full} says the same and goes first.")
         return self.given[full]
+
+    def number(self, *names: str) -> float | None:
+        """As `take`, for what is counted with. Raises ConfigError for what is no number."""
+        full = self.find(*names)
+        value = self.take(*names)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = float(value)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"{full}: {show_value(value)} is not a number; correct it, and import the file again.")
+        return value
+
+    def words(self, *names: str, between: str | None = ",") -> list[str]:
+        """As `take`, for a list of words, or a text of them. Raises ConfigError for what is neither."""
+        full = self.find(*names)
+        value = self.take(*names)
+        value = value.split(between) if isinstance(value, str) else [] if value is None else value
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise ConfigError(f"{full}: {show_value(value)} is not a list of words; correct it, and import it again.")
+        return [word.strip() for word in value]
 
     def move(self, key: str, *more: str) -> Any:
         """Carry what is given under another spelling of the recipe's `key`, or under `more`, to it unchanged; returns

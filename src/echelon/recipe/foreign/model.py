@@ -46,10 +46,8 @@ def _carry_tokens(ledger: Ledger) -> None:
     for name in ("tokens", "new_special_tokens", "add_special_tokens", "add_tokens"):
         if (value := ledger.peek(name)) and not isinstance(value, bool):
             full = ledger.find(name)
-            ledger.take(name)
-            tokens += value.split(",") if isinstance(value, str) else value
-            reason = f"{full}: {show_value(value)}"
-            ledger.put("model.new_tokens", [str(token).strip() for token in tokens], reason)
+            tokens += ledger.words(name)
+            ledger.put("model.new_tokens", list(tokens), f"{full}: {show_value(value)}")
     if isinstance(special := ledger.peek("special_tokens"), dict):
         ledger.expand("special_tokens", special)
         for name in special:
@@ -68,8 +66,11 @@ def carry_adapter(ledger: Ledger, tool: Tool) -> None:
                 ledger.need_not(name, "every parameter is trained, no adapter is made.")
         return
     ledger.put("adapter.method", method, _reason(ledger, "adapter", "finetuning_type", "use_peft", "peft_type"))
-    rank = ledger.move("adapter.r", "r")
-    if rank is None:
+    full = ledger.find(*spellings("adapter.r"), "r")
+    rank = ledger.number(*spellings("adapter.r"), "r")
+    if rank is not None:
+        ledger.put("adapter.r", rank, f"{full}: {rank:g}")
+    else:
         rank = {"hf": 16 if ledger.given.get("use_peft") else 8}.get(tool, 8)
         ledger.put("adapter.r", rank, f"the default of {tool}")
     if ledger.move("adapter.alpha") is None:

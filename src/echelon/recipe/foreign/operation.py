@@ -1,6 +1,7 @@
 """Objective, sharding, saving, evaluation, logging and the run's name, of another tool's file."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -58,9 +59,10 @@ def carry_objective(ledger: Ledger, tool: Tool) -> None:
         ledger.move("objective.label_smoothing", "dpo_label_smoothing", "label_smoothing")
 
 
-def carry_parallel(ledger: Ledger, folder: Path) -> None:
-    """How the work is spread: DeepSpeed's stage, FSDP's strategy, or degrees."""
-    shard, replicate = ledger.take("dp_shard_size"), ledger.take("dp_replicate_size")
+def carry_parallel(ledger: Ledger, folder: Path) -> int | None:
+    """How the work is spread: DeepSpeed's stage, FSDP's strategy, or degrees. Returns the number of devices that
+    degrees make, where they are given."""
+    shard, replicate = ledger.number("dp_shard_size"), ledger.number("dp_replicate_size")
     for name in ("tensor_parallel_size", "tp_size", "context_parallel_size", "cp_size", "sequence_parallel_degree",
                  "expert_parallel_size", "ep_size", "pp_size"):  # fmt: skip
         if (ledger.peek(name) or 1) == 1:
@@ -76,6 +78,8 @@ def carry_parallel(ledger: Ledger, folder: Path) -> None:
         degrees = {key: size for key, size in (("dp_replicate", replicate), ("dp_shard", shard)) if size and size > 1}
         if degrees:
             ledger.put("parallel", degrees, "dp_shard_size, dp_replicate_size")
+    sizes = [int(size) for size in (shard, replicate) if size and size > 0]
+    return math.prod(sizes) if sizes else None
 
 
 def _carry_deepspeed(ledger: Ledger, full: str, folder: Path) -> None:
@@ -119,8 +123,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def _carry_fsdp(ledger: Ledger) -> bool:
-    words = ledger.peek("fsdp") or []
-    words = words.split() if isinstance(words, str) else [str(word) for word in words] if words is not True else []
+    words = [] if ledger.peek("fsdp") in (True, None) else ledger.words("fsdp", between=None)
     config = ledger.peek("fsdp_config")
     config = config if isinstance(config, dict) else {}
     meaningful = {key.removeprefix("fsdp_"): value for key, value in config.items()}
@@ -158,7 +161,7 @@ def _carry_fsdp(ledger: Ledger) -> bool:
 def carry_operation(ledger: Ledger, tool: Tool, steps: int | None, epochs: float | None) -> None:
     """When the run is logged, evaluated and saved, and where its metrics go."""
     default = 1 if tool == "axolotl" else 500
-    every = _steps(ledger, "logging_steps", ledger.take("logging_steps") or default, steps)
+    every = _steps(ledger, "logging_steps", ledger.number("logging_steps") or default, steps)
     ledger.put("train.log_every", every or 1, "logging_steps")
     _carry_evaluation(ledger, tool, steps, epochs)
     _carry_saving(ledger, steps, epochs)
@@ -189,17 +192,16 @@ def _carry_evaluation(ledger: Ledger, tool: Tool, steps: int | None, epochs: flo
     strategy_name = ledger.find("eval_strategy", "evaluation_strategy")
     strategy = ledger.take("eval_strategy", "evaluation_strategy")
     holds_out = bool(ledger.values.get("data.validation") or ledger.values.get("data.validation_fraction"))
-    every = ledger.take("eval_steps")
+    every = ledger.number("eval_steps")
     silent = strategy is None and every is None and tool != "axolotl"
     if strategy == "no" or silent or not holds_out:
         ledger.put("train.eval_every", None, f"{strategy_name}: no" if strategy == "no" else "nothing is evaluated")
         if strategy not in (None, "no") and not holds_out:
             ledger.lose(str(strategy_name), "the file names no data to evaluate on; set data.validation.")
         return
-    times = ledger.peek("evals_per_epoch")
+    times = ledger.number("evals_per_epoch")
     if times or strategy == "epoch" or (every is None and strategy is None):
         name = "evals_per_epoch" if times else strategy_name or "eval_strategy"
-        ledger.take("evals_per_epoch")
         every = _of_epoch(ledger, name, times or 1, steps, epochs)
     if found := _steps(ledger, "eval_steps", every, steps):
         ledger.put("train.eval_every", found, "eval_steps" if not times else f"evals_per_epoch: {times}")
@@ -207,12 +209,11 @@ def _carry_evaluation(ledger: Ledger, tool: Tool, steps: int | None, epochs: flo
 
 def _carry_saving(ledger: Ledger, steps: int | None, epochs: float | None) -> None:
     strategy_name, strategy = ledger.find("save_strategy"), ledger.take("save_strategy")
-    times, every = ledger.peek("saves_per_epoch"), ledger.take("save_steps")
+    times, every = ledger.number("saves_per_epoch"), ledger.number("save_steps")
     if strategy == "no":
         ledger.differ("save_strategy", "a run is always saved, at its end and every checkpoint.every_steps.")
     elif times or strategy == "epoch":
         name = "saves_per_epoch" if times else str(strategy_name)
-        ledger.take("saves_per_epoch")
         every = _of_epoch(ledger, name, times or 1, steps, epochs)
     elif strategy == "best":
         ledger.put("checkpoint.keep_best", True, "save_strategy: best")
@@ -230,8 +231,8 @@ def _carry_saving(ledger: Ledger, steps: int | None, epochs: float | None) -> No
 
 def _carry_tracking(ledger: Ledger, tool: Tool) -> None:
     full = ledger.find("report_to")
-    value = ledger.take("report_to")
-    wanted = [value] if isinstance(value, str) else list(value or [])
+    value = ledger.peek("report_to")
+    wanted = ledger.words("report_to")
     if "all" in wanted:
         ledger.differ(
             str(full), "trackers are named one by one, and none is written: track: [tensorboard, mlflow, wandb]."

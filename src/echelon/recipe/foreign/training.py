@@ -48,21 +48,19 @@ def carry_training(ledger: Ledger, tool: Tool, amounts: Amounts) -> int | None:
 
 
 def _carry_batch(ledger: Ledger, tool: Tool, amounts: Amounts) -> int:
-    micro = ledger.take(*spellings("train.micro_batch_size"))
+    micro = ledger.number(*spellings("train.micro_batch_size"))
     if micro is None:
         micro = 1 if tool == "axolotl" else 8
     full = ledger.find("gradient_accumulation_steps")
-    accumulation = ledger.take("gradient_accumulation_steps") or 1
-    shards = [ledger.peek("dp_shard_size"), ledger.peek("dp_replicate_size")]
-    named = math.prod(size for size in shards if size and size > 0) if any(shards) else None
-    devices = amounts.devices or named or 1
+    accumulation = ledger.number("gradient_accumulation_steps") or 1
+    devices = amounts.devices or 1
     batch = int(micro * accumulation * devices)
     arithmetic = f"{micro} a device x {accumulation} accumulated x {devices} device{'s' if devices > 1 else ''}"
     ledger.put("train.global_batch_size", batch, arithmetic)
     ledger.put("train.micro_batch_size", micro, "as in the file; `auto` takes what fits")
     if full is not None and accumulation > 1:
         ledger.differ(full, f"accumulation is derived from the global batch: {arithmetic} = {batch}.")
-    if amounts.devices is None and named is None:
+    if amounts.devices is None:
         ledger.remark(
             f"the file's batch is {micro * accumulation} for each GPU, and 1 GPU was assumed: for N of them import "
             f"with --devices N, or multiply train.global_batch_size={batch} by N."
@@ -71,16 +69,16 @@ def _carry_batch(ledger: Ledger, tool: Tool, amounts: Amounts) -> int:
 
 
 def _carry_length(ledger: Ledger, tool: Tool, batch: int, samples: int | None) -> int | None:
-    steps = ledger.peek("max_steps")
+    steps = ledger.number("max_steps")
     epochs = ledger.find(*spellings("train.epochs"))
     if steps is not None and steps > 0:
-        ledger.move("train.steps")
+        ledger.put("train.steps", steps, f"max_steps: {steps:g}")
         if epochs is not None:
             ledger.need_not(epochs, f"max_steps={steps} goes first, there as here.")
         return int(steps)
     if steps is not None:
         ledger.need_not("max_steps", "the run's length is that of its epochs.")
-    value = ledger.take(*spellings("train.epochs")) or (1 if tool == "axolotl" else 3)
+    value = ledger.number(*spellings("train.epochs")) or (1 if tool == "axolotl" else 3)
     ledger.put("train.epochs", value, f"{epochs}: {value}" if epochs else f"the default of {tool}")
     if epochs is not None:
         ledger.differ(epochs, "the last batch of the last epoch is filled from the next one, and nothing is dropped.")
@@ -118,6 +116,9 @@ def _is_trl(ledger: Ledger) -> bool:
 
 def _carry_recomputation(ledger: Ledger, tool: Tool) -> None:
     full = ledger.find("gradient_checkpointing", "activation_checkpointing")
+    if "train.activation_checkpointing" in ledger.values:  # FSDP's settings said so
+        ledger.take("gradient_checkpointing", "activation_checkpointing")
+        return
     if full is None:
         if (off := ledger.find("disable_gradient_checkpointing")) is not None and ledger.take(off):
             return
@@ -133,7 +134,11 @@ def _carry_recomputation(ledger: Ledger, tool: Tool) -> None:
 def carry_optimizer(ledger: Ledger, tool: Tool, steps: int | None) -> None:
     """The optimizer, its numbers, and the schedule; a share of the run becomes steps where `steps` is known."""
     name = _carry_rule(ledger)
-    if ledger.move("optim.learning_rate") is None:
+    learning_rate = ledger.find(*spellings("optim.learning_rate"))
+    rate = ledger.number(*spellings("optim.learning_rate"))
+    if learning_rate is not None:
+        ledger.put("optim.learning_rate", rate, f"{learning_rate}: {rate}")
+    else:
         rate = 1e-6 if _is_dpo(ledger) and tool == "hf" else 2e-5 if tool == "hf" and _is_trl(ledger) else 5e-5
         ledger.put("optim.learning_rate", rate, "the tool's default")
     if ledger.move("optim.weight_decay") is None:
@@ -203,14 +208,14 @@ def _carry_schedule(ledger: Ledger, tool: Tool, steps: int | None) -> None:
 
 def _carry_floor(ledger: Ledger, schedule: str, steps: int | None) -> None:
     rate = ledger.values["optim.learning_rate"]
-    floor = ledger.take("cosine_min_lr_ratio", "min_lr_rate", "min_lr_ratio")
-    least = ledger.take("min_lr", "lr_end")
+    floor = ledger.number("cosine_min_lr_ratio", "min_lr_rate", "min_lr_ratio")
+    least = ledger.number("min_lr", "lr_end")
     if floor is None:
-        floor = least / rate if least else 0.0
+        floor = least / rate if least and rate else 0.0
     ledger.put("optim.min_learning_rate_fraction", float(f"{floor:.6g}"), "where the tool's schedule ends")
     if schedule == "polynomial":
-        ledger.put("optim.polynomial_power", float(ledger.take("power") or 1.0), "power of lr_scheduler_kwargs")
-    if schedule == "wsd" and (decay := ledger.take("num_decay_steps")):
+        ledger.put("optim.polynomial_power", ledger.number("power") or 1.0, "power of lr_scheduler_kwargs")
+    if schedule == "wsd" and (decay := ledger.number("num_decay_steps")):
         if steps is None:
             ledger.lose("num_decay_steps", "how many steps the run has is not known here; set optim.decay_fraction.")
         else:
@@ -219,7 +224,7 @@ def _carry_floor(ledger: Ledger, schedule: str, steps: int | None) -> None:
 
 def _carry_warmup(ledger: Ledger, tool: Tool, steps: int | None, schedule: str) -> int:
     count, ratio = ledger.find("warmup_steps"), ledger.find("warmup_ratio")
-    value = ledger.take("warmup_steps")
+    value = ledger.number("warmup_steps")
     if schedule == "constant":
         if count is not None and value:
             ledger.need_not(count, "the schedule `constant` of transformers does not warm up.")
@@ -230,7 +235,7 @@ def _carry_warmup(ledger: Ledger, tool: Tool, steps: int | None, schedule: str) 
             ledger.need_not(ratio, f"warmup_steps={value} goes first, there as here.")
         return int(value)
     name = count if value else ratio
-    share = value or ledger.take("warmup_ratio")
+    share = value or ledger.number("warmup_ratio")
     if share is None and tool == "axolotl" and value is None:
         share, name = 0.03, "warmup_ratio"
     if not share:
@@ -243,6 +248,6 @@ def _carry_warmup(ledger: Ledger, tool: Tool, steps: int | None, schedule: str) 
         )
         ledger.lose(name or "warmup_ratio", text)
         return 0
-    warmup = math.ceil(float(share) * steps)
+    warmup = math.ceil(share * steps)
     ledger.put("optim.warmup_steps", warmup, f"{name}: {share:g} of {steps} steps")
     return warmup
