@@ -47,7 +47,7 @@ class Packed:
 def pack(data: PreparedData, kind: str) -> PreparedData:
     """Prepared text seen as `packed` or as `pairs`."""
     sets = tuple(replace(each, dataset=Packed(each.dataset, kind == "pairs")) for each in data.validation)
-    return replace(data, train=Packed(data.train, kind == "pairs"), validation=sets)
+    return replace(data, train=Packed(data.train, kind == "pairs"), validation=sets, apart=True)
 
 
 def packed_samples(kind: str) -> AbstractContextManager[Any]:

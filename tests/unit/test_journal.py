@@ -53,7 +53,8 @@ def test_rows_that_a_full_disk_does_not_take_wait_and_none_is_torn(tmp_path):
     journal = Journal(folder, io.StringIO(), num_steps=9, log_every=1, batches=constant_batch(8, 64))
     disk = FullDisk(journal._file, room=100)
     journal._file = disk
-    row = {"kind": "eval", "loss": 1.0, "perplexity": 2.0, "bits_per_byte": None, "sets": {}}
+    row = {"kind": "eval", "loss": 1.0, "perplexity": 2.0, "bits_per_byte": None}
+    row |= {"reward_accuracy": None, "reward_margin": None, "sets": {}}
     for step in (1, 2, 3):
         journal.evaluation({"step": step, **row})
     assert folder.metrics_path.stat().st_size == 100

@@ -17,6 +17,7 @@ from echelon.recipe.foreign.reasons import DEFAULTS, LOST, NEEDLESS
 from echelon.recipe.foreign.text import render_imported, render_notes
 from echelon.recipe.foreign.training import Amounts, carry_optimizer, carry_training
 from echelon.recipe.load import parse_recipe
+from echelon.recipe.unbuilt import check_built
 
 __all__ = ["TOOLS", "Amounts", "Entry", "Fate", "Imported", "Tool", "import_recipe"]
 
@@ -54,7 +55,7 @@ def import_recipe(path: Path, tool: str | None = None, amounts: Amounts | None =
     ledger.close(DEFAULTS, NEEDLESS, LOST)
     text = render_imported(ledger, path.name)
     try:
-        parse_recipe(text, "the imported recipe")
+        check_built(parse_recipe(text, "the imported recipe")[0])
     except ConfigError as error:
         raise ConfigError(f"{path} makes no recipe: {error} Change it there, and import it again.") from None
     return Imported(
