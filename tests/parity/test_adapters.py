@@ -27,6 +27,18 @@ OPTIONS = [
     with_ranks(Row("hsdp", adapter="dora", family="qwen3", precision="bf16"), 4),
     with_ranks(Row("fsdp", adapter="lora", family="stablelm"), 2),
 ]
+PRODUCT = [
+    with_ranks(Row(parallel=parallel, adapter=adapter), ranks)
+    for adapter in ("full", "lora", "qlora", "dora")
+    for parallel in ("ddp", "zero1", "fsdp")
+    for ranks in (1, 2, 4)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", PRODUCT, ids=str)
+def test_equals_one_process_whole_product(workers, references, text, tmp_path, row):
+    check(workers, references, text, tmp_path, row)
 
 
 @pytest.mark.parametrize("row", ROWS + OPTIONS, ids=str)
