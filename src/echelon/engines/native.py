@@ -22,6 +22,7 @@ from echelon.model.adapters import apply_adapter, initialize_adapter
 from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta, materialize
 from echelon.model.pissa import PrincipalParts
+from echelon.model.quantization import QuantizedLinear
 from echelon.model.sharding import local_part, whole
 from echelon.objective import Objective, ObjectiveModule
 from echelon.optimizer import LossScale, Optimizer, build_optimizer, global_norm
@@ -171,12 +172,14 @@ def persistent_buffers(model: nn.Module) -> list[str]:
 def store_parameters(model: nn.Module, precision: Precision) -> None:
     """Give a model on meta parameters of the plan's dtypes: what is frozen needs no more than what is computed in.
 
-    Weights in 4 bits stay, and buffers: rotary tables need fp32.
+    Buffers stay: rotary tables need fp32.
     """
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.store_as(getattr(torch, precision.compute))
     for parameter in model.parameters():
-        if parameter.is_floating_point():
-            dtype = precision.param if parameter.requires_grad else precision.compute
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+        dtype = precision.param if parameter.requires_grad else precision.compute
+        parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from echelon.errors import ConfigError
 from echelon.model.parts import find_parts
 from echelon.model.pissa import PrincipalParts, take_principal_parts
-from echelon.model.quantization import QuantizedLinear, import_bitsandbytes, quantize_linears
+from echelon.model.quantization import ROW_MULTIPLE, QuantizedLinear, import_bitsandbytes, quantize_linears
 from echelon.model.seeds import derive_seed
 from echelon.model.sharding import local_part, local_slices, whole
 from echelon.recipe import AdapterConfig, Recipe
@@ -139,12 +139,12 @@ def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
 
 def _check_quantizable(model: nn.Module) -> None:
     linear = [module for layer in find_parts(model).layers for module in layer.modules() if type(module) is nn.Linear]
-    odd = [module for module in linear if module.in_features % 2]
+    odd = [module for module in linear if module.in_features % ROW_MULTIPLE]
     if not linear or odd:
         what = f"rows of {odd[0].in_features} numbers" if odd else "no plain linear layers"
         raise ConfigError(
             f"adapter.method=qlora: the decoder layers of {type(model).__name__} have {what}, and 4-bit weights are "
-            "made of linear layers with an even number of inputs; use adapter.method=lora."
+            f"made of linear layers whose inputs are a multiple of {ROW_MULTIPLE}; use adapter.method=lora."
         )
 
 

@@ -23,6 +23,9 @@ from echelon.recipe import AdapterConfig
 BLOCK = 64
 """Numbers that share one scale."""
 
+ROW_MULTIPLE = 8
+"""What the inputs of a layer divide by: its rows are whole fp32 numbers."""
+
 NESTED_BLOCK = 256
 """Scales that share one scale of their own, with `double_quant`."""
 
@@ -52,24 +55,24 @@ def import_bitsandbytes() -> None:
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer in 4 bits. A Linear by type, so that an adapter is put beside it as beside any other.
 
-    `weight` is uint8 `[out, in / 2]`, two numbers a byte. `scales` is uint8 too, since data parallelism would cast
-    floats: fp32 numbers, byte by byte, one for each block of 64; with double quantisation an fp32 offset, an fp32
-    number for each 256 blocks, and a byte for each block.
+    `weight` holds bytes `[out, in / 2]`, two numbers each. `scales` holds bytes too: of fp32 numbers, one for each
+    block of 64; with double quantisation of an fp32 offset, of an fp32 number for each 256 blocks, and a byte for each
+    block; filled up to a multiple of 4. Both are stored as any dtype that `store_as` says.
     """
 
     def __init__(self, linear: nn.Linear, quant_type: str, double_quant: bool) -> None:
-        """A layer on meta of the shape of one on meta. Raises ValueError for rows that do not fill whole bytes."""
+        """A layer on meta of the shape of one on meta, whose rows are a multiple of `ROW_MULTIPLE`."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        if self.in_features % 2:
-            raise ValueError(f"rows of {self.in_features} numbers do not fill whole bytes")
+        assert self.in_features % ROW_MULTIPLE == 0, f"rows of {self.in_features} numbers"
         self.quant_type = quant_type
         self._num_blocks = math.ceil(self.in_features * self.out_features / BLOCK)
         self._num_nested = math.ceil(self._num_blocks / NESTED_BLOCK) if double_quant else 0
         num_bytes = 4 + 4 * self._num_nested + self._num_blocks if double_quant else 4 * self._num_blocks
         packed = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.scales = nn.Parameter(torch.empty(num_bytes, dtype=torch.uint8, device="meta"), requires_grad=False)
+        scales = torch.empty(-(-num_bytes // 4) * 4, dtype=torch.uint8, device="meta")
+        self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
@@ -78,7 +81,15 @@ class QuantizedLinear(nn.Linear):
 
         rows = input.to(autocast_dtype(input))
         bias = None if self.bias is None else self.bias.to(rows.dtype)
-        return matmul_4bit(rows, self.weight.reshape(-1, 1).t(), self._state(rows.dtype), bias=bias)  # type: ignore[no-any-return]
+        return matmul_4bit(rows, self._packed().t(), self._state(rows.dtype), bias=bias)  # type: ignore[no-any-return]
+
+    def store_as(self, dtype: torch.dtype) -> None:
+        """Give a layer on meta parameters of another dtype, which hold the same bytes.
+
+        The one that is computed in: data parallelism shards floats alone in torch 2.11, and casts those of another.
+        """
+        for parameter in (self.weight, self.scales):
+            parameter.data = parameter.data.view(dtype)
 
     @torch.no_grad()
     def fill(self, whole: Tensor) -> None:
@@ -91,16 +102,20 @@ class QuantizedLinear(nn.Linear):
         )
         parts = [state.offset, state.state2.absmax, state.absmax] if self._num_nested else [state.absmax]
         scales = torch.cat([part.reshape(-1).contiguous().view(torch.uint8) for part in parts])
-        for parameter, content in ((self.weight, packed.reshape(self.weight.shape)), (self.scales, scales)):
-            local_part(parameter).copy_(content[local_slices(parameter)])
+        scales = nn.functional.pad(scales, (0, -len(scales) % 4))
+        for parameter, content in ((self.weight, packed.reshape(self.out_features, -1)), (self.scales, scales)):
+            local_part(parameter).copy_(content.view(parameter.dtype)[local_slices(parameter)])
 
     @torch.no_grad()
     def dequantize(self) -> Tensor:
         """The weight that the layer computes with, `[out, in]`, fp32. Of a layer that is not sharded."""
         from bitsandbytes.functional import dequantize_4bit
 
-        weight: Tensor = dequantize_4bit(self.weight.reshape(-1, 1), self._state(torch.float32))
+        weight: Tensor = dequantize_4bit(self._packed(), self._state(torch.float32))
         return weight
+
+    def _packed(self) -> Tensor:
+        return self.weight.view(torch.uint8).reshape(-1, 1)
 
     def _state(self, dtype: torch.dtype) -> Any:
         from bitsandbytes.functional import QuantState
@@ -108,15 +123,16 @@ class QuantizedLinear(nn.Linear):
         shape = torch.Size((self.out_features, self.in_features))
         code, nested_code = _code_books(self.quant_type, self.weight.device)
         common = {"shape": shape, "code": code, "blocksize": BLOCK, "quant_type": self.quant_type, "dtype": dtype}
+        scales = self.scales.view(torch.uint8)
         if not self._num_nested:
-            return QuantState(absmax=self.scales.view(torch.float32), **common)
+            return QuantState(absmax=scales.view(torch.float32), **common)
         first = 4 + 4 * self._num_nested
         nested = QuantState(
-            absmax=self.scales[4:first].view(torch.float32), blocksize=NESTED_BLOCK, code=nested_code,
+            absmax=scales[4:first].view(torch.float32), blocksize=NESTED_BLOCK, code=nested_code,
             dtype=torch.float32,
         )  # fmt: skip
-        offset = self.scales[:4].view(torch.float32)[0]
-        return QuantState(absmax=self.scales[first:], offset=offset, state2=nested, **common)
+        offset = scales[:4].view(torch.float32)[0]
+        return QuantState(absmax=scales[first : first + self._num_blocks], offset=offset, state2=nested, **common)
 
 
 @functools.cache
