@@ -118,6 +118,26 @@ def test_pissa_begins_as_the_base_and_as_peft_does():
         assert torch.allclose(*products, atol=1e-5) and torch.allclose(*rests, atol=1e-5), name
 
 
+def test_an_export_in_fp32_takes_off_what_a_run_in_bf16_began_with():
+    base, config = small_model("llama"), load_config(small_config("llama"))
+    adapter = AdapterConfig(method="lora", r=4, init="pissa")
+
+    def begin(held, frozen_dtype=None):
+        model = build_on_meta(config)
+        apply_adapter(model, adapter)
+        materialize(model, "cpu")
+        for name, place in weight_places(model).items():
+            if "proj" in name:
+                place.tensor.data = place.tensor.data.to(held)
+            place.write(base.get_parameter(name).detach()[place.slices])
+        return initialize_adapter(model, adapter, 5, frozen_dtype)
+
+    trained_with, exported, careless = begin(torch.bfloat16), begin(torch.float32, torch.bfloat16), begin(torch.float32)
+    for name, (a, b) in trained_with.items():
+        assert torch.equal(exported[name][0], a) and torch.equal(exported[name][1], b), name
+    assert any(not torch.equal(careless[name][0], a) for name, (a, _) in trained_with.items())
+
+
 def test_disabled_the_model_is_the_one_before():
     base, config = small_model("llama"), load_config(small_config("llama"))
     model, _ = adapted(base, config, AdapterConfig(method="dora", r=4))

@@ -149,11 +149,16 @@ def _check_quantizable(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def initialize_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> PrincipalParts:
+def initialize_adapter(
+    model: nn.Module, adapter: AdapterConfig, seed: int, frozen_dtype: torch.dtype | None = None
+) -> PrincipalParts:
     """First values of an adapter whose model has its weights: the same on any number of ranks, under any strategy.
 
     A is Kaiming-uniform with a = sqrt 5, as PEFT's, from a generator of its own; B is zero, so nothing is added at
     first; a magnitude is the norm of the frozen weight's row. Collective.
+
+    Args:
+        frozen_dtype: what frozen weights were held in where the adapter was trained; None: what they are held in here.
 
     Returns:
         What a PiSSA adapter began with; nothing for any other.
@@ -166,7 +171,7 @@ def initialize_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> P
             _initialize_lora(module, derive_seed(seed, f"{name}.lora_A"))
         elif isinstance(module, TrainableTokensLayer) and module.tied_adapter is None:
             _initialize_tokens(module)
-    return take_principal_parts(model) if adapter.init == "pissa" else {}
+    return take_principal_parts(model, frozen_dtype) if adapter.init == "pissa" else {}
 
 
 def _initialize_lora(layer: Any, seed: int) -> None:

@@ -18,13 +18,17 @@ PrincipalParts = dict[str, tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()
-def take_principal_parts(model: nn.Module) -> PrincipalParts:
-    """Give every LoRA layer its principal part, and its frozen weight the rest. Collective."""
+def take_principal_parts(model: nn.Module, frozen_dtype: torch.dtype | None = None) -> PrincipalParts:
+    """Give every LoRA layer its principal part, and its frozen weight the rest. Collective.
+
+    Args:
+        frozen_dtype: what the weights were rounded to where the parts were first taken; None: what they are held in.
+    """
     parts = {}
     for name, layer in _lora_layers(model):
         weight = layer.get_base_layer().weight
         full = whole(weight)
-        a, b = _principal_part(layer, full)
+        a, b = _principal_part(layer, full.to(frozen_dtype or full.dtype))
         for target, content in (
             (layer.lora_A["default"].weight, a),
             (layer.lora_B["default"].weight, b),
