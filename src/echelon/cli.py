@@ -215,6 +215,12 @@ def generate(
         float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: tokens seen before become less likely.")
     ] = 1.0,
     num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Samples of each prompt.")] = 1,
+    as_chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are messages of a user; show the answers of the chat template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option("--system", help="System message of --chat. Default: what the run was trained with.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a sample; may be repeated.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
     checkpoint: CheckpointOption = None,
@@ -227,18 +233,22 @@ def generate(
 ) -> None:
     """Sample from a run or an HF folder."""
     require_folder(target)
+    from echelon.train.chat import Chat
     from echelon.train.generate import Sampling, generate_samples, read_prompts, render_sample
 
     if (prompt is None) == (prompts_path is None):
         raise ConfigError("generate needs one of --prompt TEXT and --prompts FILE; give one.")
+    if system is not None and not as_chat:
+        raise ConfigError(f"--system {system!r} goes with --chat; add it, or leave it out.")
     records: list[dict[str, Any]] = [{"prompt": prompt}] if prompts_path is None else read_prompts(prompts_path)
     sampling = Sampling(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop or ()), seed
     )
     plain = not as_json and out is None
     streams = plain and (sys.stdout.isatty() if stream is None else stream)
+    write, chat = _write if streams else None, Chat(system) if as_chat else None
     samples = generate_samples(
-        target, [each["prompt"] for each in records], sampling, checkpoint, batch_size, _write if streams else None
+        target, [each["prompt"] for each in records], sampling, checkpoint, batch_size, write, chat
     )
     with out.open("w", encoding="utf-8") if out is not None else nullcontext(sys.stdout) as lines:
         for index, sample in enumerate(samples):

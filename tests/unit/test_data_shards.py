@@ -53,6 +53,7 @@ def build_manifest(shards: tuple[ShardRecord, ...]) -> Manifest:
         tokenizer_fingerprint="f" * 32,
         vocab_size=300,
         separator=None,
+        stops=(),
         samples=None,
         streams={
             "train": (SourceRecord("data.train[0]", "x.txt", "x.txt", 1, num_tokens, 99, shards, 1, ("bad.txt",)),)

@@ -246,6 +246,7 @@ class CorpusWriter:
             tokenizer_fingerprint=self._encoding.fingerprint,
             vocab_size=self._encoding.vocab_size,
             separator=self._encoding.separator,
+            stops=self._encoding.stops,
             samples=options.samples,
             streams=streams,
             train=train,
