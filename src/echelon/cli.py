@@ -119,7 +119,7 @@ def plan(
     """Show how the recipe would run, and the memory it would need. Downloads no weights, trains nothing."""
     from echelon.hardware import parse_devices
     from echelon.plan import resolve_plan
-    from echelon.planner.memory import estimate_memory
+    from echelon.planner.memory import describe_checkpoint, estimate_memory
     from echelon.shape import build_shape
     from echelon.train.setup import describe_steps, find_model_fields, find_vocab_size
 
@@ -138,7 +138,7 @@ def plan(
     say(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
     # How many steps an epoch has, the text alone knows.
     steps = [] if recipe.train.epochs is not None else describe_steps(recipe, recipe.num_steps(0))
-    for line in (*chosen.describe(), *steps):
+    for line in (*chosen.describe(), describe_checkpoint(shape, chosen), *steps):
         say(line)
     _show_memory(estimate_memory(shape, chosen, recipe.data.sequence_len, cluster.kind), cluster)
 
