@@ -103,12 +103,8 @@ def prepare_run(
     except BaseException:
         folder.unlock()
         raise
-    for line in (
-        *plan.describe(),
-        describe_checkpoint(shape, plan),
-        *describe_mixture(recipe, data),
-        *describe_steps(recipe, num_steps),
-    ):
+    lines = [*plan.describe(), describe_checkpoint(shape, plan)]
+    for line in (*lines, *describe_mixture(recipe, data), *describe_steps(recipe, num_steps)):
         say(line)
     return PreparedRun(folder, plan)
 
