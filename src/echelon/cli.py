@@ -278,7 +278,7 @@ def export(
         merge_run(run, out, dtype, checkpoint, say)
     elif read_run_recipe(run).adapter.is_adapter:
         num_bytes = export_adapter(run, out, checkpoint)
-        say(f"export: {out} is ready for peft's PeftModel.from_pretrained, {num_bytes / 1e6:.1f} MB of weights")
+        say(f"export: {out} is ready for peft's PeftModel.from_pretrained, {num_bytes / 1e6:.2f} MB of weights")
         return
     else:
         export_run(run, out, dtype, checkpoint)

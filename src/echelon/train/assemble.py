@@ -111,7 +111,7 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder, console:
         card = render_card(folder.path, trainer.state.step, is_adapter=True)
         num_bytes = write_adapter(folder.export_dir, content, recipe.model.checkpoint, folder.model_dir, card)
         folder.append_event("export", step=trainer.state.step, bytes=num_bytes)
-        size = f"{num_bytes / 1e6:.1f} MB of weights, equal to those that were trained"
+        size = f"{num_bytes / 1e6:.2f} MB of weights, equal to those that were trained"
         write_line(console, f"adapter: {folder.export_dir} ({size})")
 
 
