@@ -39,13 +39,18 @@ def write_base(folder, tied=True, width=32):
         max_position_embeddings=64, tie_word_embeddings=tied, pad_token_id=0, eos_token_id=0, bos_token_id=None,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
-    turns = [(f"{number} plus {number}?", f"{2 * number}.") for number in range(96)]
-    rows = [
-        {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
-        for ask, answer in turns
-    ]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_chats(folder / "chat.jsonl", range(96), "messages")
     return folder / "base"
+
+
+def write_chats(path, numbers, field):
+    """Two questions with their answers each."""
+    rows = []
+    for number in numbers:
+        turns = [("user", f"{number} plus {number}?"), ("assistant", f"{2 * number}.")]
+        turns += [("user", "And one?"), ("assistant", f"{2 * number + 1}.")]
+        rows.append({field: [{"role": role, "content": content} for role, content in turns]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_recipe(folder, **sections):
@@ -53,15 +58,15 @@ def write_recipe(folder, **sections):
         "run": {"name": "tuned"},
         "model": {"checkpoint": "base", "new_tokens": MARKS},
         "adapter": {"method": "lora", "r": 4, "alpha": 8},
-        "data": {
-            "train": "chat.jsonl", "sequence_len": 64, "chat_template": "chatml", "validation_fraction": 0.2,
-        },
+        "data": {"train": "chat.jsonl", "sequence_len": 64, "chat_template": "chatml", "validation_fraction": 0.2},
         "train": {"steps": STEPS, "global_batch_size": 4, "precision": "fp32", "eval_every": None},
         "optim": {"learning_rate": 1e-2},
         "evaluate": {"batches": 100},
         "checkpoint": {"every_steps": 3},
         "parallel": "ddp",
     }  # fmt: skip
+    if sections.get("data", {}).get("validation"):
+        del recipe["data"]["validation_fraction"]
     for key, value in sections.items():
         recipe[key] = {**recipe.get(key, {}), **value} if isinstance(value, dict) else value
     (folder / "recipe.json").write_text(json.dumps(recipe))
@@ -96,6 +101,8 @@ def test_from_conversations_to_an_adapter_and_a_merged_model(echelon, base, tmp_
     ending = echelon("data", "recipe.json", "--samples", "1")
     assert ending.code == 0 and "[[" in ending.out.split("<|im_start|>assistant\n")[-1], ending
     assert "<|im_end|>]]" in ending.out and "vocab_size 302: grown from the checkpoint's 300" in ending.out
+    ending = echelon("plan", "recipe.json", "train.global_batch_size=8", "--devices", "8xH100")
+    assert ending.code == 0 and "adapter: lora of rank 4 at q_proj" in ending.out, ending
     ending = echelon("train", "recipe.json", "--nproc", "2")
     assert ending.code == 0, ending
     check_start(ending.out, run)
@@ -216,9 +223,20 @@ def check_refusals(echelon, run, folder):
 def test_qlora_merges_onto_what_its_four_bits_mean(echelon, tmp_path):
     """With embeddings of their own for input and output, of which both get rows for the new tokens."""
     base = write_base(tmp_path, tied=False, width=64)
-    run = write_recipe(tmp_path, adapter={"method": "qlora"}, parallel="fsdp")
+    write_chats(tmp_path / "train.jsonl", range(70), "dialogue")
+    write_chats(tmp_path / "held.jsonl", range(70, 96), "dialogue")
+    sources = [{"path": f"{name}.jsonl", "fields": {"messages": "dialogue"}} for name in ("train", "held")]
+    data = {"train": sources[:1], "validation": sources[1:], "train_on": "last", "system_prompt": "Add them."}
+    run = write_recipe(tmp_path, adapter={"method": "qlora"}, parallel="fsdp", data=data)
     ending = echelon("train", "recipe.json", "--nproc", "2")
     assert ending.code == 0, ending
+    own, given = (
+        json.loads(echelon("eval", run.path, "--json", *more).out) for more in ((), ("--data", "held.jsonl"))
+    )
+    assert given["tokens"] == own["tokens"] and given["loss"] == pytest.approx(own["loss"], abs=1e-6)
+    assert own["loss"] == pytest.approx(last_loss(run), abs=1e-4)
+    ending = echelon("eval", run.export_dir, "--data", "held.jsonl")
+    assert ending.code == 2 and "holds an adapter without the model beside it; give the run" in ending.err
     check_new_rows(run, base, tied=False)
     ids = torch.tensor([[300, *range(5, 40), 301, 7]])
     expected = logits_of(load_run_model(run.path, torch.device("cpu")), ids)
@@ -232,6 +250,12 @@ def test_qlora_merges_onto_what_its_four_bits_mean(echelon, tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     change = merged.state_dict()[name] - first[name]
     assert torch.linalg.matrix_rank(change) > 4, "what four bits lost is in it, beside the adapter"
+    tail = ("--prompt", "3 plus 3?", "--chat", "--temperature", "0", "--max-tokens", "8", "--json")
+    ours, theirs, other = (
+        json.loads(echelon("generate", *each, *tail).out)
+        for each in ((run.path,), ("merged", "--system", "Add them."), ("merged",))
+    )
+    assert ours == theirs and ours["prompt"] == other["prompt"]
 
 
 @pytest.mark.slow

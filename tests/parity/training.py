@@ -19,7 +19,7 @@ from echelon.data.prepare import prepare_data
 from echelon.data.shards import NO_LABEL, Samples
 from echelon.hardware import Accelerator, Cluster
 from echelon.plan import ParallelPlan, resolve_plan
-from echelon.recipe import load_recipe, render_recipe
+from echelon.recipe import ObjectiveConfig, load_recipe, render_recipe
 from echelon.run_folder import RunFolder
 from echelon.runtime import Runtime
 from echelon.shape import build_shape
@@ -138,7 +138,8 @@ def train(
     """Train (or go on training) a row in real processes; the rows of metrics.jsonl."""
     path = write_recipe(row, folder, text, steps)
     recipe, _ = load_recipe(path)
-    data = prepare_data(recipe, lambda line: None)
+    plain = recipe.model_copy(update={"objective": ObjectiveConfig()})  # packed.py makes pairs of plain text
+    data = prepare_data(plain, lambda line: None)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
     run.write_prepared_path(data.path)
