@@ -119,7 +119,7 @@ def plan(
     """Show how the recipe would run, and the memory it would need. Downloads no weights, trains nothing."""
     from echelon.hardware import parse_devices
     from echelon.plan import resolve_plan
-    from echelon.planner.memory import estimate_memory
+    from echelon.planner.memory import describe_checkpoint, estimate_memory
     from echelon.shape import build_shape
     from echelon.train.setup import describe_steps, find_model_fields, find_vocab_size
 
@@ -138,7 +138,7 @@ def plan(
     say(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
     # How many steps an epoch has, the text alone knows.
     steps = [] if recipe.train.epochs is not None else describe_steps(recipe, recipe.num_steps(0))
-    for line in (*chosen.describe(), *steps):
+    for line in (*chosen.describe(), describe_checkpoint(shape, chosen), *steps):
         say(line)
     _show_memory(estimate_memory(shape, chosen, recipe.data.sequence_len, cluster.kind), cluster)
 
@@ -215,6 +215,12 @@ def generate(
         float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: tokens seen before become less likely.")
     ] = 1.0,
     num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Samples of each prompt.")] = 1,
+    as_chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are messages of a user; show the answers of the chat template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option("--system", help="System message of --chat. Default: what the run was trained with.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a sample; may be repeated.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
     checkpoint: CheckpointOption = None,
@@ -227,18 +233,22 @@ def generate(
 ) -> None:
     """Sample from a run or an HF folder."""
     require_folder(target)
+    from echelon.train.chat import Chat
     from echelon.train.generate import Sampling, generate_samples, read_prompts, render_sample
 
     if (prompt is None) == (prompts_path is None):
         raise ConfigError("generate needs one of --prompt TEXT and --prompts FILE; give one.")
+    if system is not None and not as_chat:
+        raise ConfigError(f"--system {system!r} goes with --chat; add it, or leave it out.")
     records: list[dict[str, Any]] = [{"prompt": prompt}] if prompts_path is None else read_prompts(prompts_path)
     sampling = Sampling(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop or ()), seed
     )
     plain = not as_json and out is None
     streams = plain and (sys.stdout.isatty() if stream is None else stream)
+    write, chat = _write if streams else None, Chat(system) if as_chat else None
     samples = generate_samples(
-        target, [each["prompt"] for each in records], sampling, checkpoint, batch_size, _write if streams else None
+        target, [each["prompt"] for each in records], sampling, checkpoint, batch_size, write, chat
     )
     with out.open("w", encoding="utf-8") if out is not None else nullcontext(sys.stdout) as lines:
         for index, sample in enumerate(samples):
@@ -268,7 +278,7 @@ def export(
         merge_run(run, out, dtype, checkpoint, say)
     elif read_run_recipe(run).adapter.is_adapter:
         num_bytes = export_adapter(run, out, checkpoint)
-        say(f"export: {out} is ready for peft's PeftModel.from_pretrained, {num_bytes / 1e6:.1f} MB of weights")
+        say(f"export: {out} is ready for peft's PeftModel.from_pretrained, {num_bytes / 1e6:.2f} MB of weights")
         return
     else:
         export_run(run, out, dtype, checkpoint)

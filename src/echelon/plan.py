@@ -49,7 +49,8 @@ class AdapterPlan:
     """An adapter beside frozen weights: what is trained, and how what is not is held.
 
     targets: the names of the linear layers that have one. num_trained_parameters: the adapter's, and the rows of new
-    tokens. num_quantized_parameters: frozen weights in 4 bits; every other frozen one is in the compute dtype.
+    tokens. num_frozen_parameters: the model's without it, of which num_quantized_parameters are in 4 bits; every other
+    one is in the compute dtype.
     """
 
     method: AdapterMethod
@@ -57,6 +58,7 @@ class AdapterPlan:
     dropout: float
     targets: tuple[str, ...]
     num_trained_parameters: int
+    num_frozen_parameters: int
     num_quantized_parameters: int = 0
     double_quant: bool = False
 
@@ -69,9 +71,11 @@ class AdapterPlan:
     def describe(self, compute: str) -> str:
         """A line for people: what is trained beside what, held in the dtype `compute`."""
         packed = f", {self.num_quantized_parameters:,} of them in 4 bits" if self.num_quantized_parameters else ""
+        total = self.num_trained_parameters + self.num_frozen_parameters
         return (
-            f"adapter: {self.method} of rank {self.r} at {', '.join(self.targets)}: {self.num_trained_parameters:,} "
-            f"parameters are trained; the frozen ones are in {compute}{packed}"
+            f"adapter: {self.method} of rank {self.r} at {', '.join(self.targets)}: {self.num_trained_parameters:,} of "
+            f"{total:,} parameters are trained ({self.num_trained_parameters / total:.2%}); the frozen ones are in "
+            f"{compute}{packed}"
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.train import evaluate
+from echelon.train import evaluate, held_out
 from packed import PackedPool, pack
 from training import Row, bounds, difference, equal_tensors, hashes, tensors_of, train, with_ranks
 
@@ -99,8 +99,8 @@ def test_the_command_reports_what_training_did(workers, text, tmp_path, monkeypa
     whole = {"evaluate": {"batches": 100}}
     row = Row(adapter=adapter, changes=DPO | whole)
     rows = train(PackedPool(workers, "pairs"), row, tmp_path, text, steps=2)
-    opened = evaluate.open_prepared
-    monkeypatch.setattr(evaluate, "open_prepared", lambda *args: pack(opened(*args), "pairs"))
+    opened = held_out.open_prepared
+    monkeypatch.setattr(held_out, "open_prepared", lambda *args: pack(opened(*args), "pairs"))
     found = evaluate.evaluate_model(tmp_path / "run")
     for key in ("loss", "reward_accuracy", "reward_margin", "pairs"):
         assert found[key] == pytest.approx(rows[-1][key], rel=1e-4, abs=1e-5), key

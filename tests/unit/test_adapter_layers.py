@@ -225,7 +225,8 @@ def test_a_file_that_is_not_what_was_trained_is_refused(tmp_path, monkeypatch):
     ("family", "changes", "message"),
     [
         ("llama", {"target_modules": ("q_porj",)}, "no linear layer named 'q_porj'; did you mean q_proj?"),
-        ("llama", {"r": 500, "init": "pissa"}, "adapter.r=500: "),
+        ("llama", {"r": 60, "init": "pissa"}, "adapter.r=60: "),
+        ("llama", {"r": 500}, "adapter.r=500 is more than any layer's rank can be: "),
         ("gpt2", {"method": "qlora"}, "no plain linear layers"),
     ],
 )

@@ -135,13 +135,15 @@ def test_a_frozen_head_has_no_gradient_and_4_bit_weights_are_made_whole_one_at_a
 
 
 def test_plan_json_tells_the_adapter():
-    _, adapter = planned(SMALL, method="qlora", r=4, target_modules=["q_proj"])
+    shape, adapter = planned(SMALL, method="qlora", r=4, target_modules=["q_proj"])
     plan = ParallelPlan("ddp", adapter=adapter)
     content = json.loads(json.dumps(plan.to_dict()))
     assert ParallelPlan.from_dict(content) == plan
     assert content["adapter"]["num_trained_parameters"] == 4 * 4 * 192
     (line,) = (line for line in plan.describe() if line.startswith("adapter: "))
-    assert "qlora of rank 4 at q_proj: 3,072 parameters are trained; the frozen ones are in float32, 217,088 of" in line
+    total = 3072 + shape.num_parameters
+    assert f"qlora of rank 4 at q_proj: 3,072 of {total:,} parameters are trained (1." in line
+    assert "%); the frozen ones are in float32, 217,088 of them in 4 bits" in line
     for broken, word in [
         ({**content, "adapter": "lora"}, "adapter='lora'"),
         ({**content, "adapter": {**content["adapter"], "method": "full"}}, "'full'"),

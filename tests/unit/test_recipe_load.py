@@ -138,6 +138,12 @@ def test_a_rendered_recipe_loads_as_an_equal_one(tmp_path: Path, override: str) 
          "must say the global batch; add one."),
         ("global_batch_size: 8", "global_batch_tokens: 100", "line 10: train.global_batch_tokens=100 is "
          "not a whole number of sequences of data.sequence_len=64; use 64 or 128."),
+        ("tokenizer: bytes", "tokenizer: bytes\nadapter: {method: lora, target_modules: []}",
+         "line 5: adapter.target_modules=[] leaves nothing to train; name linear layers, or set it to all-linear."),
+        ("tokenizer: bytes", "tokenizer: bytes\nmodel: {checkpoint: base, new_tokens: [a, a]}",
+         "model.new_tokens has 'a' twice; a token is added once: remove the other."),
+        ("tokenizer: bytes", "tokenizer: bytes\nmodel: {checkpoint: base, new_tokens: ['']}",
+         "model.new_tokens has an empty token; remove it."),
         ("global_batch_size: 8", "global_batch_tokens: 60", "line 10: train.global_batch_tokens=60 is "
          "not a whole number of sequences of data.sequence_len=64; use 64."),
     ],

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
 from echelon.checkpoint.first_weights import fill_weights
@@ -50,8 +51,12 @@ def read_run_recipe(run: Path) -> Recipe:
 
 
 def run_skeleton(run: Path) -> PreTrainedModel:
-    """The plain model of a run, on meta, from the config that its training wrote."""
-    return build_on_meta(load_config(str(run_model_dir(run))))
+    """The plain model of a run, on meta, from the config that its training wrote; it stops where that learned to."""
+    folder = run_model_dir(run)
+    model = build_on_meta(load_config(str(folder)))
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model
 
 
 def load_adapted(run: Path, device: torch.device, which: str | None = None) -> Adapted:

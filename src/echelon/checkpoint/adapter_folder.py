@@ -37,7 +37,7 @@ def write_adapter(out: Path, content: AdapterContent, base: str | None, sidecars
     Args:
         out: replaced if it exists.
         base: where the frozen weights are: `base_model_name_or_path`.
-        sidecars: a run's model/, for the tokenizer's files.
+        sidecars: a run's model/, for the files of the tokenizer, and what ends an answer.
         card: the text of README.md.
 
     Returns:
@@ -55,7 +55,7 @@ def write_adapter(out: Path, content: AdapterContent, base: str | None, sidecars
         save_file(content.tensors, writing / WEIGHTS, metadata={"format": "pt"})
         config.save_pretrained(str(writing))
         for path in sidecars.iterdir():
-            if path.name not in (MANIFEST, "config.json", "generation_config.json"):
+            if path.name not in (MANIFEST, "config.json"):
                 shutil.copyfile(path, writing / path.name)
         (writing / "README.md").write_text(card)
         check_adapter_folder(writing, content.tensors)

@@ -2,11 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -110,11 +110,25 @@ def _write_weights(read: Reader, skeleton: PreTrainedModel, out: Path, dtype: st
         file = "model.safetensors" if single else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
         tensors = {name: tensor.to(stored).contiguous() for name, tensor in read(names).items()}
         save_file(tensors, out / file, metadata={"format": "pt"})
+        _check_file(out / file, tensors)
         weight_map |= dict.fromkeys(names, file)
     if len(groups) > 1:
         size = sum(parameter.numel() * stored.itemsize for parameter in skeleton.parameters())
         index_text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
         (out / "model.safetensors.index.json").write_text(index_text)
+
+
+def _check_file(path: Path, written: Mapping[str, Tensor]) -> None:
+    """Read a file of weights back, one at a time, and compare it bit for bit. Raises CheckpointError."""
+    with safe_open(path, "pt") as found:
+        for name, tensor in written.items():
+            if not torch.equal(_bits(found.get_tensor(name)), _bits(tensor)):
+                raise CheckpointError(f"{path.name}: {name} is not what was written; the disk may be damaged.")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A whole tensor as bytes, so that a number that is none equals itself."""
+    return tensor.cpu().contiguous().flatten().view(torch.uint8)
 
 
 def _file_groups(skeleton: PreTrainedModel, dtype: torch.dtype) -> Iterator[list[str]]:

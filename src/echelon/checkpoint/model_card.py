@@ -8,7 +8,13 @@ import yaml
 
 from echelon.manifest import read_json
 from echelon.recipe import Recipe, load_recipe
-from echelon.run_folder import RunFolder
+from echelon.run_folder import RunFolder, is_run
+
+_MODEL_LINES = [
+    "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
+    'model = AutoModelForCausalLM.from_pretrained("this/folder")',
+    'tokenizer = AutoTokenizer.from_pretrained("this/folder")',
+]  # fmt: skip
 
 
 def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str | None = None) -> str:
@@ -31,7 +37,7 @@ def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str 
         f"{kind}, trained with echelon by {method}, {start}; step {step:,}.", "",
         "## Data", "", *_data_lines(recipe), "",
         "## Figures", "", *_figure_lines(folder, step), *([f"- {comparison}"] if comparison else []), "",
-        "## Loading", "", "```python", *_loading_lines(recipe, is_adapter), "```", "",
+        "## Loading", "", "```python", *(_adapter_lines(recipe, folder) if is_adapter else _MODEL_LINES), "```", "",
         "## Recipe", "", "```yaml", folder.recipe_path.read_text().strip(), "```", "",
     ]  # fmt: skip
     return "\n".join(lines)
@@ -58,18 +64,23 @@ def _figure_lines(folder: RunFolder, step: int) -> list[str]:
     return lines
 
 
-def _loading_lines(recipe: Recipe, is_adapter: bool) -> list[str]:
-    if not is_adapter:
-        return [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
-            'model = AutoModelForCausalLM.from_pretrained("this/folder")',
-            'tokenizer = AutoTokenizer.from_pretrained("this/folder")',
-        ]  # fmt: skip
-    grow = ["base.resize_token_embeddings(len(tokenizer))"] if recipe.model.new_tokens else []
+def _adapter_lines(recipe: Recipe, folder: RunFolder) -> list[str]:
+    """How PEFT loads an adapter onto what it was trained beside: in 4 bits where that was, grown where that was."""
+    adapter, base = recipe.adapter, recipe.model.checkpoint or "the/first/weights"
+    kind, first, options = "AutoModelForCausalLM, AutoTokenizer", list[str](), ""
+    if is_run(Path(base)):
+        first, base = [f"# first: echelon export {base} base"], "base"
+    if adapter.method == "qlora":
+        kind += ", BitsAndBytesConfig"
+        settings = f'bnb_4bit_quant_type="{adapter.quant_type}", bnb_4bit_use_double_quant={adapter.double_quant}'
+        first.append(f"in_4_bits = BitsAndBytesConfig(load_in_4bit=True, {settings})")
+        options = ", quantization_config=in_4_bits"
+    size = read_json(folder.model_dir / "config.json").get("vocab_size", "len(tokenizer)")
+    grow = [f"base.resize_token_embeddings({size})"] if recipe.model.new_tokens else []
     return [
-        "from peft import PeftModel", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
-        'tokenizer = AutoTokenizer.from_pretrained("this/folder")',
-        f'base = AutoModelForCausalLM.from_pretrained("{recipe.model.checkpoint or "the/first/weights"}")',
-        *grow,
+        "from peft import PeftModel", f"from transformers import {kind}, GenerationConfig", "",
+        'tokenizer = AutoTokenizer.from_pretrained("this/folder")', *first,
+        f'base = AutoModelForCausalLM.from_pretrained("{base}"{options})', *grow,
         'model = PeftModel.from_pretrained(base, "this/folder")',
+        'model.generation_config = GenerationConfig.from_pretrained("this/folder")',
     ]  # fmt: skip

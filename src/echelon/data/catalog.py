@@ -12,7 +12,7 @@ from echelon.data.shards import BLOCK_BYTES, DTYPES, ShardRecord
 from echelon.errors import DataError
 from echelon.manifest import file_digest, read_json
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 MANIFEST_NAME = "manifest.json"
 
 TARGETS_DTYPE = "uint8"
@@ -125,7 +125,8 @@ class Manifest:
     """manifest.json: what a prepared folder holds and how it came to be.
 
     `samples` is None where the tokens are one text, cut into windows when they are read. `train` has one split, or one
-    for each source of a mixture; `validation` a set for each name.
+    for each source of a mixture; `validation` a set for each name. `stops`: the ids that end a document or an answer,
+    at which a model that learned them stops.
     """
 
     format_version: int
@@ -133,6 +134,7 @@ class Manifest:
     tokenizer_fingerprint: str
     vocab_size: int
     separator: int | None
+    stops: tuple[int, ...]
     samples: SampleRule | None
     streams: dict[str, tuple[SourceRecord, ...]]
     train: tuple[Split, ...]
@@ -206,7 +208,8 @@ def _parse_manifest(content: dict[str, Any]) -> Manifest:
     train = tuple(Split(**_with_packs(split)) for split in content["train"])
     validation = tuple(HeldOut(**_with_packs(split)) for split in content["validation"])
     rule = content["samples"] and SampleRule(**content["samples"])
-    manifest = Manifest(**{**content, "samples": rule, "streams": streams, "train": train, "validation": validation})
+    parsed = {"samples": rule, "streams": streams, "train": train, "validation": validation}
+    manifest = Manifest(**{**content, **parsed, "stops": tuple(map(int, content["stops"]))})
     for dtype, shard in manifest.files():
         itemsize = DTYPES[dtype].itemsize
         if shard.bytes != shard.tokens * itemsize or len(shard.blocks) != 8 * -(-shard.bytes // BLOCK_BYTES):

@@ -35,6 +35,7 @@ from echelon.data.tokenizer import (
     add_new_tokens,
     build_bytes_tokenizer,
     build_tokenizer,
+    describe_known_tokens,
     load_tokenizer,
     separator_id,
     tokenizer_fingerprint,
@@ -145,7 +146,10 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
         say(line)
     tokenizer = None
     if not isinstance(spec.tokenizer, int):
-        tokenizer = build_tokenizer(spec.tokenizer, spec.checkpoint, spec.trust_remote_code, spec.new_tokens)
+        tokenizer = build_tokenizer(spec.tokenizer, spec.checkpoint, spec.trust_remote_code)
+        for line in describe_known_tokens(tokenizer, spec.new_tokens):
+            say(line)
+        add_new_tokens(tokenizer, spec.new_tokens)
     rule = _sample_rule(spec, corpus, tokenizer)
     if rule is None:
         separator = spec.separator if tokenizer is None else separator_id(tokenizer, spec.separator)

@@ -64,6 +64,13 @@ class Encoding:
     digests: bool = False
     instruction: InstructionEncoding | None = None
 
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The ids that end an answer, or a document of plain text."""
+        if self.instruction is not None:
+            return self.instruction.stops
+        return () if self.separator is None else (self.separator,)
+
 
 class WorkerDiedError(EchelonError):
     """A process that tokenizes ended without a word. What was done before is kept."""

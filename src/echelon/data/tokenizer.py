@@ -83,16 +83,19 @@ def _wrap(tokenizer: Tokenizer, **special_tokens: str) -> "PreTrainedTokenizerFa
     )
 
 
-def load_tokenizer(path_or_id: str, trust_remote_code: bool = False) -> "PreTrainedTokenizerFast":
-    """Load a tokenizer from a folder or from the hub.
+def load_tokenizer(
+    path_or_id: str, trust_remote_code: bool = False, key: str = "tokenizer"
+) -> "PreTrainedTokenizerFast":
+    """Load a tokenizer from a folder or from the hub; `key` is where the recipe names it.
 
     Raises DataError when it is in neither place, cannot be read, or is not of the `tokenizers` library.
     """
     path = Path(path_or_id).expanduser()
+    given = f"{key}={path_or_id}"
     is_local = path.exists()
     if not is_local and (path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") > 1):
         raise DataError(
-            f"tokenizer={path_or_id}: no such folder, seen from {Path.cwd()}; give a folder with tokenizer.json, a hub "
+            f"{given}: no such folder, seen from {Path.cwd()}; give a folder with tokenizer.json, a hub "
             f"id, bytes, or {{train: {{vocab_size: 4096}}}}."
         )
     from transformers import AutoTokenizer
@@ -106,18 +109,17 @@ def load_tokenizer(path_or_id: str, trust_remote_code: bool = False) -> "PreTrai
     except Exception as error:  # the tokenizers library raises Exception itself, transformers whatever it trips over
         if is_offline and not is_local:
             raise DataError(
-                f"tokenizer={path_or_id} is no folder here and not in the hub's cache, and the hub cannot be reached; "
+                f"{given} is no folder here and not in the hub's cache, and the hub cannot be reached; "
                 f"give a folder with tokenizer.json, or bytes, or {{train: {{vocab_size: 4096}}}}."
             ) from error
         where = "that folder" if is_local else "the hub, and it is no folder here"
         reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"tokenizer={path_or_id} cannot be loaded from {where}: {reason} Give a folder with tokenizer.json, or a "
-            f"hub id."
+            f"{given} cannot be loaded from {where}: {reason} Give a folder with tokenizer.json, or a hub id."
         ) from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         raise DataError(
-            f"tokenizer={path_or_id} has no fast form (tokenizer.json), which tokenizing in parallel needs; convert it "
+            f"{given} has no fast form (tokenizer.json), which tokenizing in parallel needs; convert it "
             f"with transformers and give the saved folder."
         )
     return tokenizer
@@ -143,24 +145,30 @@ def build_tokenizer(
     """
     if name == BYTES:
         return add_new_tokens(build_bytes_tokenizer(), new_tokens)
-    source = name if name is not None else checkpoint
+    source, key = (name, "tokenizer") if name is not None else (checkpoint, "tokenizer of model.checkpoint")
     if source is None:
         raise ConfigError(
             "tokenizer is not set and model.config has no checkpoint to take one from; set tokenizer: bytes, a path or "
             "hub id, or {train: {vocab_size: 4096}}."
         )
-    return add_new_tokens(load_tokenizer(source, trust_remote_code), new_tokens)
+    return add_new_tokens(load_tokenizer(source, trust_remote_code, key), new_tokens)
 
 
 def add_new_tokens(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str]) -> "PreTrainedTokenizerFast":
-    """The tokenizer with `model.new_tokens` as special tokens: those it has not yet take the next ids, in their order.
-
-    Raises ConfigError for an empty one.
-    """
-    if any(not token.strip() for token in tokens):
-        raise ConfigError("model.new_tokens has an empty token; remove it.")
+    """The tokenizer with `model.new_tokens` as special tokens: those it has not yet take the next ids, in order."""
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
     return tokenizer
+
+
+def describe_known_tokens(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str]) -> list[str]:
+    """A line about those of `model.new_tokens` that a tokenizer has before they are added."""
+    ids = {token: tokenizer.backend_tokenizer.token_to_id(token) for token in tokens}
+    known = [f"{token} (id {id})" for token, id in ids.items() if id is not None]
+    if not known:
+        return []
+    return [
+        f"model.new_tokens: the tokenizer has {', '.join(known)} already; they are trained like new ones"
+    ]
 
 
 def separator_id(tokenizer: "PreTrainedTokenizerFast", choice: str | None = EOS) -> int | None:

@@ -199,7 +199,7 @@ class CorpusWriter:
         if not entry.documents:
             raise DataError(f"{source} holds no text: it is empty.")
         if self._options.samples is not None:
-            self._check_samples(source, entry)
+            self._check_samples(source, entry, self._options.samples)
         if entry.broken:
             total = entry.broken + entry.documents
             self._say(f"{source.key}: left out {entry.broken:,} of {total:,} records: {_say_places(entry)}")
@@ -207,15 +207,16 @@ class CorpusWriter:
             self._say(f"{source.key}: left out {entry.duplicates:,} of {entry.documents:,} documents as copies")
 
     @staticmethod
-    def _check_samples(source: Source, entry: EntryState) -> None:
+    def _check_samples(source: Source, entry: EntryState, rule: SampleRule) -> None:
         counts = [sink.counts for sink in entry.sinks.values()]
         if not any(each.samples for each in counts):
-            dropped, unlabelled = (
-                sum(getattr(each, name) for each in counts) for name in ("num_dropped", "num_unlabelled")
+            overlong, unlabelled = (
+                sum(getattr(each, name) for each in counts) for name in ("num_overlong", "num_unlabelled")
             )
             raise DataError(
-                f"{source}: not one of {entry.documents:,} samples can be used: {dropped:,} are longer than "
-                f"data.sequence_len, and of {unlabelled:,} no token is learned (see data.train_on)."
+                f"{source}: not one of {entry.documents:,} samples can be used: {overlong:,} are longer than "
+                f"data.sequence_len={rule.sequence_len} (data.on_overlong={rule.on_overlong}), and in {unlabelled:,} "
+                "no token that fits is learned; set a larger data.sequence_len, or another data.train_on."
             )
 
     def _save_point(self) -> None:
@@ -246,6 +247,7 @@ class CorpusWriter:
             tokenizer_fingerprint=self._encoding.fingerprint,
             vocab_size=self._encoding.vocab_size,
             separator=self._encoding.separator,
+            stops=self._encoding.stops,
             samples=options.samples,
             streams=streams,
             train=train,

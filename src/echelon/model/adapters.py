@@ -126,6 +126,12 @@ def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
         )
     if adapter.method == "qlora":
         _check_quantizable(model)
+    name, largest = max(((name, min(each.weight.shape)) for name, each in targets.items()), key=lambda pair: pair[1])
+    if adapter.r > largest:
+        raise ConfigError(
+            f"adapter.r={adapter.r} is more than any layer's rank can be: {name} has rank {largest} at most; use less, "
+            "or adapter.method=full."
+        )
     if adapter.init == "pissa":
         name, smallest = min(
             ((name, min(each.weight.shape)) for name, each in targets.items()), key=lambda pair: pair[1]

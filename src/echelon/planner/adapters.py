@@ -38,6 +38,7 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
         dropout=adapter.dropout,
         targets=targets,
         num_trained_parameters=trained,
+        num_frozen_parameters=shape.num_parameters,
         num_quantized_parameters=sum(each.count * _size(each) for each in shape.linears) if quantized else 0,
         double_quant=quantized and adapter.double_quant,
     )

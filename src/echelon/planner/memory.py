@@ -127,6 +127,17 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int, int]:
     )
 
 
+def estimate_checkpoint(shape: ModelShape, plan: ParallelPlan) -> int:
+    """Bytes of a checkpoint's tensors: what is trained, and what the optimizer keeps beside it."""
+    return _num_trained(shape, plan) * DTYPE_BYTES[plan.precision.master] + _optimizer_bytes(shape, plan)
+
+
+def describe_checkpoint(shape: ModelShape, plan: ParallelPlan) -> str:
+    """A line about what each save writes."""
+    what = "the adapter" if plan.adapter is not None else "the weights"
+    return f"checkpoint: about {estimate_checkpoint(shape, plan) / 1e6:,.2f} MB, {what} with the optimizer's state"
+
+
 def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     """Bytes kept beside the trained parameters for one whole copy of the model."""
     total, number = _num_trained(shape, plan), DTYPE_BYTES[plan.precision.optimizer]

@@ -57,6 +57,16 @@ class ModelConfig(Section):
         (), description="Tokens to add to the checkpoint's vocabulary, each one id: `[<|im_start|>, <|im_end|>]`."
     )
 
+    @field_validator("new_tokens")
+    @classmethod
+    def _new_tokens_differ(cls, tokens: tuple[str, ...]) -> tuple[str, ...]:
+        for place, token in enumerate(tokens):
+            if not token.strip():
+                raise ValueError("model.new_tokens has an empty token; remove it.")
+            if token in tokens[:place]:
+                raise ValueError(f"model.new_tokens has {token!r} twice; a token is added once: remove the other.")
+        return tokens
+
     @model_validator(mode="after")
     def _exactly_one_origin(self) -> Self:
         if self.checkpoint is not None and self.config is not None:
@@ -114,6 +124,15 @@ class AdapterConfig(Section):
     def is_adapter(self) -> bool:
         """Whether anything is frozen."""
         return self.method != "full"
+
+    @field_validator("target_modules")
+    @classmethod
+    def _targets_are_named(cls, targets: Any) -> Any:
+        if not targets:
+            raise ValueError(
+                "adapter.target_modules=[] leaves nothing to train; name linear layers, or set it to all-linear."
+            )
+        return targets
 
     @model_validator(mode="after")
     def _every_key_means_something(self) -> Self:

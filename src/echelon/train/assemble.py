@@ -1,5 +1,6 @@
 """Building a trainer from a recipe and a plan, in one rank, and running it."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -21,7 +22,7 @@ from echelon.mesh import Meshes, build_mesh
 from echelon.model.adapters import find_new_tokens
 from echelon.model.attention import describe_document_mask
 from echelon.model.build import resolve_config
-from echelon.model.folder import write_model_folder
+from echelon.model.folder import find_stops, write_model_folder
 from echelon.objective import Objective, build_objective
 from echelon.plan import ParallelPlan
 from echelon.recipe import Recipe
@@ -110,7 +111,7 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder, console:
         card = render_card(folder.path, trainer.state.step, is_adapter=True)
         num_bytes = write_adapter(folder.export_dir, content, recipe.model.checkpoint, folder.model_dir, card)
         folder.append_event("export", step=trainer.state.step, bytes=num_bytes)
-        size = f"{num_bytes / 1e6:.1f} MB of weights, equal to those that were trained"
+        size = f"{num_bytes / 1e6:.2f} MB of weights, equal to those that were trained"
         write_line(console, f"adapter: {folder.export_dir} ({size})")
 
 
@@ -163,7 +164,7 @@ def build_trainer(
     data = open_prepared(folder.read_prepared_path(), recipe.data.sequence_len, recipe.data.document_mask)
     config = resolve_config(recipe, data.vocab_size, data.tokenizer)
     if runtime.rank == 0:
-        write_model_folder(folder.model_dir, config, data.tokenizer)
+        write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
     objective, new_tokens = build_objective(recipe), find_new_tokens(recipe, data.tokenizer)
     engine = build_native_engine(recipe, config, plan, meshes, objective, device, compile_backend, new_tokens)
     first = _any_microbatch(data, plan, device)
@@ -177,7 +178,8 @@ def build_trainer(
     saved = load_newest(store, snapshots, engine, judge, runtime, console)
     state = TrainState() if saved is None else saved.train
     state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
-    sampler = build_sampler(recipe, data, device)
+    stops = find_stops(config, data.manifest.stops)
+    sampler = build_sampler(recipe, data, stops, device)
     journal, book = None, TimeBook()
     num_steps = recipe.num_steps(data.train.num_samples)
     peak_flops = find_peak_flops(device, plan.precision.compute)
@@ -189,7 +191,9 @@ def build_trainer(
         journal = Journal(folder, console, num_steps, recipe.train.log_every, recipe.batches)
         journal.tell_recovery(recovery)
         journal.add_couriers(start_trackers(recipe, folder, state.step, journal.say))
-        journal.say(f"tokens: pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}")
+        special = f"pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}"
+        ends = [f"{each} ({data.tokenizer.convert_ids_to_tokens(each)})" for each in stops]
+        journal.say(f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}")
         if first.documents is not None:
             journal.say(describe_document_mask(config, recipe.model.attn_implementation))
         journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")
@@ -317,12 +321,14 @@ def build_evaluator(
     return Evaluator(data.validation, objective, num_sequences, plan.micro_batch_size, meshes, device)
 
 
-def build_sampler(recipe: Recipe, data: PreparedData, device: torch.device) -> PromptSampler | None:
+def build_sampler(
+    recipe: Recipe, data: PreparedData, stops: Sequence[int], device: torch.device
+) -> PromptSampler | None:
     """What continues `evaluate.prompts` at each evaluation, where there are any."""
     wanted = recipe.evaluate
     if not wanted.prompts:
         return None
-    return PromptSampler(wanted.prompts, wanted.prompt_tokens, data.tokenizer, recipe.run.seed, device)
+    return PromptSampler(wanted.prompts, wanted.prompt_tokens, data.tokenizer, stops, recipe.run.seed, device)
 
 
 def _any_microbatch(data: PreparedData, plan: ParallelPlan, device: torch.device) -> Microbatch:

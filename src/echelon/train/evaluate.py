@@ -13,14 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from echelon.checkpoint.adapted import read_run_recipe
 from echelon.data.loader import Microbatch, build_microbatch, trim_padding
-from echelon.data.prepare import PrepareSpec, prepare
-from echelon.data.prepared import PreparedData, ValidationSet, open_prepared
+from echelon.data.prepared import PreparedData, ValidationSet
 from echelon.data.shards import Dataset, unigram_entropy
-from echelon.data.source import PYTHON_STDLIB, Source
+from echelon.data.source import PYTHON_STDLIB
 from echelon.engines import Evaluation
 from echelon.errors import ConfigError
 from echelon.loss import IGNORE
@@ -28,8 +27,8 @@ from echelon.mesh import Meshes
 from echelon.model.build import is_model_folder
 from echelon.objective import CausalLM, Objective, ObjectiveModule, build_objective
 from echelon.recipe import Recipe
-from echelon.run_folder import RunFolder
 from echelon.stopping import StopRequest, agreed_stop
+from echelon.train.held_out import open_held_out, prepare_given
 from echelon.train.sampler import encode_prompts
 from echelon.train.target import find_device, load_first_weights, load_target
 
@@ -262,7 +261,7 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
     Returns:
         loss (nats per token), perplexity, bits_per_byte, unigram_entropy (what a model of token frequencies alone would
         reach on the same text), tokens, data, and sets: the same of each named set. The first ones are of all sets. Of
-        a run on pairs, with its own data: loss, reward_accuracy and reward_margin per pair, pairs and tokens.
+        pairs: loss, reward_accuracy and reward_margin per pair, pairs and tokens.
 
     Raises:
         ConfigError: an HF folder without `data`, or a run that holds nothing out.
@@ -274,13 +273,17 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
     device = find_device()
     model, tokenizer = load_target(target, device, checkpoint)
     sequence_len = _sequence_len(target, model)
+    objective: Objective = CausalLM()
     with ExitStack() as stack:
         if data is None:
-            sets, source = _held_out(target, sequence_len), "held-out text of the run"
+            sets, source = open_held_out(target, sequence_len), "held-out text of the run"
+            objective = build_objective(read_run_recipe(target))
         else:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            sets, source = [_prepare_text(data, tokenizer, sequence_len, scratch)], str(data)
-        module, objective = ObjectiveModule(model).eval(), _find_objective(target, data)
+            given, pairs = prepare_given(target, data, tokenizer, sequence_len, scratch)
+            sets, source = [given], str(data)
+            objective = build_objective(read_run_recipe(target)) if pairs else objective
+        module = ObjectiveModule(model).eval()
         if objective.needs_reference and not read_run_recipe(target).adapter.is_adapter:
             module.refer_to(ObjectiveModule(load_first_weights(target, device)).eval())
         batch = max(1, EVAL_TOKENS // sequence_len)
@@ -292,13 +295,6 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
         "data": source,
         "sets": {name: _render(result, entropies[name]) for name, result in results.sets.items()},
     }
-
-
-def _find_objective(target: Path, data: Path | None) -> Objective:
-    """What a run minimises, on its own data; on text that is given, and of a folder, the next token."""
-    if data is not None or is_model_folder(target):
-        return CausalLM()
-    return build_objective(read_run_recipe(target))
 
 
 def _render(result: EvalResult, entropy: float) -> dict[str, Any]:
@@ -334,31 +330,6 @@ def _sequence_len(target: Path, model: PreTrainedModel) -> int:
     if is_model_folder(target):
         return min(1024, getattr(model.config, "max_position_embeddings", 1024))
     return read_run_recipe(target).data.sequence_len
-
-
-def _held_out(target: Path, sequence_len: int) -> Sequence[ValidationSet]:
-    recipe = read_run_recipe(target)
-    prepared = open_prepared(RunFolder(target).read_prepared_path(), sequence_len, recipe.data.document_mask)
-    if not prepared.validation:
-        raise ConfigError(f"{target} holds no text out (data.validation_fraction is 0); give some with --data PATH.")
-    return prepared.validation
-
-
-def _prepare_text(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_len: int, scratch: Path) -> ValidationSet:
-    tokenizer.save_pretrained(scratch / "tokenizer")
-    spec = PrepareSpec(
-        train=(Source("--data", str(path)),),
-        validation=(),
-        validation_fraction=0.0,
-        tokenizer=str(scratch / "tokenizer"),
-        checkpoint=None,
-        prepared_dir=scratch / "prepared",
-        sequence_len=sequence_len,
-    )
-    prepared = prepare(spec, lambda line: None)
-    [record] = prepared.manifest.streams["train"]
-    density = None if record.text_bytes is None else record.text_bytes / max(1, record.tokens)
-    return ValidationSet(path.name or str(path), prepared.train, density)
 
 
 def _read_all(dataset: Dataset, batch: int, device: torch.device) -> Iterator[Microbatch]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from echelon.errors import ConfigError
+from echelon.train.chat import Chat
 from echelon.train.target import find_device, load_target, load_target_tokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for a character of which a byte is missing
@@ -57,7 +59,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Sample:
-    """One continuation. `text` starts with the prompt; `ended_by` is length, eos or stop."""
+    """One continuation. `text` starts with the prompt, but for an answer; `ended_by` is length, eos or stop."""
 
     prompt: str
     text: str
@@ -109,6 +111,7 @@ def generate_samples(
     checkpoint: str | None = None,
     batch_size: int = 8,
     write: Callable[[str], None] | None = None,
+    chat: Chat | None = None,
 ) -> Iterator[Sample]:
     """Continue prompts, `sampling.num_samples` times each, in order.
 
@@ -119,16 +122,16 @@ def generate_samples(
         checkpoint: newest, best or a step of a run; None: the newest.
         batch_size: samples generated at a time.
         write: takes the text as it comes, prompt first; samples are then made one at a time.
+        chat: prompts are messages of a user, and the text of a sample is the answer alone.
 
     Raises:
-        ConfigError: a prompt holds no token, or is too long for the model.
+        ConfigError: a prompt holds no token, or is too long for the model; no template for a chat.
     """
     device = find_device()
     # Before the model, which may take long to load.
     tokenizer = load_target_tokenizer(target, checkpoint)
-    rows = [
-        _Row(prompt, number, _encode(tokenizer, prompt)) for prompt in prompts for number in range(sampling.num_samples)
-    ]
+    encode = partial(_encode, tokenizer) if chat is None else partial(chat.encode, target, tokenizer)
+    rows = [_Row(prompt, number, encode(prompt)) for prompt in prompts for number in range(sampling.num_samples)]
     model, tokenizer = load_target(target, device, checkpoint)
     _check_positions(model, rows, sampling.max_tokens)
     size = batch_size if write is None else 1
@@ -136,9 +139,10 @@ def generate_samples(
         batch = rows[start : start + size]
         stream = None
         if write is not None:
-            write(tokenizer.decode(batch[0].ids, skip_special_tokens=True))
+            if chat is None:
+                write(tokenizer.decode(batch[0].ids, skip_special_tokens=True))
             stream = TextStream(_Decoder(tokenizer, batch[0].ids), sampling.stop, write)
-        yield from _continue(model, tokenizer, batch, sampling, stream)
+        yield from _continue(model, tokenizer, batch, sampling, stream, chat is None)
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,7 @@ def _continue(
     rows: Sequence[_Row],
     sampling: Sampling,
     stream: "TextStream | None",
+    with_prompt: bool,
 ) -> list[Sample]:
     width = max(len(row.ids) for row in rows)
     eos = _eos_ids(model, tokenizer)
@@ -207,7 +212,7 @@ def _continue(
         text = decoder(new[:end])
         kept = cut_at_stop(text, sampling.stop)
         ended_by = "stop" if len(kept) < len(text) else "eos" if end < len(new) else "length"
-        samples.append(Sample(row.prompt, decoder.head + kept, row.number, ended_by))
+        samples.append(Sample(row.prompt, decoder.head + kept if with_prompt else kept, row.number, ended_by))
     return samples
 
 

@@ -22,11 +22,14 @@ class PromptSampler:
         prompts: Sequence[str],
         max_tokens: int,
         tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[int],
         seed: int,
         device: torch.device,
     ) -> None:
+        """`stops`: ids that end a sample."""
         self.prompts = tuple(prompts)
         self._tokenizer = tokenizer
+        self._stops = frozenset(stops)
         self._ids = encode_prompts(prompts, tokenizer)
         self._max_tokens = max_tokens
         self._seed = seed
@@ -55,10 +58,8 @@ class PromptSampler:
         return [self._decode(row, len(ids)) for row, ids in zip(rows.tolist(), self._ids, strict=True)]
 
     def _decode(self, row: list[int], start: int) -> str:
-        stop = start + self._max_tokens
-        eos = self._tokenizer.eos_token_id
-        if eos in row[start:stop]:
-            stop = row.index(eos, start)
+        last = start + self._max_tokens
+        stop = next((place for place in range(start, last) if row[place] in self._stops), last)
         return str(self._tokenizer.decode(row[:stop], skip_special_tokens=True))
 
 

@@ -13,7 +13,7 @@ from echelon.hardware import Cluster
 from echelon.manifest import read_json
 from echelon.model.folder import find_model_dir
 from echelon.plan import ParallelPlan, resolve_plan
-from echelon.planner.memory import MemoryEstimate, estimate_memory
+from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
 from echelon.recipe import Recipe, TrainedTokenizerConfig, load_recipe, render_recipe
 from echelon.run_folder import (
     OpenedRun,
@@ -103,7 +103,8 @@ def prepare_run(
     except BaseException:
         folder.unlock()
         raise
-    for line in (*plan.describe(), *describe_mixture(recipe, data), *describe_steps(recipe, num_steps)):
+    lines = [*plan.describe(), describe_checkpoint(shape, plan)]
+    for line in (*lines, *describe_mixture(recipe, data), *describe_steps(recipe, num_steps)):
         say(line)
     return PreparedRun(folder, plan)
 

@@ -68,6 +68,11 @@ def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTra
             tokenizer = AutoTokenizer.from_pretrained(target, **_LOCAL)
             try_tokenizer(tokenizer)
         return tokenizer
+    if not is_run(target) and (target / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{target} holds an adapter without the model beside it; give the run that trained it, or the folder that "
+            "`echelon export RUN OUT --merge` writes."
+        )
     if not is_run(target):
         raise ConfigError(f"{target} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
     checkpoint_of(target, checkpoint)
