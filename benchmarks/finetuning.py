@@ -51,7 +51,7 @@ class Row:
     adapter: str
     precision: str = "bf16"
     checkpointing: bool = False
-    examples: bool = False  # uneven examples: echelon packs them, the peer pads each batch to its longest
+    examples: str = ""  # uneven ones: echelon packs them, the peer pads a batch to its longest; how it makes batches
 
 
 ROWS = {
@@ -60,7 +60,8 @@ ROWS = {
     "lora-bf16-checkpointed": Row("lora", checkpointing=True),
     "qlora-bf16": Row("qlora"),
     "qlora-bf16-checkpointed": Row("qlora", checkpointing=True),
-    "lora-bf16-examples": Row("lora", examples=True),
+    "lora-bf16-examples": Row("lora", examples="random"),
+    "lora-bf16-examples-grouped": Row("lora", examples="group_by_length"),
 }
 
 
@@ -125,7 +126,7 @@ def prepare(scratch, size, row):
     peer = {
         "base": str(base), "examples": examples, "batch": per_batch, "adapter": row.adapter,
         "precision": row.precision, "checkpointing": row.checkpointing, "out": str(folder / "peer"),
-        "is_uneven": row.examples,
+        "sampling": row.examples,
     }  # fmt: skip
     (folder / "peer.json").write_text(json.dumps(peer))
     return run.folder.path, folder / "peer.json", note
@@ -228,7 +229,7 @@ class Gate:
         return sys.stdin.readline().strip() == "go"
 
     def tell(self, **measured):
-        """Answer with what was measured in a block, and forget the peak after the first one."""
+        """Answer with what was measured in a block."""
         answer = {"peak": peak_bytes() - self._baseline, "baseline": self._baseline, "threads": torch.get_num_threads()}
         print(json.dumps(answer | measured), file=self._answers)
 
@@ -247,6 +248,7 @@ def peak_bytes():
 def reset_peak():
     """Count the peak from what is held now."""
     if torch.cuda.is_available():
+        torch.cuda.init()
         torch.cuda.reset_peak_memory_stats()
     else:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5)
@@ -320,7 +322,7 @@ def run_peer(config_path, steps):
     lora = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
     collator = default_data_collator
-    if config["is_uneven"]:
+    if config["sampling"]:
         collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(config["base"]), padding="longest")
     targets = []
 
@@ -340,6 +342,8 @@ def run_peer(config_path, steps):
             self.pause(control)
 
         def on_step_end(self, args, state, control, **kwargs):
+            if len(self.seconds) + 1 == steps and torch.cuda.is_available():
+                torch.cuda.synchronize()
             now = time.perf_counter()
             self.seconds.append(now - self.mark)
             self.mark = now
@@ -365,7 +369,7 @@ def run_peer(config_path, steps):
             bf16=config["precision"] == "bf16",
             gradient_checkpointing=config["checkpointing"],
             gradient_checkpointing_kwargs=recompute if config["checkpointing"] else None,
-            train_sampling_strategy="random" if config["is_uneven"] else "sequential",
+            train_sampling_strategy=config["sampling"] or "sequential",
             logging_steps=10,
             logging_first_step=True,
             save_strategy="no",
@@ -397,18 +401,18 @@ class Side:
 
     def __init__(self, name, path, steps):
         command = [sys.executable, __file__, "--side", name, "--path", str(path), "--steps", str(steps)]
-        self._log = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
-        )
+        self._log = path.with_name(f"{name}.log")
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
 
     def run_block(self):
         """Let it run a block of steps; what it measured."""
         print("go", file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
-            self._log.seek(0)
-            raise SystemExit(f"{self._process.args}\n{self._log.read()[-3000:]}")
+            raise SystemExit(f"{self._process.args}\n{self._log.read_text()[-3000:]}")
         return json.loads(answer)
 
     def end(self):
@@ -451,7 +455,7 @@ def compare(name, scratch, size, arguments):
         pair_dir = scratch / name / f"run-{number}"
         shutil.copytree(run_dir, pair_dir)
         blocks = run_pair(pair_dir, peer_json, arguments.blocks, arguments.steps)
-        rates += [tuple(rate(block, row.examples) for block in pair) for pair in blocks[1:]]
+        rates += [tuple(rate(block, row.examples != "") for block in pair) for pair in blocks[1:]]
         whole.append(tuple(max(block[side]["peak"] for block in blocks) for side in (0, 1)))
         later.append(tuple(max(block[side]["peak"] for block in blocks[1:]) for side in (0, 1)))
         kept = blocks
