@@ -8,9 +8,10 @@ The peer is unmodified: `transformers.Trainer`, its own collator, and `peft.get_
 `prepare_model_for_kbit_training` for QLoRA, as PEFT's documentation says. It reads token rows, examples and base
 weights from files and knows nothing of echelon.
 
-*tokens per second* is from the median step of a block. *memory* is, on a CPU, the process's high-water mark of resident
-memory beyond what it held after its imports, which is printed; on a GPU the most bytes that tensors held. *whole run*
-is from there to the end, loading included; *steps* is counted anew after the first block.
+*tokens/s* is from the median step of a block; *tokens/CPU s* from the processor time that a block took, which other
+work on the same cores hardly changes (on a GPU it says what the host has to do). *memory* is, on a CPU, the process's
+high-water mark of resident memory beyond what it held after its imports, which is printed; on a GPU the most bytes that
+tensors held. *whole run* is from there to the end, loading included; *steps* is counted anew after the first block.
 """
 
 import argparse
@@ -226,11 +227,16 @@ class Gate:
 
     def wait(self):
         """Whether another block is wanted."""
-        return sys.stdin.readline().strip() == "go"
+        wanted = sys.stdin.readline().strip() == "go"
+        self._used = time.process_time()
+        return wanted
 
     def tell(self, **measured):
         """Answer with what was measured in a block."""
-        answer = {"peak": peak_bytes() - self._baseline, "baseline": self._baseline, "threads": torch.get_num_threads()}
+        answer = {
+            "peak": peak_bytes() - self._baseline, "baseline": self._baseline, "threads": torch.get_num_threads(),
+            "cpu_seconds": time.process_time() - self._used,
+        }  # fmt: skip
         print(json.dumps(answer | measured), file=self._answers)
 
 
@@ -450,17 +456,20 @@ def compare(name, scratch, size, arguments):
     """Measure one row; its line of the table, and a remark."""
     row = ROWS[name]
     run_dir, peer_json, fed = prepare(scratch, size, row)
-    rates, whole, later, kept = [], [], [], []
+    rates, costs, whole, later, kept = [], [], [], [], []
     for number in range(arguments.pairs):
         pair_dir = scratch / name / f"run-{number}"
         shutil.copytree(run_dir, pair_dir)
         blocks = run_pair(pair_dir, peer_json, arguments.blocks, arguments.steps)
         rates += [tuple(rate(block, row.examples != "") for block in pair) for pair in blocks[1:]]
+        costs += [tuple(block["targets"] / block["cpu_seconds"] for block in pair) for pair in blocks[1:]]
         whole.append(tuple(max(block[side]["peak"] for block in blocks) for side in (0, 1)))
         later.append(tuple(max(block[side]["peak"] for block in blocks[1:]) for side in (0, 1)))
         kept = blocks
-    speed = [ours / theirs for ours, theirs in rates]
-    cells = [name, *(f"{statistics.median(each):.0f}" for each in zip(*rates, strict=True)), spread(speed, ".2f")]
+    cells = [name]
+    for each in (rates, costs):
+        cells += [f"{statistics.median(side):.0f}" for side in zip(*each, strict=True)]
+        cells.append(spread([ours / theirs for ours, theirs in each], ".2f"))
     for peaks in (whole, later):
         cells += [f"{statistics.median(each) / 1e6:.0f}" for each in zip(*peaks, strict=True)]
         cells.append(spread([ours / theirs for ours, theirs in peaks], ".2f"))
@@ -488,8 +497,9 @@ def describe_machine(arguments):
 
 
 HEAD = """
-| | echelon, tokens/s | peer | ratio | whole run: echelon, MB | peer | ratio | steps: echelon, MB | peer | ratio |
-|---|---|---|---|---|---|---|---|---|---|"""
+| | tokens/s: echelon | peer | ratio | tokens/CPU s: echelon | peer | ratio | whole run: echelon, MB | peer | ratio \
+| steps: echelon, MB | peer | ratio |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def main():
