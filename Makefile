@@ -14,7 +14,7 @@ help:
 	@echo "make parity   every strategy against the single process, the whole product of options (long)"
 	@echo "make faults   kills a job at drawn moments, 66 times, and compares its end: benchmarks/results/faults-cpu.md (30 minutes)"
 	@echo "make bench    the cost of a step beside a plain PyTorch loop's (long)"
-	@echo "make gpu      on a machine with an NVIDIA GPU: its tests and all benchmarks, into a folder of logs (10 minutes)"
+	@echo "make gpu      on a machine with an NVIDIA GPU: its tests and all benchmarks, into a folder of logs (15 minutes)"
 	@echo "make lint     style and types"
 	@echo "make clean    remove .venv"
 

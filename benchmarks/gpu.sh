@@ -2,7 +2,7 @@
 # The tests that need a GPU, and every benchmark, on this machine's GPUs; all that was printed is kept.
 #   benchmarks/gpu.sh [all|tests|bench] [LOG_FOLDER]
 # Needs torch with CUDA and echelon's dependencies in the Python named by $PYTHON (default python3); echelon itself is
-# taken from this checkout. Takes about 10 minutes (tests 5, bench 5), and no part of it more than its limit below.
+# taken from this checkout. Takes about 15 minutes (tests 5, bench 10), and no part of it more than its limit below.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-all}
@@ -36,6 +36,7 @@ if [ "$what" != tests ]; then
     part overhead-small-compiled 120 "$python" benchmarks/overhead.py --size small --precision bf16 --compile \
         --rounds 5 --steps 20
     part memory 120 "$python" benchmarks/memory.py "vocabulary of 256k, bf16" "sequences of 32k, bf16" "both, bf16"
+    part finetuning 420 "$python" benchmarks/finetuning.py --pairs 1 --blocks 5 --steps 8
     part compile-order 300 "$python" benchmarks/compile_order.py --out "$logs/compile-order-cuda.md"
 fi
 echo "== $logs"

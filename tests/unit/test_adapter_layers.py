@@ -94,6 +94,47 @@ def test_the_same_parameters_train_as_under_peft(method):
     assert {name: each.shape for name, each in trained(model).items()} == theirs
 
 
+def run_under_autocast(model):
+    """Logits, gradients, and the bytes of all that the backward pass kept, weights aside."""
+    weights = {each.data_ptr() for each in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        if tensor.data_ptr() not in weights:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no other takes its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        computed = model(input_ids=IDS).logits
+    computed.float().square().sum().backward()
+    gradients = {name.removeprefix("base_model.model."): each.grad for name, each in model.named_parameters()}
+    return computed, gradients, sum(size for size, _ in kept.values())
+
+
+def test_in_bf16_it_computes_as_peft_bit_for_bit_and_keeps_less():
+    base = small_model("llama")
+    model, _ = adapted(base, load_config(small_config("llama")), AdapterConfig(method="lora", r=4))
+    settings = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    peers = get_peft_model(copy.deepcopy(base), settings).eval()
+    ours = dict(model.named_parameters())
+    for name, parameter in peers.named_parameters():
+        parameter.data = ours[name.removeprefix("base_model.model.")].detach().clone()
+    for parameter in (*model.parameters(), *peers.parameters()):
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    (logits, gradients, kept), (their_logits, their_gradients, they_keep) = map(run_under_autocast, (model, peers))
+    assert torch.equal(logits, their_logits)
+    trained_names = [name for name, gradient in their_gradients.items() if gradient is not None]
+    assert len(trained_names) == 2 * 7 * 2
+    for name in trained_names:
+        assert torch.equal(gradients[name], their_gradients[name]), name
+    config = base.config
+    # PEFT's k, v and up each keep a bf16 copy of the input that q and gate keep already
+    copies = config.num_hidden_layers * 3 * IDS.numel() * config.hidden_size * 2
+    assert they_keep - kept >= copies
+
+
 def test_pissa_begins_as_the_base_and_as_peft_does():
     base, config = small_model("llama"), load_config(small_config("llama"))
     adapter = AdapterConfig(method="lora", r=4, init="pissa")

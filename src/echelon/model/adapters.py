@@ -46,12 +46,18 @@ def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Seque
     """
     import_bitsandbytes()
     from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
 
     if adapter.method == "qlora":
         quantize_linears(find_parts(model).layers, adapter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on what is tied or on meta: both are meant to be
         inject_adapter_in_model(build_peft_config(model, adapter, new_token_ids), model, low_cpu_mem_usage=True)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            # PEFT would copy a layer's input into A's dtype, fp32, of which autocast made another copy, to be kept for
+            # the backward pass: a copy for each of the layers that share an input. DoRA computes norms in that dtype.
+            module.cast_input_dtype_enabled = adapter.method == "dora"
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(plain_name(name) is None)
 

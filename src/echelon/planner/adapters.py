@@ -104,7 +104,7 @@ def adapter_bytes_per_token(
     """What the adapter of one decoder layer keeps for each token, beyond what the frozen layer keeps anyway.
 
     Each A keeps its input and each B what A made of it. The layers that read one tensor share it, but where each casts
-    it for itself (`own_copies`: an fp32 adapter under autocast) or drops out of it. DoRA keeps the outputs of the
+    it for itself (`own_copies`: it is not in the dtype computed in) or drops out of it. DoRA keeps the outputs of the
     frozen layer and of the adapter for its magnitudes.
 
     Args:

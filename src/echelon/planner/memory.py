@@ -190,9 +190,11 @@ def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _K
     if plan.adapter is None:
         # autocast leaves the residual stream in fp32
         return _Kept(compute, FP32_BYTES if plan.uses_autocast else compute, mask, frozen=False)
-    # Frozen embeddings are in the compute dtype, and so is the stream; an adapter casts its inputs to its own.
-    own_mask = 1 if kind == "cuda" else DTYPE_BYTES[plan.precision.param] if plan.uses_autocast else compute
-    beside = adapter_bytes_per_token(shape, plan.adapter, compute, plan.uses_autocast, own_mask)
+    # Frozen embeddings are in the compute dtype, and so is the stream. DoRA casts its inputs to its own, and autocast
+    # those that a LayerNorm made in fp32.
+    casts = plan.uses_autocast and (plan.adapter.method == "dora" or shape.parts.norm == "layer")
+    own_mask = 1 if kind == "cuda" else DTYPE_BYTES[plan.precision.param] if casts else compute
+    beside = adapter_bytes_per_token(shape, plan.adapter, compute, casts, own_mask)
     return _Kept(compute, compute, mask, frozen=True, adapter=beside)
 
 
