@@ -64,6 +64,21 @@ HALF = [
     Case(Row(precision="bf16", master_weights="bf16_stochastic", micro_batch=4), around="fsdp"),
     Case(Row(precision="bf16", master_weights="bf16_kahan", optimizer="adamw_8bit", micro_batch=4)),
 ]
+ADAPTERS = [
+    Case(Row(adapter="lora", micro_batch=4)),
+    Case(Row(adapter="lora", micro_batch=4, checkpointing="full"), around="fsdp"),
+    Case(Row(adapter="dora", micro_batch=4), around="ddp"),
+    Case(Row(adapter="pissa", micro_batch=4)),
+    Case(Row(OFFLOAD, adapter="lora", micro_batch=4)),
+]
+# Four bits are rounded on the device, where a tie may fall the other way.
+QUANTIZED = [
+    Case(Row(adapter="qlora", precision="bf16", micro_batch=4)),
+    Case(Row(adapter="qlora", precision="bf16", micro_batch=4, checkpointing="full"), around="fsdp"),
+    Case(Row(adapter="qlora", precision="bf16", micro_batch=4), around="ddp"),
+    Case(Row(OFFLOAD, adapter="qlora", precision="bf16", micro_batch=4)),
+    Case(Row(adapter="lora", precision="bf16", compile=True)),
+]
 
 
 def check(case, runtime, folder, text, references, loss_bound, norm_bound):
@@ -80,7 +95,7 @@ def check(case, runtime, folder, text, references, loss_bound, norm_bound):
             assert row["memory_peak_bytes"] > 0 and row["step_seconds"] > 0 and not row["skipped"]
 
 
-@pytest.mark.parametrize("case", FP32, ids=str)
+@pytest.mark.parametrize("case", FP32 + ADAPTERS, ids=str)
 def test_fp32_equals_the_cpu(gpu, references, text, tmp_path, case):
     check(case, gpu, tmp_path, text, references, LOSS, NORM)
 
@@ -96,6 +111,6 @@ def test_every_optimizer_is_close(gpu, references, text, tmp_path, case):
     check(case, gpu, tmp_path, text, references, *bounds)
 
 
-@pytest.mark.parametrize("case", BF16 + HALF, ids=str)
+@pytest.mark.parametrize("case", BF16 + HALF + QUANTIZED, ids=str)
 def test_half_precision_is_finite_and_close(gpu, references, text, tmp_path, case):
     check(case, gpu, tmp_path, text, references, BF16_LOSS, BF16_NORM)
