@@ -4,13 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 from echelon.engines.native import store_parameters
 from echelon.errors import ConfigError, PlanError
 from echelon.model.adapters import apply_adapter
 from echelon.model.build import build_on_meta
+from echelon.model.quantization import QuantizedLinear
 from echelon.plan import AdapterPlan, ParallelPlan, Precision
 from echelon.planner.adapters import build_adapter_plan, frozen_bytes
 from echelon.planner.memory import estimate_memory
@@ -22,13 +22,13 @@ LLAMA3_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
 }  # fmt: skip
-ODD = {"vocab_size": 130, "hidden_size": 72, "intermediate_size": 132, "num_hidden_layers": 3,
+ODD = {"vocab_size": 130, "hidden_size": 72, "intermediate_size": 136, "num_hidden_layers": 3,
        "num_attention_heads": 6, "num_key_value_heads": 3}  # fmt: skip
 MODELS = {
     "llama": {"model_type": "llama", **ODD, "attention_bias": True, "mlp_bias": True},
-    "qwen3": {"model_type": "qwen3", **ODD, "head_dim": 10},
-    "gemma2": {"model_type": "gemma2", **ODD, "head_dim": 18},
-    "gpt2": {"model_type": "gpt2", "vocab_size": 130, "n_embd": 72, "n_layer": 3, "n_head": 6, "n_inner": 132},
+    "qwen3": {"model_type": "qwen3", **ODD, "head_dim": 12},
+    "gemma2": {"model_type": "gemma2", **ODD, "head_dim": 20},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 130, "n_embd": 72, "n_layer": 3, "n_head": 6, "n_inner": 136},
     "olmo2": {"model_type": "olmo2", **ODD},  # not counted by formula
 }
 
@@ -42,7 +42,7 @@ def injected(config, adapter):
     model = build_on_meta(AutoConfig.for_model(**config))
     apply_adapter(model, adapter)
     store_parameters(model, BF16)
-    return list(model.parameters())
+    return model
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,14 @@ def injected(config, adapter):
     ],
 )  # fmt: skip
 def test_counts_and_bytes_are_those_of_peft(name, adapter):
-    parameters = injected(MODELS[name], AdapterConfig.model_validate(adapter))
+    model = injected(MODELS[name], AdapterConfig.model_validate(adapter))
+    parameters = list(model.parameters())
     shape, plan = planned(MODELS[name], **adapter)
     assert plan.num_trained_parameters == sum(each.numel() for each in parameters if each.requires_grad)
     frozen = [each for each in parameters if not each.requires_grad]
     assert sum(frozen_bytes(shape, plan, 2)) == sum(each.numel() * each.element_size() for each in frozen)
-    packed = [each for each in frozen if each.dtype == torch.uint8 and each.ndim == 2]
-    assert plan.num_quantized_parameters == sum(2 * each.numel() for each in packed)
+    packed = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    assert plan.num_quantized_parameters == sum(each.in_features * each.out_features for each in packed)
 
 
 def test_llama3_8b():

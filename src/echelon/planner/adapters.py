@@ -82,7 +82,7 @@ def _quantized_bytes(size: int, double_quant: bool) -> int:
     """Half a byte a number; an fp32 scale a block, or a byte, with an fp32 number for 256 blocks and one for all."""
     blocks = math.ceil(size / QUANTIZED_BLOCK)
     scales = 4 + 4 * math.ceil(blocks / NESTED_BLOCK) + blocks if double_quant else 4 * blocks
-    return size // 2 + scales
+    return size // 2 + math.ceil(scales / 4) * 4
 
 
 def whole_weight_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) -> int:
