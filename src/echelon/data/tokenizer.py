@@ -166,9 +166,7 @@ def describe_known_tokens(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence
     known = [f"{token} (id {id})" for token, id in ids.items() if id is not None]
     if not known:
         return []
-    return [
-        f"model.new_tokens: the tokenizer has {', '.join(known)} already; they are trained like new ones"
-    ]
+    return [f"model.new_tokens: the tokenizer has {', '.join(known)} already; they are trained like new ones"]
 
 
 def separator_id(tokenizer: "PreTrainedTokenizerFast", choice: str | None = EOS) -> int | None:
