@@ -36,7 +36,7 @@ def write_base(folder, tied=True, width=32):
     torch.manual_seed(1)
     config = AutoConfig.for_model(
         "llama", hidden_size=width, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=300,
-        max_position_embeddings=64, tie_word_embeddings=tied, pad_token_id=0, eos_token_id=0, bos_token_id=None,
+        max_position_embeddings=128, tie_word_embeddings=tied, pad_token_id=0, eos_token_id=0, bos_token_id=None,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
     write_chats(folder / "chat.jsonl", range(96), "messages")
@@ -58,7 +58,7 @@ def write_recipe(folder, **sections):
         "run": {"name": "tuned"},
         "model": {"checkpoint": "base", "new_tokens": MARKS},
         "adapter": {"method": "lora", "r": 4, "alpha": 8},
-        "data": {"train": "chat.jsonl", "sequence_len": 64, "chat_template": "chatml", "validation_fraction": 0.2},
+        "data": {"train": "chat.jsonl", "sequence_len": 128, "chat_template": "chatml", "validation_fraction": 0.2},
         "train": {"steps": STEPS, "global_batch_size": 4, "precision": "fp32", "eval_every": None},
         "optim": {"learning_rate": 1e-2},
         "evaluate": {"batches": 100},

@@ -1,6 +1,7 @@
 """Adapters against PEFT's own, 4-bit layers against bitsandbytes' own."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -283,3 +284,15 @@ def test_plain_names():
     assert plain_name("model.embed_tokens.token_adapter.base_layer.weight") == "model.embed_tokens.weight"
     assert plain_name("model.norm.weight") == "model.norm.weight"
     assert plain_name("model.layers.0.self_attn.q_proj.lora_A.default.weight") is None
+
+
+@pytest.mark.parametrize(
+    ("absent", "method", "extra"), [("bitsandbytes", "qlora", "qlora"), ("peft", "dora", "peft")]
+)  # fmt: skip
+def test_what_is_not_installed_is_named(monkeypatch, absent, method, extra):
+    monkeypatch.setitem(sys.modules, absent, None)
+    model = build_on_meta(load_config(small_config("llama")))
+    with pytest.raises(
+        ConfigError, match=rf"adapter.method={method} needs {absent}, .* pip install 'echelon\[{extra}\]'"
+    ):
+        check_adapter(model, AdapterConfig(method=method))

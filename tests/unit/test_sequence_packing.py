@@ -380,7 +380,7 @@ def test_common_padding_is_trimmed_and_the_hash_knows_nothing_of_it(tmp_path):
             widths.add(width)
             assert np.array_equal(each.input_ids.numpy(), samples.inputs[:, :width])
             assert np.array_equal(each.labels.numpy(), samples.labels[:, :width])
-            assert np.array_equal(each.documents.numpy(), samples.documents[:, :width])
+            assert each.documents is None, "a sequence has one: there is nothing to keep apart, whatever the model"
             fed += int((samples.documents >= 0).sum())
         assert batch.num_tokens == fed
     for ranks, micro in ((2, 1), (3, 2), (4, 1)):

@@ -168,6 +168,11 @@ class Manifest:
         records = [source.labelled for sources in self.streams.values() for source in sources]
         return max((record.documents_each for record in records if record is not None), default=0)
 
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether a sequence may hold more than one document."""
+        return self.samples is None or self.samples.packing or self.documents_each > 1
+
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json, with a checksum of what it says."""

@@ -172,7 +172,10 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
     for line in describe_split(prepared.manifest):
         say(line)
     kept = "attends to no other" if prepared.apart else "attends to those before it in its sequence"
-    say(f"documents: each {kept} (data.document_mask={str(spec.document_mask).lower()})")
+    if prepared.manifest.shares_sequences:
+        say(f"documents: each {kept} (data.document_mask={str(spec.document_mask).lower()})")
+    else:
+        say("documents: each is alone in its sequence (data.packing=false)")
     say(f"data: {prepared.train.num_tokens:,} tokens to train on, {held_out:,} held out, in {folder}")
     return prepared
 

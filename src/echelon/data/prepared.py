@@ -36,7 +36,7 @@ class PreparedData:
     """A prepared folder, opened.
 
     `train` is a MixtureDataset where `manifest.train` has several splits, its parts in their order. `validation` is
-    empty when nothing was held out. `apart`: no document attends to another.
+    empty when nothing was held out. `apart`: documents share sequences, and none attends to another.
     """
 
     path: Path
@@ -116,7 +116,8 @@ def open_prepared(
             f"{path} holds samples packed into sequences of {rule.sequence_len}, and data.sequence_len={sequence_len}; "
             f"prepare again."
         )
-    apart = rule is not None if document_mask == "auto" else document_mask
+    wanted = rule is not None if document_mask == "auto" else document_mask
+    apart = manifest.shares_sequences and wanted
     cut = _Cutter(path, manifest, sequence_len, apart)
     validation = tuple(ValidationSet(each.name, cut(each), each.bytes_per_token) for each in manifest.validation)
     parts = [cut(split) for split in manifest.train]

@@ -280,7 +280,7 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
             objective = build_objective(read_run_recipe(target))
         else:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            given, pairs = prepare_given(target, data, tokenizer, sequence_len, scratch)
+            given, pairs = prepare_given(target, data, model, tokenizer, sequence_len, scratch)
             sets, source = [given], str(data)
             objective = build_objective(read_run_recipe(target)) if pairs else objective
         module = ObjectiveModule(model).eval()

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.checkpoint.adapted import read_run_recipe
 from echelon.data.preflight import InstructionOptions
@@ -14,6 +14,7 @@ from echelon.data.prepared import ValidationSet, open_prepared
 from echelon.data.readers.record import ExampleFields
 from echelon.data.source import Source, list_files
 from echelon.errors import ConfigError, DataError
+from echelon.model.attention import check_document_mask
 from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder, is_run
 
@@ -28,21 +29,23 @@ def open_held_out(run: Path, sequence_len: int) -> Sequence[ValidationSet]:
 
 
 def prepare_given(
-    target: Path, path: Path, tokenizer: PreTrainedTokenizerBase, sequence_len: int, scratch: Path
+    target: Path, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, scratch: Path
 ) -> tuple[ValidationSet, bool]:
     """Text that is given, in sequences as a run makes its own; those of an HF folder as a recipe's defaults are.
 
     Conversations are rendered by the tokenizer's template, which is the run's.
 
     Args:
-        target: a run folder or an HF folder.
+        target: a run folder or an HF folder, of which the model is.
+        length: tokens of a sequence.
         scratch: where the tokens are written.
 
     Returns:
         The set, and whether it is of preference pairs.
 
     Raises:
-        ConfigError: pairs for what does not compare them, or conversations without a template.
+        ConfigError: pairs for what does not compare them, conversations without a template, or documents that share a
+            sequence for a model that cannot keep them apart.
         DataError: the text cannot be used.
     """
     recipe = read_run_recipe(target) if is_run(target) else None
@@ -62,9 +65,11 @@ def prepare_given(
         tokenizer=str(scratch / "tokenizer"),
         checkpoint=None,
         prepared_dir=scratch / "prepared",
-        sequence_len=sequence_len,
+        sequence_len=length,
     )
     prepared = prepare(spec if recipe is None else _as_own(spec, recipe, formats), lambda line: None)
+    if prepared.apart:
+        check_document_mask(model.config, None)
     [record] = prepared.manifest.streams["train"]
     density = None if record.text_bytes is None else record.text_bytes / max(1, record.tokens)
     return ValidationSet(path.name or str(path), prepared.train, density), pairs
