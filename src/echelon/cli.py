@@ -264,7 +264,9 @@ def generate(
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The HF folder to write.")],
-    dtype: Annotated[str, typer.Option("--dtype", help="fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Of a whole model: fp32 (the default), bf16 or fp16.")
+    ] = None,
     checkpoint: CheckpointOption = None,
     merge: Annotated[bool, typer.Option("--merge", help="Of a run that trained an adapter: the whole model.")] = False,
 ) -> None:
@@ -275,13 +277,18 @@ def export(
     from echelon.train.merging import merge_run
 
     if merge:
-        merge_run(run, out, dtype, checkpoint, say)
+        merge_run(run, out, dtype or "fp32", checkpoint, say)
     elif read_run_recipe(run).adapter.is_adapter:
+        if dtype is not None:
+            raise ConfigError(
+                f"--dtype {dtype} is of a whole model, and an adapter is written as it was trained; add --merge, or "
+                "leave it out."
+            )
         num_bytes = export_adapter(run, out, checkpoint)
         say(f"export: {out} is ready for peft's PeftModel.from_pretrained, {num_bytes / 1e6:.2f} MB of weights")
         return
     else:
-        export_run(run, out, dtype, checkpoint)
+        export_run(run, out, dtype or "fp32", checkpoint)
     say(f"export: {out} is ready for transformers' from_pretrained")
 
 

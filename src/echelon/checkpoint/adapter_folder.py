@@ -58,6 +58,7 @@ def write_adapter(out: Path, content: AdapterContent, base: str | None, sidecars
             if path.name not in (MANIFEST, "config.json"):
                 shutil.copyfile(path, writing / path.name)
         (writing / "README.md").write_text(card)
+        (writing / WEIGHTS).chmod(writing.stat().st_mode & 0o666)  # safetensors lets nobody else read
         check_adapter_folder(writing, content.tensors)
         if out.exists():
             shutil.rmtree(out)

@@ -111,6 +111,7 @@ def _write_weights(read: Reader, skeleton: PreTrainedModel, out: Path, dtype: st
         tensors = {name: tensor.to(stored).contiguous() for name, tensor in read(names).items()}
         save_file(tensors, out / file, metadata={"format": "pt"})
         _check_file(out / file, tensors)
+        (out / file).chmod(out.stat().st_mode & 0o666)  # safetensors lets nobody else read
         weight_map |= dict.fromkeys(names, file)
     if len(groups) > 1:
         size = sum(parameter.numel() * stored.itemsize for parameter in skeleton.parameters())

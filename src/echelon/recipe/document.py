@@ -98,6 +98,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _answers_of_a_pair_are_apart(self) -> Self:
+        if self.objective.name == "dpo" and self.data.document_mask is False:
+            raise ValueError(
+                "data.document_mask=false lets the documents of a sequence see each other, and objective.name=dpo has "
+                "both answers of a pair in one; use data.document_mask=auto."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batch_is_whole_sequences(self) -> Self:
         tokens, length = self.train.global_batch_tokens, self.data.sequence_len
         if tokens is not None and tokens % length:

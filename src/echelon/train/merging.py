@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from echelon.checkpoint.adapted import load_adapted, read_run_recipe
+from echelon.checkpoint.adapted import load_adapted, read_run_recipe, run_skeleton
 from echelon.checkpoint.export import export_run
 from echelon.checkpoint.model_card import render_card
 from echelon.data.prepared import open_prepared
@@ -57,7 +57,8 @@ def merge_run(run: Path, out: Path, dtype: str, which: str | None, say: Callable
     """
     if not read_run_recipe(run).adapter.is_adapter:
         raise ConfigError(f"--merge: the run {run} trained every weight, so there is nothing to merge; leave it out.")
-    device = find_device()
+    # Two models in fp32 at most, and a sequence of logits beside them.
+    device = find_device(num_bytes=10 * sum(each.numel() for each in run_skeleton(run).parameters()))
     adapted = load_adapted(run, device, which)
     export_run(run, out, dtype, which, adapted)
     try:

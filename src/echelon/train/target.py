@@ -25,9 +25,11 @@ from echelon.shape import check_depth
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
-def find_device() -> torch.device:
-    """The first GPU, or the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def find_device(num_bytes: int = 0) -> torch.device:
+    """The first GPU, where it has this much memory left, or the CPU."""
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > num_bytes:
+        return torch.device("cuda")
+    return torch.device("cpu")
 
 
 def load_target(
