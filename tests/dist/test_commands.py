@@ -146,6 +146,7 @@ def check_export(echelon, run, held_out):
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.float32
     tokenizer = AutoTokenizer.from_pretrained(out)
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id], "what ends a document ends a sample"
     ids = tokenizer("7 plus 7 is 14, and so on.\n", return_tensors="pt")["input_ids"]
     assert tokenizer.decode(ids[0]) == "7 plus 7 is 14, and so on.\n"
     live = load_run_model(run.path, torch.device("cpu"))
