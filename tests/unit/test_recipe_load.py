@@ -145,9 +145,11 @@ def test_a_rendered_recipe_loads_as_an_equal_one(tmp_path: Path, override: str) 
         ("config: {model_type: llama, hidden_size: 64}", "new_tokens: ['']\n  checkpoint: base",
          "line 3: model.new_tokens has an empty token; remove it."),
         ("tokenizer: bytes", "tokenizer: bytes\nobjective: {name: dpo}\nadapter: {method: lora, init: pissa}",
-         "line 6: adapter.init=pissa changes the frozen weights, and objective.name=dpo compares with them as they were;"),
+         "line 6: adapter.init=pissa changes the frozen weights, and objective.name=dpo compares with "
+         "them as they were;"),
         ("sequence_len: 64", "sequence_len: 64\n  document_mask: false\nobjective: {name: dpo}",
-         "line 8: data.document_mask=false lets the documents of a sequence see each other, and objective.name=dpo has"),
+         "line 8: data.document_mask=false lets the documents of a sequence see each other, and "
+         "objective.name=dpo has"),
         ("global_batch_size: 8", "global_batch_tokens: 60", "line 10: train.global_batch_tokens=60 is "
          "not a whole number of sequences of data.sequence_len=64; use 64."),
     ],
