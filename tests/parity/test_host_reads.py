@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.data.prepare import prepare_data
-from echelon.recipe import load_recipe, render_recipe
+from echelon.recipe import ObjectiveConfig, load_recipe, render_recipe
 from echelon.run_folder import RunFolder
 from echelon.runtime import Runtime
 from echelon.train.assemble import build_trainer
@@ -84,7 +84,7 @@ ROWS += [
 def test_a_step_reads_nothing_back(workers, text, tmp_path, samples, row):
     path = write_recipe(row, tmp_path, text, steps=4)
     recipe, _ = load_recipe(path)
-    data = prepare_data(recipe, lambda line: None)
+    data = prepare_data(recipe.model_copy(update={"objective": ObjectiveConfig()}), lambda line: None)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
     run.write_prepared_path(data.path)

@@ -20,7 +20,7 @@ from echelon.data.shards import NO_LABEL, Samples
 from echelon.hardware import Accelerator, Cluster
 from echelon.plan import ParallelPlan, resolve_plan
 from echelon.recipe import ObjectiveConfig, load_recipe, render_recipe
-from echelon.run_folder import RunFolder
+from echelon.run_folder import RunFolder, write_json
 from echelon.runtime import Runtime
 from echelon.shape import build_shape
 from echelon.train.assemble import build_trainer
@@ -145,6 +145,7 @@ def train(
     run.write_prepared_path(data.path)
     run.recipe_path.write_text(render_recipe(recipe))
     plan = resolve(row, recipe, data.train.num_samples)
+    write_json(run.plan_path, plan.to_dict())
     workers.run(train_rank, row.ranks, str(path), plan, stop_at, mutation)
     return read_rows(run.path)
 
