@@ -11,16 +11,17 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
 from echelon.checkpoint.first_weights import fill_weights
-from echelon.checkpoint.folder import checkpoint_of
+from echelon.checkpoint.folder import checkpoint_of, require_run
 from echelon.checkpoint.store import load_alone
+from echelon.errors import ConfigError
 from echelon.manifest import read_json
 from echelon.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
-from echelon.model.build import build_on_meta, load_config, materialize
+from echelon.model.build import build_on_meta, is_model_folder, load_config, materialize
 from echelon.model.folder import run_model_dir
 from echelon.model.pissa import PrincipalParts
 from echelon.plan import ParallelPlan
 from echelon.recipe import Recipe, load_recipe
-from echelon.run_folder import RunFolder
+from echelon.run_folder import RunFolder, is_run
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,10 @@ class Adapted:
 
 
 def read_run_recipe(run: Path) -> Recipe:
-    """The recipe a run was started with."""
+    """The recipe a run was started with. Raises ConfigError for a folder that is none."""
+    if not is_run(run) and not is_model_folder(run):
+        raise ConfigError(f"{run} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
+    require_run(run)
     return load_recipe(RunFolder(run).recipe_path)[0]
 
 

@@ -135,7 +135,9 @@ def estimate_checkpoint(shape: ModelShape, plan: ParallelPlan) -> int:
 def describe_checkpoint(shape: ModelShape, plan: ParallelPlan) -> str:
     """A line about what each save writes."""
     what = "the adapter" if plan.adapter is not None else "the weights"
-    return f"checkpoint: about {estimate_checkpoint(shape, plan) / 1e6:,.2f} MB, {what} with the optimizer's state"
+    megabytes = estimate_checkpoint(shape, plan) / 1e6
+    size = f"{megabytes:,.0f}" if megabytes >= 100 else f"{megabytes:.2f}"
+    return f"checkpoint: about {size} MB, {what} with the optimizer's state"
 
 
 def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
