@@ -37,7 +37,7 @@ BASE = {
 TUNED = {
     "model": {"checkpoint": "base", "new_tokens": [END]},
     "data": {"train": "taught.jsonl", "sequence_len": 64, "document_separator": END, "validation_fraction": 0.02},
-    "train": {"steps": 200, "global_batch_size": 16, "eval_every": None, "precision": "bf16", "compile": False},
+    "train": {"steps": 400, "global_batch_size": 16, "eval_every": None, "precision": "bf16", "compile": False},
     "optim": {"learning_rate": 2e-3, "warmup_steps": 20, "weight_decay": 0.0},
 }  # fmt: skip
 
