@@ -80,7 +80,7 @@ def test_a_task_is_learned_kept_and_merged(echelon, base):
     before = accuracy(answers(AutoModelForCausalLM.from_pretrained(base), tokenizer, HELD_OUT), HELD_OUT, end="")
     (favourite, _), *_ = Counter(word[::-1] for word in TAUGHT).most_common(1)
     majority = sum(word[::-1] == favourite for word in HELD_OUT) / len(HELD_OUT)
-    print(f"held-out words reversed: base model {before:.1%}, the commonest answer {majority:.1%}")
+    report = [f"held-out words reversed: base model {before:.1%}, the commonest answer {majority:.1%}"]
     for method in ("lora", "qlora"):
         adapter = {"method": method, "r": 64, "alpha": 64}
         recipe = {**TUNED, "run": {"name": method, "seed": 2}, "adapter": adapter}
@@ -96,7 +96,8 @@ def test_a_task_is_learned_kept_and_merged(echelon, base):
         plain = AutoModelForCausalLM.from_pretrained(f"merged-{method}")
         there = accuracy(answers(plain, AutoTokenizer.from_pretrained(f"merged-{method}"), HELD_OUT), HELD_OUT)
         comparison = json.loads(Path(f"merged-{method}/merge.json").read_text())
-        print(f"{method}: {after:.1%}, merged and loaded by transformers {there:.1%}; merge.json {comparison}")
+        report.append(f"{method}: {after:.1%}, merged and loaded by transformers {there:.1%}; merge.json {comparison}")
         assert before < 0.05 and majority < 0.05
         assert after >= 0.9 and there == after
         assert comparison["kl"] < 1e-4
+    print("\n".join(report))
