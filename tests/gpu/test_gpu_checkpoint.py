@@ -1,15 +1,15 @@
 """Checkpoints of CUDA tensors: copied before `save` returns, whole when read, and a resumed run is exact."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from echelon.checkpoint.store import CheckpointStore
 from gpu_training import OFFLOAD, Case, train_on_gpu, trainer_on_gpu
-from training import Row, difference, equal_tensors, hashes, tensors_of
+from training import Row, check_exact_resume, difference, equal_tensors, hashes, tensors_of
 
 pytestmark = pytest.mark.gpu
-
-EXACT = ("step", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate", "batch_hash", "skipped")
 # Fused attention adds up gradients with atomics, in any order; written out, it is matmuls and a softmax.
 EAGER = ("model.attn_implementation=eager",)
 
@@ -42,14 +42,7 @@ def test_saving_copies_before_it_returns(gpu, tmp_path):
     ids=str,
 )
 def test_five_and_five_steps_are_ten_bit_for_bit(gpu, text, tmp_path, case):
-    straight = train_on_gpu(case, gpu, tmp_path / "straight", text, steps=10)
-    train_on_gpu(case, gpu, tmp_path / "resumed", text, steps=10, stop_at=5)
-    resumed = train_on_gpu(case, gpu, tmp_path / "resumed", text, steps=10)
-    ours, theirs = (
-        [tuple(each[key] for key in EXACT) for each in rows if each["kind"] == "train"] for rows in (resumed, straight)
-    )
-    assert ours == theirs
-    assert equal_tensors(*(tensors_of(tmp_path / name / "run", step=10) for name in ("straight", "resumed")))
+    check_exact_resume(partial(train_on_gpu, case, gpu), tmp_path, text, steps=10)
 
 
 @pytest.mark.parametrize(

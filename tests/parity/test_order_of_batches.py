@@ -10,8 +10,7 @@ from echelon.data.mixture import build_order
 from echelon.data.prepare import prepare_data
 from echelon.recipe import load_recipe
 from mixtures import write_sources
-from test_resume import EXACT
-from training import Row, difference, equal_tensors, hashes, tensors_of, train, with_ranks, write_recipe
+from training import EXACT, Row, difference, equal_tensors, hashes, tensors_of, train, with_ranks, write_recipe
 
 pytestmark = pytest.mark.dist
 

@@ -2,14 +2,13 @@
 
 import random
 import shutil
+from functools import partial
 
 import pytest
 
-from training import Row, bounds, difference, equal_tensors, hashes, tensors_of, train, with_ranks
+from training import Row, bounds, check_exact_resume, difference, hashes, train, with_ranks
 
 pytestmark = pytest.mark.dist
-
-EXACT = ("step", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate", "batch_hash", "skipped")
 
 PLANS = [
     Row(),
@@ -35,15 +34,7 @@ PLANS = [
 
 @pytest.mark.parametrize("row", PLANS, ids=str)
 def test_five_and_five_steps_are_ten_bit_for_bit(workers, text, tmp_path, row):
-    straight = train(workers, row, tmp_path / "straight", text, steps=10)
-    train(workers, row, tmp_path / "resumed", text, steps=10, stop_at=5)
-    resumed = train(workers, row, tmp_path / "resumed", text, steps=10)
-    ours, theirs = (
-        [tuple(each[key] for key in EXACT) for each in rows if each["kind"] == "train"] for rows in (resumed, straight)
-    )
-    assert ours == theirs
-    runs = [tensors_of(tmp_path / name / "run", step=10) for name in ("straight", "resumed")]
-    assert equal_tensors(*runs)
+    check_exact_resume(partial(train, workers, row), tmp_path, text, steps=10)
 
 
 @pytest.fixture(scope="module")

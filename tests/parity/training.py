@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +44,8 @@ MACHINE = Accelerator(
 )
 
 
+# What a resumed run has in common with one that never stopped, bit for bit.
+EXACT = ("step", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate", "batch_hash", "skipped")
 LOSS, NORM = 2e-5, 1e-4
 MUON_LOSS, MUON_NORM = 1e-4, 1e-3  # it orthogonalises in bf16, which enlarges roundings
 HALF_LOSS, HALF_NORM = 2e-2, 5e-2  # bf16 and fp16
@@ -287,3 +289,23 @@ def tensors_of(run: Path, step: int) -> dict[str, Any]:
 def equal_tensors(left: dict[str, Any], right: dict[str, Any]) -> bool:
     """Whether two checkpoints are the same bit for bit."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def check_exact_resume(
+    train_into: Callable[..., list[dict[str, Any]]], folder: Path, text: Path, steps: int
+) -> dict[str, Any]:
+    """Half of the steps, and a resume for the rest, are the whole bit for bit; the tensors of the last checkpoint.
+
+    Args:
+        train_into: called with a folder, the text, the steps and where to stop.
+    """
+    straight = train_into(folder / "straight", text, steps=steps)
+    train_into(folder / "resumed", text, steps=steps, stop_at=steps // 2)
+    resumed = train_into(folder / "resumed", text, steps=steps)
+    ours, theirs = (
+        [tuple(each[key] for key in EXACT) for each in rows if each["kind"] == "train"] for rows in (resumed, straight)
+    )
+    assert ours == theirs
+    runs = [tensors_of(folder / name / "run", step=steps) for name in ("straight", "resumed")]
+    assert equal_tensors(*runs)
+    return runs[1]

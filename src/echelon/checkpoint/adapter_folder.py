@@ -1,7 +1,6 @@
 """An adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors, read back before it counts."""
 
 import copy
-import json
 import math
 import shutil
 from collections.abc import Mapping
@@ -11,9 +10,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from echelon.checkpoint.read_back import check_weights
 from echelon.errors import CheckpointError
 from echelon.manifest import MANIFEST
 from echelon.model.adapters import ADAPTER
@@ -59,7 +59,7 @@ def write_adapter(out: Path, content: AdapterContent, base: str | None, sidecars
                 shutil.copyfile(path, writing / path.name)
         (writing / "README.md").write_text(card)
         (writing / WEIGHTS).chmod(writing.stat().st_mode & 0o666)  # safetensors lets nobody else read
-        check_adapter_folder(writing, content.tensors)
+        check_weights(writing / WEIGHTS, content.tensors, "trained")
         if out.exists():
             shutil.rmtree(out)
         writing.rename(out)
@@ -92,14 +92,3 @@ def describe_adapter(model: nn.Module, tensors: Mapping[str, Tensor], principal:
     config.inference_mode = True
     named = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=ADAPTER, save_embedding_layers=False)
     return AdapterContent(config, {f"{_PREFIX}{name}": tensor.contiguous().cpu() for name, tensor in named.items()})
-
-
-def check_adapter_folder(folder: Path, content: Mapping[str, Tensor]) -> None:
-    """Compare an adapter's file with the tensors it was written from, bit for bit. Raises CheckpointError."""
-    found = load_file(folder / WEIGHTS)
-    for name in sorted(found.keys() ^ content.keys()):
-        raise CheckpointError(f"{folder / WEIGHTS} {'lacks' if name in content else 'holds an unknown'} {name}.")
-    for name, tensor in content.items():
-        if found[name].shape != tensor.shape or not torch.equal(found[name], tensor):
-            raise CheckpointError(f"{folder / WEIGHTS}: {name} is not what was trained; the disk may be damaged.")
-    json.loads((folder / "adapter_config.json").read_text())

@@ -1,12 +1,13 @@
 """Leaving echelon: an HF folder that `transformers` loads, written with bounded memory and read back."""
 
+import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from echelon.checkpoint.adapted import Adapted, load_adapted, read_run_recipe, r
 from echelon.checkpoint.adapter_folder import write_adapter
 from echelon.checkpoint.folder import checkpoint_of
 from echelon.checkpoint.model_card import render_card
+from echelon.checkpoint.read_back import check_weights
 from echelon.checkpoint.safety import read_metadata
 from echelon.checkpoint.store import load_alone
 from echelon.errors import CheckpointError, ConfigError
@@ -33,7 +35,7 @@ def load_run_model(run: Path, device: torch.device, which: str | None = None) ->
         return load_adapted(run, device, which).model
     checkpoint = checkpoint_of(run, which)
     skeleton = run_skeleton(run)
-    model = run_skeleton(run)
+    model = copy.deepcopy(skeleton)
     materialize(model, device)
     initialize_buffers(model, skeleton)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
@@ -110,26 +112,13 @@ def _write_weights(read: Reader, skeleton: PreTrainedModel, out: Path, dtype: st
         file = "model.safetensors" if single else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
         tensors = {name: tensor.to(stored).contiguous() for name, tensor in read(names).items()}
         save_file(tensors, out / file, metadata={"format": "pt"})
-        _check_file(out / file, tensors)
+        check_weights(out / file, tensors, "written")
         (out / file).chmod(out.stat().st_mode & 0o666)  # safetensors lets nobody else read
         weight_map |= dict.fromkeys(names, file)
     if len(groups) > 1:
         size = sum(parameter.numel() * stored.itemsize for parameter in skeleton.parameters())
         index_text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
         (out / "model.safetensors.index.json").write_text(index_text)
-
-
-def _check_file(path: Path, written: Mapping[str, Tensor]) -> None:
-    """Read a file of weights back, one at a time, and compare it bit for bit. Raises CheckpointError."""
-    with safe_open(path, "pt") as found:
-        for name, tensor in written.items():
-            if not torch.equal(_bits(found.get_tensor(name)), _bits(tensor)):
-                raise CheckpointError(f"{path.name}: {name} is not what was written; the disk may be damaged.")
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """A whole tensor as bytes, so that a number that is none equals itself."""
-    return tensor.cpu().contiguous().flatten().view(torch.uint8)
 
 
 def _file_groups(skeleton: PreTrainedModel, dtype: torch.dtype) -> Iterator[list[str]]:

@@ -24,7 +24,7 @@ from echelon.model.parts import find_parts
 from echelon.model.pissa import PrincipalParts, take_principal_parts
 from echelon.model.quantization import ROW_MULTIPLE, QuantizedLinear, import_bitsandbytes, quantize_linears
 from echelon.model.seeds import derive_seed
-from echelon.model.sharding import local_part, local_slices, whole
+from echelon.model.sharding import local_part, whole, write_part
 from echelon.recipe import AdapterConfig, Recipe
 
 ADAPTER = "default"
@@ -132,21 +132,18 @@ def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
         )
     if adapter.method == "qlora":
         _check_quantizable(model)
-    name, largest = max(((name, min(each.weight.shape)) for name, each in targets.items()), key=lambda pair: pair[1])
-    if adapter.r > largest:
+    ranks = {name: min(module.weight.shape) for name, module in targets.items()}
+    largest, smallest = max(ranks, key=ranks.__getitem__), min(ranks, key=ranks.__getitem__)
+    if adapter.r > ranks[largest]:
         raise ConfigError(
-            f"adapter.r={adapter.r} is more than any layer's rank can be: {name} has rank {largest} at most; use less, "
-            "or adapter.method=full."
+            f"adapter.r={adapter.r} is more than any layer's rank can be: {largest} has rank {ranks[largest]} at most; "
+            "use less, or adapter.method=full."
         )
-    if adapter.init == "pissa":
-        name, smallest = min(
-            ((name, min(each.weight.shape)) for name, each in targets.items()), key=lambda pair: pair[1]
+    if adapter.init == "pissa" and adapter.r > ranks[smallest]:
+        raise ConfigError(
+            f"adapter.r={adapter.r}: {smallest} has only {ranks[smallest]} singular vectors for adapter.init=pissa to "
+            f"take; use {ranks[smallest]} or less."
         )
-        if adapter.r > smallest:
-            raise ConfigError(
-                f"adapter.r={adapter.r}: {name} has only {smallest} singular vectors for adapter.init=pissa to take; "
-                f"use {smallest} or less."
-            )
 
 
 def _check_quantizable(model: nn.Module) -> None:
@@ -189,22 +186,18 @@ def initialize_adapter(
 def _initialize_lora(layer: Any, seed: int) -> None:
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     bound = 1 / math.sqrt(a.shape[1])
-    _write(a, torch.empty(a.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed)))
+    write_part(a, torch.empty(a.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed)))
     local_part(b).zero_()
     if ADAPTER in layer.lora_magnitude_vector:
         weight = whole(layer.get_base_layer().weight).float()
         norms = torch.linalg.norm(weight, dim=0 if layer.fan_in_fan_out else 1)
-        _write(layer.lora_magnitude_vector[ADAPTER].weight, norms)
+        write_part(layer.lora_magnitude_vector[ADAPTER].weight, norms)
 
 
 def _initialize_tokens(layer: Any) -> None:
     rows = whole(layer.base_layer.weight)[layer.token_indices[ADAPTER]]
-    _write(layer.trainable_tokens_delta[ADAPTER], rows)
-    _write(layer.trainable_tokens_original[ADAPTER], rows)
-
-
-def _write(target: Tensor, content: Tensor) -> None:
-    local_part(target).copy_(content[local_slices(target)])
+    write_part(layer.trainable_tokens_delta[ADAPTER], rows)
+    write_part(layer.trainable_tokens_original[ADAPTER], rows)
 
 
 @contextmanager

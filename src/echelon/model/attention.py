@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 )
 
 from echelon.errors import ConfigError
-from echelon.model.parts import FAMILIES
+from echelon.model.parts import FAMILIES, unwrapped
 
 # `sdpa` under a name for which `transformers` builds no mask: without one, that function is causal by itself.
 PLAIN_CAUSAL = "echelon_plain_causal"
@@ -130,7 +130,7 @@ def document_inputs(model: PreTrainedModel, documents: Tensor, position_ids: Ten
                 causal_mask_function if window is None else sliding_window_causal_mask_function(window),
             ),
             allow_is_causal_skip=False,
-            dtype=model.get_input_embeddings().weight.dtype,
+            dtype=unwrapped(model.get_input_embeddings()).weight.dtype,
             config=config,
             device=documents.device,
         )

@@ -86,17 +86,19 @@ class DecoderParts:
     def head_weight(self) -> Tensor:
         """The head's weight as it computes, [vocabulary, hidden]: with the rows of new tokens that are trained."""
         tokens = getattr(self.head, "token_adapter", None)
-        return cast(Tensor, self._linear.weight if tokens is None or tokens.disable_adapters else self.head.weight)
+        is_plain = tokens is None or tokens.disable_adapters
+        return cast(Tensor, (unwrapped(self.head) if is_plain else self.head).weight)
 
     @property
     def head_bias(self) -> Tensor | None:
         """The head's bias, [vocabulary]; None where it has none."""
-        return cast(Tensor | None, self._linear.bias)
+        return cast(Tensor | None, unwrapped(self.head).bias)
 
-    @property
-    def _linear(self) -> Any:
-        tokens = getattr(self.head, "token_adapter", None)
-        return self.head if tokens is None else tokens.base_layer
+
+def unwrapped(module: Any) -> Any:
+    """An embedding or a head without the rows of new tokens that PEFT puts into a copy of it at each look."""
+    tokens = getattr(module, "token_adapter", None)
+    return module if tokens is None else tokens.base_layer
 
 
 def find_parts(model: nn.Module) -> DecoderParts:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.model.sharding import local_part, local_slices, whole
+from echelon.model.sharding import whole, write_part
 
 PrincipalParts = dict[str, tuple[Tensor, Tensor]]
 """(A, B) that each adapted layer began with, whole, on the CPU, by its name."""
@@ -34,7 +34,7 @@ def take_principal_parts(model: nn.Module, frozen_dtype: torch.dtype | None = No
             (layer.lora_B["default"].weight, b),
             (weight, full.float() - _product(layer, a, b)),
         ):
-            local_part(target).copy_(content[local_slices(target)])
+            write_part(target, content)
         parts[name] = (a.cpu(), b.cpu())
     return parts
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.loss import autocast_dtype
-from echelon.model.sharding import local_part, local_slices
+from echelon.model.sharding import local_part, write_part
 from echelon.recipe import AdapterConfig
 
 BLOCK = 64
@@ -104,7 +104,7 @@ class QuantizedLinear(nn.Linear):
         scales = torch.cat([part.reshape(-1).contiguous().view(torch.uint8) for part in parts])
         scales = nn.functional.pad(scales, (0, -len(scales) % 4))
         for parameter, content in ((self.weight, packed.reshape(self.out_features, -1)), (self.scales, scales)):
-            local_part(parameter).copy_(content.view(parameter.dtype)[local_slices(parameter)])
+            write_part(parameter, content.view(parameter.dtype))
 
     @torch.no_grad()
     def dequantize(self) -> Tensor:

@@ -18,6 +18,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def write_part(tensor: Tensor, content: Tensor) -> None:
+    """Fill this rank's part of a tensor from the whole of what it is to hold."""
+    local_part(tensor).copy_(content[local_slices(tensor)])
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank, where the mesh is. Collective where it is sharded."""
     if not isinstance(tensor, DTensor):

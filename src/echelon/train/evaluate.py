@@ -276,7 +276,7 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
     objective: Objective = CausalLM()
     with ExitStack() as stack:
         if data is None:
-            sets, source = open_held_out(target, sequence_len), "held-out text of the run"
+            sets, source = open_held_out(target), "held-out text of the run"
             objective = build_objective(read_run_recipe(target))
         else:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from echelon.checkpoint.adapted import read_run_recipe
 from echelon.data.preflight import InstructionOptions
 from echelon.data.prepare import PrepareSpec, prepare, prepare_spec
-from echelon.data.prepared import ValidationSet, open_prepared
+from echelon.data.prepared import PreparedData, ValidationSet, open_prepared
 from echelon.data.readers.record import ExampleFields
 from echelon.data.source import Source, list_files
 from echelon.errors import ConfigError, DataError
@@ -19,10 +19,15 @@ from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder, is_run
 
 
-def open_held_out(run: Path, sequence_len: int) -> Sequence[ValidationSet]:
+def open_run_text(run: Path) -> PreparedData:
+    """The text that a run reads, as it reads it. Raises DataError where it is no longer there."""
+    data = read_run_recipe(run).data
+    return open_prepared(RunFolder(run).read_prepared_path(), data.sequence_len, data.document_mask)
+
+
+def open_held_out(run: Path) -> Sequence[ValidationSet]:
     """A run's own sets. Raises ConfigError where it holds nothing out."""
-    recipe = read_run_recipe(run)
-    prepared = open_prepared(RunFolder(run).read_prepared_path(), sequence_len, recipe.data.document_mask)
+    prepared = open_run_text(run)
     if not prepared.validation:
         raise ConfigError(f"{run} holds no text out (data.validation_fraction is 0); give some with --data PATH.")
     return prepared.validation

@@ -12,11 +12,11 @@ from torch import nn
 from echelon.checkpoint.adapted import load_adapted, read_run_recipe, run_skeleton
 from echelon.checkpoint.export import export_run
 from echelon.checkpoint.model_card import render_card
-from echelon.data.prepared import open_prepared
 from echelon.data.shards import NO_LABEL, Dataset
 from echelon.errors import ConfigError, DataError
-from echelon.run_folder import RunFolder, write_json, write_text
+from echelon.run_folder import write_json, write_text
 from echelon.train.evaluate import read_in_order
+from echelon.train.held_out import open_run_text
 from echelon.train.target import find_device, load_target
 
 COMPARED_SEQUENCES = 32
@@ -75,8 +75,7 @@ def merge_run(run: Path, out: Path, dtype: str, which: str | None, say: Callable
 
 
 def _find_text(run: Path) -> tuple[Dataset, str]:
-    recipe = read_run_recipe(run).data
-    data = open_prepared(RunFolder(run).read_prepared_path(), recipe.sequence_len, recipe.document_mask)
+    data = open_run_text(run)
     return (data.validation[0].dataset, "held-out") if data.validation else (data.train, "training")
 
 

@@ -1,5 +1,6 @@
 """What `eval` and `generate` are pointed at: a checkpoint of a run, or an HF folder."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,7 +84,8 @@ def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTra
 
 def load_first_weights(run: Path, device: torch.device) -> PreTrainedModel:
     """The model as a run began with it, in evaluation mode: of the seed, or of `model.checkpoint`."""
-    skeleton, model = run_skeleton(run), run_skeleton(run)
+    skeleton = run_skeleton(run)
+    model = copy.deepcopy(skeleton)
     materialize(model, device)
     fill_weights(model, skeleton, read_run_recipe(run))
     return model.eval()
