@@ -3,7 +3,6 @@
 torch is imported inside the functions: the role of a command and the watchdog are needed before it is loaded.
 """
 
-import importlib
 import json
 import os
 import re
@@ -25,7 +24,6 @@ from echelon.launch.hosts import HostGroup, parse_group
 from echelon.launch.nodelist import expand_nodelist, in_number_order
 from echelon.launch.openmpi import find_meeting
 from echelon.launch.restart import RESTART_VARIABLE
-from echelon.launch.workers import BACKEND_VARIABLE, SMDDP_MODULE
 
 if TYPE_CHECKING:
     import torch
@@ -426,22 +424,7 @@ def _choose_device(place: Place) -> "tuple[torch.device, str]":
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
-    return device, choose_gpu_backend(os.environ)
-
-
-def choose_gpu_backend(env: Mapping[str, str]) -> str:
-    """The backend that the environment asks for, made known to torch. Raises ConfigError for an unknown one."""
-    name = env.get(BACKEND_VARIABLE, "nccl")
-    if name not in ("nccl", "smddp"):
-        raise ConfigError(f"{BACKEND_VARIABLE}={name} is no backend for GPUs; use nccl or smddp.")
-    if name == "smddp":
-        try:
-            importlib.import_module(SMDDP_MODULE)
-        except ImportError as error:
-            raise ConfigError(
-                f"{BACKEND_VARIABLE}=smddp: {error}; use an image that has SageMaker's library, or nccl."
-            ) from error
-    return name
+    return device, "nccl"
 
 
 def _is_gpu_private() -> bool:

@@ -39,11 +39,6 @@ def test_the_table_hangs_together():
             assert (instance.link is None) == (instance.gpus == 1)
     # EC2: InstanceStorageSupported.
     assert {name.split(".")[1] for name, each in INSTANCES.items() if not each.own_disks} == {"p3", "m5", "c5"}
-    assert [name for name, each in INSTANCES.items() if each.smddp] == [
-        "ml.p3dn.24xlarge",
-        "ml.p4d.24xlarge",
-        "ml.p4de.24xlarge",
-    ]
 
 
 def test_an_unknown_type_names_its_family():

@@ -16,7 +16,6 @@ from echelon.launch.outcome import Outcome
 from echelon.launch.sagemaker import container, enter
 from echelon.recipe import load_recipe
 from echelon.run_folder import RunFolder
-from echelon.runtime import choose_gpu_backend
 
 # As real jobs log it, but for the order of hosts, which is nowhere promised.
 RESOURCES = {
@@ -126,38 +125,6 @@ def test_tells_training_its_hosts_and_efa(base, tmp_path):
     assert "FI_PROVIDER" not in given
     assert given["RDMAV_FORK_SAFE"] == "1"
     assert said == ["container: EFA, RDMAV_FORK_SAFE=1"]
-
-
-def test_smddp_where_it_can_be_and_nccl_with_a_reason_elsewhere(base, tmp_path):
-    asked = {"ECHELON_BACKEND": "smddp"}
-    said = []
-
-    def choose(instance_type, is_importable):
-        resources = RESOURCES | {"current_instance_type": instance_type}
-        (base / "input" / "config" / "resourceconfig.json").write_text(json.dumps(resources))
-        found = container.read_container(base, {})
-        given = container.find_variables(found, asked, said.append, tmp_path, lambda module: is_importable)
-        return given.get("ECHELON_BACKEND", "smddp")
-
-    assert choose("ml.p4d.24xlarge", True) == "smddp"
-    assert choose("ml.p4d.24xlarge", False) == "nccl"
-    assert choose("ml.p5.48xlarge", True) == "nccl"
-    assert said[0] == "container: backend smddp"
-    assert "cannot import smdistributed.dataparallel.torch.torch_smddp" in said[1]
-    assert "and this is ml.p5.48xlarge" in said[2]
-
-
-def test_workers_take_the_backend_they_are_told(tmp_path, monkeypatch):
-    assert choose_gpu_backend({}) == "nccl"
-    with pytest.raises(ConfigError, match="ECHELON_BACKEND=mpi is no backend for GPUs"):
-        choose_gpu_backend({"ECHELON_BACKEND": "mpi"})
-    with pytest.raises(ConfigError, match="No module named 'smdistributed'"):
-        choose_gpu_backend({"ECHELON_BACKEND": "smddp"})
-    library = tmp_path / "smdistributed" / "dataparallel" / "torch"
-    library.mkdir(parents=True)
-    (library / "torch_smddp.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert choose_gpu_backend({"ECHELON_BACKEND": "smddp"}) == "smddp"
 
 
 def test_waits_for_names(monkeypatch):

@@ -78,13 +78,6 @@ def test_mpi_starts_as_many_processes_and_passes_its_variables_on(tmp_path):
     assert submission.request["Environment"] == {"NCCL_DEBUG": "VERSION", "NOTE": "two words"}
 
 
-def test_smddp_is_told_to_the_container(tmp_path):
-    submission = submit(tmp_path, SMDDP, P4D, OWN_IMAGE, "parallel=fsdp", "launch.nodes=2")
-    assert submission.request["Environment"] == {
-        "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "RDMAV_FORK_SAFE": "1", "ECHELON_BACKEND": "smddp",
-    }  # fmt: skip
-
-
 REFUSED = [
     ({}, [], "nothing that is on"),
     ({"torch_distributed": {"enabled": False}}, [], "nothing that is on"),
@@ -109,11 +102,11 @@ REFUSED = [
     ({"mpi": {"enabled": True, "custom_mpi_options": "-x 'A=b"}}, [], "balanced quotes"),
     ({"mpi": {"enabled": True, "custom_mpi_options": "-x MY_TOKEN=b"}}, [], "the variable MY_TOKEN of"),
     ({"pytorchddp": {"enabled": True}}, ["parallel=fsdp"], "pytorchddp is DDP, and parallel=fsdp"),
-    (SMDDP, ["parallel=fsdp"], "ml.p4d.24xlarge and ml.p4de.24xlarge alone"),
-    (SMDDP, ["parallel=fsdp", "launch.sagemaker.instance_type=ml.p3dn.24xlarge", OWN_IMAGE], "ml.p4d.24xlarge and"),
-    (SMDDP, ["parallel=fsdp", P4D], "is for PyTorch 2.5, and"),
-    (SMDDP, [P4D, OWN_IMAGE], "with parallel=auto: for DDP"),
-    (SMDDP, ["parallel=ddp", P4D, OWN_IMAGE], "with parallel=ddp: for DDP"),
+    (SMDDP, ["parallel=fsdp", P4D], "(SMDDP) is not available to echelon. Its newest release is for PyTorch 2.5"),
+    (SMDDP, ["parallel=fsdp", P4D, OWN_IMAGE], "needs PyTorch 2.11 or later. Use torch_distributed: {enabled: true}"),
+    ({"smdistributed_dataparallel": {"enabled": True}}, [], "spells it smdistributed: {dataparallel: {enabled: true}}"),
+    ({"smdistributed_modelparallel": {"enabled": True}}, [], "spells it smdistributed: {modelparallel: {enabled: true"),
+    ({"pytorchx": {"enabled": True}}, [], "no such entry; PyTorch's own launcher is torch_distributed: {enabled"),
     (smp(V2, tensor_parallel_degree=2), [], "tensor_parallel_degree=2 is parallel.tp=2, which is not built yet"),
     (smp(V2, context_parallel_degree=2), [], "context_parallel_degree=2 is parallel.cp=2, which is not built yet"),
     (smp(V2, expert_parallel_degree=2), [], "expert_parallel_degree=2 is parallel.ep=2, which is not built yet"),

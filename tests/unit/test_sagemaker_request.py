@@ -17,7 +17,7 @@ from echelon.commands.launch import check_job, settle_instance
 from echelon.errors import ConfigError, DataError
 from echelon.instances import INSTANCES
 from echelon.launch.sagemaker import SageMakerLauncher, bundle
-from echelon.launch.sagemaker.images import find_image, read_torch_version
+from echelon.launch.sagemaker.images import OLDEST_PYTHON, OLDEST_TORCH, check_image, find_image
 from echelon.launch.sagemaker.request import METRICS, build_submission
 from echelon.launch.targets import find_launcher
 from echelon.train.console import render_evaluation, render_step
@@ -284,14 +284,34 @@ def test_images():
     assert find_image("cn-north-1", False) == (
         "727897471807.dkr.ecr.cn-north-1.amazonaws.com.cn/pytorch:2.13-cpu-amzn2023-sagemaker"
     )
-    assert read_torch_version(find_image("us-east-1", True)) == (2, 13)
-    for image, version in (
-        ("763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.8.0-gpu-py312", (2, 8)),
-        ("658645717510.dkr.ecr.us-east-1.amazonaws.com/smdistributed-modelparallel:2.5.1-gpu-py311-cu124", (2, 5)),
-        ("763104351884.dkr.ecr.us-east-1.amazonaws.com/huggingface-pytorch-training:2.5.1-transformers4.49.0", (2, 5)),
-        ("111122223333.dkr.ecr.us-east-1.amazonaws.com/ours:3", None),
+    for image in (
+        find_image("us-east-1", True),
+        find_image("us-east-1", False),
+        "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.11.0-gpu-py312-cu130-ubuntu22.04-sagemaker",
+        "111122223333.dkr.ecr.us-east-1.amazonaws.com/ours:2.5.1-py38",
     ):
-        assert read_torch_version(image) == version
+        check_image(image)
+
+
+@pytest.mark.parametrize(
+    ("name", "lack"),
+    [
+        ("pytorch-training:2.8.0-gpu-py312-cu129-ubuntu22.04-sagemaker", "PyTorch 2.8, and echelon needs 2.11"),
+        ("smdistributed-modelparallel:2.5.1-gpu-py311-cu124", "PyTorch 2.5, and echelon needs 2.11"),
+        ("huggingface-pytorch-training:2.5.1-transformers4.49.0-gpu-py311", "PyTorch 2.5, and echelon needs 2.11"),
+        ("pytorch-training:2.11.0-gpu-py310-cu130", "Python 3.10, and echelon needs 3.11"),
+    ],
+)
+def test_an_image_that_is_too_old_is_refused(tmp_path, name, lack):
+    image = f"763104351884.dkr.ecr.us-east-1.amazonaws.com/{name}"
+    with pytest.raises(ConfigError, match=f"launch.sagemaker.image=.* has {lack} or later; use a newer image"):
+        build_submission(make_job(tmp_path, f"launch.sagemaker.image={image}"))
+
+
+def test_the_oldest_versions_are_those_that_pip_is_told():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={'.'.join(map(str, OLDEST_PYTHON))}"
+    assert any(each.startswith(f"torch>={'.'.join(map(str, OLDEST_TORCH))},") for each in project["dependencies"])
 
 
 REFUSED = {

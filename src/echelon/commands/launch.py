@@ -171,6 +171,8 @@ def check_job(job: "JobSpec", tell: Callable[[str], None] = say) -> "tuple[Launc
     if cluster is not None:
         lines.append(_check_plan(trained, cluster))
     num_steps = None if recipe.train.epochs is not None else recipe.num_steps(0)
+    if rate is None and recipe.launch.to != "local":
+        lines.append("cost: the price of these machines is not known; budget.usd_per_hour says that of one")
     lines += describe_cost(recipe, _find_run_folder(recipe.launch.to, recipe.run.dir), rate, job.nodes[1], num_steps)
     for line in lines:
         tell(line)

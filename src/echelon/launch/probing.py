@@ -5,7 +5,6 @@ is found out about by the others.
 """
 
 import json
-import shlex
 import subprocess
 import threading
 import time
@@ -17,7 +16,7 @@ from queue import Empty, Queue
 from typing import Any
 
 from echelon.errors import LaunchError
-from echelon.launch.shell import prepare_lines
+from echelon.launch.shell import join_words, prepare_lines
 from echelon.launch.speed import Pair, Speed, find_slow
 from echelon.launch.ssh import Ssh, explain, on_each
 from echelon.recipe.launching import LaunchConfig
@@ -105,7 +104,7 @@ class Examination:
 
 def probe_script(launch: LaunchConfig, workdir: Path) -> str:
     """What runs on a host: what training runs there first, then the part that answers."""
-    return "\n".join([*prepare_lines(launch, workdir), f"exec {shlex.join([launch.python, '-m', 'echelon.network'])}"])
+    return "\n".join([*prepare_lines(launch, workdir), f"exec {join_words([launch.python, '-m', 'echelon.network'])}"])
 
 
 @contextmanager

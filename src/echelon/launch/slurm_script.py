@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from echelon.errors import ConfigError
 from echelon.launch.job import JobSpec
-from echelon.launch.shell import prepare_lines
+from echelon.launch.shell import join_words, prepare_lines
 
 BATCH, ARRAY, MACHINE = "job.sbatch", "array.sbatch", "machine.sh"
 LOG, CODE, CANCELLED = "output.log", "exit_code", "cancelled"
@@ -129,7 +129,7 @@ def render_array(jobs: Sequence[JobSpec], parallel: int) -> str:
 
 def render_machine(job: JobSpec) -> str:
     """The script of each machine's task: the setup, then `echelon train`, to which every signal comes directly."""
-    train = shlex.join(job.train_command(str(job.recipe_path)))
+    train = join_words(job.train_command(str(job.recipe_path)))
     fewest, most = job.nodes
     if fewest != most:
         train += f' --nodes "{fewest}:$SLURM_STEP_NUM_NODES" --rendezvous {_RENDEZVOUS}'

@@ -8,7 +8,7 @@ from pathlib import Path
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.launch.outcome import DONE, STOPPED
-from echelon.launch.shell import limit_command, prepare_lines, watched_lines
+from echelon.launch.shell import join_words, limit_command, prepare_lines, watched_lines
 from echelon.launch.ssh import Ssh, check_hosts, find_ssh, on_each
 from echelon.launch.trace import Log, name_ending, rarely, read_exit_code
 
@@ -183,10 +183,10 @@ def _render_lines(job: JobSpec) -> str:
         f"# To start it without ssh, paste this on each of {', '.join(launch.torchrun.hosts)}. The recipe stands",
         f"# in {job.folder} once the job was launched; any other copy of it that all see does as well.",
         *prepare_lines(launch, _workdir(job)),
-        shlex.join(agent_command(job)),
+        join_words(agent_command(job)),
         "",
         "# The same under torchrun, in place of the last line:",
-        shlex.join(torchrun_command(job)),
+        join_words(torchrun_command(job)),
     )
     return "\n".join(lines) + "\n"
 

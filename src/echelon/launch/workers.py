@@ -4,12 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-BACKEND_VARIABLE = "ECHELON_BACKEND"
-"""What processes on GPUs talk through: nccl, which is the default, or smddp, SageMaker's own library."""
-
-SMDDP_MODULE = "smdistributed.dataparallel.torch.torch_smddp"
-"""Importing it makes torch know the backend smddp."""
-
 
 @dataclass(frozen=True)
 class Workers:

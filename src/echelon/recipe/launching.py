@@ -111,7 +111,9 @@ class SageMakerConfig(Section):
 
     role: str | None = Field(None, description="ARN of the role the job runs as.")
     region: str | None = Field(None, description="Default: the account's configuration.")
-    instance_type: str | None = Field(None, description="Such as `ml.p5.48xlarge`; `auto`: the cheapest that fits.")
+    instance_type: str | None = Field(
+        None, description="Such as `ml.p5.48xlarge`; `auto`: the cheapest of the fewest that fit."
+    )
     image: str | None = Field(None, description="Training image. Default: AWS's own for PyTorch.")
     bucket: str | None = Field(None, description="`s3://bucket/prefix` that all the job's files go below.")
     channels: dict[str, str] = Field(
@@ -167,7 +169,10 @@ class LaunchConfig(Section):
         None, description="The target's time limit for the job; here and by ssh it is asked to save and end then."
     )
     env: dict[str, str] = Field(default_factory=dict, description="Variables of every process.")
-    setup: tuple[str, ...] = Field((), description="Shell lines each machine runs first, such as `module load cuda`.")
+    setup: tuple[str, ...] = Field(
+        (),
+        description="Lines of bash each machine runs first, such as `module load cuda`; one that fails ends the job.",
+    )
     python: str = Field("python3", description="The Python on the machines that has echelon. Local: this one.")
     torchrun: TorchrunConfig = Field(TorchrunConfig(), description="For `to: torchrun`.")
     slurm: SlurmConfig = Field(SlurmConfig(), description="For `to: slurm`.")

@@ -7,6 +7,7 @@ from typing import Any
 
 from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
+from echelon.launch.shell import guard_setup, join_words, needs_shell
 
 RECIPE_MOUNT = "/etc/echelon"
 RECIPE_PATH = f"{RECIPE_MOUNT}/recipe.yaml"
@@ -77,11 +78,11 @@ def _wrap(job: JobSpec, argv: tuple[str, ...]) -> list[str]:
 
     A TrainJob cannot set the container's working directory.
     """
-    lines = list(job.recipe.launch.setup)
+    lines = guard_setup(job.recipe.launch.setup)
     if job.recipe.launch.kubernetes.kind == "trainjob":
         lines.insert(0, f"cd {shlex.quote(str(find_workdir(job)))} || exit 2")
-    if lines:
-        argv = ("/bin/bash", "-c", "\n".join([*lines, f"exec {shlex.join(argv)}"]))
+    if lines or needs_shell(job.recipe.launch):
+        argv = ("/bin/bash", "-c", "\n".join([*lines, f"exec {join_words(argv)}"]))
     return [escape(word) for word in argv]
 
 

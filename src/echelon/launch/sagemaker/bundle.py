@@ -1,15 +1,16 @@
 """echelon itself, as it goes into the container: its source as a zip, its entry, and what pip installs there."""
 
 import io
-import shlex
 import zipfile
 from pathlib import Path
 
+from echelon.launch.shell import guard_setup, join_words
 from echelon.recipe import Recipe
 
 PACKAGE = Path(__file__).parents[2]
 ENTRY = "/opt/ml/input/data/echelon/enter.py"
 START = "/opt/ml/input/data/echelon/start.sh"
+FAILURE = "/opt/ml/output/failure"
 
 # As pyproject.toml has them, but torch, which an image brings in the build that fits its drivers.
 CORE = (
@@ -59,8 +60,11 @@ def read_entry() -> bytes:
 
 
 def render_start(setup: tuple[str, ...], python: str) -> str:
-    """A script that runs the lines of launch.setup, then becomes the entry: signals go to the first process alone."""
-    return "\n".join(["#!/bin/bash", *setup, f"exec {shlex.join([python, ENTRY])}"]) + "\n"
+    """A script that runs the lines of launch.setup, then becomes the entry: signals go to the first process alone.
+
+    A line that fails is the job's FailureReason.
+    """
+    return "\n".join(["#!/bin/bash", *guard_setup(setup, FAILURE), f"exec {join_words([python, ENTRY])}"]) + "\n"
 
 
 def zip_package() -> bytes:

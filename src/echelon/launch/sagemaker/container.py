@@ -21,15 +21,11 @@ from typing import Any
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.nodelist import in_number_order
 from echelon.launch.outcome import DONE, FAILED, STOPPED, Outcome
-from echelon.launch.workers import BACKEND_VARIABLE, SMDDP_MODULE
 from echelon.recipe import Recipe, check_built, load_recipe
 from echelon.run_folder import RunFolder
 from echelon.stopping import STOP_SIGNALS
 
 Say = Callable[[str], None]
-
-SMDDP_INSTANCES = ("ml.p4d.24xlarge", "ml.p4de.24xlarge")
-"""Where SMDDP gathers shards, https://docs.aws.amazon.com/sagemaker/latest/dg/data-parallel.html"""
 
 _EFA_VARIABLES = {"FI_PROVIDER": "efa", "RDMAV_FORK_SAFE": "1"}
 _RESOLVE_SECONDS = 600.0
@@ -181,16 +177,9 @@ def _check_channels(recipe: Recipe, container: Container) -> None:
 
 
 def find_variables(
-    container: Container,
-    env: Mapping[str, str],
-    say: Say,
-    system: Path = Path("/sys"),
-    is_importable: Callable[[str], bool] | None = None,
+    container: Container, env: Mapping[str, str], say: Say, system: Path = Path("/sys")
 ) -> dict[str, str]:
-    """What training finds in its environment beside what the job set, which wins: its hosts, EFA, the backend.
-
-    `is_importable`: whether a module can be imported by this Python, by default tried in a process of its own.
-    """
+    """What training finds in its environment beside what the job set, which wins: its hosts, and EFA."""
     variables = {"SM_HOSTS": json.dumps(container.hosts), "SM_CURRENT_HOST": container.host}
     if container.interface is not None:
         variables["SM_NETWORK_INTERFACE_NAME"] = container.interface
@@ -201,29 +190,12 @@ def find_variables(
         added = {name: value for name, value in _EFA_VARIABLES.items() if name not in env}
         say(f"container: EFA, {' '.join(f'{name}={value}' for name, value in added.items()) or 'as the job set it'}")
         variables |= added
-    if env.get(BACKEND_VARIABLE) == "smddp":
-        reason = _refuse_smddp(container, is_importable or _import_succeeds)
-        say(f"container: backend {'smddp' if reason is None else f'nccl, since {reason}'}")
-        if reason is not None:
-            variables[BACKEND_VARIABLE] = "nccl"
     return variables
 
 
 def _has_efa(system: Path) -> bool:
     cards = (system / "class" / "infiniband").glob("*/device/driver")
     return any(card.resolve().name == "efa" for card in cards)
-
-
-def _refuse_smddp(container: Container, is_importable: Callable[[str], bool]) -> str | None:
-    if container.instance_type not in SMDDP_INSTANCES:
-        return f"SMDDP runs on {', '.join(SMDDP_INSTANCES)} alone and this is {container.instance_type}"
-    if not is_importable(SMDDP_MODULE):
-        return f"this image's Python cannot import {SMDDP_MODULE}"
-    return None
-
-
-def _import_succeeds(module: str) -> bool:
-    return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False).returncode == 0
 
 
 def _await_names(hosts: Iterable[str], say: Say, patience_seconds: float = _RESOLVE_SECONDS) -> None:

@@ -13,18 +13,13 @@ from pydantic import ValidationError
 
 from echelon.errors import ConfigError
 from echelon.instances import Instance
-from echelon.launch.sagemaker.images import read_torch_version
 from echelon.launch.sagemaker.model_parallel import map_parameters
-from echelon.launch.workers import BACKEND_VARIABLE
 from echelon.recipe import Recipe
 from echelon.recipe.draft import Draft
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import recipe_mapping
 
 KEY = "launch.sagemaker.distribution"
-
-# Newest release: 2.6.0 of April 2025, inside the image of SMP v2.8.0.
-_SMDDP_TORCH = (2, 5)
 
 _NOT_HERE = {
     "pytorchxla": "the Training Compiler is for PyTorch 1.13 and older, and ended; use torch_distributed and "
@@ -34,6 +29,11 @@ _NOT_HERE = {
     "instance_groups": "all machines of a job are of one type; use launch.nodes and launch.sagemaker.instance_type",
     "deepspeed": "SageMaker has no such entry; use torch_distributed, and parallel: zero1, zero2 or fsdp",
     "horovod": "SageMaker starts it as mpi; use mpi, or torch_distributed",
+    "smdistributed_dataparallel": "the SDK spells it smdistributed: {dataparallel: {enabled: true}}; that library "
+    "is not available to echelon either, so use torch_distributed: {enabled: true}",
+    "smdistributed_modelparallel": "the SDK spells it smdistributed: {modelparallel: {enabled: true, parameters: "
+    "{...}}}",
+    "pytorchx": "the SDK has no such entry; PyTorch's own launcher is torch_distributed: {enabled: true}",
     "compiler_config": "the Training Compiler takes no distribution but its own, and ended; use train.compile=true",
 }  # fmt: skip
 _FIELDS = {
@@ -61,8 +61,8 @@ class Distribution:
     lines: tuple[str, ...] = ()
 
 
-def apply_distribution(recipe: Recipe, instance: Instance, image: str) -> Distribution:
-    """Read `launch.sagemaker.distribution` for the machines and the image of a job.
+def apply_distribution(recipe: Recipe, instance: Instance) -> Distribution:
+    """Read `launch.sagemaker.distribution` for the machines of a job.
 
     Raises ConfigError naming the key of what is unknown, cannot be together, or has no equal in echelon.
     """
@@ -78,7 +78,12 @@ def apply_distribution(recipe: Recipe, instance: Instance, image: str) -> Distri
     if "pytorchddp" in enabled:
         changes |= _map_pytorchddp(recipe, lines)
     if "smdistributed.dataparallel" in enabled:
-        env[BACKEND_VARIABLE] = _check_smddp(recipe, instance, image, lines)
+        # Newest release: 2.6.0 of April 2025, inside the image of SMP v2.8.0.
+        raise ConfigError(
+            f"{KEY}.smdistributed.dataparallel: SageMaker's data parallel library (SMDDP) is not available to echelon. "
+            "Its newest release is for PyTorch 2.5, and echelon needs PyTorch 2.11 or later. Use torch_distributed: "
+            "{enabled: true}: it trains the same model over NCCL and EFA."
+        )
     if "smdistributed.modelparallel" in enabled:
         world = recipe.launch.node_range[1] * _num_processes(recipe, changes, instance)
         changes |= map_parameters(
@@ -188,28 +193,6 @@ def _map_pytorchddp(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
         )
     lines.append(f"{KEY}.pytorchddp -> parallel=ddp over NCCL, started by torchrun's agent")
     return {"parallel": "ddp"}
-
-
-def _check_smddp(recipe: Recipe, instance: Instance, image: str, lines: list[str]) -> str:
-    key = f"{KEY}.smdistributed.dataparallel"
-    if not instance.smddp or instance.name == "ml.p3dn.24xlarge":
-        raise ConfigError(
-            f"{key}: SageMaker's library gathers shards on ml.p4d.24xlarge and ml.p4de.24xlarge alone, and "
-            f"launch.sagemaker.instance_type={instance.name}; use torch_distributed, which is NCCL, or one of these."
-        )
-    version = read_torch_version(image)
-    if version is not None and version > _SMDDP_TORCH:
-        raise ConfigError(
-            f"{key}: the newest release of SageMaker's library is for PyTorch {'.'.join(map(str, _SMDDP_TORCH))}, and "
-            f"{image} has {'.'.join(map(str, version))}; use torch_distributed, which is NCCL."
-        )
-    if isinstance(recipe.parallel, str) and recipe.parallel in ("auto", "ddp"):
-        raise ConfigError(
-            f"{key} with parallel={recipe.parallel}: for DDP the library allows no other backend in the job, and "
-            "echelon needs gloo beside it; use parallel: zero1, zero2, fsdp or hsdp, or torch_distributed."
-        )
-    lines.append(f"{key} -> {BACKEND_VARIABLE}=smddp; where the image lacks the library, NCCL, and the log says so")
-    return "smddp"
 
 
 def _change(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:

@@ -2,6 +2,8 @@
 
 import re
 
+from echelon.errors import ConfigError
+
 # PyTorch 2.13.0, Python 3.12, CUDA 13.3, NCCL 2.30.7, EFA 1.49: AWS Deep Learning Containers, changelog of 2026-07-20.
 _GPU_TAG = "2.13-cu133-amzn2023-sagemaker"
 _CPU_TAG = "2.13-cpu-amzn2023-sagemaker"
@@ -27,7 +29,26 @@ def find_image(region: str, has_gpus: bool) -> str:
     return f"{account}.dkr.ecr.{region}.{domain}/{_REPOSITORY}:{_GPU_TAG if has_gpus else _CPU_TAG}"
 
 
-def read_torch_version(image: str) -> tuple[int, int] | None:
-    """Major and minor version of the PyTorch in one of AWS's images, by its tag; None for any other image."""
-    match = re.search(r"/(?:huggingface-)?(?:pytorch|smdistributed-modelparallel)[\w-]*:v?(\d+)\.(\d+)", image)
-    return (int(match[1]), int(match[2])) if match else None
+# What echelon needs; pyproject.toml says it to pip.
+OLDEST_TORCH = (2, 11)
+OLDEST_PYTHON = (3, 11)
+
+
+def check_image(image: str) -> None:
+    """Raise ConfigError for an image of AWS whose tag names a PyTorch or a Python that is too old for echelon.
+
+    Nothing is known of any other image; echelon looks at what is installed when the container starts.
+    """
+    match = re.search(r"/(?:huggingface-)?(?:pytorch|smdistributed-modelparallel)[\w-]*:v?(\d+)\.(\d+)(.*)", image)
+    if match is None:
+        return
+    python = re.search(r"-py(\d)(\d+)\b", match[3])
+    for name, found, oldest in (
+        ("PyTorch", (int(match[1]), int(match[2])), OLDEST_TORCH),
+        ("Python", (int(python[1]), int(python[2])) if python else OLDEST_PYTHON, OLDEST_PYTHON),
+    ):
+        if found < oldest:
+            raise ConfigError(
+                f"launch.sagemaker.image={image} has {name} {found[0]}.{found[1]}, and echelon needs {oldest[0]}."
+                f"{oldest[1]} or later; use a newer image, or leave launch.sagemaker.image out to get {_GPU_TAG}."
+            )

@@ -14,8 +14,9 @@ from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker.bundle import ENTRY, START
 from echelon.launch.sagemaker.checks import check_limits, check_settings, find_region
 from echelon.launch.sagemaker.distribution import apply_distribution
-from echelon.launch.sagemaker.images import find_image
+from echelon.launch.sagemaker.images import check_image, find_image
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, Staging, run_dir, stage_job
+from echelon.launch.shell import needs_shell
 from echelon.recipe import Recipe
 
 DEFAULT_MAX_HOURS = 24.0
@@ -64,7 +65,8 @@ def build_submission(job: JobSpec) -> Submission:
     region = find_region(settings)
     instance = find_instance(settings.instance_type or "")
     image = settings.image or find_image(region, instance.gpus > 0)
-    distribution = apply_distribution(recipe, instance, image)
+    check_image(image)
+    distribution = apply_distribution(recipe, instance)
     check_settings(distribution.recipe, instance, DEFAULT_MAX_HOURS)
     staging = stage_job(job, distribution.recipe)
     request = {
@@ -94,8 +96,7 @@ def find_trained_recipe(recipe: Recipe) -> Recipe:
     """The recipe with what `launch.sagemaker.distribution` says of its plan. Raises ConfigError naming the key."""
     settings = recipe.launch.sagemaker
     instance = find_instance(settings.instance_type or "")
-    image = settings.image or find_image(find_region(settings), instance.gpus > 0)
-    return apply_distribution(recipe, instance, image).recipe
+    return apply_distribution(recipe, instance).recipe
 
 
 def find_checkpoint_uri(recipe: Recipe) -> str:
@@ -107,7 +108,7 @@ def find_checkpoint_uri(recipe: Recipe) -> str:
 def _algorithm(recipe: Recipe, image: str) -> dict[str, Any]:
     """The entry is our own: under the shell that the stock ones start, no signal reaches training."""
     launch = recipe.launch
-    entry = ["bash", START] if launch.setup else [launch.python, ENTRY]
+    entry = ["bash", START] if needs_shell(launch) else [launch.python, ENTRY]
     return {
         "TrainingImage": image,
         "TrainingInputMode": launch.sagemaker.input_mode,

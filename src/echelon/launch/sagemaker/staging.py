@@ -13,6 +13,7 @@ from typing import Any, Literal
 from echelon.errors import ConfigError
 from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker import bundle
+from echelon.launch.shell import needs_shell
 from echelon.recipe import Recipe, SourceConfig, render_recipe
 from echelon.recipe.render import plain_value, recipe_mapping
 
@@ -130,7 +131,7 @@ class _Stage:
             ("enter.py", "the container's entry", bundle.read_entry),
             ("echelon.zip", "echelon itself", bundle.zip_package),
         ]
-        if settings.setup:
+        if needs_shell(settings):
             made.append(("start.sh", "launch.setup", bundle.render_start(settings.setup, settings.python).encode))
         self.uploads[:0] = [
             Upload(f"{self._prefix}/{CODE_CHANNEL}/{name}", make, f"({shown})") for name, shown, make in made

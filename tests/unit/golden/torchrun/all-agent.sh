@@ -11,8 +11,10 @@ trap 'echo stopped before training began; exit 1' TERM INT USR1
 cd '/mnt/a b' || exit 2
 export GREETING='it'"'"'s $5
 now'
+trap 'echo "echelon: launch.setup failed with exit code $?: $BASH_COMMAND" >&2; exit 1' ERR
 module load cuda
 source "/opt/a b/activate"
+trap - ERR
 # This shell stays, to note how training ended.
 trap : TERM INT USR1
 timeout --foreground --preserve-status --signal=TERM 5400 '/opt/py 3/bin/python' -m echelon train '/mnt/a b/jobs/demo-20300102-030405/recipe.yaml' --nproc 8 --nodes 1:2 --rendezvous 10.0.0.7:1234 --interface ib0
