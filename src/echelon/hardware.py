@@ -82,7 +82,8 @@ class Cluster:
     """Equal devices on equal machines; one process drives one device.
 
     `memory_bytes` of a CPU cluster's accelerator is one process's share of its machine (None: not known).
-    `bf16_supported` is what the running hardware says; None takes the table's word.
+    `bf16_supported` is what the running hardware says; None takes the table's word. `host_memory_bytes` is the memory
+    of one machine beside that of its GPUs (None: not known).
     """
 
     accelerator: Accelerator
@@ -90,6 +91,7 @@ class Cluster:
     devices_per_node: int
     kind: DeviceKind
     bf16_supported: bool | None = None
+    host_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Raises PlanError unless the devices fill whole machines."""

@@ -7,7 +7,7 @@ one it is unknown, and `budget.usd_per_hour` says it.
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from echelon.errors import ConfigError
@@ -44,7 +44,6 @@ class Instance:
         network_gbits: of one machine; for small types the most it may reach for a while.
         efa_interfaces: network cards that EFA can use; 0: no EFA.
         efa_rdma: whether those read and write GPU memory by themselves.
-        smddp: whether SageMaker's data parallel library runs on it.
         neuron_devices: Trainium chips.
         own_disks: whether it has NVMe disks of its own, of fixed size and encrypted by the machine itself; SageMaker
             then provides no volume.
@@ -62,7 +61,6 @@ class Instance:
     ram_gib: int
     price: Price | None = None
     efa_rdma: bool = False
-    smddp: bool = False
     neuron_devices: int = 0
     own_disks: bool = True
 
@@ -98,9 +96,6 @@ _PRICES: dict[str, Price] = {
     )
     for name, usd in prices.items()
 }  # fmt: skip
-
-# AWS: the SageMaker distributed data parallelism library's supported instance types.
-_SMDDP = ("ml.p3dn.24xlarge", "ml.p4d.24xlarge", "ml.p4de.24xlarge")
 
 # Types whose EFA cards reach GPU memory; on others the provider refuses to start when it is asked for.
 _RDMA = ("p4d.", "p4de.", "p5.48", "p5e.", "p5en.", "p6-", "trn1.32", "trn1n.", "trn2.")
@@ -181,7 +176,6 @@ def _build_instances() -> Iterator[Instance]:
                 ram,
                 _PRICES.get(name),
                 rdma,
-                name in _SMDDP,
                 own_disks=family not in _NO_DISKS,
             )
     for family, (memory, sizes) in _TRAINIUM.items():
@@ -236,8 +230,12 @@ def cluster_of(instance: Instance, count: int, num_processes: int | None = None)
             f"{instance.gpus} or fewer, or auto."
         )
     assert instance.accelerator is not None
-    kind: Literal["cpu", "cuda"] = "cuda" if instance.gpus else "cpu"
-    return Cluster(ACCELERATORS[instance.accelerator], count * per_machine, per_machine, kind)
+    accelerator, memory = ACCELERATORS[instance.accelerator], instance.ram_gib * 2**30
+    if not instance.gpus:
+        return Cluster(
+            replace(accelerator, memory_bytes=memory // per_machine), count * per_machine, per_machine, "cpu"
+        )
+    return Cluster(accelerator, count * per_machine, per_machine, "cuda", host_memory_bytes=memory)
 
 
 def nearest_gpu_instance(trainium: Instance) -> Instance:

@@ -9,9 +9,12 @@ from typer.testing import CliRunner
 from echelon.cli import app
 from echelon.commands.launch import find_target_cluster, settle_instance
 from echelon.errors import PlanError
+from echelon.instances import INSTANCES, cluster_of
+from echelon.plan import resolve_plan
 from echelon.planner import machines
 from echelon.planner.machines import choose_instance
 from echelon.recipe import load_recipe
+from echelon.recipe.training import ParallelConfig
 from echelon.shape import build_shape
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "pretrain-1.3b.yaml"
@@ -33,15 +36,44 @@ def test_the_cheapest_priced_type_that_fits(recipe, shape):
     # One L40S at 2.80 is the cheapest: single L4, A10G and T4 are too small, four L4 cost 5.752.
     assert (one.instance.name, one.count, one.best.usd_per_hour) == ("ml.g6e.2xlarge", 1, 2.80)
     text = "\n".join(one.describe())
-    assert "1 x ml.g6e.2xlarge, the cheapest an hour" in text
-    assert "fits, price unknown: " in text and "ml.p5.4xlarge" in text
+    assert "1 x ml.g6e.2xlarge, the fewest machines on which the plan fits, and of 14 priced types the cheapest" in text
+    assert "fits, price unknown, so not chosen" in text and "ml.p5.4xlarge" in text
     left_out = text.split("does not fit: ")[1]
     assert "ml.g4dn.xlarge" in left_out and "ml.g6.xlarge" in left_out
-    # Two machines of one L4 share the optimizer's states: 2 x 1.127.
+    # Two machines of one L4 share the optimizer's states for 2 x 1.127, over 10 Gbit/s; one machine goes before.
     few = choose_instance(recipe, shape)
-    assert (few.instance.name, few.count) == ("ml.g6.xlarge", 2)
-    assert few.best.usd_per_hour == pytest.approx(2.254)
-    assert "10 Gbit/s between machines" in few.best.describe()
+    assert (few.instance.name, few.count) == ("ml.g6e.2xlarge", 1)
+    [pair] = [each for each in few.candidates if each.instance.name == "ml.g6.xlarge"]
+    assert pair.fits and (pair.count, pair.usd_per_hour) == (2, pytest.approx(2.254))
+    assert "10 Gbit/s between machines" in pair.describe()
+
+
+def test_one_machine_goes_before_two_of_the_same_gpus(recipe, shape, monkeypatch):
+    # Two RTX PRO 6000 in one machine for 10.36, or in two machines, 50 Gbit/s apart, for 8.41.
+    pair = ("ml.g7e.2xlarge", "ml.g7e.12xlarge", "ml.p5en.48xlarge")
+    monkeypatch.setattr(machines, "INSTANCES", {name: machines.INSTANCES[name] for name in pair})
+    large = build_shape({**recipe.model.config, "vocab_size": 32000, "num_hidden_layers": 120})
+    zero = recipe.model_copy(update={"parallel": "fsdp"})
+    assert not machines.plan_on(zero, large, INSTANCES["ml.g7e.2xlarge"], 1).fits
+    assert machines.plan_on(zero, large, INSTANCES["ml.g7e.2xlarge"], 2).fits
+    choice = choose_instance(zero, large)
+    assert (choice.instance.name, choice.count) == ("ml.g7e.12xlarge", 1)
+    # Where only a type without a price fits on one machine, it is named, and not taken.
+    monkeypatch.setattr(machines, "INSTANCES", {name: machines.INSTANCES[name] for name in pair[::2]})
+    choice = choose_instance(zero, large)
+    assert (choice.instance.name, choice.count) == ("ml.g7e.2xlarge", 2)
+    assert "  of these on fewer machines than chosen: ml.p5en.48xlarge" in choice.describe()
+
+
+def test_memory_of_the_machine_itself(recipe, shape):
+    # 8 GiB for 21.5 GB of states.
+    with pytest.raises(PlanError, match=r"ddp needs .* usable"):
+        resolve_plan(recipe, shape, cluster_of(INSTANCES["ml.m5.large"], 1))
+    # 1,345,423,360 parameters offloaded: 16 bytes each are 21.53 GB, more than the 16 GiB beside the one GPU.
+    offload = recipe.model_copy(update={"parallel": ParallelConfig(dp_shard=1, cpu_offload=True)})
+    with pytest.raises(PlanError, match=r"cpu_offload=true: .* 21\.5 GB in all, and a machine has 17\.2 GB; use more"):
+        resolve_plan(offload, shape, cluster_of(INSTANCES["ml.g5.xlarge"], 1))
+    assert resolve_plan(offload, shape, cluster_of(INSTANCES["ml.g5.2xlarge"], 1)).cpu_offload
 
 
 def test_without_a_price_none_is_chosen(recipe, shape, monkeypatch):

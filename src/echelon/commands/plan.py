@@ -100,5 +100,7 @@ def _show_memory(estimate: "MemoryEstimate", cluster: "Cluster") -> None:
         say(f"  {part:<12} {getattr(estimate, part) / 2**30:10.3f}")
     if cluster.accelerator.memory_bytes is not None:
         say(f"  {'of':<12} {cluster.accelerator.memory_bytes / 2**30:10.3f}")
+    if estimate.host:
+        say(f"  in host memory, by cpu_offload: {estimate.host / 2**30:.3f}")
     for assumption in estimate.assumptions:
         say(f"  assumes: {assumption}")

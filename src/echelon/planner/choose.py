@@ -140,9 +140,22 @@ def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, l
             f"of {plan.world_size} {request.cluster.accelerator.name}, which has {_gigabytes(memory)}. "
             f"{_advice(request, plan)}"
         )
+    _check_host_memory(request, layout, needs)
     if not request.fits(needs):
         why = [*why, f"memory: {_needs(request, layout, plan, needs)}; it may run out"]
     return plan, why
+
+
+def _check_host_memory(request: _Request, layout: Layout, needs: MemoryEstimate) -> None:
+    """Raise PlanError where what is offloaded exceeds the memory of a machine."""
+    there, count = request.cluster.host_memory_bytes, request.cluster.devices_per_node
+    if there is not None and needs.host * count > there:
+        raise PlanError(
+            f"parallel.cpu_offload=true: {layout.strategy} keeps {_gigabytes(needs.host)} of parameters, gradients and "
+            f"optimizer state of each of {count} processes in host memory, {_gigabytes(needs.host * count)} in all, "
+            f"and a machine has {_gigabytes(there)}; use more machines, machines with more memory, or remove "
+            "parallel.cpu_offload."
+        )
 
 
 def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:

@@ -77,15 +77,20 @@ class Choice:
         fitting = [each for each in self.candidates if each.fits]
         priced = sorted((each for each in fitting if each.usd_per_hour is not None), key=_rank)
         unknown = [f"{each.count} x {each.instance.name}" for each in fitting if each.usd_per_hour is None]
+        fewer = [each for each in fitting if each.usd_per_hour is None and each.count < self.count]
         lines = [
-            f"instance auto: {self.count} x {self.instance.name}, the cheapest an hour of {len(priced)} priced types "
-            "on which the plan fits; a faster one may finish for less"
+            f"instance auto: {self.count} x {self.instance.name}, the fewest machines on which the plan fits, and of "
+            f"{len(priced)} priced types the cheapest an hour; a faster one may finish for less"
         ]
         lines += [f"  {each.describe()}" for each in priced[:_SHOWN]]
         if len(priced) > _SHOWN:
-            lines.append(f"  and {len(priced) - _SHOWN} dearer ones")
+            lines.append(f"  and {len(priced) - _SHOWN} more, on more machines or dearer")
         if unknown:
-            lines.append(f"  fits, price unknown: {', '.join(unknown)}")
+            lines.append(
+                f"  fits, price unknown, so not chosen; name one, with budget.usd_per_hour: {', '.join(unknown)}"
+            )
+        if fewer:
+            lines.append(f"  of these on fewer machines than chosen: {', '.join(each.instance.name for each in fewer)}")
         small = [each for each in self.candidates if not each.fits]
         if small:
             lines.append(f"  does not fit: {', '.join(each.instance.name for each in small)}")
@@ -95,6 +100,7 @@ class Choice:
 def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = None) -> Choice:
     """The cheapest machines an hour on which the recipe's plan fits in memory, `count` of them or as few as will do.
 
+    One larger machine goes before several small ones, whose network is far slower than the links inside a machine.
     Only types with a dated price compete. Raises PlanError where none of those fits.
     """
     candidates = tuple(_try_type(recipe, shape, each, count) for each in INSTANCES.values() if each.gpus)
@@ -148,8 +154,8 @@ def _tries(recipe: "Recipe", shape: ModelShape, instance: Instance, counts: tupl
     return (plan_on(recipe, shape, instance, count) for count in counts)
 
 
-def _rank(candidate: Candidate) -> tuple[float, int, str]:
-    return candidate.usd_per_hour or 0.0, candidate.count, candidate.instance.name
+def _rank(candidate: Candidate) -> tuple[int, float, str]:
+    return candidate.count, candidate.usd_per_hour or 0.0, candidate.instance.name
 
 
 def _memory(candidate: Candidate) -> float:

@@ -33,6 +33,7 @@ class MemoryEstimate:
 
     That moment is the loss, or with checkpointing the first layer that is redone, when most of `logits` is gone again.
     `buffers` is what communication and rotary tables hold, and a frozen weight that is made whole for a product.
+    `host` is no part of the total: what `parallel.cpu_offload` keeps in the machine's memory instead.
     """
 
     parameters: int
@@ -41,6 +42,7 @@ class MemoryEstimate:
     activations: int
     logits: int
     buffers: int
+    host: int = 0
     assumptions: tuple[str, ...] = ASSUMPTIONS
 
     @property
@@ -69,6 +71,7 @@ def estimate_memory(
         activations=kept + redone if redone > chunk else kept,
         logits=head if redone > chunk else chunk + head,
         buffers=buffers + 2 * sequence_len * shape.head_dim * FP32_BYTES,
+        host=sum(_shard_states(shape, plan)) if plan.cpu_offload else 0,
     )
 
 
@@ -112,19 +115,26 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int, int]:
         copies = matrices * compute if plan.uses_autocast else 0
         return frozen + trained * number + copies, trained * number, moments, whole
 
-    shard = -(-trained // plan.dp_shard)
     # With resharding two layers are gathered at a time, one running and the next fetched; the rest stays gathered.
     num_gathered = min(2, shape.num_layers) if plan.reshard_after_forward else shape.num_layers
     gathered = outside.gathered(compute) + num_gathered * layer.gathered(compute)
     whole_gradients = trained * reduced if plan.reduce_gradients == "last" and plan.num_microbatches > 1 else 0
-    resident = 0 if plan.cpu_offload else 1
+    shards = (0, 0, 0) if plan.cpu_offload else _shard_states(shape, plan)
     return (
-        resident * (shard * number - (-frozen // plan.dp_shard)) + gathered,
-        resident * shard * number + whole_gradients,
-        resident * -(-moments // plan.dp_shard),
+        shards[0] + gathered,
+        shards[1] + whole_gradients,
+        shards[2],
         # all-gather input, reduce-scatter input
         whole + max(part.gathered(compute) + part.trained * reduced for part in (layer, outside)),
     )
+
+
+def _shard_states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int]:
+    """Bytes of one rank's shard of (parameters, gradients, optimizer); under CPU offload they are in host memory."""
+    layer, outside = _parts(shape, plan)
+    frozen = shape.num_layers * layer.frozen_bytes + outside.frozen_bytes
+    shard = -(-_num_trained(shape, plan) // plan.dp_shard) * DTYPE_BYTES[plan.precision.param]
+    return shard - (-frozen // plan.dp_shard), shard, -(-_optimizer_bytes(shape, plan) // plan.dp_shard)
 
 
 def estimate_checkpoint(shape: ModelShape, plan: ParallelPlan) -> int:
