@@ -58,6 +58,25 @@ def test_the_last_of_two_equal_keys_wins(tmp_path: Path) -> None:
     assert load_text(tmp_path, SMALL, "train.steps=5", "train.steps=6")[0].train.steps == 6
 
 
+def test_counts_of_tokens_may_have_a_suffix(tmp_path: Path) -> None:
+    text = (
+        SMALL.replace(
+            "steps: 100\n  global_batch_size: 8",
+            "tokens: 1.5m\n  global_batch_tokens: 32K\n"
+            "  batch_ramp: {from: 16k, to: 32_000, over_tokens: 0.5M, increment: 8K}",
+        )
+        + "  schedule_unit: tokens\n  warmup_tokens: 1e2K\n"
+    )
+    train = load_text(tmp_path, text)[0].train
+    assert (train.tokens, train.global_batch_tokens) == (1_500_000, 32_000)
+    ramp = train.batch_ramp
+    assert ramp is not None
+    assert (ramp.start, ramp.to, ramp.over_tokens, ramp.increment) == (16_000, 32_000, 500_000, 8_000)
+    assert load_text(tmp_path, text)[0].optim.warmup_tokens == 100_000
+    for given, count in (("2B", 2 * 10**9), ("2e9", 2 * 10**9), ("1.7T", 17 * 10**11), ("30 m", 30 * 10**6)):
+        assert load_text(tmp_path, text, f"train.tokens={given}")[0].train.tokens == count
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -71,6 +90,12 @@ def test_the_last_of_two_equal_keys_wins(tmp_path: Path) -> None:
         (["data.train.path=x"], "command line: data.train.path does not exist; data.train is a list of 1"),
         (["train.tokens=64", "train.epochs=1"], "command line: train.tokens=64 and train.epochs=1.0 are both given"),
         (["train.global_batch_tokens=100"], "command line: train.global_batch_tokens=100 is not a whole number of"),
+        (["train.tokens=2GB"], "command line: train.tokens=2GB must be a whole number, or one with K, M, B or T"),
+        (["train.tokens=2X"], "command line: train.tokens=2X must be a whole number, or one with K, M, B or T"),
+        (["train.tokens=0.0001K"], "command line: train.tokens=0.0001K must be a whole number, or one with K"),
+        (["train.tokens=0K"], "command line: train.tokens=0K must be at least 1."),
+        (["train.tokens='64'"], "command line: train.tokens='64' must be a whole number, or one with K, M, B or T"),
+        (["train.steps=2K"], "command line: train.steps=2K must be a whole number."),
         (["optim.warmup_steps=101"], "command line: optim.warmup_steps=101 is more than the 100 steps"),
     ],
 )

@@ -29,6 +29,7 @@ _RULES: Mapping[str, str] = {
     "missing": "a longer list",
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
+    "token_count": "a whole number, or one with K, M, B or T (thousand, million, billion, trillion), such as 2B",
 }
 
 

@@ -43,7 +43,8 @@ key under two spellings is refused.
 **Not built yet.** The reference is complete, so that recipes stay valid. Where a meaning ends in *Now: ...*, anything
 else is refused with one sentence until it is built.
 
-**Numbers** may be written `2e9` and `524_288`. **Editors** complete and check recipes by the JSON schema: run
+**Numbers** may be written `2e9` and `524_288`, counts of tokens also `2B`: K, M, B and T are a thousand, a million, a
+billion and a trillion. **Editors** complete and check recipes by the JSON schema: run
 `echelon schema > recipe.schema.json` and begin a recipe with `# yaml-language-server: $schema=recipe.schema.json`.
 """
 
@@ -105,7 +106,8 @@ def _describe_type(field: Mapping[str, Any]) -> str:
     if field.get("type") == "array":
         return f"list of {_describe_type(field['items'])}"
     kinds = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text"}
-    return kinds.get(field.get("type", ""), "mapping") + _describe_range(field)
+    example = f" such as `{field['examples'][0]}`" if "examples" in field else ""
+    return kinds.get(field.get("type", ""), "mapping") + _describe_range(field) + example
 
 
 def _describe_range(field: Mapping[str, Any]) -> str:

@@ -12,20 +12,19 @@ The initial weights' rule is that of Nguyen & Salazar 2019, arXiv:1910.05895.
 """
 
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from echelon.errors import ConfigError
+from echelon.recipe.section import SUFFIXES, read_count
 from echelon.recipe.yaml_text import render_inline
 from echelon.shape import VOCAB_MULTIPLE, ModelShape, build_shape
 
 TOKENS_PER_PARAMETER = 20
 """Chinchilla's rule for the best model of a given compute."""
 
-_SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _PARAMS_RANGE, _TOKENS_RANGE = (1_000_000, 10**12), (100_000, 10**14)
 
 # (parameters, layers): Pythia's below 125 M, GPT-3's up to 13 B, LLaMA's 33 B and 65 B, GPT-3.
@@ -70,10 +69,10 @@ class ScaledRecipe:
 
 def parse_count(option: str, text: str) -> int:
     """A count such as 1.3b, 350m, 2e9 or 50B. Raises ConfigError naming the option."""
-    match = re.fullmatch(r"\s*(\d[\d_]*\.?\d*(?:e\+?\d{1,2})?)\s*([kmbt]?)\s*", text, re.IGNORECASE)
-    if match is None:
+    count = read_count(text)
+    if count is None:
         raise ConfigError(f"{option} {text} is not a count; write it like 1.3b, 350m or 2e9.")
-    return round(float(match[1]) * _SUFFIXES[match[2].lower()])
+    return round(count)
 
 
 def scale_recipe(params: int | None, tokens: int | None, vocab_size: int | None = None) -> ScaledRecipe:
@@ -290,8 +289,8 @@ def round_down(value: float) -> int:
 def show_count(value: float) -> str:
     """A count as it would be typed: 1.3b, 350m."""
     for suffix in ("t", "b", "m", "k"):
-        if value >= _SUFFIXES[suffix]:
-            return f"{value / _SUFFIXES[suffix]:.3g}{suffix}"
+        if value >= SUFFIXES[suffix]:
+            return f"{value / SUFFIXES[suffix]:.3g}{suffix}"
     return f"{value:.3g}"
 
 

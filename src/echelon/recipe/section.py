@@ -2,10 +2,21 @@
 
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationInfo,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError
 
 PathOrText = TypeVar("PathOrText", Path, str)
 
@@ -30,6 +41,29 @@ def _hashable(value: Any) -> Any:
 
 def _integer_when_whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_COUNT = re.compile(r"(\d+(?:_\d+)*(?:\.\d*)?(?:e\+?\d{1,2})?) ?([kmbt]?)", re.IGNORECASE)
+
+
+def read_count(text: str) -> Fraction | None:
+    """The number that a text such as `2B`, `1.3b`, `350m` or `2e9` says, exactly; None where it says none.
+
+    The suffixes are decimal: K, M, B and T are a thousand, a million, a billion and a trillion.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    return None if match is None else Fraction(match[1]) * SUFFIXES[match[2].lower()]
+
+
+def _count_of_text(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    count = read_count(value)
+    # Digits alone are a number, which stands without quotes.
+    if count is None or count.denominator != 1 or value[-1:].isdigit():
+        raise PydanticCustomError("token_count", "a count of tokens")
+    return int(count)
 
 
 # Pydantic's default is to turn "5" into 5 and true into 1. A recipe says what it means: only 2e9 becomes 2000000000.
@@ -57,6 +91,18 @@ PathOrName = Annotated[str, AfterValidator(_is_a_path)]
 Whole = Annotated[int, Strict(), _FromWholeFloat]
 Count = Annotated[int, Strict(), Field(ge=1), _FromWholeFloat]
 CountOrZero = Annotated[int, Strict(), Field(ge=0), _FromWholeFloat]
+_FromText = BeforeValidator(_count_of_text)
+
+
+def _count_schema(least: int) -> WithJsonSchema:
+    pattern = r"^[0-9]+(_[0-9]+)*(\.[0-9]*)?([eE]\+?[0-9]{1,2})? ?[kKmMbBtT]$"
+    text = {"type": "string", "pattern": pattern, "examples": ["2B"]}
+    return WithJsonSchema({"anyOf": [{"type": "integer", "minimum": least}, text]})
+
+
+Tokens = Annotated[Count, _FromText, _count_schema(1)]
+"""A number of tokens, which may be written with a suffix: `2B`."""
+TokensOrZero = Annotated[CountOrZero, _FromText, _count_schema(0)]
 Number = Annotated[float, Strict()]
 Positive = Annotated[Number, Field(gt=0)]
 PositiveOrZero = Annotated[Number, Field(ge=0)]

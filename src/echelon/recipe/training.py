@@ -4,7 +4,17 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, PositiveOrZero, Section
+from echelon.recipe.section import (
+    Count,
+    CountOrZero,
+    Flag,
+    Number,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Tokens,
+    TokensOrZero,
+)
 
 STEP_KEYS = ("steps", "tokens", "epochs")
 BATCH_KEYS = ("global_batch_tokens", "global_batch_size")
@@ -16,19 +26,19 @@ EngineName = Literal["native", "deepspeed", "horovod", "smp", "tensorflow"]
 class BatchRampConfig(Section):
     """A global batch that grows with the tokens seen, in the unit of the batch key: tokens, or sequences."""
 
-    start: Count = Field(alias="from", description="Global batch at the start.")
-    to: Count | None = Field(None, description="Global batch at the end: the batch key's, which is the default.")
-    over_tokens: Count = Field(description="Tokens over which the batch grows, in equal stretches for each size.")
-    increment: Count = Field(description="What the batch grows by each time; divides `to` less `from`.")
+    start: Tokens = Field(alias="from", description="Global batch at the start.")
+    to: Tokens | None = Field(None, description="Global batch at the end: the batch key's, which is the default.")
+    over_tokens: Tokens = Field(description="Tokens over which the batch grows, in equal stretches for each size.")
+    increment: Tokens = Field(description="What the batch grows by each time; divides `to` less `from`.")
 
 
 class TrainConfig(Section):
     """How long, how much at a time, in which precision. The global batch is what you set; accumulation is derived."""
 
     steps: Count | None = Field(None, description="Optimizer steps. Exactly one of steps, tokens and epochs.")
-    tokens: Count | None = Field(None, description="Tokens to train on, padding not counted, for example `2e9`.")
+    tokens: Tokens | None = Field(None, description="Tokens to train on, padding not counted, for example `2B`.")
     epochs: Positive | None = Field(None, description="Passes over the training text.")
-    global_batch_tokens: Count | None = Field(
+    global_batch_tokens: Tokens | None = Field(
         None, le=10**12, description="Tokens per optimizer step over all processes: a multiple of `data.sequence_len`."
     )
     global_batch_size: Count | None = Field(
@@ -114,7 +124,7 @@ class OptimConfig(Section):
         "steps", description="What the schedule advances by; they differ under `train.batch_ramp`."
     )
     warmup_steps: CountOrZero = Field(0, description="Steps over which the learning rate rises linearly.")
-    warmup_tokens: CountOrZero = Field(0, description="The same in tokens: the warm-up of `schedule_unit: tokens`.")
+    warmup_tokens: TokensOrZero = Field(0, description="The same in tokens: the warm-up of `schedule_unit: tokens`.")
     decay_fraction: Number = Field(0.2, gt=0, le=1, description="Share of the run in which `wsd` falls.")
     polynomial_power: Positive = Field(2.0, description="Exponent of `polynomial`.")
     min_learning_rate_fraction: Number = Field(
