@@ -322,11 +322,12 @@ def is_run(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run folder ready to be used, locked unless finished, and how the recipe differs from the one before."""
+    """A run folder ready to be used, locked unless finished, the recipe it was run by, and how this one differs."""
 
     folder: RunFolder
     state: RunState
     differences: tuple[Difference, ...] = ()
+    before: Recipe | None = None
 
 
 def open_run(
@@ -389,10 +390,10 @@ def _reopen(folder: RunFolder, recipe: Recipe, say: Callable[[str], None]) -> Op
     if folder.is_finished() and not any(difference.key in _LENGTH_KEYS for difference in differences):
         folder.unlock()
         say(f"run: {folder.path} has finished{folder.remedy()}, or pass --fresh to start again.")
-        return OpenedRun(folder, "finished", differences)
+        return OpenedRun(folder, "finished", differences, old)
     for line in _render_differences(differences):
         say(f"run: changed {line}")
-    return OpenedRun(folder, "resumed", differences)
+    return OpenedRun(folder, "resumed", differences, old)
 
 
 def _render_differences(differences: list[Difference] | tuple[Difference, ...]) -> list[str]:

@@ -54,6 +54,8 @@ def find_fault(config: "OptimConfig", num_steps: int, batches: BatchSchedule) ->
     course = _find_course(config, num_steps, batches)
     unit, total = config.schedule_unit, course.total
     given = f"optim.warmup_{unit}={course.warmup}"
+    if config.warmup_fraction is not None:
+        given = f"optim.warmup_fraction={config.warmup_fraction:g} ({course.warmup} {unit})"
     if course.warmup > total:
         return f"{given} is more than the {total} {unit} of the whole run; use at most {total}."
     decay = Fraction(str(config.decay_fraction)) * total
@@ -67,12 +69,25 @@ def find_fault(config: "OptimConfig", num_steps: int, batches: BatchSchedule) ->
     return None
 
 
+def find_warmup(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> int:
+    """How long the warm-up of a run of this length is, in `schedule_unit`.
+
+    A fraction is rounded up, as `transformers` does (`TrainingArguments.get_warmup_steps`), but taken as the decimal it
+    is written as: 0.07 of 100 steps are 7, where binary makes 7.000000000000001 of it, and so 8.
+    """
+    total = _place(config, batches)(num_steps)
+    if config.warmup_fraction is not None:
+        return math.ceil(Fraction(str(config.warmup_fraction)) * total)
+    return config.warmup_tokens if config.schedule_unit == "tokens" else config.warmup_steps
+
+
 def render_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> str:
     """A line for people: the learning rate at 0, 25, 50, 75 and 100 % of the run's steps."""
     rate, course = build_schedule(config, num_steps, batches), _find_course(config, num_steps, batches)
     steps = sorted({round(share * (num_steps - 1)) for share in (0, 0.25, 0.5, 0.75, 1)})
     unit = f" ({course.total:,} tokens)" if config.schedule_unit == "tokens" else ""
-    warmup = f", warm-up over {course.warmup:,} {config.schedule_unit}" if course.warmup else ""
+    share = f" ({config.warmup_fraction:g} of the run)" if config.warmup_fraction else ""
+    warmup = f", warm-up over {course.warmup:,} {config.schedule_unit}{share}" if course.warmup else ""
     rates = ", ".join(f"{rate(step):.2e} at step {step + 1:,}" for step in steps)
     return f"schedule: {config.schedule} over {num_steps:,} steps{unit}{warmup}: {rates}"
 
@@ -83,8 +98,7 @@ def _place(config: "OptimConfig", batches: BatchSchedule) -> Callable[[int], int
 
 def _find_course(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> _Course:
     place = _place(config, batches)
-    warmup = config.warmup_tokens if config.schedule_unit == "tokens" else config.warmup_steps
-    return _Course(warmup, place(num_steps - 1), place(num_steps))
+    return _Course(find_warmup(config, num_steps, batches), place(num_steps - 1), place(num_steps))
 
 
 # Each fall: from the recipe and the course to the share of the peak at a place behind the warm-up.

@@ -2,21 +2,21 @@
 
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import TrainingArguments, get_scheduler
 
 from echelon.batch import constant_batch
 from echelon.recipe import OptimConfig
-from echelon.schedule import build_schedule
+from echelon.schedule import build_schedule, find_warmup
 
 PEAK, WARMUP, STEPS = 0.5, 10, 100
 ONE = constant_batch(1, 1)
 
 
-def rates_of(build):
+def rates_of(build, num_steps=STEPS):
     """The learning rate of each step under a scheduler of torch's kind."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     scheduler, rates = build(optimizer), []
-    for _ in range(STEPS):
+    for _ in range(num_steps):
         rates.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
@@ -63,6 +63,23 @@ def test_wsd_is_the_same_as_transformers():
     )
     assert [rate(step - 1) for step in range(WARMUP + 1, STEPS)] == pytest.approx(theirs[WARMUP + 1 :], abs=1e-12)
     assert rate(STEPS - 1) == pytest.approx(0.1 * PEAK)
+
+
+@pytest.mark.parametrize(("ratio", "num_steps"), [(0.03, 100), (0.1, 95), (0.25, 10), (0.333, 77), (0.001, 100)])
+def test_a_share_of_warm_up_is_the_same_as_transformers(tmp_path, ratio, num_steps):
+    arguments = TrainingArguments(str(tmp_path), warmup_steps=ratio)
+    warmup = arguments.get_warmup_steps(num_steps)
+    theirs = rates_of(lambda optimizer: get_scheduler("linear", optimizer, warmup, num_steps), num_steps)
+    config = OptimConfig(learning_rate=PEAK, schedule="linear", warmup_fraction=ratio, min_learning_rate_fraction=0.0)
+    assert find_warmup(config, num_steps, ONE) == warmup
+    # Ours is theirs a step earlier in the warm-up, and from there on of a run that is one step longer.
+    rate = build_schedule(config, num_steps, ONE)
+    assert [rate(step) for step in range(warmup - 1)] == pytest.approx(theirs[1:warmup])
+    assert rate(warmup) == theirs[warmup] == PEAK
+    longer = build_schedule(
+        config.model_copy(update={"warmup_steps": warmup, "warmup_fraction": None}), num_steps + 1, ONE
+    )
+    assert [longer(step) for step in range(warmup, num_steps)] == pytest.approx(theirs[warmup:])
 
 
 def test_the_same_as_torch():

@@ -60,6 +60,14 @@ def test_the_shape_of_a_checkpoint(tmp_path):
     assert f"tokenizer={tmp_path / 'm'}" in shrink(recipe, tmp_path, 2, 24)
 
 
+@pytest.mark.parametrize("warmup", [{"warmup_fraction": 0.1}, {"schedule_unit": "tokens", "warmup_tokens": 1000}])
+def test_a_schedule_that_needs_a_warm_up_keeps_one(tmp_path, warmup):
+    path = write(tmp_path, optim={"learning_rate": 1e-3, "schedule": "inverse_sqrt", **warmup})
+    recipe, _ = load_recipe(path)
+    small, _ = load_recipe(path, shrink(recipe, tmp_path / "drill", 2, 60))
+    assert (small.optim.warmup_steps, small.optim.warmup_fraction) == (2, None)
+
+
 def test_the_small_recipe_loads(tmp_path):
     path = write(tmp_path)
     recipe, _ = load_recipe(path)

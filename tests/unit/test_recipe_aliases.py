@@ -19,6 +19,14 @@ def translated(data: dict[str, Any]) -> dict[str, Any]:
     return draft.data
 
 
+def test_a_share_of_warm_up_has_two_spellings(tmp_path: Path) -> None:
+    for spelling in ("warmup_ratio", "warmup_steps"):  # the second since `transformers` 5
+        recipe, notes = load_text(tmp_path, f"{spelling}: 0.03\n" + SMALL)
+        assert (recipe.optim.warmup_fraction, recipe.optim.warmup_steps) == (0.03, 0)
+        (note,) = notes
+        assert note.endswith(f"line 1: {spelling}: 0.03 is read as optim.warmup_fraction: 0.03.")
+
+
 def test_a_flat_recipe_of_hf_or_axolotl_loads(tmp_path: Path) -> None:
     text = """\
 base_model: some/model

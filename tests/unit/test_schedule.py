@@ -4,8 +4,8 @@ import pytest
 
 from echelon.batch import constant_batch, ramp_batch
 from echelon.errors import ConfigError
-from echelon.recipe import OptimConfig
-from echelon.schedule import build_schedule, find_fault, render_schedule
+from echelon.recipe import OptimConfig, render_recipe
+from echelon.schedule import build_schedule, find_fault, find_warmup, render_schedule
 from recipe_samples import SMALL, load_text
 
 EIGHT = constant_batch(8, 64)
@@ -74,6 +74,39 @@ def test_tokens_follow_the_ramp():
     assert rate[:6] == pytest.approx([1 / 3, 2 / 3, 1, 1 - 10 / 80, 1 - 40 / 80, 0])
 
 
+def test_a_fraction_of_the_run_is_warm_up():
+    # 0.25 of 10 steps is 2.5, rounded up to 3
+    by_fraction = rates(10, schedule="linear", warmup_fraction=0.25)
+    assert by_fraction == rates(10, schedule="linear", warmup_steps=3)
+    assert by_fraction[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    # as a decimal: in binary, 0.07 * 100 is a little more than 7
+    assert find_warmup(OptimConfig(learning_rate=1, warmup_fraction=0.07), 100, EIGHT) == 7
+    assert rates(10, warmup_fraction=0.0) == rates(10)
+    # in tokens, of the tokens: half of the 150 that 6 steps feed under this ramp
+    ramp = ramp_batch(1, 4, 1, over_tokens=60, sequence_len=10)
+    tokens = OptimConfig(learning_rate=1, schedule_unit="tokens", warmup_fraction=0.5)
+    assert (ramp.first_token(6), find_warmup(tokens, 6, ramp)) == (150, 75)
+    assert find_warmup(OptimConfig(learning_rate=1, warmup_fraction=0.5), 6, ramp) == 3
+
+
+def test_the_length_of_the_run_may_be_given_in_any_way(tmp_path):
+    text = SMALL.replace("steps: 100", "{length}") + "  warmup_fraction: 0.1\n"
+    for length, num_samples in (("steps: 100", 0), ("tokens: 51200", 0), ("epochs: 2.5", 320)):
+        recipe, _ = load_text(tmp_path, text.replace("{length}", length))
+        num_steps = recipe.num_steps(num_samples)
+        assert (num_steps, find_warmup(recipe.optim, num_steps, recipe.batches)) == (100, 10)
+
+
+def test_an_override_of_one_warm_up_replaces_the_other(tmp_path):
+    steps, fraction = SMALL + "  warmup_steps: 5\n", SMALL + "  warmup_fraction: 0.1\n"
+    optim = load_text(tmp_path, steps, "optim.warmup_fraction=0.2")[0].optim
+    assert (optim.warmup_steps, optim.warmup_fraction) == (0, 0.2)
+    optim = load_text(tmp_path, fraction, "optim.warmup_steps=7")[0].optim
+    assert (optim.warmup_steps, optim.warmup_fraction) == (7, None)
+    again, _ = load_text(tmp_path, render_recipe(load_text(tmp_path, fraction)[0]))
+    assert again.optim.warmup_fraction == 0.1, "what a run keeps of its recipe loads"
+
+
 def fault(steps=100, **config):
     return find_fault(OptimConfig(learning_rate=1.0, **config), steps, EIGHT)
 
@@ -104,7 +137,17 @@ def test_what_does_not_fit_the_run_is_told():
             "optim.decay_fraction=0.3 is for optim.schedule=wsd, and",
         ),
         (["optim.schedule=linear", "optim.polynomial_power=3"], "optim.polynomial_power=3 is for"),
-        (["optim.schedule=inverse_sqrt"], "set optim.warmup_steps"),
+        (["optim.schedule=inverse_sqrt"], "set optim.warmup_steps or optim.warmup_fraction"),
+        (["optim.schedule=inverse_sqrt", "optim.warmup_fraction=0"], "set optim.warmup_steps or optim.warmup_fraction"),
+        (
+            ["optim.warmup_steps=5", "optim.warmup_fraction=0.1"],
+            "optim.warmup_steps=5 and optim.warmup_fraction=0.1 are both given",
+        ),
+        (["optim.warmup_fraction=1"], "optim.warmup_fraction=1 must be less than 1"),
+        (
+            ["optim.schedule=wsd", "optim.warmup_fraction=0.9"],
+            "optim.warmup_fraction=0.9 (90 steps) leaves 10; use at most 0.1",
+        ),
         (["optim.warmup_steps=101"], "optim.warmup_steps=101 is more than the 100 steps"),
         (["optim.schedule=wsd", "optim.warmup_steps=90"], "optim.warmup_steps=90 leaves 10; use at most 0.1"),
         (["optim.schedule_unit=tokens", "optim.warmup_tokens=1e9"], "more than the 51200 tokens of the whole run"),
@@ -121,6 +164,10 @@ def test_the_rates_are_said_before_the_start():
     assert render_schedule(config, 21, EIGHT) == (
         "schedule: cosine over 21 steps, warm-up over 4 steps: 2.50e-04 at step 1, 9.91e-04 at step 6, "
         "7.22e-04 at step 11, 3.00e-04 at step 16, 1.00e-04 at step 21"
+    )
+    share = OptimConfig(learning_rate=1e-3, warmup_fraction=0.2, min_learning_rate_fraction=0.1)
+    assert render_schedule(share, 20, EIGHT).startswith(
+        "schedule: cosine over 20 steps, warm-up over 4 steps (0.2 of the run): 2.50e-04 at step 1, "
     )
     tokens = OptimConfig(learning_rate=1e-3, schedule="wsd", schedule_unit="tokens")
     assert render_schedule(tokens, 2, EIGHT) == (

@@ -41,7 +41,7 @@ def shrink(recipe: Recipe, folder: Path, num_processes: int, num_steps: int) -> 
         "train.compile": "false",
         "optim.schedule_unit": "steps",
         "optim.warmup_tokens": 0,
-        "optim.warmup_steps": min(recipe.optim.warmup_steps, 2),
+        "optim.warmup_steps": 2 if recipe.optim.warms_up else 0,
         "checkpoint.every_steps": max(1, num_steps // SAVES),
         "checkpoint.keep_last": 3,
         "checkpoint.keep_best": "false",

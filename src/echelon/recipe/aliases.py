@@ -56,6 +56,7 @@ _NAMES: Mapping[str, str] = {
     "optim.max_grad_norm": "max_grad_norm training.max_norm clip_grad_norm.max_norm",
     "optim.schedule": "lr_scheduler_type lr_scheduler lr_scheduler.decay_type lr_scheduler.lr_decay_style",
     "optim.warmup_steps": "warmup_steps lr_scheduler.warmup_steps lr_scheduler.lr_warmup_steps",
+    "optim.warmup_fraction": "warmup_ratio",
     "optim.min_learning_rate_fraction": "cosine_min_lr_ratio lr_scheduler.min_lr_factor",
     "parallel.dp_shard": "dp_shard_size parallelism.data_parallel_shard_degree",
     "parallel.dp_replicate": "dp_replicate_size parallelism.data_parallel_replicate_degree",
@@ -97,7 +98,6 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
 NO_EQUIVALENT: Mapping[str, str] = {
     "gradient_accumulation_steps": "accumulation is derived from the global batch: set train.global_batch_size "
     "(sequences per optimizer step over all processes) or train.global_batch_tokens, and remove this key.",
-    "warmup_ratio": "warm-up is counted in steps: set optim.warmup_steps.",
     "adam_beta1": "both betas are one key: set optim.betas, for example [0.9, 0.95].",
     "adam_beta2": "both betas are one key: set optim.betas, for example [0.9, 0.95].",
     "resume_from_checkpoint": "training resumes the newest good checkpoint of run.dir by itself; remove this key, and "
@@ -151,6 +151,8 @@ def translate(path: KeyPath, value: Any, origin: str) -> Translation | None:
         ours = _translate_datasets(value)
     elif target == "track" and isinstance(ours, str):
         ours = [ours]
+    elif target == "optim.warmup_steps" and isinstance(ours, float) and 0 < ours < 1:
+        key = "optim.warmup_fraction"  # `transformers` 5 has both under one name
     if target is None and ours is value:
         return None
     meaning = f"{key} left unset" if ours is None else f"{key}: {show_value(ours)}"

@@ -25,6 +25,8 @@ EXCLUSIVE_KEYS: tuple[tuple[KeyPath, ...], ...] = (
     tuple(("train", key) for key in BATCH_KEYS),
     (("model", "checkpoint"), ("model", "config")),
     (("data", "validation"), ("data", "validation_fraction")),
+    (("optim", "warmup_steps"), ("optim", "warmup_fraction")),
+    (("optim", "warmup_tokens"), ("optim", "warmup_fraction")),
 )
 
 

@@ -125,6 +125,13 @@ class OptimConfig(Section):
     )
     warmup_steps: CountOrZero = Field(0, description="Steps over which the learning rate rises linearly.")
     warmup_tokens: TokensOrZero = Field(0, description="The same in tokens: the warm-up of `schedule_unit: tokens`.")
+    warmup_fraction: Number | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="The warm-up as a share of the run, rounded up to whole steps (tokens, with `schedule_unit: "
+        "tokens`). Instead of the two above.",
+    )
     decay_fraction: Number = Field(0.2, gt=0, le=1, description="Share of the run in which `wsd` falls.")
     polynomial_power: Positive = Field(2.0, description="Exponent of `polynomial`.")
     min_learning_rate_fraction: Number = Field(
@@ -152,6 +159,16 @@ class OptimConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_length_of_the_warmup(self) -> Self:
+        for key in ("warmup_steps", "warmup_tokens"):
+            if self.warmup_fraction is not None and (warmup := getattr(self, key)) != 0:
+                raise ValueError(
+                    f"optim.{key}={warmup} and optim.warmup_fraction={self.warmup_fraction:g} are both given, and only "
+                    "one of them says how long the warm-up is; keep one."
+                )
+        return self
+
+    @model_validator(mode="after")
     def _schedule_has_what_it_needs(self) -> Self:
         for key, schedule in (("decay_fraction", "wsd"), ("polynomial_power", "polynomial")):
             value, default = getattr(self, key), type(self).model_fields[key].default
@@ -160,12 +177,17 @@ class OptimConfig(Section):
                     f"optim.{key}={value:g} is for optim.schedule={schedule}, and the schedule is {self.schedule}; "
                     "remove one."
                 )
-        if self.schedule == "inverse_sqrt" and self.warmup_steps == self.warmup_tokens == 0:
+        if self.schedule == "inverse_sqrt" and not self.warms_up:
             raise ValueError(
                 "optim.schedule=inverse_sqrt falls with the square root of the warm-up's length, and there is none; "
-                f"set optim.warmup_{self.schedule_unit}."
+                f"set optim.warmup_{self.schedule_unit} or optim.warmup_fraction."
             )
         return self
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether there is a warm-up, of whatever length."""
+        return bool(self.warmup_steps or self.warmup_tokens or self.warmup_fraction)
 
 
 def _default_betas(name: str | None) -> tuple[float, float]:

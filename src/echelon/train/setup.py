@@ -24,7 +24,7 @@ from echelon.run_folder import (
     write_json,
     write_text,
 )
-from echelon.schedule import find_fault, render_schedule
+from echelon.schedule import find_fault, find_warmup, render_schedule
 from echelon.shape import ModelShape, build_shape, resolve_vocab_size
 from echelon.train.trackers import catch_up, check_trackers
 
@@ -103,13 +103,14 @@ def prepare_run(
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
         _fetch_weights(recipe)
         folder.write_prepared_path(data.path, data.content_digest)
-        write_run(folder, recipe, plan, estimate, cluster, variables)
+        write_run(folder, recipe, plan, estimate, num_steps, cluster, variables)
     except BaseException:
         folder.unlock()
         raise
     lines = [*plan.describe(), describe_checkpoint(shape, plan)]
     cost = describe_cost(recipe, folder, rate, cluster.num_nodes, num_steps)
-    for line in (*lines, *describe_mixture(recipe, data), *describe_steps(recipe, num_steps), *cost):
+    steps = [*describe_steps(recipe, num_steps), *_describe_longer_warmup(recipe, opened, data.train.num_samples)]
+    for line in (*lines, *describe_mixture(recipe, data), *steps, *cost):
         say(line)
     return PreparedRun(folder, plan)
 
@@ -118,6 +119,21 @@ def describe_steps(recipe: Recipe, num_steps: int) -> list[str]:
     """Lines about the run's steps: how the batch grows, where it does, and the learning rate."""
     ramp = [recipe.batches.describe()] if recipe.train.batch_ramp is not None else []
     return [*ramp, render_schedule(recipe.optim, num_steps, recipe.batches)]
+
+
+def _describe_longer_warmup(recipe: Recipe, opened: OpenedRun, num_samples: int) -> list[str]:
+    """A line where a run that grew longer has a longer warm-up, which is a share of it."""
+    if opened.state != "resumed" or opened.before is None or recipe.optim.warmup_fraction is None:
+        return []
+    before, now = (
+        find_warmup(each.optim, each.num_steps(num_samples), each.batches) for each in (opened.before, recipe)
+    )
+    if before == now:
+        return []
+    return [
+        f"optim.warmup_fraction={recipe.optim.warmup_fraction:g} is of the longer run: the warm-up was {before:,} "
+        f"{recipe.optim.schedule_unit}, and is {now:,}; the rate goes on on the curve of the longer run"
+    ]
 
 
 def check_request(recipe: Recipe, cluster: Cluster) -> None:
@@ -229,13 +245,16 @@ def write_run(
     recipe: Recipe,
     plan: ParallelPlan,
     estimate: MemoryEstimate,
+    num_steps: int,
     cluster: Cluster,
     variables: Mapping[str, str],
 ) -> None:
     """Write recipe.yaml, plan.json, estimate.json and environment.json, and forget how earlier attempts ended."""
     folder.clear_outcomes()
     write_json(folder.environment_path, describe_environment(variables) | {"cluster": asdict(cluster)})
-    write_json(folder.estimate_path, {"memory": asdict(estimate)})
+    warmup = find_warmup(recipe.optim, num_steps, recipe.batches)
+    steps = {"steps": num_steps, f"warmup_{recipe.optim.schedule_unit}": warmup}
+    write_json(folder.estimate_path, {"memory": asdict(estimate), "schedule": steps})
     write_json(folder.plan_path, plan.to_dict())
     # Last: a folder with a recipe counts as a run, so everything else is there by then.
     write_text(folder.recipe_path, render_recipe(recipe))
