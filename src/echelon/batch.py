@@ -1,7 +1,9 @@
 """How many sequences each step feeds, and which: a pure function of the tokens fed before it."""
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 
 
@@ -59,6 +61,36 @@ class BatchSchedule:
 
     def _stage(self, step: int) -> BatchStage:
         return self.stages[bisect_right([stage.first_step for stage in self.stages], step) - 1]
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """After which steps something is due: every so many, or every so many sequences, at the step that reaches them.
+
+    Neither given: never. A pure function of the step, as the batch is.
+    """
+
+    batches: BatchSchedule
+    every_steps: int | None = None
+    every_sequences: Fraction | None = None
+
+    def is_due(self, done: int) -> bool:
+        """Whether it is due after so many steps."""
+        if self.every_sequences is not None:
+            before, after = self.batches.first_sequence(max(0, done - 1)), self.batches.first_sequence(done)
+            return before // self.every_sequences < after // self.every_sequences
+        return self.every_steps is not None and done % self.every_steps == 0
+
+    def first_steps(self, count: int) -> tuple[int, ...]:
+        """The first steps after which it is due, counted from 1."""
+        if self.every_sequences is None:
+            return () if self.every_steps is None else tuple(self.every_steps * (n + 1) for n in range(count))
+        steps: list[int] = []
+        while len(steps) < count:
+            reached = self.batches.first_sequence(steps[-1] if steps else 0)
+            target = (reached // self.every_sequences + 1) * self.every_sequences
+            steps.append(self.batches.num_steps(math.ceil(target)))
+        return tuple(steps)
 
 
 def constant_batch(size: int, sequence_len: int) -> BatchSchedule:

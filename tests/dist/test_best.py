@@ -1,6 +1,7 @@
 """The best checkpoint is kept, and a run without progress stops, through resumes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,27 @@ def test_the_best_is_kept_and_patience_ends(echelon, tmp_path):
     ending = echelon("train", "recipe.json", "--nproc", "1", "train.steps=20", "evaluate.early_stopping=5")
     assert ending.code == 0 and "early stopping at step 6" in ending.out, ending
     assert steps(run) == [1, 6]
+
+
+def test_what_is_counted_by_epoch(echelon, tmp_path):
+    """Saves and evaluations fall where the prepared sequences of an epoch end or are halved, also after a resume."""
+    write_recipe(
+        tmp_path,
+        train={"steps": 2, "eval_every": None, "evals_per_epoch": 2, "global_batch_size": 200},
+        checkpoint={"every_steps": None, "saves_per_epoch": 1, "keep_last": 9},
+    )
+    ending = echelon("train", "recipe.json", "--nproc", "1")
+    assert ending.code == 0, ending
+    num_samples = int(re.search(r"saves_per_epoch=1: of ([\d,]+) sequences", ending.out)[1].replace(",", ""))
+    assert 400 < num_samples < 1000, "then an epoch is 3 to 5 steps"
+    ending = echelon("train", "recipe.json", "--nproc", "1", "train.steps=7")
+    assert ending.code == 0, ending
+    run = tmp_path / "runs" / "tiny"
+    whole = [-(-count * num_samples // 200) for count in (1, 2, 3)]
+    halves = [-(-count * num_samples // 400) for count in range(1, 7)]
+    evaluated = [row["step"] for row in read_lines(run / "metrics.jsonl") if row["kind"] == "eval"]
+    assert evaluated == sorted({2, 7, *(step for step in halves if step <= 7)})
+    assert steps(run) == sorted({2, 7, *(step for step in whole if step <= 7)})
 
 
 def check_choice_of_checkpoints(echelon, run, evals):

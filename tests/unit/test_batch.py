@@ -1,9 +1,13 @@
 """The size of every step's batch, against a loop that adds up tokens step by step."""
 
+import math
+from fractions import Fraction
+
 import pytest
 
-from echelon.batch import constant_batch, ramp_batch
+from echelon.batch import Rhythm, constant_batch, ramp_batch
 from echelon.errors import ConfigError
+from echelon.recipe import render_recipe
 from recipe_samples import SMALL, load_text
 
 
@@ -98,3 +102,76 @@ def test_a_ramp_in_tokens_is_of_whole_sequences(tmp_path):
     ramp = "train.batch_ramp={from: 100, over_tokens: 1280, increment: 128}"
     with pytest.raises(ConfigError, match=r"batch_ramp\.from=100 tokens is not a whole number .* use 128\."):
         load_text(tmp_path, SMALL, "train.global_batch_size=null", "train.global_batch_tokens=512", ramp)
+
+
+@pytest.mark.parametrize("batches", [constant_batch(8, 64), constant_batch(64, 64), ramp_batch(2, 16, 2, 9000, 10)])
+@pytest.mark.parametrize(("num_samples", "per_epoch"), [(100, 1), (100, 3), (101, 0.5), (7, 2), (40, 0.3), (160, 4)])
+def test_what_is_due_so_often_in_an_epoch(batches, num_samples, per_epoch):
+    """Against a loop that feeds the sequences one by one."""
+    places = {math.ceil(Fraction(num_samples * count) / Fraction(str(per_epoch))) for count in range(1, 10_000)}
+    expected, fed = [], 0
+    for step in range(400):
+        size = batches.sequences(step)
+        if any(fed + number in places for number in range(1, size + 1)):
+            expected.append(step + 1)
+        fed += size
+    rhythm = Rhythm(batches, every_sequences=num_samples / Fraction(str(per_epoch)))
+    assert [done for done in range(401) if rhythm.is_due(done)] == expected
+    assert list(rhythm.first_steps(3)) == expected[:3]
+
+
+def test_the_end_of_an_epoch_is_where_the_run_of_one_epoch_ends(tmp_path):
+    recipe, _ = load_text(tmp_path, SMALL.replace("steps: 100", "epochs: 3\n  evals_per_epoch: 1"))
+    assert recipe.num_steps(100) == 38 and recipe.evaluation_rhythm(100).first_steps(3) == (13, 25, 38)
+    assert load_text(tmp_path, render_recipe(recipe))[0] == recipe, "what a run keeps of its recipe loads"
+
+
+def test_steps_are_steps():
+    assert Rhythm(constant_batch(8, 64), every_steps=5).first_steps(2) == (5, 10)
+    never = Rhythm(constant_batch(8, 64))
+    assert never.first_steps(2) == () and not any(never.is_due(done) for done in range(100))
+
+
+BOTH = SMALL.replace("steps: 100", "steps: 100\n  evals_per_epoch: 2") + "checkpoint: {saves_per_epoch: 1}\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.seed=0", (None, 2, None, 1)),
+        ("train.eval_every=5", (5, None, None, 1)),
+        ("train.eval_every=null", (None, None, None, 1)),  # only at the end
+        ("checkpoint.every_steps=auto", (None, 2, "auto", None)),
+        ("checkpoint.saves_per_epoch=null", (None, 2, 100, None)),
+        ("train.evals_per_epoch=null", (100, None, None, 1)),
+    ],
+)
+def test_an_override_replaces_the_other_rhythm(tmp_path, override, expected):
+    recipe, _ = load_text(tmp_path, BOTH, override)
+    train, checkpoint = recipe.train, recipe.checkpoint
+    found = (train.eval_every, train.evals_per_epoch, checkpoint.every_steps, checkpoint.saves_per_epoch)
+    assert found == expected
+
+
+MIXED = BOTH.replace("[{path: text.txt}]", "[{path: a.txt, weight: 2}, b.txt]")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        (BOTH, ("train.eval_every=3", "train.evals_per_epoch=1"), "train.eval_every=3 and train.evals_per_epoch=1 are"),
+        (
+            BOTH,
+            ("checkpoint.every_steps=3", "checkpoint.saves_per_epoch=1"),
+            "checkpoint.every_steps=3 and checkpoint.",
+        ),
+        (SMALL, ("checkpoint.every_steps=null",), "checkpoint.every_steps=null says nothing of when to save"),
+        (SMALL, ("train.evals_per_epoch=0",), "train.evals_per_epoch=0 must be more than 0"),
+        (MIXED, (), "checkpoint.saves_per_epoch=1 is not defined for sources with a weight, which have no epoch in"),
+        (MIXED, ("checkpoint.every_steps=9",), "train.evals_per_epoch=2 is not defined for sources with a weight"),
+    ],
+)
+def test_two_rhythms_and_mixtures_are_refused(tmp_path, text, overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, text, *overrides)
+    assert message in str(caught.value)

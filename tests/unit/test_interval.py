@@ -5,8 +5,9 @@ import math
 import pytest
 import torch.distributed as dist
 
-from echelon.recipe import Recipe
+from echelon.recipe.load import parse_recipe
 from echelon.train.interval import SaveInterval, best_interval_seconds, lost_fractions
+from recipe_samples import SMALL
 
 HOUR = 3600.0
 
@@ -39,18 +40,26 @@ def group(tmp_path):
 
 
 def build(every, hours=None, devices=1, step=0) -> SaveInterval:
-    recipe = Recipe.model_construct()
+    recipe, _ = parse_recipe(SMALL, "recipe.yaml")
     recipe = recipe.model_copy(update={
         "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": every}),
         "fault": recipe.fault.model_copy(update={"mean_hours_between_failures": hours}),
     })  # fmt: skip
-    return SaveInterval(recipe, devices, step)
+    return SaveInterval(recipe, 100, devices, step)
 
 
 def test_a_number_is_that_number(group) -> None:
     interval = build(7)
     assert [step for step in range(1, 30) if interval.is_due(step)] == [7, 14, 21, 28]
     assert interval.learn(7, 100.0, 100.0, group) is None
+
+
+def test_saves_of_each_epoch_fall_where_it_is_divided(group) -> None:
+    # 100 sequences an epoch, 8 a step: thirds of it are reached with steps 5 (40), 9 (72) and 13 (104), 17 (136), ...
+    recipe, _ = parse_recipe(SMALL + "checkpoint: {saves_per_epoch: 3}\n", "recipe.yaml")
+    interval = SaveInterval(recipe, 100, num_devices=1, step=0)
+    assert [step for step in range(1, 26) if interval.is_due(step)] == [5, 9, 13, 17, 21, 25]
+    assert interval.learn(5, 100.0, 100.0, group) is None
 
 
 def test_auto_saves_soon_and_then_as_seldom_as_is_best(group) -> None:

@@ -47,9 +47,7 @@ def plan(
     cluster = _find_cluster(recipe, shape, devices, devices_per_node, instance, count)
     chosen = resolve_plan(recipe, shape, cluster)
     say(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
-    # How many steps an epoch has, the text alone knows.
-    steps = [] if recipe.train.epochs is not None else describe_steps(recipe, recipe.num_steps(0))
-    for line in (*chosen.describe(), describe_checkpoint(shape, chosen), *steps):
+    for line in (*chosen.describe(), describe_checkpoint(shape, chosen), *describe_steps(recipe, None)):
         say(line)
     _show_memory(estimate_memory(shape, chosen, recipe.data.sequence_len, cluster.kind), cluster)
 

@@ -47,6 +47,7 @@ _NAMES: Mapping[str, str] = {
     "distributed.activation_checkpointing",
     "train.deterministic": "full_determinism debug.deterministic",
     "train.log_every": "logging_steps metrics.log_freq",
+    "train.evals_per_epoch": "evals_per_epoch",
     "train.eval_every": "eval_steps validator.freq step_scheduler.val_every_steps",
     "optim.name": "optim optimizer optimizer.name",
     "optim.learning_rate": "lr learning_rate optimizer.lr",
@@ -65,6 +66,7 @@ _NAMES: Mapping[str, str] = {
     "parallel.pp": "pp_size parallelism.pipeline_parallel_degree",
     "parallel.ep": "ep_size expert_parallel_size parallelism.expert_parallel_degree",
     "checkpoint.every_steps": "save_steps checkpoint.interval step_scheduler.ckpt_every_steps",
+    "checkpoint.saves_per_epoch": "saves_per_epoch",
     "checkpoint.keep_last": "save_total_limit checkpoint.keep_latest_k checkpoint.max_recent_checkpoints",
     "track": "report_to",
 }

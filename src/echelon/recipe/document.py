@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from echelon.batch import BatchSchedule, constant_batch, ramp_batch
+from echelon.batch import BatchSchedule, Rhythm, constant_batch, ramp_batch
 from echelon.recipe.inputs import (
     AdapterConfig,
     DataConfig,
@@ -157,6 +157,15 @@ class Recipe(Section):
                 f"train.epochs={self.train.epochs:g} is not defined for sources with a weight, which pass at different "
                 "rates; use train.steps or train.tokens."
             )
+        for key, share, other in (
+            ("checkpoint.saves_per_epoch", self.checkpoint.saves_per_epoch, "checkpoint.every_steps"),
+            ("train.evals_per_epoch", self.train.evals_per_epoch, "train.eval_every"),
+        ):
+            if self.data.is_mixture and share is not None:
+                raise ValueError(
+                    f"{key}={share:g} is not defined for sources with a weight, which have no epoch in common; use "
+                    f"{other}."
+                )
         return self
 
     @model_validator(mode="after")
@@ -186,6 +195,19 @@ class Recipe(Section):
     def prepared_dir(self) -> Path:
         """Where tokenized text is kept: by default `prepared` beside the run folder."""
         return self.data.prepared_dir or self.run.dir.parent / "prepared"
+
+    def save_rhythm(self, num_samples: int) -> Rhythm:
+        """After which steps the run is saved, but for `auto`. `num_samples`: the sequences of one epoch."""
+        every = self.checkpoint.every_steps
+        return self._rhythm(every if isinstance(every, int) else None, self.checkpoint.saves_per_epoch, num_samples)
+
+    def evaluation_rhythm(self, num_samples: int) -> Rhythm:
+        """After which steps the run is evaluated on the way. `num_samples`: the sequences of one epoch."""
+        return self._rhythm(self.train.eval_every, self.train.evals_per_epoch, num_samples)
+
+    def _rhythm(self, every_steps: int | None, per_epoch: float | None, num_samples: int) -> Rhythm:
+        sequences = None if per_epoch is None else num_samples / Fraction(str(per_epoch))
+        return Rhythm(self.batches, every_steps, sequences)
 
     def num_steps(self, num_samples: int) -> int:
         """Optimizer steps of the whole run. `num_samples`, the sequences of one epoch, matters for epochs only."""

@@ -27,6 +27,8 @@ EXCLUSIVE_KEYS: tuple[tuple[KeyPath, ...], ...] = (
     (("data", "validation"), ("data", "validation_fraction")),
     (("optim", "warmup_steps"), ("optim", "warmup_fraction")),
     (("optim", "warmup_tokens"), ("optim", "warmup_fraction")),
+    (("checkpoint", "every_steps"), ("checkpoint", "saves_per_epoch")),
+    (("train", "eval_every"), ("train", "evals_per_epoch")),
 )
 
 
@@ -97,7 +99,7 @@ def _apply_override(draft: Draft, override: str) -> list[str]:
     if translation := translate(path, value, COMMAND_LINE):
         path, value = translation.path, translation.value
         notes.append(translation.note)
-    if value is not None:
+    if value is not None or path == ("train", "eval_every"):  # there null is a choice too: only at the end
         for other in _alternatives(path):
             # Two of them on the same command line are a contradiction, and are refused by the recipe's own rule.
             if draft.origin(other) != COMMAND_LINE:

@@ -1,9 +1,9 @@
 """How the run is kept, watched and ended: checkpoints, evaluation, faults, budget."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from echelon.recipe.section import Count, CountOrZero, Flag, Number, Positive, PositiveOrZero, Section
 
@@ -13,10 +13,15 @@ Tracker = Literal["tensorboard", "mlflow", "wandb"]
 class CheckpointConfig(Section):
     """When the run is saved, and how many saves are kept."""
 
-    every_steps: Count | Literal["auto"] = Field(
-        100,
+    saves_per_epoch: Positive | None = Field(
+        None,
+        description="Checkpoints in each pass over the training text, at equal distances; 0.5: one in two passes. "
+        "Instead of `every_steps`.",
+    )
+    every_steps: Count | Literal["auto"] | None = Field(
+        default_factory=lambda checkpoint: None if checkpoint.get("saves_per_epoch") else 100,
         description="Steps between two checkpoints. `auto`: as many as lose least, by the measured cost of a save and "
-        "by `fault.mean_hours_between_failures`.",
+        "by `fault.mean_hours_between_failures`. Default: 100, or by `saves_per_epoch`.",
     )
     snapshot_every_steps: Count | None = Field(
         None,
@@ -31,6 +36,20 @@ class CheckpointConfig(Section):
         description="Where each checkpoint is copied to in the background: an address of the run's own, such as "
         "`s3://bucket/runs/NAME`, `gs://...` or `file:///...`. The same command on another machine resumes from there.",
     )
+
+    @model_validator(mode="after")
+    def _one_rhythm_of_saves(self) -> Self:
+        if self.every_steps is not None and self.saves_per_epoch is not None:
+            raise ValueError(
+                f"checkpoint.every_steps={self.every_steps} and checkpoint.saves_per_epoch={self.saves_per_epoch:g} "
+                "are both given, and only one of them says when to save; keep one."
+            )
+        if self.every_steps is None and self.saves_per_epoch is None:
+            raise ValueError(
+                "checkpoint.every_steps=null says nothing of when to save; give a number of steps, auto, or "
+                "checkpoint.saves_per_epoch."
+            )
+        return self
 
     @field_validator("remote")
     @classmethod

@@ -62,7 +62,15 @@ class TrainConfig(Section):
     )
     deterministic: Flag = Field(False, description="Use only operations whose results repeat bit for bit.")
     log_every: Count = Field(1, description="Steps between two lines of the log.")
-    eval_every: Count | None = Field(100, description="Steps between two evaluations; `null`: only at the end.")
+    evals_per_epoch: Positive | None = Field(
+        None,
+        description="Evaluations in each pass over the training text, at equal distances; 0.5: one in two passes. "
+        "Instead of `eval_every`.",
+    )
+    eval_every: Count | None = Field(
+        default_factory=lambda train: None if train.get("evals_per_epoch") else 100,
+        description="Steps between two evaluations; `null`: only at the end. Default: 100, or by `evals_per_epoch`.",
+    )
 
     @property
     def batch_key(self) -> str:
@@ -80,6 +88,15 @@ class TrainConfig(Section):
                 raise ValueError(
                     f"{' and '.join(given)} are both given, and only one of {names} says {what}; keep one."
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _one_rhythm_of_evaluations(self) -> Self:
+        if self.eval_every is not None and self.evals_per_epoch is not None:
+            raise ValueError(
+                f"train.eval_every={self.eval_every} and train.evals_per_epoch={self.evals_per_epoch:g} are both "
+                "given, and only one of them says when to evaluate; keep one."
+            )
         return self
 
 

@@ -188,9 +188,12 @@ def _build_pruner(sweep: Sweep, recipe: Recipe) -> "BasePruner":
         return pruners.NopPruner()
     every = recipe.train.eval_every
     if every is None:
+        # The others count in steps, which an evaluation has only when the data is prepared.
+        if sweep.sweep.pruner == "median" and recipe.train.evals_per_epoch is not None:
+            return pruners.MedianPruner()
         raise ConfigError(
-            f"sweep.pruner={sweep.sweep.pruner} compares evaluations, and train.eval_every is null; set it, or use "
-            "pruner: none."
+            f"sweep.pruner={sweep.sweep.pruner} compares evaluations of the same step, and train.eval_every is null; "
+            "set it, or use pruner: none."
         )
     match sweep.sweep.pruner:
         case "median":

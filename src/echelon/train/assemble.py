@@ -229,6 +229,7 @@ def build_trainer(
         schedule=build_schedule(recipe.optim, num_steps, recipe.batches),
         loader=build_loader(recipe, plan, data, meshes, state.step),
         evaluator=build_evaluator(recipe, plan, data, objective, meshes, device),
+        evaluations=recipe.evaluation_rhythm(data.train.num_samples),
         sampler=sampler,
         store=store,
         snapshots=snapshots,
@@ -238,7 +239,7 @@ def build_trainer(
         num_trained=None if plan.adapter is None else plan.adapter.num_trained_parameters,
         peak_flops=peak_flops,
         journal=journal,
-        interval=SaveInterval(recipe, plan.world_size, state.step),
+        interval=SaveInterval(recipe, data.train.num_samples, plan.world_size, state.step),
         state=state,
         book=book,
     )

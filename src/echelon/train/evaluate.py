@@ -217,10 +217,10 @@ def check_evaluation(recipe: Recipe, data: PreparedData) -> None:
                 f"{key} goes with evaluations, and no text is held out to evaluate on; set data.validation_fraction, "
                 "or give data.validation."
             )
-    if wanted.early_stopping and recipe.train.eval_every is None:
+    if wanted.early_stopping and recipe.train.eval_every is None and recipe.train.evals_per_epoch is None:
         raise ConfigError(
             "evaluate.early_stopping needs evaluations on the way, and train.eval_every is null; set "
-            "train.eval_every to a number of steps."
+            "train.eval_every to a number of steps, or train.evals_per_epoch."
         )
     if wanted.prompts:
         _check_prompts(recipe, data)

@@ -46,11 +46,11 @@ def lost_fractions(interval_seconds: float, save_seconds: float, failure_seconds
 class SaveInterval:
     """Says after which steps the run is saved, on every rank alike."""
 
-    def __init__(self, recipe: Recipe, num_devices: int, step: int) -> None:
-        """`step`: how many are done; under `auto` the first save of a start comes soon, and is what is measured."""
-        every = recipe.checkpoint.every_steps
+    def __init__(self, recipe: Recipe, num_samples: int, num_devices: int, step: int) -> None:
+        """`num_samples`: the sequences of an epoch. `step`: how many are done; under `auto` the first save of a start
+        comes soon, and is what is measured."""
+        self._rhythm = None if recipe.checkpoint.every_steps == "auto" else recipe.save_rhythm(num_samples)
         hours = recipe.fault.mean_hours_between_failures
-        self._every = every if isinstance(every, int) else None
         self._failure_seconds = 3600 * (hours or DEVICE_HOURS_BETWEEN_FAILURES / num_devices)
         self._next = step + _FIRST_STEPS
         self._said = 0
@@ -58,7 +58,7 @@ class SaveInterval:
 
     def is_due(self, done: int) -> bool:
         """Whether a save is due after this number of steps."""
-        return done % self._every == 0 if self._every is not None else done >= self._next
+        return self._rhythm.is_due(done) if self._rhythm is not None else done >= self._next
 
     def saw_step(self, seconds: float) -> None:
         """Take note of how long a step took."""
@@ -73,7 +73,7 @@ class SaveInterval:
             write_seconds: how long the save before took until it was published; 0 if there was none.
             group: all ranks. The slowest decides.
         """
-        if self._every is not None:
+        if self._rhythm is not None:
             return None
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         step_seconds = statistics.median(self._step_seconds)

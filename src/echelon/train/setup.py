@@ -109,16 +109,35 @@ def prepare_run(
         raise
     lines = [*plan.describe(), describe_checkpoint(shape, plan)]
     cost = describe_cost(recipe, folder, rate, cluster.num_nodes, num_steps)
-    steps = [*describe_steps(recipe, num_steps), *_describe_longer_warmup(recipe, opened, data.train.num_samples)]
+    num_samples = data.train.num_samples
+    steps = [*describe_steps(recipe, num_samples), *_describe_longer_warmup(recipe, opened, num_samples)]
     for line in (*lines, *describe_mixture(recipe, data), *steps, *cost):
         say(line)
     return PreparedRun(folder, plan)
 
 
-def describe_steps(recipe: Recipe, num_steps: int) -> list[str]:
-    """Lines about the run's steps: how the batch grows, where it does, and the learning rate."""
-    ramp = [recipe.batches.describe()] if recipe.train.batch_ramp is not None else []
-    return [*ramp, render_schedule(recipe.optim, num_steps, recipe.batches)]
+def describe_steps(recipe: Recipe, num_samples: int | None) -> list[str]:
+    """Lines about the run's steps: how the batch grows, where it does, the learning rate, and what is counted by epoch.
+
+    `num_samples`, the sequences of an epoch, is None before the data is prepared.
+    """
+    lines = [recipe.batches.describe()] if recipe.train.batch_ramp is not None else []
+    if num_samples is None and recipe.train.epochs is not None:
+        lines.append(
+            f"schedule: {recipe.optim.schedule}; how many steps an epoch has is known once the data is prepared"
+        )
+    else:
+        lines.append(render_schedule(recipe.optim, recipe.num_steps(num_samples or 0), recipe.batches))
+    for key, share, find_rhythm in (
+        ("checkpoint.saves_per_epoch", recipe.checkpoint.saves_per_epoch, recipe.save_rhythm),
+        ("train.evals_per_epoch", recipe.train.evals_per_epoch, recipe.evaluation_rhythm),
+    ):
+        if share is not None and num_samples is None:
+            lines.append(f"{key}={share:g}: after which steps is known once the data is prepared")
+        elif share is not None and num_samples is not None:
+            first = ", ".join(f"{step:,}" for step in find_rhythm(num_samples).first_steps(3))
+            lines.append(f"{key}={share:g}: of {num_samples:,} sequences an epoch; after the steps {first}, ...")
+    return lines
 
 
 def _describe_longer_warmup(recipe: Recipe, opened: OpenedRun, num_samples: int) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.batch import Rhythm
 from echelon.checkpoint.snapshot import Snapshots
 from echelon.checkpoint.store import CheckpointStore
 from echelon.cost import name_limit
@@ -58,6 +59,7 @@ class Trainer:
     schedule: Schedule
     loader: BatchLoader
     evaluator: Evaluator | None
+    evaluations: Rhythm
     sampler: PromptSampler | None
     store: CheckpointStore
     snapshots: Snapshots
@@ -198,8 +200,7 @@ class Trainer:
         return done == self.num_steps or self.interval.is_due(done) or self.store.is_retry_due(done)
 
     def _evaluates_at(self, done: int) -> bool:
-        every = self.recipe.train.eval_every
-        return self.evaluator is not None and (done == self.num_steps or (every is not None and done % every == 0))
+        return self.evaluator is not None and (done == self.num_steps or self.evaluations.is_due(done))
 
     def _pause(self, done: int) -> None:
         """Compare replicas, evaluate, then save, between two steps; their time does not count as a step's.
