@@ -50,6 +50,12 @@ def test_counts_lengths_and_documents(show):
     assert found.count("5 tokens, 1 learned (in [[ ]])") == 2
 
 
+def test_a_limit_is_shown(show):
+    found = show(SUMS, *BYTES, "data.train.0.max_samples=7")
+    assert "data.train.0: only the first 7 records are read (max_samples)" in found
+    assert "data.train.0 (x.jsonl), train: 7 samples, 35 tokens, 20.0% of them learned" in found
+
+
 def test_a_text_is_learned_whole(show):
     found = show([{"text": "one and two and three"}], *BYTES, "--samples", "1")
     assert "data.train.0 (x.jsonl), train: 1 documents, 21 tokens" in found

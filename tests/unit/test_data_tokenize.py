@@ -10,9 +10,9 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from echelon.data.readers.record import SourceFile, Span, hash_for_split
+from echelon.data.readers.record import Broken, SourceFile, Span, hash_for_split
 from echelon.data.source import Source, list_files
-from echelon.data.tokenize import Encoding, Progress, Task, WorkerDiedError, plan_tasks, tokenize_tasks
+from echelon.data.tokenize import Encoding, Piece, Progress, Task, WorkerDiedError, plan_tasks, tokenize_tasks
 from echelon.data.tokenizer import train_tokenizer
 from echelon.errors import DataError
 
@@ -46,21 +46,22 @@ def test_any_number_of_processes_gives_the_tokens_of_the_whole_documents(folder)
     for text in texts:
         expected += [*inner.encode_batch_fast([text])[0].ids, 0]
     for result in results:
-        pieces = [piece for each in result for piece in each.pieces]
+        found = [each for task in result for each in task.found]
+        pieces = [each for each in found if isinstance(each, Piece)]
         assert np.concatenate([piece.tokens for piece in pieces]).tolist() == expected
         assert [piece.hash for piece in pieces if piece.is_first] == [hash_for_split(text.encode()) for text in texts]
-        assert [each.file.name for result in result for each in result.broken] == ["7.txt", "8.txt"]
+        assert [each.file.name for each in found if isinstance(each, Broken)] == ["7.txt", "8.txt"]
         assert sum(each.num_bytes for each in result) == sum(path.stat().st_size for path in folder.iterdir())
 
 
 def test_a_large_vocabulary_takes_four_bytes():
     task = Task(0, ())
-    assert next(tokenize_tasks([task], BYTES, 1))[1].pieces == []
+    assert next(tokenize_tasks([task], BYTES, 1))[1].found == []
     encoding = Encoding("", None, 65536, 65537)
     path = Path(__file__)
     file = list_files(Source("data.train[0]", str(path)))[0]
     ((_, result),) = tokenize_tasks([Task(0, (Span(file, 0, file.size, file.size, True),))], encoding, 1)
-    (piece,) = result.pieces
+    (piece,) = result.found
     assert piece.tokens.dtype == np.uint32
     assert piece.tokens.tolist() == [*path.read_bytes(), 65536]
 

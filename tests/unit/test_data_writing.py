@@ -304,7 +304,7 @@ def resumable_spec(folder: Path, prepared_dir: Path, workers: int) -> PrepareSpe
     return build_spec(
         folder,
         folder / "texts",
-        folder / "x.jsonl",
+        Source("data.train.1", str(folder / "x.jsonl"), name="x.jsonl", max_samples=1500),
         tokenizer=270,
         prepared_dir=prepared_dir,
         workers=workers,
@@ -324,6 +324,71 @@ def write_resumable(folder: Path) -> None:
     lines += rng.choices(lines, k=150)
     lines[50] = "{"
     (folder / "x.jsonl").write_text("\n".join(lines))
+
+
+FIRST = 60
+
+
+def write_limited(folder: Path, text_len: int) -> Path:
+    """Records of some megabytes, of which the second is broken, and beyond the first 60 so many that none would do."""
+    folder.mkdir()
+    lines = [json.dumps({"text": f"{number} " + "größe " * text_len}) for number in range(3000)]
+    lines[1] = "{"
+    lines[FIRST:] = ["{" if number % 3 else line for number, line in enumerate(lines[FIRST:])]
+    return write_lines(folder / "x.jsonl", lines)
+
+
+def write_lines(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_first_records_of_a_source_are_as_a_source_of_them(tmp_path, workers):
+    path = write_limited(tmp_path / "all", 300)
+    first = write_lines(tmp_path / "x.jsonl", path.read_text(encoding="utf-8").split("\n")[:FIRST])
+    options = {"tokenizer": 300, "max_broken_fraction": 0.1, "validation_fraction": 0.02, "workers": workers}
+    lines: list[str] = []
+    limited = Source("data.train.0", str(path), max_samples=FIRST, name="x.jsonl")
+    found = prepare(build_spec(tmp_path, limited, **options), lines.append)
+    expected = prepare(build_spec(tmp_path, first, **options), silent)
+    assert "data.train.0: only the first 60 records are read (max_samples)" in lines
+    assert found.path != expected.path
+    assert found.fingerprint == expected.fingerprint, "the tokenizer saw the first records alone"
+    assert found.content_digest == expected.content_digest, "and so did the split"
+    (record, *_), (same, *_) = found.manifest.streams["train"], expected.manifest.streams["train"]
+    assert (record.documents, record.num_broken) == (same.documents, same.num_broken)
+    assert record.num_broken == 1 and record.documents + found.manifest.validation[0].documents == FIRST - 1
+    # 3 of the 6 MB are beyond the first task: reading ended early.
+    told = next(line for line in lines if line.startswith("tokenizing: ") and " in all" in line)
+    assert float(told.split(" ")[1]) < 2.5 < path.stat().st_size / 1e6
+    again = prepare(build_spec(tmp_path, replace(limited, max_samples=FIRST - 1), **options), silent)
+    assert again.path != found.path and again.content_digest != found.content_digest
+
+
+def test_a_long_document_counts_once_and_is_read_to_its_end(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.txt").write_text(f"{name}\n" * 900_000)  # of two pieces, in two tasks
+    source = Source("data.train.0", str(folder), max_samples=2)
+    tokens = tokens_of(prepare(build_spec(tmp_path, source, separator=None), silent))
+    assert bytes(tokens) == b"a\n" * 900_000 + b"b\n" * 900_000
+    more = prepare(build_spec(tmp_path, replace(source, max_samples=99), separator=None), silent)
+    assert more.train.num_tokens == 5_400_000, "a source may hold fewer"
+
+
+def test_a_limit_goes_with_every_source_by_itself(tmp_path):
+    one = write_jsonl(tmp_path / "one.jsonl", ["a" * 40, "b" * 40, "c" * 40])
+    two = write_jsonl(tmp_path / "two.jsonl", ["d" * 40, "e" * 40])
+    sources = [Source("data.train.0", str(one), max_samples=2), Source("data.train.1", str(two), name="two")]
+    held_out = (
+        Source("data.validation.0", str(write_jsonl(tmp_path / "v.jsonl", ["x" * 40, "y" * 40])), max_samples=1),
+    )
+    prepared = prepare(build_spec(tmp_path, *sources, validation=held_out, separator=None), silent)
+    assert bytes(tokens_of(prepared)) == b"a" * 40 + b"b" * 40 + b"d" * 40 + b"e" * 40
+    (validation,) = prepared.validation
+    assert bytes(np.concatenate(list(validation.dataset.iter_tokens())).tolist()) == b"x" * 40
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])

@@ -204,11 +204,10 @@ def test_tokenizers_are_trained_on_the_texts_of_examples(tmp_path):
     path = write(tmp_path / "x.jsonl", [{"messages": [*TALK, {"role": "user", "content": "\ud800!"}]}])
     source = Source("data.train.0", str(path))
     files = list_files(source)
-    texts = list(sample_texts(files, 1000, Progress("", 1, print)))
+    entry = CorpusEntry("train", source, files)
+    texts = list(sample_texts([entry], 1000, Progress("", 1, print)))
     assert texts == ["user", "Hi ü", "assistant", "Ho", "user", "!"]
-    assert list(describe_examples([CorpusEntry("train", source, files)])) == [
-        f"data.train.0: records of the format messages, in {path}"
-    ]
+    assert list(describe_examples([entry])) == [f"data.train.0: records of the format messages, in {path}"]
 
 
 def test_records_carry_their_place(tmp_path):

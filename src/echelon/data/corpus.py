@@ -50,23 +50,39 @@ def corpus_bytes(corpus: Iterable[CorpusEntry]) -> int:
     return sum(sizes) if all(sizes) else 0
 
 
-def sample_texts(files: Sequence[SourceFile], max_bytes: int, progress: Progress) -> Iterator[str]:
+def sample_texts(entries: Sequence[CorpusEntry], max_bytes: int, progress: Progress) -> Iterator[str]:
     """Text taken evenly from all files: every n-th task, for the smallest n that stays at about `max_bytes`.
 
-    Of files whose size is not known, or that hold far more than their size, as much as comes first.
+    Of files whose size is not known, or that hold far more than their size, and of sources of which only the first
+    records are read, as much as comes first.
     """
-    stride = max(1, math.ceil(sum(file.size for file in files) / max_bytes))
-    taken = 0
+    whole = [file for entry in entries if entry.source.max_samples is None for file in entry.files]
+    stride = max(1, math.ceil(sum(file.size for file in whole) / max_bytes))
+    yield from _read_texts(whole, stride, math.inf, 2 * max_bytes, progress)
+    limited = [entry for entry in entries if entry.source.max_samples is not None]
+    for entry in limited:
+        assert entry.source.max_samples is not None
+        yield from _read_texts(entry.files, 1, entry.source.max_samples, max_bytes // len(limited), progress)
+
+
+def _read_texts(
+    files: Sequence[SourceFile], stride: int, max_records: float, max_bytes: int, progress: Progress
+) -> Iterator[str]:
+    """The texts of every `stride`-th task of some files, until there are enough of them."""
+    taken = num_records = 0
     for index, task in enumerate(plan_tasks(0, files)):
         if index % stride:
             continue
         for span in task.spans:
             progress.add(span.num_bytes)
             for record in read_records(span, Reading()):
+                num_records += record.is_first if isinstance(record, Record) else record.count
+                if num_records > max_records:
+                    return
                 for text in _texts(record.content) if isinstance(record, Record) else ():
                     taken += len(text)
                     yield text
-        if taken >= 2 * max_bytes:
+        if taken >= max_bytes:
             return
 
 
@@ -89,6 +105,13 @@ def describe_examples(corpus: Iterable[CorpusEntry]) -> Iterator[str]:
             yield f"{entry.source.key}: records of the format {', '.join(kinds)}, in {entry.source.path}"
 
 
+def describe_limits(corpus: Iterable[CorpusEntry]) -> Iterator[str]:
+    """A line for each source of which only the first records are read."""
+    for entry in corpus:
+        if entry.source.max_samples is not None:
+            yield f"{entry.source.key}: only the first {entry.source.max_samples:,} records are read (max_samples)"
+
+
 def choose_by_hash(
     corpus: Sequence[CorpusEntry], fraction: float, separator: int | None, *, mixture: bool
 ) -> list[bool]:
@@ -101,6 +124,13 @@ def choose_by_hash(
         return [False] * len(corpus)
     enough, reading = math.ceil(1 / fraction), Reading(separator)
     if mixture:
-        return [count_documents(entry.files, enough, reading) == enough for entry in training]
-    files = (file for entry in training for file in entry.files)
-    return [count_documents(files, enough, reading) == enough] * len(training)
+        return [_count_documents(entry, enough, reading) == enough for entry in training]
+    count = 0
+    for entry in training:
+        count += _count_documents(entry, enough - count, reading)
+    return [count == enough] * len(training)
+
+
+def _count_documents(entry: CorpusEntry, limit: int, reading: Reading) -> int:
+    """How many documents a source has, counted up to `limit` and no further."""
+    return count_documents(entry.files, min(limit, entry.source.max_samples or limit), reading)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from echelon.data.catalog import FORMAT_VERSION, SampleRule, save_manifest
-from echelon.data.corpus import CorpusEntry, corpus_bytes, describe_examples, list_corpus, sample_texts
+from echelon.data.corpus import CorpusEntry, corpus_bytes, describe_examples, describe_limits, list_corpus, sample_texts
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.preflight import InstructionOptions, build_instruction_encoding, check_stops_learned
 from echelon.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
@@ -123,7 +123,15 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
 
 def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
     return tuple(
-        Source(f"{key}.{index}", config.path, config.format, config.fields, config.label, config.split)
+        Source(
+            f"{key}.{index}",
+            config.path,
+            config.format,
+            config.fields,
+            config.label,
+            config.split,
+            config.max_samples,
+        )
         for index, config in enumerate(configs)
     )
 
@@ -142,7 +150,7 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
     if not 0 <= spec.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction={spec.validation_fraction} is no share of the text; use 0 to 0.5.")
     corpus = list_corpus(spec.train, spec.validation)
-    for line in describe_examples(corpus):
+    for line in (*describe_examples(corpus), *describe_limits(corpus)):
         say(line)
     tokenizer = None
     if not isinstance(spec.tokenizer, int):
@@ -196,7 +204,8 @@ def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "Pre
     samples = rule and asdict(rule)
     digest.update(json.dumps([FORMAT_VERSION, identity, samples, fraction, *choices]).encode())
     for entry in corpus:
-        digest.update(json.dumps([entry.stream, entry.source.key, entry.source.name]).encode())
+        limit = [] if entry.source.max_samples is None else [entry.source.max_samples]
+        digest.update(json.dumps([entry.stream, entry.source.key, entry.source.name, *limit]).encode())
         for file in entry.files:
             digest.update(json.dumps(asdict(file), default=os.fspath).encode())
     return digest.hexdigest()[:16]
@@ -344,10 +353,10 @@ def _num_workers(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> int:
 
 
 def _train_on_sample(corpus: Sequence[CorpusEntry], vocab_size: int, say: Say) -> "PreTrainedTokenizerFast":
-    files = [file for entry in corpus if entry.stream == "train" for file in entry.files]
+    training = [entry for entry in corpus if entry.stream == "train"]
     say(f"tokenizer: training byte-level BPE of {vocab_size:,} ids")
     progress = Progress("tokenizer: read", min(corpus_bytes(corpus), TOKENIZER_SAMPLE_BYTES), say)
-    tokenizer = train_tokenizer(sample_texts(files, TOKENIZER_SAMPLE_BYTES, progress), vocab_size)
+    tokenizer = train_tokenizer(sample_texts(training, TOKENIZER_SAMPLE_BYTES, progress), vocab_size)
     progress.finish()
     num_ids = vocabulary_size(tokenizer.backend_tokenizer)
     if num_ids < vocab_size:

@@ -57,8 +57,11 @@ class SinkState:
 
 @dataclass
 class EntryState:
-    """How far one source is: readable documents, broken records and the places of the first, copies, and its sinks."""
+    """How far one source is: the tasks done, readable documents, broken records and where the first are, copies, its
+    sinks. `is_full`: as many records are read as are wanted of it."""
 
+    num_tasks: int = 0
+    is_full: bool = False
     documents: int = 0
     broken: int = 0
     places: list[str] = field(default_factory=list)
@@ -68,17 +71,21 @@ class EntryState:
 
 @dataclass
 class WritingState:
-    """How far a corpus is: the tasks done, their bytes, and each source.
+    """How far a corpus is: the bytes of the tasks that are done, and each source.
 
     `stream` is where the document goes that the last piece belongs to; None where it is left out. `num_digests` is how
     many documents are known to be no copies.
     """
 
     entries: list[EntryState]
-    num_tasks: int = 0
     done_bytes: int = 0
     stream: str | None = None
     num_digests: int = 0
+
+    @property
+    def num_tasks(self) -> int:
+        """The tasks done of all sources."""
+        return sum(entry.num_tasks for entry in self.entries)
 
 
 class WritingJournal:

@@ -33,7 +33,8 @@ class Source:
     """One entry of `data.train` or `data.validation`.
 
     `key` is its place in the recipe, for messages; `path` a file, a folder, a glob, `python-stdlib` or a dataset of the
-    hub; `fields` the names of the records' fields, by the format's own; `name` what lines and metrics call it.
+    hub; `fields` the names of the records' fields, by the format's own; `name` what lines and metrics call it;
+    `max_samples` how many of its records are read, from the first on; None for all.
     """
 
     key: str
@@ -42,6 +43,7 @@ class Source:
     fields: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     split: str | None = None
+    max_samples: int | None = None
 
     def __str__(self) -> str:
         """The path as the user gave it, for messages: `data.train.0.path=PATH`, or `--data PATH`."""

@@ -104,11 +104,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class TokenizedTask:
-    """What a task became: the tokens in order, and the records that could not be used."""
+    """What a task became: the pieces of its documents and the records that could not be used, in their order."""
 
-    pieces: list[Piece]
+    found: list[Piece | Broken]
     num_bytes: int
-    broken: tuple[Broken, ...] = ()
 
 
 class TaskEncoder:
@@ -134,27 +133,23 @@ class TaskEncoder:
     def run(self, task: Task) -> TokenizedTask:
         """Read and tokenize the spans of a task. Raises DataError for ids that the tokenizer does not have."""
         reading = Reading(self._encoding.separator, self._encoding.digests)
-        records, files, broken = list[Record](), list[SourceFile](), []
-        for span in task.spans:
-            for found in read_records(span, reading):
-                if isinstance(found, Record):
-                    records.append(found)
-                    files.append(span.file)
-                else:
-                    broken.append(found)
-        texts = iter(self.encode([each.content for each in records if isinstance(each.content, bytes)]))
-        pieces = []
-        for record, file in zip(records, files, strict=True):
-            if isinstance(record.content, Mapping):
+        records = [(span.file, record) for span in task.spans for record in read_records(span, reading)]
+        contents = [record.content for _, record in records if isinstance(record, Record)]
+        texts = iter(self.encode([content for content in contents if isinstance(content, bytes)]))
+        found: list[Piece | Broken] = []
+        for file, record in records:
+            if isinstance(record, Broken):
+                found.append(record)
+            elif isinstance(record.content, Mapping):
                 try:
-                    pieces.append(self._make_sample(record, record.content, file))
+                    found.append(self._make_sample(record, record.content, file))
                 except BrokenRecordError as error:
-                    broken.append(Broken(file, record.position, str(error)))
-                continue
-            is_text = isinstance(record.content, bytes)
-            tokens = next(texts) if is_text else self._check(record.content, file)
-            pieces.append(self._make_piece(record, tokens))
-        return TokenizedTask(pieces, sum(span.num_bytes for span in task.spans), tuple(broken))
+                    found.append(Broken(file, record.position, str(error)))
+            else:
+                is_text = isinstance(record.content, bytes)
+                tokens = next(texts) if is_text else self._check(record.content, file)
+                found.append(self._make_piece(record, tokens))
+        return TokenizedTask(found, sum(span.num_bytes for span in task.spans))
 
     def _make_piece(self, record: Record, tokens: Tokens) -> Piece:
         digest = record.digest

@@ -89,13 +89,13 @@ class CorpusWriter:
         """
         with WritingJournal(self._folder, len(self._corpus)) as self._journal, ExitStack() as self._open:
             state = self._journal.state
-            total = corpus_bytes(self._corpus)
+            is_limited = any(entry.source.max_samples is not None for entry in self._corpus)
+            total = 0 if is_limited else corpus_bytes(self._corpus)
             if self._journal.is_resumed:
                 self._say(f"tokenizing: {state.done_bytes / 1e6:.1f} MB were done before; going on from there")
             progress = Progress("tokenizing", total, self._say, done_bytes=state.done_bytes)
             last_point = state.done_bytes
-            tasks = islice(self._plan_tasks(), state.num_tasks, None)
-            with closing(tokenize_tasks(tasks, self._encoding, workers)) as results:
+            with closing(tokenize_tasks(self._plan_tasks(), self._encoding, workers)) as results:
                 for task, result in results:
                     self._take(task, result)
                     progress.add(result.num_bytes)
@@ -112,20 +112,30 @@ class CorpusWriter:
 
     def _plan_tasks(self) -> Iterator[Task]:
         for index in self._order:
-            yield from plan_tasks(index, self._corpus[index].files)
+            entry = self._journal.state.entries[index]
+            tasks = islice(plan_tasks(index, self._corpus[index].files), entry.num_tasks, None)
+            while not entry.is_full and (task := next(tasks, None)) is not None:
+                yield task
 
     def _take(self, task: Task, result: TokenizedTask) -> None:
         self._finish_entries(task.source)
         self._open_entry(task.source)
         state, index = self._journal.state, task.source
-        for piece in result.pieces:
-            if piece.is_first:
-                state.stream = self._choose_stream(index, piece)
+        entry, limit = state.entries[index], self._corpus[index].source.max_samples
+        for found in result.found:
+            room = None if limit is None else limit - entry.documents - entry.broken
+            begins = isinstance(found, Broken) or found.is_first
+            entry.is_full = entry.is_full or (room == 0 and begins)
+            if entry.is_full:
+                break
+            if isinstance(found, Broken):
+                self._leave_out(index, found if room is None else replace(found, count=min(found.count, room)))
+                continue
+            if found.is_first:
+                state.stream = self._choose_stream(index, found)
             if state.stream is not None:
-                self._sinks[state.stream].append(piece)
-        for broken in result.broken:
-            self._leave_out(index, broken)
-        state.num_tasks += 1
+                self._sinks[state.stream].append(found)
+        entry.num_tasks += 1
         state.done_bytes += result.num_bytes
 
     def _choose_stream(self, index: int, piece: Piece) -> str | None:

@@ -171,6 +171,11 @@ class SourceConfig(Section):
         description="The names of the fields in your records where they differ from the format's: `{text: body}`, "
         "`{messages: dialogue, role: speaker}`.",
     )
+    max_samples: Count | None = Field(
+        None,
+        description="Read the first so many records of the source, in its order, and no more; one that cannot be used "
+        "counts too. Default: all.",
+    )
     weight: Positive | None = Field(
         None,
         description="Share of this source among the sequences, relative to the others; one source with a weight makes "

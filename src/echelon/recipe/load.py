@@ -50,6 +50,7 @@ def parse_recipe(text: str, source: str, overrides: Sequence[str] = ()) -> tuple
     _write_sources_out(draft)
     for override in overrides:
         notes += _apply_override(draft, override)
+        _write_sources_out(draft)
     _refuse_unknown_keys(draft)
     try:
         return Recipe.model_validate(draft.data), notes
