@@ -184,6 +184,51 @@ def test_marked_turns_are_those_of_transformers_and_of_the_prefixes(tokenizer, t
         assert learned(last, {"messages": TALK}) == shown
 
 
+UNMARKED_END = MARKED.replace(
+    " + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}", " }}{% endgeneration %}{{ '\n<|im_end|>\n' }}"
+)
+
+
+def test_the_end_of_a_turn_that_the_recipe_names_is_learned(tokenizer, tmp_path):
+    """A template whose marks leave it out learns it where the turn is learned: as if they stood behind it."""
+    (tmp_path / "t.jinja").write_text(UNMARKED_END)
+    options = {"chat_template": str(tmp_path / "t.jinja"), "eot_tokens": ("<|im_end|>", "</s>")}
+    expected = RENDERINGS["chatml"].replace("[Two.<|im_end|>]", "[Two.\n<|im_end|>]")
+    expected = expected.replace("[Four.<|im_end|>]", "[Four.\n<|im_end|>]")
+    encoding = build(tokenizer, **options)
+    assert learned(encoding, {"messages": TALK}) == expected
+    ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
+    assert encoding.stops == tuple(sorted(ids)) and pickle.loads(pickle.dumps(encoding)).eot_ids == frozenset(ids)
+    flagged = [*TALK[:2], {**TALK[2], "train": False}, *TALK[3:]]
+    assert learned(encoding, {"messages": flagged}) == expected.replace("[Two.\n<|im_end|>]", "Two.\n<|im_end|>")
+    last = build(tokenizer, train_on="last", **options)
+    assert learned(last, {"messages": TALK}) == expected.replace("[Two.\n<|im_end|>]", "Two.\n<|im_end|>")
+
+
+def test_a_turn_may_end_in_a_token_of_the_vocabulary(tmp_path):
+    """One that is no control token: generation would not stop there unless the recipe says so."""
+    text = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '|\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    (tmp_path / "t.jinja").write_text(text)
+    path, bytes_alone = str(tmp_path / "t.jinja"), {"separator": None}
+    with pytest.raises(ConfigError, match=r"in no token at which .*name the token that ends one in data\.eot_tokens"):
+        build(build_bytes_tokenizer(), chat_template=path, **bytes_alone)
+    encoding = build(build_bytes_tokenizer(), chat_template=path, eot_tokens=("|",), **bytes_alone)
+    assert learned(encoding, {"messages": TALK[1:3]}) == "user: One and one?|\nassistant: [Two.|]\n"
+    assert encoding.stops == (ord("|"),)
+
+
+def test_an_end_of_turns_must_be_one_id(tokenizer):
+    with pytest.raises(ConfigError, match=r"'<\|stop\|>' is \d+ ids of .*model\.new_tokens: \['<\|stop\|>'\]"):
+        build(tokenizer, chat_template="chatml", eot_tokens=("<|stop|>",))
+    with pytest.raises(
+        ConfigError, match=r"data\.eot_tokens=\[</s>\] is for conversations, and the data is plain text"
+    ):
+        build_instruction_encoding(InstructionOptions(eot_tokens=("</s>",)), tokenizer, [])
+
+
 # As Qwen3 does: what was thought in earlier turns is left out once the user has spoken again.
 FORGETFUL = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last %}"

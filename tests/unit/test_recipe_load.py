@@ -141,9 +141,9 @@ def test_a_rendered_recipe_loads_as_an_equal_one(tmp_path: Path, override: str) 
         ("tokenizer: bytes", "tokenizer: bytes\nadapter: {method: lora, target_modules: []}",
          "line 5: adapter.target_modules=[] leaves nothing to train; name linear layers, or set it to all-linear."),
         ("config: {model_type: llama, hidden_size: 64}", "new_tokens: [a, a]\n  checkpoint: base",
-         "line 3: model.new_tokens has 'a' twice; a token is added once: remove the other."),
+         "line 3: model.new_tokens has 'a' twice; remove one."),
         ("config: {model_type: llama, hidden_size: 64}", "new_tokens: ['']\n  checkpoint: base",
-         "line 3: model.new_tokens has an empty token; remove it."),
+         "line 3: model.new_tokens has an empty name; remove it."),
         ("tokenizer: bytes", "tokenizer: bytes\nobjective: {name: dpo}\nadapter: {method: lora, init: pissa}",
          "line 6: adapter.init=pissa changes the frozen weights, and objective.name=dpo compares with "
          "them as they were;"),

@@ -21,7 +21,8 @@ class InstructionEncoding:
 
     `template` None: conversations are broken records. `special_tokens`: what templates call them, and their texts.
     Around a prompt with its completion, which no template renders, go the ids `before` and, learned, `stop`; with
-    `needs_stop` and none they are broken records. `stops`: the ids that end an answer.
+    `needs_stop` and none they are broken records. `stops`: the ids that end an answer. `eot_tokens`: what the recipe
+    names as ends of turns, beside the tokens that were added to the vocabulary whole.
     """
 
     tokenizer_json: str
@@ -33,6 +34,7 @@ class InstructionEncoding:
     stop: int | None
     needs_stop: bool = True
     stops: tuple[int, ...] = ()
+    eot_tokens: tuple[str, ...] = ()
 
     def encode(self, record: Example) -> tuple[EncodedDocument, ...]:
         """The documents of an example: one, or the chosen and the rejected text of a preference pair.
@@ -69,7 +71,11 @@ class InstructionEncoding:
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
         """The template with the tokens it can name."""
-        return None if self.template is None else ChatTemplate(self.template, dict(self.special_tokens), self.train_on)
+        return None if self.template is None else self.template_for(self.train_on)
+
+    def template_for(self, train_on: str) -> ChatTemplate:
+        """The template, with other turns to learn."""
+        return ChatTemplate(self.template or "", dict(self.special_tokens), train_on, self.eot_tokens)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -86,10 +92,15 @@ class InstructionEncoding:
 
     @cached_property
     def added_ids(self) -> frozenset[int]:
-        """The ids of special and other tokens that were added whole: generation stops at such."""
+        """The ids of special and other tokens that were added whole, and of those that the recipe names as ends."""
         added = json.loads(self.tokenizer_json)["added_tokens"]
         named = (self.tokenizer.token_to_id(text) for _, text in self.special_tokens)
-        return frozenset(token["id"] for token in added) | {id for id in named if id is not None}
+        return frozenset(token["id"] for token in added) | {id for id in named if id is not None} | self.eot_ids
+
+    @cached_property
+    def eot_ids(self) -> frozenset[int]:
+        """The ids of `eot_tokens`."""
+        return frozenset(self.tokenizer.encode(text, add_special_tokens=False).ids[0] for text in self.eot_tokens)
 
     def added_token(self, text: str, place: int) -> int | None:
         """The id at a place of a text, -1 its end, if it is one of a token that was added to the vocabulary whole."""

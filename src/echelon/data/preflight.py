@@ -16,11 +16,12 @@ from echelon.data.catalog import TARGETS_DTYPE, Manifest
 from echelon.data.conversation import Conversation
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.readers.record import BrokenRecordError, ExampleFields, SourceFile
-from echelon.data.rendering import ChatTemplate
 from echelon.data.shards import TokenStore
 from echelon.data.templates import NAMED_TEMPLATES, load_template, own_template
 from echelon.data.tokenizer import EOS, separator_id
 from echelon.errors import ConfigError
+from echelon.recipe.render import plain_value
+from echelon.recipe.yaml_text import show_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -34,14 +35,15 @@ _PROBE = tuple({"role": role, "content": text} for role, text in (("user", _QUES
 
 @dataclass(frozen=True)
 class InstructionOptions:
-    """What a recipe says about examples: `data.chat_template`, `train_on`, `system_prompt`, `document_separator`, and
-    whether the objective compares answers."""
+    """What a recipe says about examples: `data.chat_template`, `train_on`, `system_prompt`, `document_separator`,
+    `eot_tokens`, and whether the objective compares answers."""
 
     chat_template: str | None = None
     train_on: str = "assistant"
     system_prompt: str | None = None
     separator: str | None = EOS
     preferences: bool = False
+    eot_tokens: tuple[str, ...] = ()
 
 
 def build_instruction_encoding(
@@ -70,8 +72,10 @@ def build_instruction_encoding(
         before=tuple(around[:1]) if around and around[0] == tokenizer.bos_token_id else (),
         stop=separator_id(tokenizer, options.separator),
         needs_stop=options.separator is not None,
+        eot_tokens=options.eot_tokens,
     )
-    stops = {encoding.stop}
+    _check_ends(encoding)
+    stops = {encoding.stop, *encoding.eot_ids}
     if template is not None and formats != {"tokens"}:
         stops.add(check_template(encoding, where))
     _keep_template(tokenizer, template)
@@ -97,11 +101,28 @@ def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
             f"objective.name=dpo compares two answers, and the data has {found}; give records with prompt, chosen and "
             "rejected only, or set objective.name=causal_lm."
         )
-    for key, given in (("train_on", options.train_on != "assistant"), ("system_prompt", options.system_prompt)):
-        if given and not formats:
+    given = {
+        "train_on": options.train_on != "assistant",
+        "system_prompt": options.system_prompt,
+        "eot_tokens": options.eot_tokens,
+    }
+    for key, is_given in given.items():
+        if is_given and not formats:
+            value = show_value(plain_value(getattr(options, key)))
             raise ConfigError(
-                f"data.{key}={getattr(options, key)} is for conversations, and the data is plain text; remove it, or "
+                f"data.{key}={value} is for conversations, and the data is plain text; remove it, or "
                 "set data.train.0.format to what the records are."
+            )
+
+
+def _check_ends(encoding: InstructionEncoding) -> None:
+    """Raise ConfigError for an end of turns that is not one id: generation looks at ids, and could not stop there."""
+    for token in encoding.eot_tokens:
+        ids = encoding.tokenizer.encode(token, add_special_tokens=False).ids
+        if len(ids) != 1:
+            raise ConfigError(
+                f"data.eot_tokens: {token!r} is {len(ids)} ids of the tokenizer ({', '.join(map(str, ids))}), and what "
+                f"ends a turn must be one; add it with model.new_tokens: [{token!r}], or name a token that it has."
             )
 
 
@@ -150,7 +171,7 @@ def check_template(encoding: InstructionEncoding, where: str) -> int:
 
 def _check_stop(encoding: InstructionEncoding, where: str) -> int:
     """Whether the last token of an answer is one at which generation stops, and is learned; and its header is not."""
-    last = ChatTemplate(encoding.template or "", dict(encoding.special_tokens), "last")
+    last = encoding.template_for("last")
     rendered = last.render(Conversation(_PROBE, (None, None)))
     if not rendered.spans:
         raise ConfigError(
@@ -164,7 +185,8 @@ def _check_stop(encoding: InstructionEncoding, where: str) -> int:
         if last.marks_turns and after is not None:
             raise ConfigError(
                 f"{where} ends its {{% generation %}} before {encoding.tokenizer.id_to_token(after)}, the turn's stop "
-                "token, which would never get a label; move {% endgeneration %} behind it."
+                "token, which would never get a label; move {% endgeneration %} behind it, or name it in "
+                "data.eot_tokens."
             )
         markers = dict.fromkeys(_MARKER.findall(rendered.text))
         missing = [each for each in markers if not _is_token(encoding, each)]
@@ -172,7 +194,7 @@ def _check_stop(encoding: InstructionEncoding, where: str) -> int:
             raise ConfigError(_explain_missing(where, missing))
         raise ConfigError(
             f"{where} ends an answer with {answer[-20:]!r}, in no token at which generation could stop; write "
-            "{{ eos_token }} behind each answer."
+            "{{ eos_token }} behind each answer, or name the token that ends one in data.eot_tokens."
         )
     header = answer.partition(_ANSWER)[0].strip()
     silent = last.prompt(_PROBE[:1], generate=True) == last.prompt(_PROBE[:1], generate=False)

@@ -116,6 +116,7 @@ def prepare_spec(recipe: "Recipe") -> PrepareSpec:
             system_prompt=data.system_prompt,
             separator=data.document_separator,
             preferences=recipe.objective.name == "dpo",
+            eot_tokens=data.eot_tokens,
         ),
         new_tokens=recipe.model.new_tokens,
     )

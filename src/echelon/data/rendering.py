@@ -35,11 +35,12 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template with the tokens it can name. `train_on` is that of the recipe."""
+    """A template with the tokens it can name. `train_on` and `eot_tokens` are those of the recipe."""
 
     text: str
     special_tokens: Mapping[str, str]
     train_on: str = "assistant"
+    eot_tokens: tuple[str, ...] = ()
 
     @property
     def marks_turns(self) -> bool:
@@ -55,9 +56,9 @@ class ChatTemplate:
             return Rendered(text, self._all_but(conversation, text, turns))
         if not marks:
             return Rendered(text, [self._find_turn(conversation, text, turn) for turn in turns], True)
-        if turns == self._answers(conversation):
-            return Rendered(text, marks)
-        return Rendered(text, [mark for turn in turns for mark in self._marks_of(conversation, marks, turn)])
+        if turns != self._answers(conversation):
+            marks = [mark for turn in turns for mark in self._marks_of(conversation, marks, turn)]
+        return Rendered(text, [(start, self._find_end(text, stop)) for start, stop in marks])
 
     def prompt(self, messages: Sequence[dict[str, Any]], generate: bool) -> str:
         """Some turns as text, with the beginning of an answer or without. Raises BrokenRecordError."""
@@ -114,6 +115,12 @@ class ChatTemplate:
             len(self._run(conversation, count, generate=True, marks=True)[1]) for count in (turn, *later[:1])
         )
         return marks[first : stop[0] if stop else len(marks)]
+
+    def _find_end(self, text: str, stop: int) -> int:
+        """Where a marked answer ends: behind the token of `eot_tokens` that follows it, where one does."""
+        behind = text[stop:].lstrip()
+        found = next((token for token in self.eot_tokens if behind.startswith(token)), None)
+        return stop if found is None else len(text) - len(behind) + len(found)
 
     def _all_but(self, conversation: Conversation, text: str, turns: Sequence[int]) -> Spans:
         """Everything but the turns that are not to be learned."""

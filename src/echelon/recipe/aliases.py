@@ -34,6 +34,7 @@ _NAMES: Mapping[str, str] = {
     "training.seq_len training.max_context_length",
     "data.packing": "packing sample_packing neat_packing",
     "data.chat_template": "chat_template template",
+    "data.eot_tokens": "eot_tokens",
     "data.prepare_workers": "preprocessing_num_workers dataset_num_proc dataset_processes",
     "train.steps": "max_steps training.steps step_scheduler.max_steps",
     "train.epochs": "num_train_epochs num_epochs step_scheduler.num_epochs",

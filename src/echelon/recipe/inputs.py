@@ -16,6 +16,16 @@ TextFormat = Literal[
 DEFAULT_VALIDATION_FRACTION = 0.01
 
 
+def _check_words(key: str, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Words of a list, each there once and none of them empty. Raises ValueError naming the key."""
+    for place, word in enumerate(words):
+        if not word.strip():
+            raise ValueError(f"{key} has an empty name; remove it.")
+        if word in words[:place]:
+            raise ValueError(f"{key} has {word!r} twice; remove one.")
+    return words
+
+
 class RunConfig(Section):
     """The name of the run, where it lives, and the seed everything random is drawn from."""
 
@@ -54,12 +64,7 @@ class ModelConfig(Section):
     @field_validator("new_tokens")
     @classmethod
     def _new_tokens_differ(cls, tokens: tuple[str, ...]) -> tuple[str, ...]:
-        for place, token in enumerate(tokens):
-            if not token.strip():
-                raise ValueError("model.new_tokens has an empty token; remove it.")
-            if token in tokens[:place]:
-                raise ValueError(f"model.new_tokens has {token!r} twice; a token is added once: remove the other.")
-        return tokens
+        return _check_words("model.new_tokens", tokens)
 
     @model_validator(mode="after")
     def _exactly_one_origin(self) -> Self:
@@ -233,6 +238,11 @@ class DataConfig(Section):
     chat_template: str | None = Field(
         None, description="Template of conversations: a file (Jinja), or a name. Default: the tokenizer's."
     )
+    eot_tokens: tuple[str, ...] = Field(
+        (),
+        description="Further tokens that end a turn, each one id of the tokenizer: learned where one ends what the "
+        "assistant says, and generation stops at them.",
+    )
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant",
         description="What of a conversation is learned: every turn of the assistant, the last one, or all its tokens. "
@@ -259,6 +269,11 @@ class DataConfig(Section):
         None, description="Where tokenized text is kept for every run. Default: `prepared` beside the run folder."
     )
     prepare_workers: Count | Literal["auto"] = Field("auto", description="Processes that tokenize.")
+
+    @field_validator("eot_tokens")
+    @classmethod
+    def _ends_of_turns_differ(cls, tokens: tuple[str, ...]) -> tuple[str, ...]:
+        return _check_words("data.eot_tokens", tokens)
 
     @property
     def is_mixture(self) -> bool:
