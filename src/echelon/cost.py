@@ -4,19 +4,22 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from echelon.errors import ConfigError, StoppedError
 from echelon.instances import INSTANCES
-from echelon.manifest import read_json
-from echelon.run_folder import RunFolder, write_json
+from echelon.run_folder import RunFolder
 from echelon.stopping import LIMITS
+from echelon.stored import read_as, write_json
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
     from echelon.recipe.operation import BudgetConfig
 
 _RECENT_STEPS = 50
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,29 @@ def read_spending(folder: RunFolder) -> Spending:
     if not path.exists():
         return Spending()
     try:
-        return Spending(**{name: float(value) for name, value in read_json(path).items()})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        found = read_as(path, dict[str, _Amount])
+        if names := asdict(Spending()).keys() ^ found.keys():
+            raise ValueError(f"{min(names)}: missing, or not known")
+        return Spending(**found)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} does not say what the run has used so far ({error}); restore it, or remove it to count anew."
         ) from error
+
+
+def forget_damaged_spending(recipe: "Recipe", folder: RunFolder) -> str | None:
+    """Remove a spending.json that cannot be read where nothing goes by it, and say so in a line.
+
+    Raises ConfigError where the recipe has a budget: to count anew would be to spend it again.
+    """
+    try:
+        read_spending(folder)
+    except ConfigError as error:
+        if recipe.budget.max_usd is not None or recipe.budget.max_hours is not None:
+            raise
+        folder.spending_path.unlink()
+        return f"{folder.spending_path} cannot be read ({error.__cause__}); what the run uses is counted anew"
+    return None
 
 
 def write_spending(folder: RunFolder, spending: Spending) -> None:

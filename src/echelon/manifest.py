@@ -1,32 +1,18 @@
-"""What a folder must hold: a manifest of the size and checksum of each of its files, and JSON read without trust."""
+"""What a folder must hold: a manifest of the size and checksum of each of its files."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import CheckpointError
-from echelon.run_folder import write_json
+from echelon.stored import read_json, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 
 _FILES_AT_ONCE = 4
-
-
-def read_json(path: Path) -> Any:
-    """The value of a JSON file. Raises OSError, or ValueError for whatever is no JSON."""
-    return parse_json(path.read_bytes())
-
-
-def parse_json(content: bytes) -> Any:
-    """The value of JSON in UTF-8. Raises ValueError for whatever is none."""
-    try:
-        return json.loads(content.decode("utf-8"))
-    except RecursionError as error:
-        raise ValueError("lists in lists without end") from error
 
 
 def write_manifest(folder: Path, described: Mapping[str, Any] | None = None) -> None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from echelon.errors import PlanError
 from echelon.hardware import Cluster
 from echelon.shape import ModelShape
+from echelon.stored import read_as
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -232,6 +234,16 @@ def _check_keys(where: str, content: Mapping[str, Any], names: set[str]) -> None
             f"{what} {', '.join(keys)}" for what, keys in (("misses", missing), ("has unknown", unknown)) if keys
         )
         raise PlanError(f"{where} {found}; it was written by another version of echelon: start again with --fresh.")
+
+
+def load_plan(path: Path) -> ParallelPlan:
+    """The plan of a plan.json. Raises PlanError naming the file where it is damaged."""
+    try:
+        return ParallelPlan.from_dict(read_as(path, dict[str, Any]))
+    except (OSError, ValueError, TypeError) as error:
+        raise PlanError(
+            f"{path} is not a plan that can be read ({error}); restore it, or go on with the run, which makes it again."
+        ) from error
 
 
 def resolve_plan(

@@ -12,26 +12,44 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from echelon.errors import ConfigError, DataError, EchelonError, explain_storage_error, is_disk_full
-from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipes, load_recipe
+from echelon.stored import Row, Rows, parse_row, read_as, read_rows, whole_lines, write_json, write_text
 
-# What a run leaves in its folder before recipe.yaml exists; any other file means the folder is somebody else's.
-_EARLY_FILES = {
-    ".lock", ".outcomes", "logs", "checkpoints", "events.jsonl", "data.json", "environment.json", "estimate.json",
-    "plan.json", "remote.json", "metrics.jsonl", "samples.jsonl", "trackers",
-    "spending.json",
-}  # fmt: skip
-_TEMPORARY = re.compile(r"\..+\.tmp")
-# A finished run goes on only when one of these asks for more.
-_LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs", "evaluate.early_stopping")
+FILES = (
+    "recipe.yaml", "plan.json", "estimate.json", "environment.json", "data.json", "remote.json", "metrics.jsonl",
+    "samples.jsonl", "events.jsonl", "outcome.json", "spending.json",
+)  # fmt: skip
+"""The files that stand in a run folder itself, `.lock` beside them."""
 
-RunState = Literal["new", "resumed", "finished"]
+FOLDERS = (".outcomes", "checkpoints", "export", "logs", "model", "tensorboard", "trackers", "wandb")
+"""The folders in a run folder."""
+
+TEMPORARY = re.compile(r"\..+\.tmp")
+"""What `stored.write_text` writes before a file gets its name."""
+
+_NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "tokens_per_second", "step_seconds")
+_LARGEST = 1e300
+
+
+@dataclass(frozen=True)
+class RunText:
+    """The prepared text that a run reads, and what stands for its content, wherever it lies."""
+
+    prepared: str
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended for good, as its outcome.json says."""
+
+    outcome: str
+    step: int | None = None
 
 
 class RunFolder:
@@ -204,22 +222,40 @@ class RunFolder:
         """
         write_json(self.data_path, {"prepared": str(path.resolve()), "digest": digest})
 
-    def read_prepared_path(self) -> Path:
-        """The prepared text the run reads. Raises DataError when the run never got that far."""
+    def read_text(self) -> RunText | None:
+        """Which text the run reads, by data.json, or else by the newest start in events.jsonl; None where it has not
+        begun.
+
+        Raises DataError where data.json is damaged and there is no such start.
+        """
         try:
-            return Path(json.loads(self.data_path.read_text(encoding="utf-8"))["prepared"])
-        except (OSError, ValueError, KeyError) as error:
+            return read_as(self.data_path, RunText)
+        except FileNotFoundError:
+            damage = None
+        except (OSError, ValueError) as error:
+            damage = error
+        for event in reversed(self.read_events()):
+            if isinstance(prepared := event.get("prepared"), str) and isinstance(digest := event.get("digest"), str):
+                return RunText(prepared, digest)
+        if damage is None:
+            return None
+        raise DataError(
+            f"{self.data_path} does not say which text the run reads ({damage}); restore it, or remove it and start "
+            "`echelon train` with the run's recipe and the same text, which writes it again."
+        )
+
+    def read_prepared_path(self) -> Path:
+        """The prepared text the run reads. Raises DataError when the run never got that far, or nothing tells."""
+        if (text := self.read_text()) is None:
             raise DataError(
                 f"{self.data_path} does not name the prepared text of this run; run `echelon train` once to write it."
-            ) from error
+            )
+        return Path(text.prepared)
 
     def read_data_digest(self) -> str | None:
-        """What `write_prepared_path` was told of the content; None when nothing was noted."""
-        try:
-            digest = json.loads(self.data_path.read_text(encoding="utf-8")).get("digest")
-        except (OSError, ValueError, AttributeError):
-            return None
-        return str(digest) if digest is not None else None
+        """What `write_prepared_path` was told of the content; None when nothing was noted. Raises DataError."""
+        text = self.read_text()
+        return None if text is None else text.digest
 
     def append_event(self, event: str, **fields: Any) -> None:
         """Add one line to events.jsonl: the time in UTC seconds, the event, the step (null when unknown), `fields`."""
@@ -231,14 +267,19 @@ class RunFolder:
                 file.truncate(size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.events_path))
 
-    def read_events(self) -> list[dict[str, Any]]:
-        """The lines of events.jsonl, in order, but for one that a power cut took half of."""
-        lines = self.events_path.read_text(encoding="utf-8").splitlines() if self.events_path.exists() else []
-        events = []
-        for line in lines:
-            with suppress(ValueError):
-                events.append(json.loads(line))
-        return events
+    def read_events(self) -> tuple[Row, ...]:
+        """The rows of events.jsonl, in order, without lines that are none."""
+        return read_rows(self.events_path, _is_event).rows
+
+    def read_metrics(self) -> Rows:
+        """The rows of metrics.jsonl, in order, and which lines are none."""
+        return read_rows(self.metrics_path, is_metrics_row)
+
+    def describe_bad_lines(self) -> list[str]:
+        """A line about each of events.jsonl, metrics.jsonl and samples.jsonl that has lines which are passed over."""
+        kinds = ((self.events_path, _is_event), (self.metrics_path, is_metrics_row), (self.samples_path, _has_step))
+        found = (read_rows(path, is_row).describe_bad() for path, is_row in kinds)
+        return [line for line in found if line is not None]
 
     def cut_metrics(self, step: int, owes_evaluation: bool = False) -> int:
         """Drop the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; returns their number.
@@ -253,11 +294,13 @@ class RunFolder:
         """The last step that has a row in metrics.jsonl; 0 where none has."""
         return next((int(row["step"]) for row in self.rows_backwards()), 0)
 
-    def rows_backwards(self) -> Iterator[dict[str, Any]]:
+    def rows_backwards(self) -> Iterator[Row]:
         """The rows of metrics.jsonl, the last one first; none where there is no such file."""
-        with suppress(OSError):
-            lines = self.metrics_path.read_bytes().splitlines()
-            yield from (row for line in reversed(lines) if (row := _read_row(line)) is not None)
+        try:
+            lines = list(whole_lines(self.metrics_path.read_bytes()))
+        except OSError:
+            return
+        yield from (row for line in reversed(lines) if (row := parse_row(line, is_metrics_row)) is not None)
 
     def newest_step(self) -> int | None:
         """The step of the newest published checkpoint, by name alone; None when there is none."""
@@ -277,23 +320,24 @@ class RunFolder:
     def remedy(self) -> str:
         """What makes a finished run go on, to follow "has finished"."""
         try:
-            outcome = json.loads(self.outcome_path.read_text(encoding="utf-8"))
+            ending = read_as(self.outcome_path, Ending)
         except (OSError, ValueError):
-            outcome = {}
-        if outcome.get("outcome") == "early_stop":
-            return f" early, at step {outcome['step']}; raise evaluate.early_stopping, or set it to null, to go on"
+            ending = Ending("done")
+        if ending.outcome == "early_stop":
+            at = "" if ending.step is None else f", at step {ending.step}"
+            return f" early{at}; raise evaluate.early_stopping, or set it to null, to go on"
         return "; raise train.steps to go on"
 
     def clear_outcomes(self, restart: bool = False) -> None:
         """Forget how earlier attempts ended, before a new one starts; a `restart` still hears of a stop."""
         self.outcome_path.unlink(missing_ok=True)
-        for path in _list_directory(self.outcomes_dir):
+        for path in list_directory(self.outcomes_dir):
             if not (restart and path == self.stop_path):
                 path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove what a killed process left half written. For the holder of the lock, while no worker runs."""
-        leftovers = [path for path in _list_directory(self.path) if _TEMPORARY.fullmatch(path.name)]
+        leftovers = [path for path in list_directory(self.path) if TEMPORARY.fullmatch(path.name)]
         for path in leftovers:
             path.unlink(missing_ok=True)
         sweep_checkpoints(self.checkpoints_dir)
@@ -315,103 +359,17 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
+def describe_gone(path: Path) -> str:
+    """How a run ends whose folder is gone."""
+    return (
+        f"run.dir={path} was removed or moved while the run went on, so nothing that it did since is kept; start the "
+        "same command again to begin anew, or set run.dir to where the folder is now."
+    )
+
+
 def is_run(path: Path) -> bool:
     """Whether a folder is a run's."""
     return RunFolder(path).recipe_path.is_file()
-
-
-@dataclass(frozen=True)
-class OpenedRun:
-    """A run folder ready to be used, locked unless finished, the recipe it was run by, and how this one differs."""
-
-    folder: RunFolder
-    state: RunState
-    differences: tuple[Difference, ...] = ()
-    before: Recipe | None = None
-
-
-def open_run(
-    recipe: Recipe,
-    fresh: bool,
-    say: Callable[[str], None],
-    check: Callable[[], None] = lambda: None,
-    bring_back: Callable[[RunFolder], None] = lambda folder: None,
-    patience_seconds: float = 0.0,
-) -> OpenedRun:
-    """Find out what `recipe.run.dir` holds: nothing, a run to resume, or one that has finished; lock it.
-
-    A run whose recipe differs in a key that would change the model or its data raises ConfigError with the
-    difference; `fresh` moves the old run aside instead. `check` is called for a run that starts anew, before its
-    folder is made and before an old run is moved aside: what it refuses leaves everything as it was. `bring_back` may
-    fill the locked folder with what the run left elsewhere; it is not called where a run starts afresh.
-    `patience_seconds` is how long a live run may take to end.
-    """
-    folder = RunFolder(Path(recipe.run.dir))
-    _refuse_foreign_folder(folder)
-    had_recipe = folder.recipe_path.exists()
-    if fresh or not had_recipe:
-        check()
-    folder.lock(patience_seconds)
-    folder.sweep()
-    if fresh:
-        if had_recipe:
-            target = folder.move_aside()
-            folder.unlock()
-            say(f"run: the old run is now in {target}")
-            folder.lock()
-        return OpenedRun(folder, "new")
-    try:
-        bring_back(folder)
-        if not folder.recipe_path.exists():
-            return OpenedRun(folder, "new")
-        return _reopen(folder, recipe, say)
-    except BaseException:
-        folder.unlock()
-        raise
-
-
-def _reopen(folder: RunFolder, recipe: Recipe, say: Callable[[str], None]) -> OpenedRun:
-    """Compare with the recipe that ran here, and say what changed."""
-    try:
-        old, _ = load_recipe(folder.recipe_path)
-    except ConfigError as error:
-        raise ConfigError(
-            f"run.dir={folder.path} holds a run whose recipe cannot be read ({error}); "
-            "pass --fresh to move it aside, or choose another run.name."
-        ) from error
-    blocking = blocking_differences(old, recipe)
-    if blocking:
-        shown = "\n".join(f"  {line}" for line in _render_differences(blocking))
-        raise ConfigError(
-            f"run.dir={folder.path} holds a run of another recipe:\n{shown}\n"
-            "restore these keys to resume it, pass --fresh to move it aside, or choose another run.name."
-        )
-    differences = tuple(diff_recipes(old, recipe))
-    if folder.is_finished() and not any(difference.key in _LENGTH_KEYS for difference in differences):
-        folder.unlock()
-        say(f"run: {folder.path} has finished{folder.remedy()}, or pass --fresh to start again.")
-        return OpenedRun(folder, "finished", differences, old)
-    for line in _render_differences(differences):
-        say(f"run: changed {line}")
-    return OpenedRun(folder, "resumed", differences, old)
-
-
-def _render_differences(differences: list[Difference] | tuple[Difference, ...]) -> list[str]:
-    return [f"{each.key}: {each.old!r} -> {each.new!r}" for each in differences]
-
-
-def _refuse_foreign_folder(folder: RunFolder) -> None:
-    """A folder with files that no run wrote is never taken, and never moved aside."""
-    if folder.path.is_file():
-        raise ConfigError(f"run.dir={folder.path} is a file; give a folder.")
-    if folder.recipe_path.exists():
-        return
-    names = {path.name for path in _list_directory(folder.path) if not _TEMPORARY.fullmatch(path.name)} - _EARLY_FILES
-    if names:
-        raise ConfigError(
-            f"run.dir={folder.path} holds files but no run (for example {min(names)}); "
-            "choose a new folder, or an empty one."
-        )
 
 
 def sweep_checkpoints(folder: Path) -> list[str]:
@@ -430,61 +388,61 @@ def sweep_checkpoints(folder: Path) -> list[str]:
     return swept
 
 
-def _list_directory(path: Path) -> list[Path]:
+def list_directory(path: Path) -> list[Path]:
+    """What stands in a folder, by name; nothing where there is none."""
     return sorted(path.iterdir()) if path.is_dir() else []
 
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest published checkpoint in a folder, by name alone; None when there is none."""
-    names = (re.fullmatch(r"step-(\d+)", path.name) for path in _list_directory(folder))
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in list_directory(folder))
     return max((int(name[1]) for name in names if name), default=None)
 
 
 def _cut_rows(path: Path, step: int, evaluated: int) -> int:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if is_row_up_to(line, step, evaluated)]
-    if len(kept) < len(lines):
-        write_text(path, "".join(kept))
-    return len(lines) - len(kept)
+    content = path.read_bytes()
+    kept = [line for line in whole_lines(content) if is_row_up_to(path.name, line, step, evaluated)]
+    num_lines = content.count(b"\n") + (not content.endswith(b"\n") and bool(content))
+    if len(kept) < num_lines:
+        write_text(path, b"".join(kept).decode("utf-8"))
+    return num_lines - len(kept)
 
 
-def is_row_up_to(line: str, step: int, evaluated: int) -> bool:
-    """Whether a line of metrics.jsonl or samples.jsonl is whole, and of `step` or before; of an evaluation, `evaluated`
-    or before."""
-    row = _read_row(line) if line.endswith("\n") else None
+def is_row_up_to(name: str, line: bytes, step: int, evaluated: int) -> bool:
+    """Whether a line of metrics.jsonl or samples.jsonl (its `name`) is whole, and of `step` or before; of an evaluation,
+    `evaluated` or before."""
+    is_row = is_metrics_row if name == "metrics.jsonl" else _has_step
+    row = parse_row(line, is_row) if line.endswith(b"\n") else None
     return row is not None and bool(row["step"] <= (step if row.get("kind") == "train" else evaluated))
 
 
-def _read_row(line: str | bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+def is_metrics_row(row: Row) -> bool:
+    """Whether a row is one of metrics.jsonl: of a kind and a step, numbers where there must be numbers."""
+    numbers = (row.get(name) for name in _NUMBERS)
+    sets = row.get("sets")
+    return (
+        isinstance(row.get("kind"), str)
+        and _has_step(row)
+        and all(value is None or isinstance(value, float) or _is_number(value) for value in numbers)
+        and (sets is None or (isinstance(sets, dict) and all(isinstance(each, dict) for each in sets.values())))
+    )
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace the file in one go: a reader sees the old text or the new one, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _is_event(row: Row) -> bool:
+    """Whether a row is one of events.jsonl; of a rollback, whether it says which step was ruled out."""
+    is_event = isinstance(row.get("event"), str) and _is_number(row.get("time"))
+    has_step = row.get("step") is None or _has_step(row)
+    return is_event and has_step and (row["event"] != "rollback" or _is_count(row.get("suppressed")))
 
 
-def sync_path(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk, so that a rename that follows survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _has_step(row: Row) -> bool:
+    return _is_count(row.get("step"))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace the file with `value` as indented JSON, in one go."""
-    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _is_number(value: object) -> bool:
+    # Compared, since a whole number may be too large to be made a float; nan is neither.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from echelon.stored import write_json, write_text
 from echelon.errors import ConfigError, EchelonError
 from echelon.plan import ParallelPlan
 from echelon.recipe import Recipe, render_recipe
-from echelon.run_folder import RunFolder, write_json, write_text
+from echelon.run_folder import RunFolder
 from echelon.train import session
 from echelon.train.setup import PreparedRun
 

@@ -70,21 +70,21 @@ class StoredFiles:
         recipe, _ = load_recipe(recipe_path, [f"data.train={text}"])
         prepared = prepare_run(recipe, False, lambda: MACHINE, {}, lambda line: None)
         assert prepared is not None
-        self._run, self._console = prepared.folder, io.StringIO()
-        self._runtime = Runtime(0, 1, 0, 1, torch.device("cpu"), "gloo")
-        trainer = build_trainer(recipe, prepared.plan, self._run, self._runtime, self._console)
+        self.run, self.console = prepared.folder, io.StringIO()
+        self.runtime = Runtime(0, 1, 0, 1, torch.device("cpu"), "gloo")
+        trainer = build_trainer(recipe, prepared.plan, self.run, self.runtime, self.console)
         trainer.fit()
         trainer.loader.close()
         trainer.journal.close()
         self._engine, self._store, self._sequence_len = trainer.engine, trainer.store, recipe.data.sequence_len
         self._judge, self._snapshots = trainer.judge, trainer.snapshots
-        self._run.unlock()
-        self.single = export_run(self._run.path, root / "single")
+        self.run.unlock()
+        self.single = export_run(self.run.path, root / "single")
         self._sharded = shutil.copytree(self.single, root / "sharded")
         (self._sharded / "model.safetensors").unlink()
         AutoModelForCausalLM.from_pretrained(self.single).save_pretrained(self._sharded, max_shard_size="60KB")
-        self._older, self._newest = (checkpoint.path for checkpoint in find_checkpoints(self._run.checkpoints_dir))
-        self._prepared = self._run.read_prepared_path()
+        self._older, self._newest = (checkpoint.path for checkpoint in find_checkpoints(self.run.checkpoints_dir))
+        self._prepared = self.run.read_prepared_path()
         self.kinds = self._make_kinds()
         for kind in self.kinds:
             kind.expected = kind.load()
@@ -95,7 +95,7 @@ class StoredFiles:
         self._store.close()
 
     def _make_kinds(self) -> "list[Kind]":
-        prepared, model, newest = self._prepared, self._run.model_dir, self._newest
+        prepared, model, newest = self._prepared, self.run.model_dir, self._newest
         resume, load, data = self._resume, self._load_run, self._read_data
         single, sharded = self.single, self._sharded
         pretrained, evaluated = self._pretrained(single), self._evaluated(single)
@@ -131,7 +131,7 @@ class StoredFiles:
 
     def _read_data(self) -> Parts:
         """What training reads of prepared text: every sample of every set, and the tokenizer."""
-        data = open_prepared(self._run.read_prepared_path(), self._sequence_len)
+        data = open_prepared(self.run.read_prepared_path(), self._sequence_len)
         sets = [
             ("train", data.train, None),
             *((each.name, each.dataset, each.bytes_per_token) for each in data.validation),
@@ -147,12 +147,12 @@ class StoredFiles:
         tensors = self._engine.state_dict()
         for tensor in tensors.values():
             tensor.fill_(7)
-        self._console.seek(0)
-        self._console.truncate()
-        saved = load_newest(self._store, self._snapshots, self._engine, self._judge, self._runtime, self._console)
+        self.console.seek(0)
+        self.console.truncate()
+        saved = load_newest(self._store, self._snapshots, self._engine, self._judge, self.runtime, self.console)
         assert saved is not None
         found = {"state": digest(asdict(saved))} | {name: digest(tensors[name]) for name in tensors}
-        if "Passing over" in (line := self._console.getvalue()):
+        if "Passing over" in (line := self.console.getvalue()):
             assert found == self._earlier, "an earlier checkpoint, and not as it was"
             raise PassedOver(line)
         return found
@@ -167,11 +167,11 @@ class StoredFiles:
 
     def _load_run(self) -> Parts:
         """What `echelon eval`, `generate` and `export` take from a run."""
-        return describe_target(self._run.path)
+        return describe_target(self.run.path)
 
     def _pretrained(self, folder: Path) -> Callable[[], Parts]:
         """What training takes from `model.checkpoint`."""
-        recipe, _ = load_recipe(self._run.recipe_path, [f"model.checkpoint={folder}"])
+        recipe, _ = load_recipe(self.run.recipe_path, [f"model.checkpoint={folder}"])
 
         def load() -> Parts:
             check_weights(str(folder))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from echelon.recipe import Recipe
 from judge import Tally, limited_memory
 from recipes import CLUSTERS, base_texts, damage_text, is_valid, nothing_asked, plan_recipe, random_overrides
+from run_folder_files import RunFolderFiles
 from stored_files import StoredFiles, replaced
 
 SEED = os.environ.get("ECHELON_FUZZ_SEED", "0")
@@ -45,6 +46,20 @@ def fuzz_files(stored, tally, count):
             tally.judge(kind.name, f"number {number}, seed {SEED}, {path.name}", kind.load, kind.is_right, words)
 
 
+def fuzz_run_folder(stored, tally, count, folder):
+    """So many damages to the small files of a run folder, shared out over them."""
+    files = RunFolderFiles(stored, folder)
+    for number in range(count):
+        name = files.files[number % len(files.files)]
+        rng = random.Random(f"{SEED} {name} {number}")
+        what = files.damage(rng, name)
+        words = re.escape(name) if files.may_refuse(name, what) else "(?!)"
+        kind = f"run folder: {files.pattern_of(name)}"
+        named = f"number {number}, seed {SEED}, {what}"
+        tally.judge(kind, named, files.use, files.expected.__eq__, words)
+        files.restore()
+
+
 def fuzz_recipes(stored, tally, count, folder):
     """So many recipes: half of them damaged as text, half by what a command line adds."""
     texts = base_texts(Path(__file__).parents[2] / "recipes", stored.single)
@@ -70,7 +85,8 @@ def test_damaged_inputs_are_refused_or_right(stored, tmp_path, monkeypatch, caps
     monkeypatch.setattr("socket.create_connection", nothing_asked)
     tally = Tally(stored.marker)
     with limited_memory():
-        fuzz_files(stored, tally, count // 2)
+        fuzz_files(stored, tally, count * 3 // 8)
+        fuzz_run_folder(stored, tally, count // 8, tmp_path)
         fuzz_recipes(stored, tally, count // 2, tmp_path)
     with capsys.disabled():
         if count > 200:

@@ -20,9 +20,10 @@ from echelon.data.shards import NO_LABEL, Samples
 from echelon.hardware import Accelerator, Cluster
 from echelon.plan import ParallelPlan, resolve_plan
 from echelon.recipe import ObjectiveConfig, load_recipe, render_recipe
-from echelon.run_folder import RunFolder, write_json
+from echelon.run_folder import RunFolder
 from echelon.runtime import Runtime
 from echelon.shape import build_shape
+from echelon.stored import write_json
 from echelon.train.assemble import build_trainer
 from echelon.train.trainer import Trainer
 from families import small_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echelon.run_folder import write_text
+from echelon.stored import write_text
 from echelon.train.trackers import courier as courier_module
 from echelon.train.trackers.courier import Courier, Ledger, RowReader
 from echelon.train.trackers.tracker import Opened, hide_logins, scalars
@@ -199,21 +199,21 @@ def test_the_reader_waits_for_the_end_of_a_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     reader = RowReader(path)
     assert reader.read(10) == []
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert reader.read(1) == [{"step": 1}]
-    assert reader.read(10) == [{"step": 2}]
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
-    assert reader.read(10) == [{"step": 3}] and reader.read(10) == []
+    path.write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n{"st')
+    assert reader.read(1) == [{"kind": "train", "step": 1}]
+    assert reader.read(10) == [{"kind": "train", "step": 2}]
+    path.write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n{"kind": "train", "step": 3}\n')
+    assert reader.read(10) == [{"kind": "train", "step": 3}] and reader.read(10) == []
 
 
 def test_a_file_that_takes_the_place_is_read_from_its_beginning_when_it_is_time(tmp_path):
     path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    path.write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n{"kind": "train", "step": 3}\n')
     reader = RowReader(path)
     assert len(reader.read(2)) == 2
-    other.write_text('{"step": 1, "longer": 1}\n{"step": 2, "longer": 1}\n')
+    other.write_text('{"kind": "train", "step": 1, "longer": 1}\n{"kind": "train", "step": 2, "longer": 1}\n')
     other.replace(path)
-    assert reader.read() == [{"step": 3}], "the middle of a row of the other file would be no row"
+    assert reader.read() == [{"kind": "train", "step": 3}], "the middle of a row of the other file would be no row"
     reader.close()
     assert [row["longer"] for row in reader.read()] == [1, 1]
     reader.close()

@@ -18,7 +18,7 @@ from echelon.checkpoint.upload import Uploader
 from echelon.errors import CheckpointError, ConfigError, EchelonError
 from echelon.manifest import find_faults
 from echelon.recipe import load_recipe, render_recipe
-from echelon.run_folder import open_run
+from echelon.run_opening import open_run
 from object_server import BUCKET, ObjectServer
 
 RECIPE = """

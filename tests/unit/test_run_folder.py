@@ -12,7 +12,9 @@ import pytest
 from echelon.environment import describe_environment
 from echelon.errors import ConfigError, DataError
 from echelon.recipe import Recipe, render_recipe
-from echelon.run_folder import RunFolder, open_run, write_json, write_text
+from echelon.run_folder import RunFolder
+from echelon.run_opening import open_run
+from echelon.stored import write_json, write_text
 
 
 def build_recipe(directory, steps=10, learning_rate=1e-3, log_every=1):

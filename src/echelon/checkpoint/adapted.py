@@ -14,12 +14,11 @@ from echelon.checkpoint.first_weights import fill_weights
 from echelon.checkpoint.folder import checkpoint_of, require_run
 from echelon.checkpoint.store import load_alone
 from echelon.errors import ConfigError
-from echelon.manifest import read_json
 from echelon.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
 from echelon.model.build import build_on_meta, is_model_folder, load_config, materialize
 from echelon.model.folder import run_model_dir
 from echelon.model.pissa import PrincipalParts
-from echelon.plan import ParallelPlan
+from echelon.plan import load_plan
 from echelon.recipe import Recipe, load_recipe
 from echelon.run_folder import RunFolder, is_run
 
@@ -77,7 +76,7 @@ def load_adapted(run: Path, device: torch.device, which: str | None = None) -> A
     apply_adapter(model, recipe.adapter, find_new_tokens(recipe, tokenizer))
     materialize(model, device)
     fill_weights(model, skeleton, recipe)
-    frozen_dtype = getattr(torch, ParallelPlan.from_dict(read_json(RunFolder(run).plan_path)).precision.compute)
+    frozen_dtype = getattr(torch, load_plan(RunFolder(run).plan_path).precision.compute)
     principal = initialize_adapter(model, recipe.adapter, recipe.run.seed, frozen_dtype)
     adapted = Adapted(model.eval(), principal, checkpoint.step)
     load_alone(checkpoint.path, {f"model.{name}": tensor for name, tensor in adapted.tensors.items()})

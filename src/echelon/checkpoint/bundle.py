@@ -4,7 +4,8 @@ import zipfile
 from pathlib import Path
 
 from echelon.errors import CheckpointError
-from echelon.run_folder import RunFolder, is_row_up_to, write_text
+from echelon.run_folder import RunFolder, is_row_up_to
+from echelon.stored import whole_lines, write_text
 
 # In the order in which they come back: a folder with a recipe counts as a run, so that is the last.
 _FILES = ("environment.json", "estimate.json", "data.json", "events.jsonl", "spending.json", "plan.json", "recipe.yaml")
@@ -44,9 +45,9 @@ def unpack_bundle(path: Path, folder: RunFolder) -> None:
             write_text(folder.path / name, contents[name])
 
 
-def _rows_up_to(path: Path, step: int) -> str:
+def _rows_up_to(path: Path, step: int) -> bytes:
     """Rows stand in the order of their steps, so only those at the end are looked into."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    while lines and not is_row_up_to(lines[-1], step, step):
+    lines = list(whole_lines(path.read_bytes()))
+    while lines and not is_row_up_to(path.name, lines[-1], step, step):
         lines.pop()
-    return "".join(lines)
+    return b"".join(lines)

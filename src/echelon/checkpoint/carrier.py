@@ -16,7 +16,7 @@ from torch import Tensor
 
 from echelon.checkpoint.folder import Checkpoint
 from echelon.manifest import MANIFEST, find_faults
-from echelon.run_folder import sync_path
+from echelon.stored import sync_path
 
 CHUNK_BYTES = 64 * 2**20
 """What is sent at a time, and what it costs in memory."""

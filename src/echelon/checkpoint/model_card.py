@@ -1,20 +1,28 @@
 """README.md of what leaves a run: what it is, what it was trained on, with which figures, by which recipe."""
 
-import json
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from echelon.manifest import read_json
 from echelon.recipe import Recipe, load_recipe
 from echelon.run_folder import RunFolder, is_run
+from echelon.stored import read_as, read_json
 
 _MODEL_LINES = [
     "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
     'model = AutoModelForCausalLM.from_pretrained("this/folder")',
     'tokenizer = AutoTokenizer.from_pretrained("this/folder")',
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Environment:
+    """What a card takes from environment.json: versions by package."""
+
+    packages: dict[str, str]
 
 
 def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str | None = None) -> str:
@@ -38,7 +46,7 @@ def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str 
         "## Data", "", *_data_lines(recipe), "",
         "## Figures", "", *_figure_lines(folder, step), *([f"- {comparison}"] if comparison else []), "",
         "## Loading", "", "```python", *(_adapter_lines(recipe, folder) if is_adapter else _MODEL_LINES), "```", "",
-        "## Recipe", "", "```yaml", folder.recipe_path.read_text().strip(), "```", "",
+        "## Recipe", "", "```yaml", folder.recipe_path.read_text(encoding="utf-8").strip(), "```", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -49,15 +57,15 @@ def _data_lines(recipe: Recipe) -> list[str]:
 
 
 def _figure_lines(folder: RunFolder, step: int) -> list[str]:
-    rows = [json.loads(line) for line in folder.metrics_path.read_text().splitlines() if line.strip()]
+    rows = folder.read_metrics().rows
     lines = []
     for kind, what in (("train", "training"), ("eval", "held-out")):
         row = next((row for row in reversed(rows) if row["kind"] == kind and row["step"] <= step), None)
-        if row is not None and row["loss"] is not None:
-            tokens = f", {row['tokens']:,} tokens seen" if kind == "train" else ""
+        if row is not None and row.get("loss") is not None:
+            tokens = f", {row['tokens']:,} tokens seen" if row.get("tokens") is not None else ""
             lines.append(f"- {what} loss {row['loss']:.4f} at step {row['step']:,}{tokens}")
-    if folder.environment_path.is_file():
-        packages = read_json(folder.environment_path).get("packages", {})
+    with suppress(OSError, ValueError):  # a damaged file leaves out what only it knows
+        packages = read_as(folder.environment_path, _Environment).packages
         used = [name for name in ("torch", "transformers", "peft", "bitsandbytes") if name in packages]
         versions = ", ".join(f"{name} {packages[name]}" for name in used)
         lines += [f"- {versions}"] if versions else []

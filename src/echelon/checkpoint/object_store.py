@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from echelon.errors import ConfigError, EchelonError, is_disk_full
-from echelon.run_folder import write_text
+from echelon.stored import write_text
 
 # Packages that fsspec imports for a protocol, by the extra that installs them.
 _EXTRAS = {"s3": ("s3", "s3fs"), "s3a": ("s3", "s3fs"), "gs": ("gcs", "gcsfs"), "gcs": ("gcs", "gcsfs")}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from echelon.errors import CheckpointError
-from echelon.run_folder import sync_path
+from echelon.stored import sync_path
 
 # Beside the tensors: the index of the checkpoint, headers and alignment, what else writes to the disk meanwhile.
 MARGIN_FRACTION = 0.05

@@ -18,9 +18,10 @@ from typing import Any
 
 from echelon.checkpoint.folder import Checkpoint
 from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError
-from echelon.errors import CheckpointError
+from echelon.errors import CheckpointError, ConfigError
 from echelon.manifest import FORMAT, MANIFEST, check_files, compare_files, describe_files
-from echelon.run_folder import RunFolder, write_json
+from echelon.run_folder import RunFolder
+from echelon.stored import read_as, write_json
 
 OWNER = "run.json"
 BUNDLE = "run.zip"
@@ -55,6 +56,13 @@ class RemoteCheckpoint:
         """Whether it is a whole copy of this one."""
         wanted = describe_files([checkpoint.path / MANIFEST])[MANIFEST]
         return not self.faults and self.files.get(MANIFEST) == wanted
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What remote.json holds."""
+
+    run: str
 
 
 class RemoteRuns:
@@ -186,11 +194,19 @@ def write_run_name(folder: RunFolder, run: str) -> None:
 
 
 def read_run_name(folder: RunFolder) -> str | None:
-    """By which name an object store knows this run folder; None when it has none."""
+    """By which name an object store knows this run folder; None when it has none.
+
+    Raises ConfigError where its remote.json is damaged: under another name, the run would not find its checkpoints.
+    """
     try:
-        return str(json.loads(folder.remote_path.read_text(encoding="utf-8"))["run"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_as(folder.remote_path, _Named).run
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder.remote_path} does not say under which name checkpoint.remote has this run ({error}); write "
+            f'{{"run": "NAME"}} into it, with the name that {OWNER} has at that address.'
+        ) from error
 
 
 def _entries(files: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int, str]]:

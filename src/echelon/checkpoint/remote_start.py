@@ -16,7 +16,8 @@ from echelon.checkpoint.upload import Uploader
 from echelon.errors import CheckpointError, ConfigError, EchelonError, explain_storage_error
 from echelon.manifest import find_faults
 from echelon.recipe import Recipe, blocking_differences, load_recipe, render_recipe
-from echelon.run_folder import RunFolder, sync_path
+from echelon.run_folder import RunFolder
+from echelon.stored import sync_path
 
 Say = Callable[[str], None]
 

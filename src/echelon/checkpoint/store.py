@@ -157,6 +157,8 @@ class CheckpointStore:
             CheckpointError: this save, or the one before it, was the third in a row to fail.
         """
         self.wait()
+        if self._carrier is None and not self._folder.is_dir():  # DCP would make it again
+            raise self._save_error(f"{self._folder} is gone")
         began = time.monotonic()
         self._began_at, self._look_at, self._retry_at = step, step + 1, None
         self._tell("save", step)

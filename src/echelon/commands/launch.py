@@ -5,7 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -360,8 +360,9 @@ def _describe(record: "JobRecord", now: "JobStatus") -> str:
     folder = _find_run_folder(record.target, Path(record.run_dir))
     if step := folder.last_step():
         parts.append(f"step {step}")
-    if usd := read_spending(folder).usd:
-        parts.append(f"cost ${usd:.2f}")
+    with suppress(ConfigError):  # a damaged file; the run's next start says so
+        if usd := read_spending(folder).usd:
+            parts.append(f"cost ${usd:.2f}")
     if now.billed_hours is not None:
         parts.append(f"billed {now.billed_hours:.2f} h")
     if now.billed_usd is not None:

@@ -46,7 +46,7 @@ from echelon.data.writing import CorpusWriter, WritingOptions
 from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.manifest import write_manifest
 from echelon.model.folder import find_model_dir
-from echelon.run_folder import sync_path
+from echelon.stored import sync_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from echelon.data.duplicates import DigestSet
 from echelon.data.readers.record import DIGEST_BYTES
 from echelon.data.shards import ShardRecord
-from echelon.run_folder import sync_path
+from echelon.stored import sync_path
 
 PROGRESS_NAME = "progress.json"
 DIGESTS_NAME = "digests.bin"

@@ -1,6 +1,5 @@
 """One run of a drill: `echelon train` as a process of its own, watched from outside as its user would."""
 
-import json
 import os
 import signal
 import subprocess
@@ -70,11 +69,7 @@ class Trial:
 
     def rows(self) -> list[dict[str, Any]]:
         """The training rows there are."""
-        rows = []
-        with suppress(OSError, ValueError):  # a last line that is being written
-            for line in self.run.metrics_path.read_text(encoding="utf-8").splitlines():
-                rows.append(json.loads(line))
-        return [row for row in rows if row["kind"] == "train"]
+        return [row for row in self.run.read_metrics().rows if row["kind"] == "train"]
 
     def events(self, since: float = 0.0) -> list[dict[str, Any]]:
         """What happened since a moment, as `time.time()` counts."""

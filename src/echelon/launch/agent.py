@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from echelon.launch.outcome import FAILED, Outcome, ProcessDeath, fold_outcomes, is_peer_leaving, read_outcomes
 from echelon.launch.restart import RESTART_VARIABLE, Restarts, deaths_watched
 from echelon.launch.workers import Workers
-from echelon.run_folder import RunFolder, newest_step, write_text
+from echelon.run_folder import RunFolder, describe_gone, is_run, newest_step
 from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS
+from echelon.stored import write_text
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -74,8 +75,11 @@ class LocalAgent:
         """
         restarts = Restarts(job.max_restarts)
         announced: dict[str, str] = {}
+        was_run = is_run(folder.path)
         while True:
             outcome, failed_at = self._attempt(job, folder, announced)
+            if was_run and not is_run(folder.path):
+                return Outcome(FAILED, describe_gone(folder.path))
             if outcome.code != FAILED or asked or is_peer_leaving(folder.outcomes_dir):
                 return outcome
             step = _find_newest_step(job, folder)

@@ -24,8 +24,9 @@ from echelon.launch.meeting import Decision, HostReport, Meeting
 from echelon.launch.outcome import FAILED, STOPPED, Cause, Outcome, Weight, find_cause, read_outcomes
 from echelon.launch.restart import RESTART_VARIABLE, Restarts, deaths_watched
 from echelon.launch.workers import Workers
-from echelon.run_folder import RunFolder, write_text
+from echelon.run_folder import RunFolder
 from echelon.stopping import read_word
+from echelon.stored import write_text
 
 HOST_VARIABLE = "ECHELON_HOST_DIR"
 """Tells a worker that an agent of this module started it: the folder where the machine's ranks say how they ended."""

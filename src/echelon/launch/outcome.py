@@ -14,7 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from echelon.errors import ConfigError, DataError, EchelonError, LaunchError, PlanError
-from echelon.run_folder import write_json, write_text
+from echelon.stored import read_as, write_json, write_text
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
@@ -108,8 +108,8 @@ def read_outcomes(directory: Path) -> list[RankOutcome]:
     outcomes = []
     for path in directory.glob("rank-*.json"):
         try:
-            outcomes.append(RankOutcome(**json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError):
+            outcomes.append(read_as(path, RankOutcome))
+        except (OSError, ValueError):
             continue
     return sorted(outcomes, key=lambda outcome: outcome.rank)
 

@@ -11,7 +11,7 @@ from echelon.errors import ConfigError
 from echelon.launch.job import JobRecord, JobSpec, Launcher, Submitted
 from echelon.launch.targets import TARGETS
 from echelon.recipe import Recipe, render_recipe
-from echelon.run_folder import write_json, write_text
+from echelon.stored import write_json, write_text
 
 JOBS = Path("jobs")
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from echelon.launch.outcome import FAILED, STOPPED, Outcome, read_outcomes
-from echelon.run_folder import RunFolder, write_text
+from echelon.run_folder import RunFolder
+from echelon.stored import write_text
 
 RESTART_VARIABLE = "ECHELON_RESTART"
 """Tells workers that they start anew: JSON of when the processes before them had ended, and after how many seconds."""

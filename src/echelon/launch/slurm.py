@@ -25,7 +25,7 @@ from echelon.launch.slurm_script import (
     render_machine,
 )
 from echelon.launch.trace import Log, rarely, read_exit_code
-from echelon.run_folder import write_text
+from echelon.stored import write_text
 
 # Slurm's words; of the others, all mean a failure.
 _STATES: dict[str, JobState] = {

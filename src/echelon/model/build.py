@@ -12,12 +12,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError, EchelonError
-from echelon.manifest import read_json
 from echelon.model.attention import choose_attention
 from echelon.model.folder import find_model_dir
 from echelon.model.hub import is_hub_reachable
 from echelon.recipe import Recipe
 from echelon.shape import check_depth, resolve_vocab_size
+from echelon.stored import read_json
 
 WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json"]
 # Fields that `transformers` still takes under a name its config classes no longer list.

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from echelon.errors import CheckpointError, ConfigError
-from echelon.manifest import read_json
 from echelon.model.adapters import plain_name
 from echelon.model.parts import weight_groups
 from echelon.model.quantization import QuantizedLinear
 from echelon.model.seeds import derive_seed
 from echelon.model.sharding import local_part, local_slices
+from echelon.stored import read_json
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
 

@@ -12,7 +12,7 @@ from echelon.launch.records import read_job
 from echelon.recipe import Recipe, diff_recipes, load_recipe, render_recipe
 from echelon.recipe.render import plain_value
 from echelon.recipe.yaml_text import parse_yaml, render_yaml, show_value
-from echelon.run_folder import write_text
+from echelon.stored import write_text
 from echelon.sweep.document import Sweep
 
 # Of the sweep file, what may change between two starts: none of it changes which values a trial has.

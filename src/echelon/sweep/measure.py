@@ -1,14 +1,12 @@
 """What a trial has reached, read from its metrics.jsonl."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-from echelon.run_folder import RunFolder
+from echelon.run_folder import RunFolder, is_metrics_row
+from echelon.stored import Row, parse_row, whole_lines
 from echelon.sweep.document import SweepSettings
-
-Row = dict[str, Any]
 
 # By metric: the kind of row, and the field of it.
 _FIELDS = {
@@ -42,7 +40,7 @@ class MetricsReader:
             return []
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return _parse(whole)
+        return [row for line in whole_lines(whole) if (row := parse_row(line, is_metrics_row)) is not None]
 
 
 def read_rows(run_dir: Path) -> list[Row]:
@@ -75,15 +73,3 @@ def training_hours(rows: list[Row]) -> float:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _parse(text: bytes) -> list[Row]:
-    rows = []
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:  # the middle of a line, where the file was cut and grew again
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows

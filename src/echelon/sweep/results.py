@@ -8,7 +8,7 @@ from typing import Any
 
 from echelon.recipe import Recipe, render_recipe
 from echelon.recipe.yaml_text import render_inline
-from echelon.run_folder import write_json, write_text
+from echelon.stored import write_json, write_text
 from echelon.sweep.document import Sweep
 from echelon.sweep.folder import SweepFolder
 from echelon.sweep.measure import read_rows, training_hours

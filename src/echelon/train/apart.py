@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, LaunchError
 from echelon.recipe import Recipe
-from echelon.run_folder import RunFolder, write_text
+from echelon.run_folder import RunFolder
+from echelon.stored import write_text
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -203,7 +203,8 @@ def build_trainer(
         recovery.loaded()
         book = open_book(folder, saved)
         store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
-        folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops)
+        text = {"prepared": str(data.path), "digest": data.content_digest}
+        folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops, **text)
         journal = Journal(folder, console, num_steps, recipe.train.log_every, recipe.batches)
         journal.tell_recovery(recovery)
         num_machines = -(-runtime.world_size // runtime.local_world_size)

@@ -14,7 +14,7 @@ from echelon.checkpoint.export import export_run
 from echelon.checkpoint.model_card import render_card
 from echelon.data.shards import NO_LABEL, Dataset
 from echelon.errors import ConfigError, DataError
-from echelon.run_folder import write_json, write_text
+from echelon.stored import write_json, write_text
 from echelon.train.evaluate import read_in_order
 from echelon.train.held_out import open_run_text
 from echelon.train.target import find_device, load_target

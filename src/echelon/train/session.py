@@ -86,8 +86,9 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: S
                 memory,
             )
             outcome = LocalAgent(exported, say).submit(job)
-        if outcome.code != DONE:
-            folder.sweep()
+        if outcome.code == DONE or not is_run(folder.path):  # without a folder there is nothing to sweep or to note
+            return outcome
+        folder.sweep()
         return _describe_ending(folder, outcome)
     finally:
         folder.unlock()

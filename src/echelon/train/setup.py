@@ -7,25 +7,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.cost import check_budget, describe_cost, find_price_here, refuse_used_up
+from echelon.cost import check_budget, describe_cost, find_price_here, forget_damaged_spending, refuse_used_up
 from echelon.environment import describe_environment
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, PlanError
 from echelon.hardware import Cluster
-from echelon.manifest import read_json
 from echelon.model.folder import find_model_dir
-from echelon.plan import ParallelPlan, resolve_plan
+from echelon.plan import ParallelPlan, load_plan, resolve_plan
 from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
 from echelon.recipe import Recipe, TrainedTokenizerConfig, load_recipe, render_recipe
-from echelon.run_folder import (
-    OpenedRun,
-    RunFolder,
-    is_run,
-    open_run,
-    write_json,
-    write_text,
-)
+from echelon.run_folder import RunFolder, is_run
+from echelon.run_opening import OpenedRun, open_run
 from echelon.schedule import find_fault, find_warmup, render_schedule
 from echelon.shape import ModelShape, build_shape, resolve_vocab_size
+from echelon.stored import read_as, read_json, write_json, write_text
 from echelon.train.trackers import catch_up, check_trackers
 
 if TYPE_CHECKING:
@@ -80,12 +74,14 @@ def prepare_run(
     try:
         remote.claim(folder)
         check_trackers(recipe)
+        if line := forget_damaged_spending(recipe, folder):
+            say(f"cost: {line}")
         refuse_used_up(recipe, folder, rate, find_cluster().num_nodes)
+        began_with = folder.read_data_digest() if opened.state == "resumed" else None
         folder.append_event("prepare")
         data = prepare_data(recipe, say)
         folder.append_event("prepared")
-        if opened.state == "resumed":
-            _refuse_other_text(folder, data.content_digest)
+        _refuse_other_text(folder, began_with, data.content_digest)
         num_steps = recipe.num_steps(data.train.num_samples)
         if fault := find_fault(recipe.optim, num_steps, recipe.batches):
             raise ConfigError(fault)
@@ -95,7 +91,7 @@ def prepare_run(
         _check_masks(recipe, data, fields)
         shape = build_shape(fields)
         cluster = find_cluster()
-        plan = _find_pinned_plan(opened, cluster)
+        plan = _find_pinned_plan(opened, recipe, cluster, say)
         if plan is None:
             # A run that goes on must do so on whatever processes there are left.
             goes_on = opened.state == "resumed"
@@ -249,9 +245,8 @@ def _load_vocab_size(recipe: Recipe) -> int:
     return vocabulary_size(tokenizer.backend_tokenizer)
 
 
-def _refuse_other_text(folder: RunFolder, digest: str) -> None:
+def _refuse_other_text(folder: RunFolder, before: str | None, digest: str) -> None:
     """The order of the samples is a function of the text: a run cannot go on with another one."""
-    before = folder.read_data_digest()
     if before is not None and before != digest:
         raise ConfigError(
             f"data.train: the text is not what the run in {folder.path} began with: its tokens differ; restore the "
@@ -279,11 +274,6 @@ def write_run(
     write_text(folder.recipe_path, render_recipe(recipe))
 
 
-def read_plan(folder: RunFolder) -> ParallelPlan:
-    """The plan of plan.json."""
-    return ParallelPlan.from_dict(read_json(folder.plan_path))
-
-
 def digest_run(folder: RunFolder) -> int:
     """A positive 63-bit digest of recipe.yaml and plan.json as this rank sees them; 0 when it does not see them."""
     try:
@@ -293,24 +283,38 @@ def digest_run(folder: RunFolder) -> int:
     return max(1, int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)
 
 
-def _find_pinned_plan(opened: OpenedRun, cluster: Cluster) -> ParallelPlan | None:
-    """The plan of a resumed run, where the hardware and everything that could change the plan are the same."""
+@dataclass(frozen=True)
+class _PlannedFor:
+    """Of environment.json: the hardware that the plan was made for."""
+
+    cluster: Cluster
+
+
+def _find_pinned_plan(
+    opened: OpenedRun, recipe: Recipe, cluster: Cluster, say: Callable[[str], None]
+) -> ParallelPlan | None:
+    """The plan of a resumed run, where the hardware and everything that could change the plan are the same.
+
+    One that cannot be read is made again, with a line.
+    """
     folder = opened.folder
     changed = any(each.key.startswith(_PLAN_KEYS) for each in opened.differences)
-    if opened.state != "resumed" or changed or not folder.plan_path.exists():
+    if opened.state != "resumed" or changed:
         return None
     try:
-        before = read_json(folder.environment_path)["cluster"]
-        plan = read_plan(folder)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # then it is made again
-    same = (before.get("kind"), before.get("num_devices"), before.get("devices_per_node")) == (
+        before = read_as(folder.environment_path, _PlannedFor).cluster
+        plan = load_plan(folder.plan_path)
+    except (OSError, ValueError, PlanError) as error:
+        say(f"plan: made anew, since that of the start cannot be read ({error})")
+        return None
+    same = (before.kind, before.num_devices, before.devices_per_node, before.accelerator.name) == (
         cluster.kind,
         cluster.num_devices,
         cluster.devices_per_node,
+        cluster.accelerator.name,
     )
-    same_device = before.get("accelerator", {}).get("name") == cluster.accelerator.name
-    return plan if same and same_device else None
+    fits = plan.world_size == cluster.num_devices and plan.global_batch_size == recipe.global_batch_size
+    return plan if same and fits else None
 
 
 def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple[dict[str, Any], str]:

@@ -15,12 +15,12 @@ from echelon.checkpoint.first_weights import fill_weights
 from echelon.checkpoint.folder import checkpoint_of
 from echelon.data.tokenizer import try_tokenizer
 from echelon.errors import ConfigError, EchelonError
-from echelon.manifest import read_json
 from echelon.model.attention import choose_attention
 from echelon.model.build import is_model_folder, materialize
 from echelon.model.folder import run_model_dir
 from echelon.run_folder import is_run
 from echelon.shape import check_depth
+from echelon.stored import read_json
 
 # A folder is read as it lies: nothing is asked of the hub, no code in it is run.
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}

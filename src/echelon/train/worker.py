@@ -28,10 +28,12 @@ from echelon.launch.outcome import (
     reserve_outcome,
     write_outcome,
 )
-from echelon.run_folder import RunFolder
+from echelon.run_folder import RunFolder, describe_gone, is_run
 from echelon.runtime import (
     Runtime,
+    find_host_dir,
     find_place,
+    is_managed,
     shares_files,
     start_runtime,
     start_watchdog,
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 
 
 _LOOK_SECONDS = 0.2
+_FOLDER_SECONDS = 0.4
+_LOOKS_IN_VAIN = 2
 # Between a peer's death and this rank's end: what its own error says, if it has one, is written by then.
 _LAST_WORDS_SECONDS = 1.0
 
@@ -119,11 +123,35 @@ def run_rank(folder: RunFolder, console: TextIO, stop: StopRequest, store: "Stor
         from echelon.train.assemble import run_training
         from echelon.train.heartbeat import Heartbeat
 
+        leave_without_folder(folder, runtime, console)
         limit = recipe.fault.hang_seconds
         heart = Heartbeat(limit, lambda what: leave_hanging(folder, runtime, f"{what} did not end within {limit:g} s"))
         run_training(recipe, plan, folder, runtime, console, stop, heart)
     stop_runtime(failed=ending.outcome.code not in (DONE, STOPPED))
     return ending.outcome
+
+
+def leave_without_folder(folder: RunFolder, runtime: Runtime, console: TextIO) -> None:
+    """From now on this rank leaves when the run folder is gone: what it trains could not be kept.
+
+    Whoever started the ranks tells; where that is not echelon, rank 0 does.
+    """
+
+    def watch() -> NoReturn:
+        missed = 0
+        while missed < _LOOKS_IN_VAIN:  # a file system may lose sight of a file for a moment
+            time.sleep(_FOLDER_SECONDS)
+            missed = 0 if is_run(folder.path) else missed + 1
+        message = describe_gone(folder.path)
+        with suppress(OSError):  # the outcomes of a job of this machine alone are in the folder
+            write_outcome(folder.outcomes_dir, report(runtime.rank, FAILED, message, final=True))
+        if runtime.rank == 0 and not is_managed() and find_host_dir() is None:
+            with suppress(OSError):
+                console.write(f"echelon: {message}\n")
+                console.flush()
+        leave(1)
+
+    threading.Thread(target=watch, name="folder", daemon=True).start()
 
 
 def leave_hanging(folder: RunFolder, runtime: Runtime, what: str) -> NoReturn:
@@ -149,8 +177,9 @@ def load_agreed_run(folder: RunFolder, runtime: Runtime) -> "tuple[Recipe, Paral
     import torch
     import torch.distributed as dist
 
+    from echelon.plan import load_plan
     from echelon.recipe import load_recipe
-    from echelon.train.setup import digest_run, read_plan
+    from echelon.train.setup import digest_run
 
     mine = torch.tensor([digest_run(folder)], dtype=torch.int64, device=runtime.device)
     everyone = [torch.zeros_like(mine) for _ in range(runtime.world_size)]
@@ -164,7 +193,7 @@ def load_agreed_run(folder: RunFolder, runtime: Runtime) -> "tuple[Recipe, Paral
             "put run.dir on a file system that every machine shares."
         )
     recipe, _ = load_recipe(folder.recipe_path)
-    plan = read_plan(folder)
+    plan = load_plan(folder.plan_path)
     if plan.world_size != runtime.world_size:
         raise PlanError(
             f"plan.json is for {plan.world_size} processes, but {runtime.world_size} were started; "

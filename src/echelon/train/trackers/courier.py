@@ -5,18 +5,17 @@ the steps that the tracker holds. So nothing is kept in memory however long a se
 a resume and a tracker added to a finished run are all the same case.
 """
 
-import json
 import threading
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from echelon.run_folder import write_json
+from echelon.run_folder import is_metrics_row
+from echelon.stored import parse_row, read_as, write_json
 from echelon.train.trackers.tracker import Held, Tracker, hide_logins
 
 POLL_SECONDS = 1.0
@@ -26,6 +25,15 @@ PATIENCE_SECONDS = 5.0
 HURRY_SECONDS = 3.0
 _RETRY_AT_END_SECONDS = 1.0
 _ROWS_AT_ONCE = 50
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """What the file of a ledger holds."""
+
+    run_key: str
+    steps: dict[str, int]
+    complete: bool
 
 
 @dataclass
@@ -41,13 +49,16 @@ class Ledger:
     complete: bool = False
 
     @classmethod
-    def read(cls, path: Path) -> "Ledger":
+    def read(cls, path: Path, say: Callable[[str], None] = lambda line: None) -> "Ledger":
         """The ledger of the file, or a new one where there is none that can be read."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            return cls(path, str(values["run_key"]), dict(values["steps"]), bool(values["complete"]))
-        except (OSError, ValueError, KeyError, TypeError):
+            found = read_as(path, _Entries)
+        except FileNotFoundError:
             return cls(path)
+        except (OSError, ValueError) as error:
+            say(f"track: {path} cannot be read ({error}); all rows go to a new run of this tracker")
+            return cls(path)
+        return cls(path, found.run_key, found.steps, found.complete)
 
     def write(self) -> None:
         """Put it on disk."""
@@ -71,7 +82,7 @@ class Courier:
         """`resumed_step`: the checkpoint's that the run goes on from; None when it does not go on."""
         self._resumed_step = resumed_step
         self._tracker = tracker
-        self._ledger = Ledger.read(ledger_path)
+        self._ledger = Ledger.read(ledger_path, say)
         self._metrics_path = metrics_path
         self._say = say
         self._held: Held = defaultdict(int, self._ledger.steps)
@@ -218,10 +229,14 @@ class RowReader:
         rows: list[dict[str, Any]] = []
         if self._file is not None:
             self._file.seek(self._offset)
-            for line in islice(self._file, limit):
-                if line.endswith(b"\n"):  # else it is being written
-                    rows.append(json.loads(line))
-                    self._offset += len(line)
+            for line in self._file:
+                if not line.endswith(b"\n"):  # it is being written
+                    break
+                self._offset += len(line)
+                if (row := parse_row(line, is_metrics_row)) is not None:
+                    rows.append(row)
+                if len(rows) == limit:
+                    break
         return rows
 
     def close(self) -> None:

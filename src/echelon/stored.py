@@ -1,0 +1,124 @@
+"""The small files of a run: written in one go, and read without trust.
+
+A file may be cut off, hold other bytes or JSON of another type: whoever reads it here gets what it must be, or an
+OSError or a ValueError that says what is wrong with it.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+Row = dict[str, Any]
+"""A line of a file of JSON lines."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file in one go: a reader sees the old text or the new one, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the file with `value` as indented JSON, in one go."""
+    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file, or a folder's entries, to disk, so that a rename that follows survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file. Raises OSError, or ValueError for whatever is no JSON."""
+    return parse_json(path.read_bytes())
+
+
+def parse_json(content: bytes) -> Any:
+    """The value of JSON in UTF-8. Raises ValueError for whatever is none."""
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("lists in lists without end") from error
+
+
+def read_as(path: Path, kind: type[T]) -> T:
+    """The value of a JSON file, checked to be of a type: a dataclass, a TypedDict, a mapping of numbers.
+
+    Raises OSError, or ValueError with one line that says what is not as the type has it.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was read of a file of JSON lines: the good rows, and the numbers of the lines that are none, from 1."""
+
+    path: Path
+    rows: tuple[Row, ...]
+    bad: tuple[int, ...] = ()
+    fault: str | None = None
+
+    def describe_bad(self) -> str | None:
+        """The line about what was passed over; None where nothing was."""
+        if self.fault is not None:
+            return f"{self.path} cannot be read ({self.fault}), and is passed over"
+        if not self.bad:
+            return None
+        more = f" and {len(self.bad) - 1} more" if len(self.bad) > 1 else ""
+        return f"{self.path}: line {self.bad[0]}{more} cannot be read, and is passed over"
+
+
+def read_rows(path: Path, is_row: Callable[[Row], bool]) -> Rows:
+    """The rows of a file of JSON lines; none where there is no such file.
+
+    A last line without an end is one that a power cut took half of, or that is being written: it counts as absent.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return Rows(path, ())
+    except OSError as error:
+        return Rows(path, (), fault=error.strerror or str(error))
+    found = [(number, parse_row(line, is_row)) for number, line in enumerate(whole_lines(content), start=1)]
+    rows = tuple(row for _, row in found if row is not None)
+    return Rows(path, rows, tuple(number for number, row in found if row is None))
+
+
+def whole_lines(content: bytes) -> Iterator[bytes]:
+    """The lines of a file that have an end, with it."""
+    start = 0
+    while (stop := content.find(b"\n", start) + 1) > 0:
+        yield content[start:stop]
+        start = stop
+
+
+def parse_row(line: bytes, is_row: Callable[[Row], bool]) -> Row | None:
+    """The object in a line of JSON; None where there is none, or one that is not as `is_row` wants it."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and is_row(row) else None

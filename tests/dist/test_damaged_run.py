@@ -1,0 +1,119 @@
+"""A run folder whose small files are damaged goes on; one that is gone ends the run."""
+
+import fnmatch
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from command import await_line, finish, read_lines, start, write_recipe
+from echelon.run_folder import RunFolder
+from run_folder_files import COVERED
+
+pytestmark = pytest.mark.dist
+
+COMMAND = ("train", "recipe.json", "--nproc", "1")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a run that has finished."""
+    root = tmp_path_factory.mktemp("trained")
+    write_recipe(root, track=["tensorboard"], evaluate={"batches": 1, "prompts": ["One"], "prompt_tokens": 4})
+    ending = finish(start(*COMMAND, cwd=root), 200)
+    assert ending.code == 0, ending
+    return root
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of that run, to be damaged."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return RunFolder(tmp_path / "runs" / "tiny")
+
+
+def write_damages(run):
+    """Every small file of a run that it can do without, or make again, each damaged in another way."""
+    first, *rest = run.events_path.read_bytes().splitlines(keepends=True)
+    bad = (
+        b"null\n",
+        b"{}\n",
+        b'{"event": "rollback", "time": 1.0}\n',
+        b"\xff\xfe\n",
+        b"[1]\n",
+        b'{"time": 1' + b"0" * 5000,
+    )
+    run.events_path.write_bytes(b"".join((first, *bad[:5], *rest, bad[5])))
+    first, *rest = run.metrics_path.read_bytes().splitlines(keepends=True)
+    run.metrics_path.write_bytes(b"".join((b"5\n", first, b'{"kind": "train", "step": 2, "loss": "x"}\n', *rest)))
+    run.samples_path.write_bytes(b'{"step": {}}\n')
+    run.data_path.write_text("null")
+    run.outcome_path.write_text("[]")
+    run.spending_path.write_text('{"seconds": NaN}')
+    run.environment_path.write_text('{"cluster": 5}')
+    run.estimate_path.write_bytes(b"")
+    run.plan_path.write_bytes(b"\x00" * 100)
+    run.tracker_path("tensorboard").write_text('{"run_key": 1}')
+
+
+def test_no_file_of_a_run_folder_is_missing_from_the_fuzz(run):
+    left = [path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if not path.is_dir()]
+    assert [name for name in left if not any(fnmatch.fnmatchcase(name, each) for each in COVERED)] == []
+    assert {"metrics.jsonl", "trackers/tensorboard.json", ".outcomes/rank-0.json", "outcome.json"} <= set(left)
+
+
+def test_damaged_files_stop_no_run_that_could_go_on(echelon, run):
+    whole = echelon("eval", run.path, "--json")
+    write_damages(run)
+    for command in (("eval", run.path, "--json"), ("export", run.path, "out"), ("checkpoint", "verify", run.path)):
+        ending = echelon(*command)
+        assert ending.code == 0, ending
+        assert command[0] != "eval" or json.loads(ending.out) == json.loads(whole.out)
+    finished = echelon(*COMMAND)
+    assert (finished.code, finished.err) == (0, "") and "has finished; raise train.steps" in finished.out
+    resumed = echelon(*COMMAND, "train.steps=8")
+    assert (resumed.code, resumed.err) == (0, ""), resumed
+    for line in (
+        "run: runs/tiny/events.jsonl: line 2 and 4 more cannot be read, and is passed over",
+        "metrics.jsonl: line 1 and 1 more cannot be read",
+        "samples.jsonl: line 1 cannot be read",
+        "spending.json cannot be read (seconds: ",
+        "plan: made anew",
+        "Resuming from step-00000006",
+    ):
+        assert line in resumed.out, resumed.out
+    assert [row["step"] for row in read_lines(run.metrics_path) if row["kind"] == "train"] == [*range(1, 9)]
+
+
+def test_another_text_is_refused_by_the_events_too(echelon, run):
+    """What the run began with stands in data.json and, should that be damaged, in events.jsonl."""
+    run.data_path.write_text("{}")
+    Path("text.txt").write_text("Another text, of another length. " * 500)
+    refused = echelon(*COMMAND, "train.steps=8")
+    assert refused.code == 2 and "is not what the run" in refused.err
+    run.events_path.write_text("")
+    refused = echelon(*COMMAND, "train.steps=8")
+    assert refused.code == 2 and refused.err.count("\n") == 1
+    assert "data.json does not say which text the run reads" in refused.err
+
+
+def test_a_folder_in_a_file_s_place_is_named(echelon, run):
+    run.metrics_path.unlink()
+    run.metrics_path.mkdir()
+    refused = echelon(*COMMAND, "train.steps=8")
+    assert refused.code == 2 and "metrics.jsonl is a folder, where the run keeps a file" in refused.err
+
+
+def test_a_run_folder_that_is_removed_ends_the_run_at_once(echelon, tmp_path):
+    write_recipe(tmp_path, train={"steps": 100_000, "log_every": 1000}, checkpoint={"every_steps": 50})
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    job = start("train", "recipe.json", "--nproc", "2")
+    await_line(run.metrics_path, '"step": 60,', job, seconds=120)
+    shutil.rmtree(run.path, ignore_errors=True)  # the run writes meanwhile
+    shutil.rmtree(run.path, ignore_errors=True)
+    ending = finish(job, 60)
+    assert ending.code == 1 and ending.err.count("\n") == 1, ending
+    assert "run.dir=runs/tiny was removed or moved while the run went on" in ending.err
+    assert "restart 1 of" not in ending.out
+    assert list(run.checkpoints_dir.glob("step-*")) == []

@@ -1,0 +1,225 @@
+"""The small files of a run folder, each damaged in turn, and all commands that read them.
+
+What a run can do without, or make again, stops neither a resume nor a look at the run; the rest is refused in a
+sentence that names the file. `COVERED` says which file of a run folder is damaged by what; a real run leaves no other.
+"""
+
+import fnmatch
+import json
+import random
+import shutil
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from damage import damage_bytes, damage_json, foreign_files
+from echelon.checkpoint.export import export_run
+from echelon.checkpoint.folder import clear_out, list_checkpoints
+from echelon.checkpoint.remote import write_run_name
+from echelon.checkpoint.remote_start import describe_remote
+from echelon.cost import Spending, write_spending
+from echelon.launch.outcome import report, write_outcome
+from echelon.manifest import find_faults
+from echelon.recipe import load_recipe
+from echelon.run_folder import RunFolder
+from echelon.stored import write_text
+from echelon.train.assemble import build_trainer
+from echelon.train.held_out import open_held_out
+from echelon.train.setup import prepare_run
+from echelon.train.trackers.courier import Courier, Ledger
+from echelon.train.trackers.tracker import Opened
+from stored_files import MACHINE, Parts, StoredFiles, describe_target, digest
+
+# The files that the loaders of `stored_files` read damaged: a checkpoint's and the model's.
+BIG_FILES = (
+    "checkpoints/step-*/.metadata", "checkpoints/step-*/*.distcp", "checkpoints/step-*/manifest.json",
+    "checkpoints/step-*/state.json", "model/*.json", "model/*.jinja",
+)  # fmt: skip
+# What nobody reads back: it is there for people, for the tracker that wrote it, or for the next start to replace.
+UNREAD = ("logs/*.log", "tensorboard/*", "wandb/*", ".lock", "export/*")
+# By pattern: whether a damaged one may be refused.
+SMALL_FILES = {
+    "recipe.yaml": True,
+    "plan.json": False,
+    "estimate.json": False,
+    "environment.json": False,
+    "data.json": False,
+    "remote.json": True,
+    "metrics.jsonl": False,
+    "samples.jsonl": False,
+    "events.jsonl": False,
+    "outcome.json": False,
+    "spending.json": False,
+    "trackers/*.json": False,
+    ".outcomes/rank-*.json": False,
+    ".outcomes/pid-*": False,
+    ".outcomes/stop": False,
+    ".outcomes/death": False,
+}
+COVERED = (*BIG_FILES, *UNREAD, *SMALL_FILES)
+
+_OTHER_TYPES = (b"5", b'"x"', b"1e999", b"true", b"[null]", b'{"": null}', b"\xff\xfe", b" ", b"\n")
+
+
+class NoTracker:
+    """A tracker that holds what it is given."""
+
+    name = "mlflow"
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def open(self, run_key: str, given: Any) -> Any:
+        """Nothing is held yet."""
+        return Opened(defaultdict(int), "nowhere")
+
+    def send(self, rows: list[dict[str, Any]]) -> None:
+        """Keep them."""
+        self.rows += rows
+
+    def finish(self, done: bool) -> None:
+        """Nothing to do."""
+
+
+class RunFolderFiles:
+    """The run of `StoredFiles` with every small file that a run may have, restored after each damage."""
+
+    def __init__(self, stored: StoredFiles, aside: Path) -> None:
+        self._stored, self._aside = stored, aside / "pristine"
+        self._scratch = aside
+        folder = self.folder = stored.run
+        write_spending(folder, Spending(seconds=10.0, until=1.0))
+        write_run_name(folder, "20260101-000000-abcdef")
+        Ledger(folder.tracker_path("mlflow"), steps={"train": 4}).write()
+        write_outcome(folder.outcomes_dir, report(0, 0, ""))
+        folder.write_pid(0)
+        write_text(folder.stop_path, "")
+        write_text(folder.death_path, "")
+        row = {"step": 4, "prompt": "x", "text": "y"}
+        write_text(folder.samples_path, json.dumps(row) + "\n")
+        folder.append_event("rollback", step=2, suppressed=4)
+        folder.mark_finished(4, "early_stop")
+        self._longer, _ = load_recipe(folder.recipe_path, ["train.steps=6"])
+        shutil.copytree(folder.path, self._aside)
+        self._foreign = foreign_files(stored.marker) | {f"type {each!r}": each for each in _OTHER_TYPES}
+        self.files = sorted(
+            path.relative_to(folder.path).as_posix()
+            for path in folder.path.rglob("*")
+            if path.is_file() and self.pattern_of(path.relative_to(folder.path).as_posix()) is not None
+        )
+        self.expected = self.use()
+        self.restore()
+
+    @staticmethod
+    def pattern_of(name: str) -> str | None:
+        """The entry of SMALL_FILES that a file belongs to."""
+        return next((pattern for pattern in SMALL_FILES if fnmatch.fnmatchcase(name, pattern)), None)
+
+    def restore(self) -> None:
+        """The folder as it was."""
+        self.folder.unlock()
+        shutil.rmtree(self.folder.path)
+        shutil.copytree(self._aside, self.folder.path)
+
+    def damage(self, rng: random.Random, name: str) -> str:
+        """Damage this file of the run folder; returns what was done."""
+        path = self.folder.path / name
+        content = path.read_bytes()
+        choice = rng.random()
+        if choice < 0.04:
+            path.unlink()
+            return "removed"
+        if choice < 0.08:
+            path.unlink()
+            path.mkdir()
+            return "a folder"
+        if choice < 0.45:
+            what = rng.choice(sorted(self._foreign))
+            path.write_bytes(self._foreign[what])
+            return what
+        if choice < 0.6 and content:
+            path.write_bytes(damage_bytes(rng, content))
+            return "other bytes"
+        if path.suffix == ".json":
+            path.write_bytes(damage_json(rng, content))
+            return "other JSON"
+        if path.suffix == ".jsonl":
+            path.write_bytes(self._damage_lines(rng, content))
+            return "other lines"
+        path.write_bytes(damage_bytes(rng, content) if content else b"SIGTERM")
+        return "other bytes"
+
+    def _damage_lines(self, rng: random.Random, content: bytes) -> bytes:
+        lines = content.splitlines()
+        for _ in range(rng.choice((1, 1, 3))):
+            number = rng.randrange(len(lines))
+            whole = [other for other in self._foreign.values() if b"\n" not in other]
+            other = rng.choice((*_OTHER_TYPES[:-1], *whole, None, None, None))
+            try:
+                lines[number] = damage_json(rng, lines[number]) if other is None else other
+            except (ValueError, IndexError):  # it was damaged before
+                lines[number] = b"null"
+        return b"\n".join(lines) + b"\n"
+
+    def may_refuse(self, name: str, what: str) -> bool:
+        """Whether commands may end with a sentence about this damage."""
+        pattern = self.pattern_of(name)
+        assert pattern is not None
+        return SMALL_FILES[pattern] or what == "a folder"
+
+    def use(self) -> Parts:
+        """Everything that is done with a run: look, evaluate, export, prune, send rows to a tracker, go on."""
+        return {**self._look(), **self._go_on()}
+
+    def _look(self) -> Parts:
+        path = self.folder.path
+        target = describe_target(path)
+        [held_out] = open_held_out(path)
+        out = self._scratch / "exported"
+        shutil.rmtree(out, ignore_errors=True)
+        export_run(path, out)
+        damaged = [find_faults(each.path, checksums=True) for each in list_checkpoints(path)]
+        if not (path / "remote.json").exists():
+            list(describe_remote(path, verify=False))
+        RunFolder(path).last_step()
+        kept = list(clear_out(self.folder.checkpoints_dir, 2))
+        read = self.folder.remedy()
+        assert isinstance(read, str)
+        self._send_rows()
+        looked = {"target": digest(sorted(target.items())), "kept": digest(damaged, kept)}
+        return looked | {"held out": str(held_out.dataset.num_samples)}
+
+    def _send_rows(self) -> None:
+        """Read the rows as a tracker gets them; a courier that fails says so."""
+        said: list[str] = []
+        path = self.folder.tracker_path("mlflow")
+        if not path.is_dir():
+            courier = Courier(NoTracker(), path, self.folder.metrics_path, said.append)
+            courier.start()
+            courier.close(done=True)
+        failed = [line for line in said if " fails " in line]
+        assert not failed or self.folder.metrics_path.is_dir(), failed
+
+    def _go_on(self) -> Parts:
+        """Resume for two more steps, up to the first of them."""
+        said: list[str] = []
+        prepared = prepare_run(self._longer, False, lambda: MACHINE, {}, said.append)
+        assert prepared is not None, said
+        assert not list(self.folder.outcomes_dir.iterdir())
+        trainer = build_trainer(
+            self._longer, prepared.plan, self.folder, self._stored.runtime, self._stored.console, "eager"
+        )
+        try:
+            found = {name: digest(tensor) for name, tensor in trainer.engine.state_dict().items()}
+            state = {key: value for key, value in asdict(trainer.state).items() if key != "suppressed"}
+            trainer.book.describe()
+            return {"state": digest(state), **found}
+        finally:
+            trainer.loader.close()
+            trainer.journal.close()
+            trainer.store.close()
+            for group in (trainer.store._group, trainer.store._control):
+                dist.destroy_process_group(group)
