@@ -86,6 +86,7 @@ def evaluate(
 ) -> None:
     """Loss, perplexity and bits per byte on held-out text; or accuracy on tasks."""
     require_folder(target)
+    _fetch_base(target)
     if sum(each is not None for each in (data_path, task, harness)) > 1:
         raise ConfigError("--data, --tasks and --lm-eval are three evaluations; give one at a time.")
     if harness is None and (include_path is not None or limit is not None):
@@ -144,6 +145,7 @@ def generate(
 ) -> None:
     """Sample from a run or an HF folder."""
     require_folder(target)
+    _fetch_base(target)
     from echelon.train.chat import Chat
     from echelon.train.generate import Sampling, generate_samples, read_prompts, render_sample
 
@@ -183,6 +185,7 @@ def export(
 ) -> None:
     """Write a checkpoint as an HF folder: safetensors, config, tokenizer; of a run with an adapter, the adapter."""
     require_folder(run)
+    _fetch_base(run)
     from echelon.checkpoint.adapted import read_run_recipe
     from echelon.checkpoint.export import export_adapter, export_run
     from echelon.train.merging import merge_run
@@ -246,6 +249,13 @@ def init(
     for line in lines:
         say(line)
     say(f"wrote {path}: set data.train to your text, then run: echelon train {path}")
+
+
+def _fetch_base(target: Path) -> None:
+    """Have what the run's frozen weights are read from; its lines go where no result is read from."""
+    from echelon.checkpoint.adapted import fetch_base
+
+    fetch_base(target, lambda line: typer.echo(line, err=True))
 
 
 def _render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:

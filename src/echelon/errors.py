@@ -22,6 +22,10 @@ class ConfigError(EchelonError, ValueError):
     exit_code = 2
 
 
+class HubUnreachableError(ConfigError):
+    """The Hugging Face hub cannot be asked from this machine, whose cache lacks what is wanted; another one may do."""
+
+
 class PlanError(EchelonError, ValueError):
     """The recipe is well-formed but cannot run on this cluster."""
 

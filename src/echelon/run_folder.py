@@ -1,7 +1,7 @@
 """The run folder: where each file of a run stands, who may write there, and how a run is found again.
 
-`recipe.yaml plan.json estimate.json environment.json data.json remote.json metrics.jsonl events.jsonl outcome.json
-spending.json checkpoints/step-00000100/ model/ export/ logs/rank-00000.log trackers/mlflow.json`
+`recipe.yaml plan.json estimate.json environment.json data.json hub.json remote.json metrics.jsonl events.jsonl
+outcome.json spending.json checkpoints/step-00000100/ model/ export/ logs/rank-00000.log trackers/mlflow.json`
 """
 
 import errno
@@ -21,8 +21,8 @@ from echelon.errors import ConfigError, DataError, EchelonError, explain_storage
 from echelon.stored import Row, Rows, parse_row, read_as, read_rows, whole_lines, write_json, write_text
 
 FILES = (
-    "recipe.yaml", "plan.json", "estimate.json", "environment.json", "data.json", "remote.json", "metrics.jsonl",
-    "samples.jsonl", "events.jsonl", "outcome.json", "spending.json",
+    "recipe.yaml", "plan.json", "estimate.json", "environment.json", "data.json", "hub.json", "remote.json",
+    "metrics.jsonl", "samples.jsonl", "events.jsonl", "outcome.json", "spending.json",
 )  # fmt: skip
 """The files that stand in a run folder itself, `.lock` beside them."""
 
@@ -123,6 +123,11 @@ class RunFolder:
     def data_path(self) -> Path:
         """Names the prepared text that the run reads."""
         return self.path / "data.json"
+
+    @property
+    def hub_path(self) -> Path:
+        """The commits of what the run takes from the Hugging Face hub; absent where it takes nothing."""
+        return self.path / "hub.json"
 
     @property
     def remote_path(self) -> Path:
@@ -409,8 +414,10 @@ def _cut_rows(path: Path, step: int, evaluated: int) -> int:
 
 
 def is_row_up_to(name: str, line: bytes, step: int, evaluated: int) -> bool:
-    """Whether a line of metrics.jsonl or samples.jsonl (its `name`) is whole, and of `step` or before; of an evaluation,
-    `evaluated` or before."""
+    """Whether a line of metrics.jsonl or samples.jsonl (its `name`) is whole, and of `step` or before.
+
+    Of an evaluation, of step `evaluated` or before.
+    """
     is_row = is_metrics_row if name == "metrics.jsonl" else _has_step
     row = parse_row(line, is_row) if line.endswith(b"\n") else None
     return row is not None and bool(row["step"] <= (step if row.get("kind") == "train" else evaluated))

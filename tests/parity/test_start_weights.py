@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.model.build import find_weights
+from echelon.model.build import load_config
 from echelon.recipe import load_recipe
 from echelon.train.setup import check_weights
 from families import small_model
@@ -77,5 +77,5 @@ def test_a_checkpoint_without_weights_is_refused_before_any_worker(text, tmp_pat
     path = start_from(tmp_path / "bare", Row(), tmp_path / "run", text)
     with pytest.raises(ConfigError, match=r"model\.checkpoint=.*bare: no model\.safetensors"):
         check_weights(load_recipe(path)[0].model.checkpoint)
-    with pytest.raises(ConfigError, match=r"model\.checkpoint=no/such-model: it is no folder"):
-        find_weights("no/such-model", download=False)
+    with pytest.raises(ConfigError, match=r"model\.checkpoint=\./no/such: there is no such folder"):
+        load_config("./no/such")

@@ -17,10 +17,10 @@ from echelon.data.prepared import PreparedData, open_prepared
 from echelon.data.readers.record import hash_for_split
 from echelon.data.shards import TokenDataset
 from echelon.data.source import PYTHON_STDLIB, Source
-from echelon.data.tokenize import Progress
 from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.manifest import write_manifest
+from echelon.progress import Progress
 from echelon.recipe import load_recipe
 
 POEM = "Über allen Gipfeln\nIst Ruh,\nIn allen Wipfeln\nSpürest du\nKaum einen Hauch;\n"

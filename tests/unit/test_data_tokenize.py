@@ -12,9 +12,10 @@ from tokenizers import Tokenizer
 
 from echelon.data.readers.record import Broken, SourceFile, Span, hash_for_split
 from echelon.data.source import Source, list_files
-from echelon.data.tokenize import Encoding, Piece, Progress, Task, WorkerDiedError, plan_tasks, tokenize_tasks
+from echelon.data.tokenize import Encoding, Piece, Task, WorkerDiedError, plan_tasks, tokenize_tasks
 from echelon.data.tokenizer import train_tokenizer
 from echelon.errors import DataError
+from echelon.progress import Progress
 
 LINE = "größe" * 12 + ", 語\n"
 BYTES = Encoding("", None, None, 256)

@@ -26,7 +26,7 @@ from echelon.data.readers import datasets as datasets_reader
 from echelon.data.source import Source
 from echelon.data.tokenize import WorkerDiedError
 from echelon.data.tokenizer import train_tokenizer
-from echelon.errors import ConfigError, DataError, EchelonError
+from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableError
 
 TEXTS = [f"document {index}: {'größe ' * (index % 90)}" for index in range(3000)]
 
@@ -152,8 +152,8 @@ def test_a_dataset_is_streamed_and_the_hub_refused_without_a_network(tmp_path, m
     source = Source("data.train.0", str(tmp_path / "repository"), "hub", split="train[:50%]")
     with pytest.raises(ConfigError, match="does not say how many records"):
         prepare(build_spec(tmp_path, source), silent)
-    monkeypatch.setattr("echelon.data.readers.datasets.is_hub_reachable", lambda: False)
-    with pytest.raises(DataError, match=r"data\.train\.0\.path=org/name with format: hub .* cannot be reached"):
+    monkeypatch.setattr("echelon.model.hub.is_hub_reachable", lambda: False)
+    with pytest.raises(HubUnreachableError, match=r"data\.train\.0\.path=org/name: .* cannot be reached"):
         prepare(build_spec(tmp_path, Source("data.train.0", "org/name", "hub")), silent)
 
 

@@ -14,8 +14,8 @@ from echelon.data.readers import count_documents, cut_file, name_place, read_rec
 from echelon.data.readers.arrays import ArrayReader
 from echelon.data.readers.record import Broken, ExampleFields, Reading, Record, digest_document, hash_for_split
 from echelon.data.source import Source, list_files
-from echelon.data.tokenize import Progress
 from echelon.errors import ConfigError, DataError
+from echelon.progress import Progress
 from echelon.recipe.data_formats import RECORD_FORMATS, recognise_format
 from recipe_samples import SMALL, load_text
 

@@ -1,6 +1,7 @@
 """The model of a run that trained an adapter: the frozen weights as they were, the adapter from a checkpoint."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from echelon.errors import ConfigError
 from echelon.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
 from echelon.model.build import build_on_meta, is_model_folder, load_config, materialize
 from echelon.model.folder import run_model_dir
+from echelon.model.hub import fetch_models, find_commits, read_commits, with_copies
 from echelon.model.pissa import PrincipalParts
 from echelon.plan import load_plan
 from echelon.recipe import Recipe, load_recipe
@@ -62,6 +64,23 @@ def run_skeleton(run: Path) -> PreTrainedModel:
     return model
 
 
+def fetch_base(run: Path, say: Callable[[str], None]) -> None:
+    """Have on this machine what a run took from the hub, where its model needs that beside a checkpoint.
+
+    For a command, before anything else; `say` gets lines about how far it is. Raises as `hub.fetch`.
+    """
+    recipe = read_run_recipe(run) if is_run(run) else None
+    if recipe is not None and (recipe.adapter.is_adapter or recipe.objective.name == "dpo"):
+        fetch_models(recipe, find_commits(recipe, read_commits(RunFolder(run))), say)
+
+
+def fill_first_weights(model: PreTrainedModel, skeleton: PreTrainedModel, run: Path) -> None:
+    """Give a materialised model what the run began with. Names of the hub were fetched before, by `fetch_base`."""
+    recipe = read_run_recipe(run)
+    commits = find_commits(recipe, read_commits(RunFolder(run)))
+    fill_weights(model, skeleton, with_copies(recipe, commits))
+
+
 def load_adapted(run: Path, device: torch.device, which: str | None = None) -> Adapted:
     """The model of a run's checkpoint (see `checkpoint_of`): fp32, or 4 bits where it was trained so.
 
@@ -75,7 +94,7 @@ def load_adapted(run: Path, device: torch.device, which: str | None = None) -> A
     model = copy.deepcopy(skeleton)
     apply_adapter(model, recipe.adapter, find_new_tokens(recipe, tokenizer))
     materialize(model, device)
-    fill_weights(model, skeleton, recipe)
+    fill_first_weights(model, skeleton, run)
     frozen_dtype = getattr(torch, load_plan(RunFolder(run).plan_path).precision.compute)
     principal = initialize_adapter(model, recipe.adapter, recipe.run.seed, frozen_dtype)
     adapted = Adapted(model.eval(), principal, checkpoint.step)

@@ -8,7 +8,10 @@ from echelon.run_folder import RunFolder, is_row_up_to
 from echelon.stored import whole_lines, write_text
 
 # In the order in which they come back: a folder with a recipe counts as a run, so that is the last.
-_FILES = ("environment.json", "estimate.json", "data.json", "events.jsonl", "spending.json", "plan.json", "recipe.yaml")
+_FILES = (
+    "environment.json", "estimate.json", "data.json", "hub.json", "events.jsonl", "spending.json", "plan.json",
+    "recipe.yaml",
+)  # fmt: skip
 _ROWS = ("metrics.jsonl", "samples.jsonl")
 _TRACKERS = "trackers"
 

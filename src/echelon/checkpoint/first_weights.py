@@ -10,7 +10,6 @@ from echelon.checkpoint.folder import newest_of
 from echelon.checkpoint.safety import read_metadata
 from echelon.checkpoint.store import load_alone
 from echelon.errors import CheckpointError
-from echelon.model.build import find_weights
 from echelon.model.weights import (
     grown,
     initialize_buffers,
@@ -28,6 +27,7 @@ def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Reci
 
     Args:
         skeleton: the plain model on meta, untouched by any transform.
+        recipe: with this machine's copies in the place of names of the hub (`hub.with_copies`).
     """
     source, may_grow = recipe.model.checkpoint, bool(recipe.model.new_tokens)
     if source is None:
@@ -36,7 +36,7 @@ def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Reci
         initialize_buffers(model, skeleton)
         _load_from_run(model, skeleton, newest_of(Path(source)).path, may_grow)
     else:
-        load_pretrained(model, skeleton, find_weights(source, download=False), may_grow)
+        load_pretrained(model, skeleton, Path(source), may_grow)
 
 
 @torch.no_grad()

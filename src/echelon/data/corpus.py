@@ -9,8 +9,9 @@ from typing import Any
 from echelon.data.readers import count_documents, read_records
 from echelon.data.readers.record import ExampleFields, Reading, Record, SourceFile
 from echelon.data.source import Source, list_files
-from echelon.data.tokenize import Progress, plan_tasks
+from echelon.data.tokenize import plan_tasks
 from echelon.errors import DataError
+from echelon.progress import Progress
 
 
 @dataclass(frozen=True)

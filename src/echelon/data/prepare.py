@@ -29,7 +29,7 @@ from echelon.data.shards import MAX_SHARD_TOKENS
 from echelon.data.source import Source
 from echelon.data.split import describe_split
 from echelon.data.templates import load_template
-from echelon.data.tokenize import Encoding, Progress
+from echelon.data.tokenize import Encoding
 from echelon.data.tokenizer import (
     EOS,
     add_new_tokens,
@@ -46,6 +46,7 @@ from echelon.data.writing import CorpusWriter, WritingOptions
 from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.manifest import write_manifest
 from echelon.model.folder import find_model_dir
+from echelon.progress import Progress
 from echelon.stored import sync_path
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from echelon.errors import ConfigError, DataError
-from echelon.model.hub import is_hub_reachable
+from echelon.model.hub import HubModel, Part, fetch, is_hub_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -88,34 +88,27 @@ def load_tokenizer(
 ) -> "PreTrainedTokenizerFast":
     """Load a tokenizer from a folder or from the hub; `key` is where the recipe names it.
 
-    Raises DataError when it is in neither place, cannot be read, or is not of the `tokenizers` library.
+    Raises DataError when it is in neither place, cannot be read, or is not of the `tokenizers` library, and as
+    `hub.fetch`.
     """
     path = Path(path_or_id).expanduser()
     given = f"{key}={path_or_id}"
-    is_local = path.exists()
-    if not is_local and (path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") > 1):
+    if is_hub_name(path_or_id):
+        path = fetch(HubModel(path_or_id, key, Part.FILES, trust_remote_code))
+    elif not path.exists():
         raise DataError(
             f"{given}: no such folder, seen from {Path.cwd()}; give a folder with tokenizer.json, a hub "
             f"id, bytes, or {{train: {{vocab_size: 4096}}}}."
         )
     from transformers import AutoTokenizer
 
-    is_offline = is_local or not is_hub_reachable()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path) if is_local else path_or_id, trust_remote_code=trust_remote_code, local_files_only=is_offline
-        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
         try_tokenizer(tokenizer)
     except Exception as error:  # the tokenizers library raises Exception itself, transformers whatever it trips over
-        if is_offline and not is_local:
-            raise DataError(
-                f"{given} is no folder here and not in the hub's cache, and the hub cannot be reached; "
-                f"give a folder with tokenizer.json, or bytes, or {{train: {{vocab_size: 4096}}}}."
-            ) from error
-        where = "that folder" if is_local else "the hub, and it is no folder here"
         reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"{given} cannot be loaded from {where}: {reason} Give a folder with tokenizer.json, or a hub id."
+            f"{given} cannot be loaded from {path}: {reason} Give a folder with tokenizer.json, or a hub id."
         ) from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         raise DataError(

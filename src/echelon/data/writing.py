@@ -27,7 +27,6 @@ from echelon.data.split import STREAMS, divide_streams
 from echelon.data.tokenize import (
     Encoding,
     Piece,
-    Progress,
     Task,
     TokenizedTask,
     plan_tasks,
@@ -35,6 +34,7 @@ from echelon.data.tokenize import (
     tokenize_tasks,
 )
 from echelon.errors import DataError
+from echelon.progress import Progress
 
 Say = Callable[[str], None]
 

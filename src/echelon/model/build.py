@@ -7,19 +7,17 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError, EchelonError
 from echelon.model.attention import choose_attention
 from echelon.model.folder import find_model_dir
-from echelon.model.hub import is_hub_reachable
+from echelon.model.hub import HubModel, Part, fetch, is_hub_name
 from echelon.recipe import Recipe
 from echelon.shape import check_depth, resolve_vocab_size
 from echelon.stored import read_json
 
-WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json"]
 # Fields that `transformers` still takes under a name its config classes no longer list.
 OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "attn_implementation")
 
@@ -28,7 +26,8 @@ def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False
     """The HF config of `model.config` (a mapping) or of `model.checkpoint` (a run, an HF folder or a hub id).
 
     Raises:
-        ConfigError: the model type is unknown, or the checkpoint has no readable config.json.
+        ConfigError: the model type is unknown, or the checkpoint has no readable config.json; HubUnreachableError: it
+            is on the hub, which cannot be asked.
     """
     if isinstance(source, str):
         return _read_config(source, trust_remote_code)
@@ -47,22 +46,23 @@ def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False
 
 
 def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
-    folder = find_model_dir(source)
-    is_local = Path(folder).is_dir()
-    offline = is_local or not is_hub_reachable()
+    folder = Path(find_model_dir(source))
+    if is_hub_name(source):
+        folder = fetch(HubModel(source, "model.checkpoint", Part.CONFIG, trust_remote_code))
+    elif not folder.is_dir():
+        raise ConfigError(
+            f"model.checkpoint={source}: there is no such folder, seen from {Path.cwd()}; give one with config.json "
+            "and safetensors, or a hub id."
+        )
     try:
-        if is_local:
-            check_depth(read_json(Path(folder) / "config.json"))
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=offline)
+        check_depth(read_json(folder / "config.json"))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except EchelonError:
         raise
     except Exception as error:  # in a damaged file transformers raises whatever it trips over
-        where = (
-            "no config of a model can be read there" if is_local else "no such folder, and the hub has no config of it"
-        )
         raise ConfigError(
-            f"model.checkpoint={source}: {where} ({_first_line(error)}); give one with config.json and "
-            "safetensors, or a hub id."
+            f"model.checkpoint={source}: no config of a model can be read there ({_first_line(error)}); give one with "
+            "config.json and safetensors, or a hub id."
         ) from error
     assert isinstance(config, PretrainedConfig)
     return config
@@ -123,28 +123,6 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
         for other in others:
             path, _, leaf = other.rpartition(".")
             setattr(module.get_submodule(path), leaf, module.get_parameter(first))
-
-
-def find_weights(source: str, download: bool) -> Path:
-    """The folder of a checkpoint's safetensors: the source itself, or the local copy of a hub id.
-
-    Args:
-        download: fetch what is missing. Only the process that prepares a run does; its workers find the copy.
-
-    Raises:
-        ConfigError: there is no such folder, and no such model on the hub.
-    """
-    path = Path(source)
-    if path.is_dir():
-        return path
-    is_local = not (download and is_hub_reachable())
-    try:
-        return Path(snapshot_download(source, allow_patterns=WEIGHT_FILES, local_files_only=is_local))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.checkpoint={source}: it is no folder, and could not be fetched from the hub "
-            f"({_first_line(error)}); give a folder with config.json and safetensors, or check the id."
-        ) from error
 
 
 def is_model_folder(path: Path) -> bool:

@@ -1,14 +1,74 @@
-"""Whether the Hugging Face hub can be asked, found out in seconds: its own client retries for half a minute."""
+"""Models, tokenizers and datasets of the Hugging Face hub: which commit a name means, and a copy of it on this machine.
 
+Everything that is asked of the hub by name is asked here; all else reads folders. A name's commit is found once for a
+run, by its first process, and every machine fetches that one: a repository may change between two fetches.
+"""
+
+import json
+import platform
+import re
 import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableError, is_disk_full
+from echelon.progress import Progress
+from echelon.recipe import Recipe, SourceConfig
+from echelon.run_folder import RunFolder
+from echelon.stored import read_json, write_json
+from echelon.stored import read_json
+
 CONNECT_SECONDS = 5.0
+DATASET = "datasets/"
+"""Begins the name of a dataset where names of models stand too, as in the addresses of the hub."""
+
+Say = Callable[[str], None]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# At the top of a repository; folders below it hold the same model in other forms.
+_FILES = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|additional_chat_templates/[^/]+\.jinja")
+_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+_CONNECTIONS = 8
+_LOOK_SECONDS = 0.5
+_LINE_SECONDS = 10.0
+
+
+class Part(Enum):
+    """What is wanted of a model: its config.json, all but its weights, or all of it."""
+
+    CONFIG = "config"
+    FILES = "files"
+    WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model or a tokenizer of the hub. `key` names it in the recipe; `code`: whether its Python files may come."""
+
+    name: str
+    key: str
+    part: Part
+    code: bool = False
+
+    def __str__(self) -> str:
+        """As messages begin."""
+        return f"{self.key}={self.name}"
 
 
 def is_hub_reachable() -> bool:
-    """Whether the hub, or the proxy before it, takes a connection, and the user has not asked to stay offline."""
+    """Whether the hub, or the proxy before it, takes a connection, and the user has not asked to stay offline.
+
+    Found out in seconds: the hub's own client retries for half a minute.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -23,3 +83,357 @@ def is_hub_reachable() -> bool:
     except OSError:
         return False
     return True
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a value of the recipe names something on the hub: it could, and there is no such folder here."""
+    return _NAME.fullmatch(name) is not None and not Path(name).exists()
+
+
+def find_models(recipe: Recipe, weights: bool = True) -> list[HubModel]:
+    """What the recipe takes from the hub, but for datasets: each name once, with the most that is wanted of it.
+
+    Without `weights`, none of them are wanted yet.
+    """
+    found: dict[str, HubModel] = {}
+    code, part = recipe.model.trust_remote_code, Part.WEIGHTS if weights else Part.FILES
+    if isinstance(recipe.tokenizer, str) and recipe.tokenizer != "bytes" and is_hub_name(recipe.tokenizer):
+        found[recipe.tokenizer] = HubModel(recipe.tokenizer, "tokenizer", Part.FILES, code)
+    if recipe.model.checkpoint is not None and is_hub_name(recipe.model.checkpoint):
+        found[recipe.model.checkpoint] = HubModel(recipe.model.checkpoint, "model.checkpoint", part, code)
+    return list(found.values())
+
+
+def find_commits(recipe: Recipe, known: Mapping[str, str]) -> dict[str, str]:
+    """The commit of every model and dataset that the recipe takes from the hub: the one `known`, else the newest now.
+
+    Raises ConfigError for what is not there, HubUnreachableError where neither the hub nor the cache can tell.
+    """
+    commits = {}
+    for model in find_models(recipe):
+        commits[model.name] = known.get(model.name) or _find_newest(model)
+    for key, source in _sources(recipe):
+        name = f"{DATASET}{dataset_name(source.path)}"
+        if "@" not in source.path:
+            commits[name] = known.get(name) or find_dataset_commit(source.path, f"{key}.path={source.path}")
+    return commits
+
+
+def find_dataset_commit(path: str, where: str) -> str:
+    """The newest commit of a dataset, `ORG/NAME` or `ORG/NAME/CONFIG`. Raises as `find_commits`; `where` begins it."""
+    from huggingface_hub import HfApi
+
+    name = dataset_name(path)
+    with _explained(where, "dataset", f"https://huggingface.co/datasets/{name}"):
+        if not is_hub_reachable():
+            raise HubUnreachableError(
+                f"{where}: {_describe_silence()}. Download the dataset where there is a network, keep it with its "
+                "save_to_disk, and give that folder."
+            )
+        return str(HfApi().dataset_info(name).sha)
+
+
+def dataset_name(path: str) -> str:
+    """The repository of a dataset's path: `ORG/NAME` of `ORG/NAME/CONFIG@COMMIT`."""
+    return "/".join(path.partition("@")[0].split("/")[:2])
+
+
+def fetch_models(recipe: Recipe, commits: Mapping[str, str], say: Say, weights: bool = True) -> None:
+    """Have what the recipe takes from the hub on this machine; what is here already is not fetched again.
+
+    Once for each machine, by its first process; no process group may exist, since it takes as long as it takes. `say`
+    gets lines about how far the weights are. Without `weights`, only what is small. Raises as `fetch`.
+    """
+    for model in find_models(recipe, weights):
+        fetch(model, _pinned(model, commits), say)
+
+
+def write_commits(folder: RunFolder, commits: Mapping[str, str]) -> None:
+    """Note a run's commits in its folder, so that all its machines and starts read the same."""
+    if commits:
+        write_json(folder.hub_path, dict(commits))
+    else:
+        folder.hub_path.unlink(missing_ok=True)
+
+
+def read_commits(folder: RunFolder) -> dict[str, str]:
+    """What `write_commits` noted; empty where nothing was. Raises DataError for a file that is damaged."""
+    try:
+        commits = read_json(folder.hub_path)
+        if not all(_COMMIT.fullmatch(commit) for commit in commits.values()):
+            raise ValueError("it names what is no commit")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{folder.hub_path} does not say which commits of the hub this run began with ({error}); get the file from "
+            "a copy of the run, or remove it to go on with the newest ones."
+        ) from error
+    return dict(commits)
+
+
+def with_copies(recipe: Recipe, commits: Mapping[str, str], weights: bool = True) -> Recipe:
+    """The recipe with this machine's copies in the place of names of the hub. Asks nobody.
+
+    Raises HubUnreachableError where there is no copy.
+    """
+    copies = {model.name: str(_find_copy(model, _pinned(model, commits))) for model in find_models(recipe, weights)}
+    changes: dict[str, Any] = {}
+    if recipe.model.checkpoint in copies:
+        changes["model"] = recipe.model.model_copy(update={"checkpoint": copies[recipe.model.checkpoint]})
+    if isinstance(recipe.tokenizer, str) and recipe.tokenizer in copies:
+        changes["tokenizer"] = copies[recipe.tokenizer]
+    pinned = {part: tuple(_pin(source, commits) for source in getattr(recipe.data, part)) for part in _PARTS}
+    if any(pinned[part] != getattr(recipe.data, part) for part in _PARTS):
+        changes["data"] = recipe.data.model_copy(update=pinned)
+    return recipe.model_copy(update=changes) if changes else recipe
+
+
+def _pinned(model: HubModel, commits: Mapping[str, str]) -> str:
+    if model.name not in commits:
+        raise ConfigError(
+            f"{model}: there is no such folder on {platform.node()}, but where the run was prepared there is; give "
+            "every machine the folder, under the same path."
+        )
+    return commits[model.name]
+
+
+_PARTS = ("train", "validation")
+
+
+def _pin(source: SourceConfig, commits: Mapping[str, str]) -> SourceConfig:
+    commit = commits.get(f"{DATASET}{dataset_name(source.path)}") if source.format == "hub" else None
+    if commit is None or "@" in source.path:
+        return source
+    return source.model_copy(update={"path": f"{source.path}@{commit}", "name": source.label})
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig]]:
+    """The datasets of the hub, with their keys."""
+    for part in _PARTS:
+        for index, source in enumerate(getattr(recipe.data, part)):
+            if source.format == "hub" and not Path(source.path).expanduser().is_dir():
+                yield f"data.{part}.{index}", source
+
+
+def fetch(model: HubModel, commit: str | None = None, say: Say = lambda line: None) -> Path:
+    """This machine's copy of a model, of its newest commit if none is given. What is missing of it is fetched.
+
+    Raises ConfigError where the hub does not give it, HubUnreachableError where nobody can be asked and there is no
+    whole copy, EchelonError where it broke off, or the disk is full.
+    """
+    from huggingface_hub import HfApi
+
+    if commit is None:
+        commit = _find_newest(model)
+    if not is_hub_reachable():
+        return _find_copy(model, commit)
+    with _explained(str(model), "model", f"https://huggingface.co/{model.name}"):
+        siblings = HfApi().model_info(model.name, revision=commit, files_metadata=True).siblings or []
+        sizes = {each.rfilename: each.size or 0 for each in siblings}
+        folder = _download(model, commit, _choose_small(model, sizes), sizes, lambda line: None)
+        if model.part is Part.WEIGHTS:
+            files = _list_weights(folder, _INDEX in sizes)
+            if missing := [name for name in files if name not in sizes]:
+                raise ConfigError(
+                    f"{model}: its repository has no {missing[0]}; echelon reads safetensors only, never pickled "
+                    "weights: convert the checkpoint with `model.save_pretrained(...)` and give its folder."
+                )
+            folder = _download(model, commit, files, sizes, say)
+    return folder
+
+
+def _choose_small(model: HubModel, names: Iterable[str]) -> list[str]:
+    """What is fetched besides weights. Raises ConfigError for a repository that is no model."""
+    wanted = re.compile(r"config\.json" if model.part is Part.CONFIG else _FILES.pattern)
+    chosen = [name for name in names if wanted.fullmatch(name) or (model.code and name.endswith(".py"))]
+    if model.key == "model.checkpoint" and "config.json" not in chosen:
+        raise ConfigError(f"{model}: its repository on the hub has no config.json, so it is no model of transformers.")
+    if not chosen:
+        raise ConfigError(f"{model}: its repository on the hub has no tokenizer.")
+    return chosen
+
+
+def _list_weights(folder: Path, has_index: bool) -> list[str]:
+    """The files that hold the weights, by the index, which is here already; else the one there is."""
+    if not has_index:
+        return [_WEIGHTS]
+    try:
+        names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder / _INDEX} cannot be read ({error}); the repository on the hub is damaged."
+        ) from error
+    return sorted(str(name) for name in names)
+
+
+def _download(model: HubModel, commit: str, names: list[str], sizes: Mapping[str, int], say: Say) -> Path:
+    """Bring files into the cache, several at a time; the folder of that commit there."""
+    folder = _copy_folder(model, commit)
+    missing = sorted((name for name in names if not (folder / name).exists()), key=lambda name: -sizes[name])
+    if not missing:
+        return folder
+    total = sum(sizes[name] for name in missing)
+    say(
+        f"hub: fetching {model.name} at commit {commit[:12]}: {len(missing)} files, {total / 1e6:.1f} MB, to "
+        f"{folder.parents[2]}"
+    )
+    progress = Progress(f"hub: {model.name}", total, say, _LINE_SECONDS)
+    blobs = folder.parents[1] / "blobs"
+    before = _count_bytes(blobs)
+    for _ in _downloading(model.name, commit, missing):
+        come = min(_count_bytes(blobs) - before, total)
+        progress.add(max(0, come - progress.done_bytes))
+    progress.add(total - progress.done_bytes)
+    progress.finish()
+    return folder
+
+
+def _downloading(name: str, commit: str, files: list[str]) -> Iterator[None]:
+    """Download files, and yield now and then until all are there. Raises what the hub's client raises.
+
+    The threads are daemons: the executors of the standard library would hold up the end of a command that is stopped.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    disable_progress_bars()
+    waiting: SimpleQueue[str] = SimpleQueue()
+    failures: SimpleQueue[Exception] = SimpleQueue()
+    for file in files:
+        waiting.put(file)
+
+    def work() -> None:
+        try:
+            while failures.empty():
+                hf_hub_download(name, waiting.get_nowait(), revision=commit)
+        except Empty:
+            pass
+        except Exception as error:  # to be raised by the thread that waits
+            failures.put(error)
+
+    threads = [threading.Thread(target=work, name="hub", daemon=True) for _ in files[:_CONNECTIONS]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+            if not failures.empty():
+                raise failures.get()
+            yield
+
+
+def _count_bytes(folder: Path) -> int:
+    """Of all files in a folder, also those that are being written."""
+    total = 0
+    for path in folder.glob("*"):
+        with suppress(OSError):  # one that was renamed since
+            total += path.stat().st_size
+    return total
+
+
+def _find_newest(model: HubModel) -> str:
+    """The commit a model is at on the hub; where that cannot be asked, the newest one that this machine has heard of.
+
+    The cache notes it as the library would: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    """
+    from huggingface_hub import HfApi
+
+    note = _cache_folder(model) / "refs" / "main"
+    if is_hub_reachable():
+        with _explained(str(model), "model", f"https://huggingface.co/{model.name}"):
+            commit = str(HfApi().model_info(model.name).sha)
+            with suppress(OSError):  # a cache may be for reading alone
+                note.parent.mkdir(parents=True, exist_ok=True)
+                note.write_text(commit, encoding="utf-8")
+            return commit
+    try:
+        return note.read_text(encoding="utf-8").strip()
+    except OSError:
+        raise _unreachable(model) from None
+
+
+def _find_copy(model: HubModel, commit: str) -> Path:
+    """The folder of a commit in the cache, with its weights where they are wanted. Raises HubUnreachableError."""
+    folder = _copy_folder(model, commit)
+    if not any((folder / name).is_file() for name in ("config.json", "tokenizer.json", "tokenizer_config.json")):
+        raise _unreachable(model, commit)
+    if model.part is Part.WEIGHTS and not all(
+        (folder / name).is_file() for name in _list_weights(folder, (folder / _INDEX).exists())
+    ):
+        raise _unreachable(model, commit)
+    return folder
+
+
+def _cache_folder(model: HubModel) -> Path:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model.name, repo_type="model")
+
+
+def _copy_folder(model: HubModel, commit: str) -> Path:
+    return _cache_folder(model) / "snapshots" / commit
+
+
+def _unreachable(model: HubModel, commit: str | None = None) -> HubUnreachableError:
+    at = "" if commit is None else f" at commit {commit[:12]}"
+    return HubUnreachableError(
+        f"{model}: it is no folder here, {_describe_silence()}, and the cache in {_cache_folder(model).parent} has no "
+        f"whole copy of it{at}. Give a folder, or fetch it where there is a network (hf download {model.name}) and "
+        "copy that cache."
+    )
+
+
+def _describe_silence() -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return f"HF_HUB_OFFLINE keeps {platform.node()} from asking the hub"
+    return f"the hub ({constants.ENDPOINT}) cannot be reached from {platform.node()}"
+
+
+@contextmanager
+def _explained(where: str, kind: str, page: str) -> Iterator[None]:
+    """Turn what the hub's client raises into one sentence. `where` begins it; `page` is where a person would look."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    token = "the token in use has no access" if get_token() else "no token is set"
+    try:
+        yield
+    except EchelonError:
+        raise
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{where}: this {kind} is gated, and on {platform.node()} {token}; ask its owner for access at {page}, and "
+            "set HF_TOKEN there to a token of that account."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(
+            f"{where}: the hub no longer has the commit that this run began with ({_first_line(error)}); copy the "
+            "cache of a machine that has it, or pass --fresh to begin with the newest."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{where}: there is no such folder, and the hub has no such {kind}, or shows it to members only ({token} "
+            f"on {platform.node()}); check the id, give a folder, or set HF_TOKEN there."
+        ) from error
+    except Exception as error:  # the client raises whatever its HTTP library does
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            raise ConfigError(
+                f"{where}: the hub does not accept the token on {platform.node()} ({_first_line(error)}); set HF_TOKEN "
+                "there to one that is valid, or unset it."
+            ) from error
+        if is_disk_full(error):
+            raise EchelonError(
+                f"{where}: the disk of {platform.node()} is full; free space, or set HF_HOME to a folder with more."
+            ) from error
+        raise EchelonError(
+            f"{where} could not be fetched from the hub to {platform.node()} ({_first_line(error)}); start the same "
+            "command again, and files that are whole are not fetched again."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -23,15 +23,16 @@ _POLL_SECONDS = 0.5
 
 def send_run(folder: RunFolder, store: "Store") -> None:
     """On rank 0: let the other machines have what says how the run goes."""
-    files = {path.name: path.read_text(encoding="utf-8") for path in _files(folder)}
+    files = {path.name: path.read_text(encoding="utf-8") for path in _files(folder) if path.exists()}
     store.set("echelon/files", json.dumps({"files": files, "digest": folder.read_data_digest()}))
 
 
 def receive_run(recipe: Recipe, folder: RunFolder, store: "Store", await_word: Callable[[], bool]) -> bool:
     """On the first rank of another machine: prepare the text here, then make the run folder like rank 0's.
 
-    `await_word` waits for rank 0 and says whether there is anything to train; so does this. Raises ConfigError when
-    this machine's text is not rank 0's, and what preparing raises.
+    `recipe` has this machine's copies of what comes from the hub. `await_word` waits for rank 0 and says whether there
+    is anything to train; so does this. Raises ConfigError when this machine's text is not rank 0's, and what preparing
+    raises.
     """
     from echelon.data.prepare import prepare_data
 
@@ -67,4 +68,4 @@ def await_ready(store: "Store", place: Path) -> None:
 
 def _files(folder: RunFolder) -> list[Path]:
     # The recipe comes last: a folder that has one counts as a run.
-    return [folder.environment_path, folder.estimate_path, folder.plan_path, folder.recipe_path]
+    return [folder.environment_path, folder.estimate_path, folder.plan_path, folder.hub_path, folder.recipe_path]

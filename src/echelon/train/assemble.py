@@ -25,6 +25,7 @@ from echelon.model.adapters import find_new_tokens
 from echelon.model.attention import describe_document_mask
 from echelon.model.build import resolve_config
 from echelon.model.folder import find_stops, write_model_folder
+from echelon.model.hub import read_commits, with_copies
 from echelon.objective import Objective, build_objective
 from echelon.plan import ParallelPlan
 from echelon.recipe import Recipe
@@ -178,11 +179,12 @@ def build_trainer(
     device = runtime.device
     meshes = build_mesh(plan, device.type)
     data = open_prepared(folder.read_prepared_path(), recipe.data.sequence_len, recipe.data.document_mask)
-    config = resolve_config(recipe, data.vocab_size, data.tokenizer)
+    here = with_copies(recipe, read_commits(folder))
+    config = resolve_config(here, data.vocab_size, data.tokenizer)
     if runtime.rank == 0:
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
     objective, new_tokens = build_objective(recipe), find_new_tokens(recipe, data.tokenizer)
-    engine = build_native_engine(recipe, config, plan, meshes, objective, device, compile_backend, new_tokens)
+    engine = build_native_engine(here, config, plan, meshes, objective, device, compile_backend, new_tokens)
     first = _any_microbatch(data, plan, device)
     engine.rehearse(first)
     store = build_store(recipe, folder, console)

@@ -4,7 +4,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -48,6 +48,7 @@ from echelon.runtime import (
 )
 from echelon.stopping import StopRequest
 from echelon.train.apart import await_ready, mark_ready, receive_run, send_run
+from echelon.train.fetching import announce_commits, await_fetched, fetch_announced
 from echelon.train.setup import PreparedRun, digest_run, prepare_run
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def train_as_rank(recipe: Recipe, fresh: bool, say: Say, stop: StopRequest | Non
             run = _prepare_for_all(recipe, fresh, store, say)
             if isinstance(run, Outcome):
                 return run
-        elif (ending := _follow_rank_zero(recipe, folder, store)) is not None:
+        elif (ending := _follow_rank_zero(recipe, folder, store, say)) is not None:
             return ending
     console, errors = redirect_output(folder)
     outcome = run_rank(folder, console, stop or listen_for_stops(folder), store)
@@ -244,13 +245,22 @@ def _stopped_early(folder: RunFolder, stop: StopRequest | None) -> Iterator[None
 def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> PreparedRun | Outcome:
     """Rank 0's part: prepare, then tell the others how it went, also when it went wrong. An Outcome ends all ranks."""
     word: dict[str, int] = {"code": FAILED, "digest": 0}
+    commits: dict[str, str] = {}
+
+    def announce(found: Mapping[str, str]) -> None:
+        commits.update(found)
+        announce_commits(found, store)
+
     try:
         if not shares_files() and not find_host_group().keeps:  # the run's checkpoints would be on another machine
             raise LaunchError("rank 0 is not on the first machine of the job; start the same command again.")
         patience = _PATIENCE_SECONDS if is_elastic() else 0.0
         if patience and shares_agent_store():
             say(_SHARED_STORE)
-        run = prepare_run(recipe, fresh, detect_launched_cluster, read_environment(), say, patience)
+        run = prepare_run(recipe, fresh, detect_launched_cluster, read_environment(), say, patience, announce)
+        if commits and (code := await_fetched(store)) is not None:  # the rank that failed says why
+            word["code"] = code
+            return Outcome(code)
         if run is not None and (place := find_host_dir()) is not None and not shares_files():
             send_run(run.folder, store)
             mark_ready(store, place)
@@ -271,7 +281,7 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> P
     return Outcome(DONE) if run is None else run
 
 
-def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store") -> Outcome | None:
+def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store", say: Say) -> Outcome | None:
     """Wait until this rank can train; an Outcome instead ends it."""
     word: dict[str, int] = {}
 
@@ -280,8 +290,9 @@ def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store") -> Outc
         return word["code"] == DONE and word["digest"] != 0
 
     place = None if shares_files() else find_host_dir()
-    if place is not None and find_place().local_rank == 0 and find_place().rank != 0:
-        goes_on = receive_run(recipe, folder, store, await_word)
+    here = fetch_announced(recipe, store, lambda: store.check([_READY_KEY]), say)
+    if here is not None and place is not None and find_place().local_rank == 0:
+        goes_on = receive_run(here, folder, store, await_word)
         mark_ready(store, place)
     else:
         goes_on = await_word()

@@ -44,25 +44,32 @@ def prepare_run(
     variables: Mapping[str, str],
     say: Callable[[str], None],
     patience_seconds: float = 0.0,
+    announce: Callable[[Mapping[str, str]], None] = lambda commits: None,
 ) -> PreparedRun | None:
     """Open the run folder, prepare the data, resolve the plan, write all of it down; None when the run has finished.
 
     No process group may exist: the others wait without a collective, however long the data takes. `variables` is
     the environment, of which an allow-list is written down. The folder stays locked by this process;
-    `patience_seconds` is how long another one that holds it may take to end.
+    `patience_seconds` is how long another one that holds it may take to end. `announce` gets the commits of what the
+    run takes from the hub before any weights are fetched: other machines fetch the same.
     """
     from echelon.checkpoint.remote_start import RemoteStart
     from echelon.data.mixture import describe_mixture
     from echelon.data.prepare import prepare_data
+    from echelon.model.hub import fetch_models, find_commits, read_commits, write_commits
     from echelon.train.evaluate import check_evaluation
 
     find_cluster = cache(find_cluster)
     rate = find_price_here(recipe, variables)
     check_budget(recipe, rate)
     remote = RemoteStart(recipe, say)
+    commits: dict[str, str] = {}
 
     def check() -> None:
-        check_request(recipe, find_cluster())
+        commits.update(find_commits(recipe, {}))
+        if recipe.model.checkpoint is not None:
+            check_weights(recipe.model.checkpoint)
+        check_request(_with_small_copies(recipe, commits, say), find_cluster())
         remote.reach()
 
     opened = open_run(recipe, fresh, say, check, remote.bring_back, patience_seconds)
@@ -79,16 +86,19 @@ def prepare_run(
         refuse_used_up(recipe, folder, rate, find_cluster().num_nodes)
         began_with = folder.read_data_digest() if opened.state == "resumed" else None
         folder.append_event("prepare")
-        data = prepare_data(recipe, say)
+        commits = find_commits(recipe, commits | read_commits(folder))
+        announce(commits)
+        here = _with_small_copies(recipe, commits, say)
+        data = prepare_data(here, say)
         folder.append_event("prepared")
         _refuse_other_text(folder, began_with, data.content_digest)
         num_steps = recipe.num_steps(data.train.num_samples)
         if fault := find_fault(recipe.optim, num_steps, recipe.batches):
             raise ConfigError(fault)
         check_evaluation(recipe, data)
-        fields, line = find_model_fields(recipe, data.vocab_size)
+        fields, line = find_model_fields(here, data.vocab_size)
         say(f"model: {line}")
-        _check_masks(recipe, data, fields)
+        _check_masks(here, data, fields)
         shape = build_shape(fields)
         cluster = find_cluster()
         plan = _find_pinned_plan(opened, recipe, cluster, say)
@@ -97,19 +107,29 @@ def prepare_run(
             goes_on = opened.state == "resumed"
             plan = resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples, fill=goes_on)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
-        _fetch_weights(recipe)
         folder.write_prepared_path(data.path, data.content_digest)
+        fetch_models(recipe, commits, say)  # last, when nothing else can be refused any more
+        write_commits(folder, commits)
         write_run(folder, recipe, plan, estimate, num_steps, cluster, variables)
     except BaseException:
         folder.unlock()
         raise
-    lines = [*plan.describe(), describe_checkpoint(shape, plan)]
+    lines = [f"hub: {name} is at commit {commit}" for name, commit in commits.items()]
+    lines += [*plan.describe(), describe_checkpoint(shape, plan)]
     cost = describe_cost(recipe, folder, rate, cluster.num_nodes, num_steps)
     num_samples = data.train.num_samples
     steps = [*describe_steps(recipe, num_samples), *_describe_longer_warmup(recipe, opened, num_samples)]
     for line in (*lines, *describe_mixture(recipe, data), *steps, *cost):
         say(line)
     return PreparedRun(folder, plan)
+
+
+def _with_small_copies(recipe: Recipe, commits: Mapping[str, str], say: Callable[[str], None]) -> Recipe:
+    """The recipe with this machine's copies of what comes from the hub, which have no weights yet."""
+    from echelon.model.hub import fetch_models, with_copies
+
+    fetch_models(recipe, commits, say, weights=False)
+    return with_copies(recipe, commits, weights=False)
 
 
 def describe_steps(recipe: Recipe, num_samples: int | None) -> list[str]:
@@ -165,8 +185,6 @@ def check_request(recipe: Recipe, cluster: Cluster) -> None:
         divide_slots(recipe.data.weights)
     check_trackers(recipe)
     _check_deterministic(recipe)
-    if recipe.model.checkpoint is not None:
-        check_weights(recipe.model.checkpoint)
     fields, _ = find_model_fields(recipe, find_vocab_size(recipe) or _load_vocab_size(recipe))
     shape = build_shape(fields)
     resolve_plan(recipe, shape, cluster)
@@ -228,14 +246,6 @@ def check_weights(checkpoint: str) -> None:
         SafetensorsFolder(path)
 
 
-def _fetch_weights(recipe: Recipe) -> None:
-    """Have the weights of a hub id on this machine before a worker starts."""
-    if recipe.model.checkpoint is not None:
-        from echelon.model.build import find_weights
-
-        find_weights(recipe.model.checkpoint, download=True)
-
-
 def _load_vocab_size(recipe: Recipe) -> int:
     from echelon.data.tokenizer import build_tokenizer, vocabulary_size
 
@@ -275,9 +285,10 @@ def write_run(
 
 
 def digest_run(folder: RunFolder) -> int:
-    """A positive 63-bit digest of recipe.yaml and plan.json as this rank sees them; 0 when it does not see them."""
+    """A positive 63-bit digest of recipe.yaml, plan.json and hub.json as this rank sees them; 0 when it does not."""
     try:
         text = folder.recipe_path.read_bytes() + b"\0" + folder.plan_path.read_bytes()
+        text += b"\0" + folder.hub_path.read_bytes() if folder.hub_path.exists() else b""
     except OSError:
         return 0
     return max(1, int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)

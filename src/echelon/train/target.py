@@ -9,9 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from echelon.checkpoint.adapted import read_run_recipe, run_skeleton
+from echelon.checkpoint.adapted import fill_first_weights, run_skeleton
 from echelon.checkpoint.export import load_run_model
-from echelon.checkpoint.first_weights import fill_weights
 from echelon.checkpoint.folder import checkpoint_of
 from echelon.data.tokenizer import try_tokenizer
 from echelon.errors import ConfigError, EchelonError
@@ -87,7 +86,7 @@ def load_first_weights(run: Path, device: torch.device) -> PreTrainedModel:
     skeleton = run_skeleton(run)
     model = copy.deepcopy(skeleton)
     materialize(model, device)
-    fill_weights(model, skeleton, read_run_recipe(run))
+    fill_first_weights(model, skeleton, run)
     return model.eval()
 
 

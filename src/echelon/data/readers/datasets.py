@@ -22,7 +22,7 @@ from echelon.data.readers.record import (
 )
 from echelon.data.readers.sequence import SequentialReader
 from echelon.errors import ConfigError, DataError, EchelonError
-from echelon.model.hub import is_hub_reachable
+from echelon.model.hub import dataset_name, find_dataset_commit
 
 _DATASET = "state.json"
 _SPLITS = "dataset_dict.json"
@@ -123,25 +123,19 @@ class HubReader(SequentialReader):
 
 def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
     """A streamed dataset as files to read, one for each part of the split. `name` is ORG/NAME, ORG/NAME/CONFIG, or a
-    folder that `load_dataset` takes; of the hub, the commit it is at now.
+    folder that `load_dataset` takes; of the hub, the commit behind an `@`, else the one it is at now.
 
-    Raises DataError when the hub cannot be reached or has no such dataset, ConfigError for what is no split.
+    Raises DataError when it cannot be read, ConfigError for what is no split, and as `hub.find_commits`.
     """
     folder = Path(name).expanduser()
     revision, files = None, []
     if folder.is_dir():
         name = str(folder.resolve())
         files = [path.stat() for path in sorted(folder.rglob("*")) if path.is_file()]
-    elif not is_hub_reachable():
-        raise DataError(
-            f"{where} with format: hub cannot be read: the hub cannot be reached from here. Download the dataset where "
-            f"there is a network, keep it with its save_to_disk, and give that folder."
-        )
+    else:
+        name, _, given = name.partition("@")
+        revision = given or find_dataset_commit(name, where)
     try:
-        if not files:
-            from huggingface_hub import HfApi
-
-            revision = HfApi().dataset_info("/".join(name.split("/")[:2])).sha
         members = _stream(name, revision)
     except (OSError, ValueError) as error:
         raise DataError(f"{where} with format: hub cannot be read ({_one_line(error)}); check its name.") from error
@@ -167,7 +161,7 @@ def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
 
 def _stream(name: str, revision: str | None) -> Any:
     """The splits of a dataset by name, none of them read yet."""
-    parts = [name] if Path(name).is_dir() else ["/".join(name.split("/")[:2]), *name.split("/")[2:]]
+    parts = [name] if Path(name).is_dir() else [dataset_name(name), *name.split("/")[2:]]
     return _import_datasets().load_dataset(*parts, revision=revision, streaming=True)
 
 

@@ -1,0 +1,195 @@
+"""A hub on loopback: real HTTP, the requests that `huggingface_hub` makes of it, from models made on the spot.
+
+The answers have the shapes of https://huggingface.co/docs/hub/api. Every file's ETag is its SHA-256, as that of a large
+file there.
+"""
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+_INFO = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+?)(?:/revision/([^/]+))?")
+_TREE = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+?)/(?:tree|paths-info)/([^/]+)(?:/.*)?")
+_FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+
+
+@dataclass
+class Repository:
+    """Commits by their hash, the newest last: each the bytes of its files by name."""
+
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    gated: bool = False
+
+    @property
+    def head(self):
+        """The commit that `main` means."""
+        return next(reversed(self.commits))
+
+
+class HubServer:
+    """Serves repositories until `stop`.
+
+    `requests` holds (method, path, client) of everything asked; `slow` are seconds that a megabyte of a file takes.
+    `on_download` is called, with the request's path, before the bytes of a file go out.
+    """
+
+    def __init__(self, host="127.0.0.1", port=0):
+        self.repositories = {}
+        self.requests = []
+        self.tokens = {"let-me-in"}
+        self.slow = 0.0
+        self.on_download = lambda path: None
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_HEAD(self):
+                server._answer(self, "HEAD")
+
+            def do_GET(self):
+                server._answer(self, "GET")
+
+            def do_POST(self):
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                server._answer(self, "POST")
+
+            def log_message(self, *_):
+                pass
+
+        self._http = ThreadingHTTPServer((host, port), Handler)
+        self._http.daemon_threads = True
+        self.url = f"http://{host}:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def stop(self):
+        """Refuse connections from now on."""
+        self._http.shutdown()
+        self._http.server_close()
+
+    def push(self, name, folder, **settings):
+        """Make a folder's files the newest commit of a repository, `ORG/NAME` or `datasets/ORG/NAME`; its hash."""
+        files = {path.relative_to(folder).as_posix(): path.read_bytes()
+                 for path in sorted(Path(folder).rglob("*")) if path.is_file()}  # fmt: skip
+        repository = self.repositories.setdefault(name, Repository())
+        digest = hashlib.sha1(f"{name} {len(repository.commits)}".encode()).hexdigest()
+        repository.commits[digest] = files
+        for key, value in settings.items():
+            setattr(repository, key, value)
+        return digest
+
+    def downloads(self, client=None):
+        """How often the bytes of each file were asked for, by file name: of all clients, or of one address."""
+        found = [
+            match[4] for method, path, address in self.requests
+            if method == "GET" and client in (None, address) and (match := _FILE.fullmatch(path))
+        ]  # fmt: skip
+        return Counter(found)
+
+    def _answer(self, request, method):
+        url = urlsplit(request.path)
+        path = unquote(url.path)
+        self.requests.append((method, path, request.client_address[0]))
+        if match := _TREE.fullmatch(path):
+            self._answer_listing(request, match[1], match[2], match[3], self._tree)
+        elif match := _INFO.fullmatch(path):
+            sizes = "blobs" in parse_qs(url.query)
+            self._answer_listing(request, match[1], match[2], match[3], lambda *args: self._info(*args, sizes=sizes))
+        elif match := _FILE.fullmatch(path):
+            self._answer_file(request, method, f"{match[1] or ''}{match[2]}", match[3], match[4], path)
+        else:
+            self._send(request, 404, b"")
+
+    def _find(self, request, name, revision):
+        """The repository's commit and its hash; None once a refusal has been sent, as the hub words it."""
+        repository = self.repositories.get(name)
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token and token not in self.tokens:
+            said = {"X-Error-Message": "Invalid credentials in Authorization header"}
+            return self._send(request, 401, b"", said)
+        if repository is None:
+            return self._send(request, 404 if token else 401, b"", {"X-Error-Code": "RepoNotFound"})
+        digest = repository.head if revision in (None, "main") else revision
+        if digest not in repository.commits:
+            return self._send(request, 404, b"", {"X-Error-Code": "RevisionNotFound"})
+        return repository, digest
+
+    def _answer_listing(self, request, kind, name, revision, render):
+        name = name if kind == "models" else f"datasets/{name}"
+        if (found := self._find(request, name, revision)) is not None:
+            repository, digest = found
+            text = json.dumps(render(name, digest, repository.commits[digest])).encode()
+            self._send(request, 200, text, {"Content-Type": "application/json"})
+
+    @staticmethod
+    def _info(name, digest, files, sizes=False):
+        siblings = [{"rfilename": file, **({"size": len(content), "blobId": _sha(content)} if sizes else {})}
+                    for file, content in files.items()]  # fmt: skip
+        return {"id": name.removeprefix("datasets/"), "sha": digest, "siblings": siblings, "tags": [],
+                "private": False, "gated": False}  # fmt: skip
+
+    @staticmethod
+    def _tree(name, digest, files):
+        return [{"type": "file", "path": file, "size": len(content), "oid": _sha(content)}
+                for file, content in files.items()]  # fmt: skip
+
+    def _answer_file(self, request, method, name, revision, file, path):
+        if (found := self._find(request, name, revision)) is None:
+            return
+        repository, digest = found
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        headers = {"X-Repo-Commit": digest, "Accept-Ranges": "bytes"}
+        if repository.gated and token not in self.tokens:
+            self._send(request, 403 if token else 401, b"", headers | {"X-Error-Code": "GatedRepo"})
+        elif file not in repository.commits[digest]:
+            self._send(request, 404, b"", headers | {"X-Error-Code": "EntryNotFound"})
+        else:
+            content, code = repository.commits[digest][file], 200
+            headers["ETag"] = f'"{_sha(content)}"'
+            if match := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", "")):
+                total, first = len(content), int(match[1])
+                content, code = content[first : int(match[2]) + 1 if match[2] else None], 206
+                headers["Content-Range"] = f"bytes {first}-{first + len(content) - 1}/{total}"
+            if method == "GET":
+                self.on_download(path)
+            self._send(request, code, content, headers)
+
+    def _send(self, request, code, content, headers=None):
+        try:
+            request.send_response(code)
+            for key, value in {**(headers or {}), "Content-Length": str(len(content))}.items():
+                request.send_header(key, value)
+            request.end_headers()
+            if request.command != "HEAD":
+                for start in range(0, len(content), 2**16):
+                    time.sleep(self.slow / 16)
+                    request.wfile.write(content[start : start + 2**16])
+        except (BrokenPipeError, ConnectionResetError):
+            request.close_connection = True
+
+
+def _sha(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def push_model(hub, name, folder, seed=9, num_files=3, **settings):
+    """Push a small Llama with a byte-level tokenizer, its weights in several files, and things nobody asked for; see
+    `HubServer.push`."""
+    from echelon.data.tokenizer import train_tokenizer
+    from families import small_model
+
+    model = small_model("llama", seed=seed, vocab_size=300)
+    size = sum(each.numel() * each.element_size() for each in model.parameters())
+    model.save_pretrained(folder, max_shard_size=size // num_files)
+    train_tokenizer(["some text, some more text, and some text again"] * 9, 300).save_pretrained(folder)
+    (folder / "original").mkdir(exist_ok=True)
+    for extra in ("pytorch_model.bin", "consolidated.safetensors", "original/params.json", "modeling.py", "README.md"):
+        (folder / extra).write_bytes(b"not to be fetched")
+    return hub.push(name, folder, **settings)

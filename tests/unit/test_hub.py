@@ -1,0 +1,183 @@
+"""The hub: what is fetched, at which commit, how often, and what is said where it cannot be. A real HTTP server."""
+
+import json
+import re
+
+import pytest
+
+from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableError
+from echelon.model import hub
+from echelon.recipe import Recipe
+from echelon.run_folder import RunFolder
+from hub_server import HubServer, push_model
+
+NAME = "team/tiny"
+WANTED = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture
+def server(folder, tmp_path, monkeypatch):
+    """A hub with one model, which this process asks, and an empty cache."""
+    server = HubServer()
+    server.first = push_model(server, NAME, folder)
+    use(monkeypatch, server.url, tmp_path / "cache")
+    yield server
+    server.stop()
+
+
+def use(monkeypatch, endpoint, cache, offline=False):
+    """What HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE do when the library is imported."""
+    from huggingface_hub import constants, hf_api
+
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(hf_api, "ENDPOINT", endpoint, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def recipe_of(checkpoint=NAME, **model):
+    return Recipe.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"checkpoint": checkpoint, **model},
+            "data": {"train": [{"path": "text.txt"}], "sequence_len": 32},
+            "train": {"steps": 1, "global_batch_size": 1},
+            "optim": {"learning_rate": 1e-3},
+        }
+    )
+
+
+def weights_of(folder):
+    return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
+
+
+def test_a_model_is_fetched_once_whole_and_nothing_besides(server, folder, capsys):
+    recipe, lines = recipe_of(), []
+    commits = hub.find_commits(recipe, {})
+    assert commits == {NAME: server.first}
+    hub.fetch_models(recipe, commits, lines.append, weights=False)
+    assert set(server.downloads()) == WANTED | {"model.safetensors.index.json"}
+    hub.fetch_models(recipe, commits, lines.append)
+    expected = WANTED | {"model.safetensors.index.json"} | weights_of(folder)
+    assert len(weights_of(folder)) >= 3
+    assert server.downloads() == dict.fromkeys(expected, 1)
+    hub.fetch_models(recipe, commits, lines.append)
+    assert server.downloads() == dict.fromkeys(expected, 1)
+    here = hub.with_copies(recipe, commits)
+    for name in expected:
+        assert (hub.Path(here.model.checkpoint) / name).read_bytes() == (folder / name).read_bytes()
+    assert here.tokenizer is None and recipe.model.checkpoint == NAME
+    # plain lines: what, how much, and where to; nothing of the library's own bars
+    size = sum((folder / name).stat().st_size for name in weights_of(folder)) / 1e6
+    start = f"hub: fetching {NAME} at commit {server.first[:12]}: {len(weights_of(folder))} files, {size:.1f} MB, to "
+    assert any(line.startswith(start) for line in lines), lines
+    assert any(line.startswith(f"hub: {NAME}: {size:.1f} of {size:.1f} MB, ") for line in lines), lines
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_is_told_in_bytes_while_it_goes_on(server, folder, monkeypatch):
+    server.slow, lines = 4.0, []
+    monkeypatch.setattr(hub, "_LINE_SECONDS", 0.05)
+    monkeypatch.setattr(hub, "_LOOK_SECONDS", 0.05)
+    recipe = recipe_of()
+    hub.fetch_models(recipe, hub.find_commits(recipe, {}), lines.append)
+    told = [re.fullmatch(rf"hub: {NAME}: ([\d.]+) of ([\d.]+) MB, .* s left", line) for line in lines]
+    done = [(float(match[1]), float(match[2])) for match in told if match]
+    assert done == sorted(done) and any(0 < part < whole for part, whole in done), lines
+
+
+def test_a_commit_stays_when_the_repository_moves(server, folder, tmp_path, monkeypatch):
+    recipe = recipe_of()
+    commits = hub.find_commits(recipe, {})
+    second = push_model(server, NAME, tmp_path / "other", seed=10)
+    hub.fetch_models(recipe, commits, print)
+    assert hub.Path(hub.with_copies(recipe, commits).model.checkpoint).name == server.first
+    assert hub.find_commits(recipe, commits) == commits
+    assert hub.find_commits(recipe, {}) == {NAME: second}
+
+
+def test_commits_stand_in_the_run_folder(tmp_path):
+    run = RunFolder(tmp_path)
+    assert hub.read_commits(run) == {}
+    hub.write_commits(run, {NAME: "a" * 40})
+    assert hub.read_commits(run) == {NAME: "a" * 40}
+    for damage in ('{"team/tiny": "../../../etc"}', "[]", "null", "{", '{"team/tiny": 3}'):
+        run.hub_path.write_text(damage)
+        with pytest.raises(DataError, match=r"hub\.json does not say which commits"):
+            hub.read_commits(run)
+    hub.write_commits(run, {})
+    assert not run.hub_path.exists()
+
+
+def test_code_comes_only_where_it_is_trusted(server):
+    recipe = recipe_of(trust_remote_code=True)
+    hub.fetch_models(recipe, hub.find_commits(recipe, {}), print, weights=False)
+    assert server.downloads()["modeling.py"] == 1 and "pytorch_model.bin" not in server.downloads()
+
+
+def test_offline_reads_the_cache(server, tmp_path, monkeypatch):
+    recipe = recipe_of()
+    hub.fetch_models(recipe, hub.find_commits(recipe, {}), print)
+    asked = len(server.requests)
+    use(monkeypatch, server.url, tmp_path / "cache", offline=True)
+    commits = hub.find_commits(recipe, {})
+    hub.fetch_models(recipe, commits, print)
+    assert hub.Path(hub.with_copies(recipe, commits).model.checkpoint).name == server.first
+    assert len(server.requests) == asked
+
+
+def test_a_copy_without_all_its_weights_is_none(server, folder, tmp_path, monkeypatch):
+    recipe = recipe_of()
+    commits = hub.find_commits(recipe, {})
+    hub.fetch_models(recipe, commits, print)
+    (hub.Path(hub.with_copies(recipe, commits).model.checkpoint) / sorted(weights_of(folder))[1]).unlink()
+    with pytest.raises(HubUnreachableError, match="has no whole copy of it at commit"):
+        hub.with_copies(recipe, commits)
+    assert hub.with_copies(recipe, commits, weights=False).model.checkpoint != NAME
+
+
+def explain(recipe, words):
+    with pytest.raises(EchelonError) as caught:
+        hub.fetch_models(recipe, hub.find_commits(recipe, {}), print)
+    said = str(caught.value)
+    assert "\n" not in said
+    for each in words:
+        assert each in said, said
+    return caught.value
+
+
+def test_what_cannot_be_had_is_one_sentence(server, folder, tmp_path, monkeypatch):
+    error = explain(recipe_of("team/none"), ["model.checkpoint=team/none: ", "no such model", "no token is set"])
+    assert isinstance(error, ConfigError) and not isinstance(error, HubUnreachableError)
+    server.push("team/gated", folder, gated=True)
+    explain(recipe_of("team/gated"), ["this model is gated", "no token is set", "huggingface.co/team/gated"])
+    monkeypatch.setenv("HF_TOKEN", "a-bad-one")
+    explain(recipe_of(), ["does not accept the token", "set HF_TOKEN"])
+    monkeypatch.setenv("HF_TOKEN", "let-me-in")
+    gated = recipe_of("team/gated")
+    hub.fetch_models(gated, hub.find_commits(gated, {}), print)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text("{}")
+    (bare / "pytorch_model.bin").write_text("")
+    server.push("team/pickled", bare)
+    explain(recipe_of("team/pickled"), ["has no model.safetensors", "never pickled"])
+    (bare / "config.json").unlink()
+    server.push("team/empty", bare)
+    explain(recipe_of("team/empty"), ["no config.json"])
+
+
+def test_a_silent_hub_is_named_at_once(server, tmp_path, monkeypatch):
+    server.stop()
+    error = explain(recipe_of(), [f"model.checkpoint={NAME}: ", f"({server.url}) cannot be reached", "cache in "])
+    assert isinstance(error, HubUnreachableError)
+    use(monkeypatch, server.url, tmp_path / "cache", offline=True)
+    explain(recipe_of(), ["HF_HUB_OFFLINE keeps"])
