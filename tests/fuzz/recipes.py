@@ -12,8 +12,8 @@ from echelon.plan import ParallelPlan, resolve_plan
 from echelon.planner.memory import estimate_memory
 from echelon.recipe import Recipe, load_recipe, render_recipe
 from echelon.recipe.keys import recipe_keys
-from echelon.shape import build_shape
-from echelon.train.setup import check_request, describe_steps, find_model_fields, find_vocab_size
+from echelon.train.checks import check_model
+from echelon.train.setup import describe_steps
 from recipe_samples import SMALL
 
 MIXTURE = """\
@@ -123,9 +123,7 @@ def base_texts(folder: Path, checkpoint: Path) -> dict[str, str]:
 def plan_recipe(path: Path, overrides: list[str], cluster: Cluster) -> tuple[Recipe, ParallelPlan]:
     """What `echelon train` and `echelon plan` do before any text is read: load, check, plan, estimate, describe."""
     recipe, _ = load_recipe(path, overrides)
-    check_request(recipe, cluster)
-    fields, _ = find_model_fields(recipe, find_vocab_size(recipe))
-    shape = build_shape(fields)
+    shape = check_model(recipe).shape
     plan = resolve_plan(recipe, shape, cluster)
     estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
     if recipe.train.epochs is None:

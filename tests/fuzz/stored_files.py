@@ -30,7 +30,8 @@ from echelon.recipe import load_recipe
 from echelon.runtime import Runtime
 from echelon.shape import build_shape
 from echelon.train.assemble import build_trainer, load_newest
-from echelon.train.setup import check_weights, find_model_fields, prepare_run
+from echelon.train.checks import check_weights, find_model_fields
+from echelon.train.setup import prepare_run
 from echelon.train.target import load_target
 
 MACHINE = Cluster(Accelerator("test machine", 2**33, None, None, None, "-"), 1, 1, "cpu")

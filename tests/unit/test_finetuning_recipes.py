@@ -38,7 +38,7 @@ from echelon.planner.adapters import frozen_bytes
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.recipe import Recipe, load_recipe
 from echelon.shape import ModelShape, build_shape
-from echelon.train.setup import find_model_fields
+from echelon.train.checks import find_model_fields
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "fine-tuning-recipes.md").read_text(encoding="utf-8")

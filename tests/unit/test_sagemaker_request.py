@@ -440,9 +440,8 @@ def test_what_only_the_container_sees_is_not_looked_for_here(tmp_path, monkeypat
     text = RECIPE.replace("config: {model_type: llama, hidden_size: 64}", "checkpoint: s3://models/llama")
     said = []
     _, texts = check_job(make_job(tmp_path, text=text), said.append)
-    assert "plan: not checked against the memory of the machines, for model.checkpoint=s3://models/llama" in "".join(
-        said
-    )
+    assert "left to train: the model, and whether the plan fits the memory of the machines" in said[-2]
+    assert "(model.checkpoint=s3://models/llama is not on this machine)" in said[-2]
     assert '"S3Uri": "s3://models/llama/"' in texts["request.json"]
     auto = make_job(tmp_path, "launch.sagemaker.instance_type=auto", text=text).recipe
     with pytest.raises(ConfigError, match=r"instance_type=auto: model\.checkpoint=s3://models/llama is not on this"):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher
     from echelon.recipe import LaunchConfig, Recipe
     from echelon.run_folder import RunFolder
+    from echelon.shape import ModelShape
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, its folder, or its id at the target.")]
 
@@ -167,9 +168,7 @@ def check_job(job: "JobSpec", tell: Callable[[str], None] = say) -> "tuple[Launc
     if recipe.launch.to == "sagemaker":
         _check_uploads(recipe)
     trained = _find_trained_recipe(recipe)
-    cluster = find_target_cluster(trained)
-    if cluster is not None:
-        lines.append(_check_plan(trained, cluster))
+    lines += _check_model(trained, find_target_cluster(trained))
     num_steps = None if recipe.train.epochs is not None else recipe.num_steps(0)
     if rate is None and recipe.launch.to != "local":
         lines.append("cost: the price of these machines is not known; budget.usd_per_hour says that of one")
@@ -204,16 +203,11 @@ def settle_instance(recipe: "Recipe") -> "Recipe":
     if recipe.launch.to != "sagemaker" or recipe.launch.sagemaker.instance_type != "auto":
         return recipe
     from echelon.planner.machines import choose_instance
-    from echelon.shape import build_shape
-    from echelon.train.setup import find_model_fields, find_vocab_size
+    from echelon.train.checks import check_model, find_checkpoint_out_of_reach
 
-    if (elsewhere := _find_checkpoint_elsewhere(recipe)) is not None:
-        raise ConfigError(
-            f"launch.sagemaker.instance_type=auto: {elsewhere} is not on this machine, so its size is not known; name "
-            "a type."
-        )
-    shape = build_shape(find_model_fields(recipe, find_vocab_size(recipe))[0])
-    choice = choose_instance(recipe, shape, recipe.launch.node_range[1])
+    if (why := find_checkpoint_out_of_reach(recipe)) is not None:
+        raise ConfigError(f"launch.sagemaker.instance_type=auto: {why}, so its size is not known; name a type.")
+    choice = choose_instance(recipe, check_model(recipe, elsewhere=True).shape, recipe.launch.node_range[1])
     for line in choice.describe():
         say(line)
     sagemaker = recipe.launch.sagemaker.model_copy(update={"instance_type": choice.instance.name})
@@ -270,15 +264,6 @@ def _check_options(target: str | None, hosts: str | None, instance: str | None) 
             raise ConfigError(f"{option} {given} goes with --to {only}, not with {target}; leave one of them out.")
 
 
-def _find_checkpoint_elsewhere(recipe: "Recipe") -> str | None:
-    """`model.checkpoint` with its value, where only the target sees it: in S3, or in a pod or a container."""
-    checkpoint = recipe.model.checkpoint
-    if checkpoint is None or recipe.launch.to not in ("kubernetes", "sagemaker"):
-        return None
-    is_elsewhere = checkpoint.startswith(("s3://", "/")) and not Path(checkpoint).exists()
-    return f"model.checkpoint={checkpoint}" if is_elsewhere else None
-
-
 def _refuse_secrets(recipe: "Recipe") -> None:
     """What is launched is written down, here and at the target, in plain text."""
     from echelon.recipe import redact
@@ -310,17 +295,27 @@ def _find_trained_recipe(recipe: "Recipe") -> "Recipe":
     return find_trained_recipe(recipe)
 
 
-def _check_plan(recipe: "Recipe", cluster: "Cluster") -> str:
+def _check_model(recipe: "Recipe", cluster: "Cluster | None") -> list[str]:
+    """Lines about the checks that are left to the target, and the memory the plan needs on these machines.
+
+    Raises ConfigError, DataError or PlanError for a model that the target would refuse, or that does not fit there.
+    """
+    from echelon.train.checks import check_model, find_checkpoint_out_of_reach
+
+    elsewhere = recipe.launch.to != "local"
+    if elsewhere and (why := find_checkpoint_out_of_reach(recipe)) is not None:
+        return [f"left to train: the model, and whether the plan fits the memory of the machines ({why})"]
+    checked = check_model(recipe, elsewhere)
+    lines = [f"left to train: {line}" for line in checked.left]
+    return lines if cluster is None else [*lines, _check_plan(recipe, checked.shape, cluster)]
+
+
+def _check_plan(recipe: "Recipe", shape: "ModelShape", cluster: "Cluster") -> str:
     """A line about the memory the plan needs there. Raises PlanError where it does not fit."""
     from echelon.errors import PlanError
     from echelon.plan import resolve_plan
     from echelon.planner.memory import estimate_memory
-    from echelon.shape import build_shape
-    from echelon.train.setup import find_model_fields, find_vocab_size
 
-    if (elsewhere := _find_checkpoint_elsewhere(recipe)) is not None:
-        return f"plan: not checked against the memory of the machines, for {elsewhere} is not on this one"
-    shape = build_shape(find_model_fields(recipe, find_vocab_size(recipe))[0])
     plan = resolve_plan(recipe, shape, cluster)
     needed = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind).total
     there = cluster.accelerator.memory_bytes

@@ -1,5 +1,6 @@
 """`echelon plan`: how a recipe would run, here or elsewhere, and the memory it would need."""
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,24 +31,26 @@ def plan(
         typer.Option("--count", min=1, help="Machines, with --instance. Default: 1; auto: as few as will do."),
     ] = None,
 ) -> None:
-    """Show how the recipe would run, and the memory it would need. Downloads no weights, trains nothing."""
+    """Show how the recipe would run and the memory it needs, or why it would be refused. Downloads no weights."""
     from echelon.plan import resolve_plan
     from echelon.planner.memory import describe_checkpoint, estimate_memory
-    from echelon.shape import build_shape
-    from echelon.train.setup import describe_steps, find_model_fields, find_vocab_size
+    from echelon.train.checks import check_model
+    from echelon.train.setup import describe_steps
 
     if devices is not None and instance is not None:
         raise ConfigError(f"--devices {devices} and --instance {instance} are two clusters; give one.")
     if count is not None and instance is None:
         raise ConfigError(f"--count {count} goes with --instance ml.TYPE; add it, or leave it out.")
     recipe = read_recipe(recipe_path, overrides)
-    fields, line = find_model_fields(recipe, find_vocab_size(recipe))
-    say(f"model: {line}")
-    shape = build_shape(fields)
+    # Another machine's packages and files are not looked at here.
+    checked = check_model(recipe, elsewhere=devices is not None or instance is not None)
+    say(f"model: {checked.vocabulary}")
+    shape = checked.shape
     cluster = _find_cluster(recipe, shape, devices, devices_per_node, instance, count)
     chosen = resolve_plan(recipe, shape, cluster)
     say(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
-    for line in (*chosen.describe(), describe_checkpoint(shape, chosen), *describe_steps(recipe, None)):
+    left = (f"left to train: {line}" for line in checked.left)
+    for line in (*chosen.describe(), describe_checkpoint(shape, chosen), *describe_steps(recipe, None), *left):
         say(line)
     _show_memory(estimate_memory(shape, chosen, recipe.data.sequence_len, cluster.kind), cluster)
 
@@ -66,6 +69,11 @@ def _find_cluster(
         return parse_devices(devices, devices_per_node)
     if instance is not None:
         return _find_instances(recipe, shape, instance, count)
+    if find_spec("torch") is None:
+        raise ConfigError(
+            "torch is not installed here, and it is torch that looks at this machine's hardware; install it, or name "
+            "the devices, for example --devices 8xH100."
+        )
     from echelon.detection import detect_cluster
     from echelon.runtime import default_num_processes
 

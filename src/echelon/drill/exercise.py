@@ -12,6 +12,7 @@ from echelon.drill.trial import Job, Trial
 from echelon.errors import TrainingError
 from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder
+from echelon.train.checks import check_model
 
 Say = Callable[[str], None]
 
@@ -53,8 +54,10 @@ def run_drill(recipe: Recipe, path: Path, overrides: list[str], num_processes: i
     The folders are removed, but for those of a fault that was not survived.
 
     Raises:
+        ConfigError, PlanError or DataError: `echelon train` refuses the recipe, on any machine.
         TrainingError: the recipe does not train, even without a fault.
     """
+    check_model(recipe, elsewhere=True)  # what this machine lacks, the small run may do without
     place = recipe.run.dir.with_name(f"{recipe.run.dir.name}-drill")
     shutil.rmtree(place, ignore_errors=True)
 

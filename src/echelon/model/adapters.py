@@ -110,20 +110,22 @@ def find_targets(model: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in adapter.target_modules}
 
 
-def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
-    """Refuse what the model, on meta and without its adapter, or this installation rules out.
-
-    Raises:
-        ConfigError: naming the key and what would do.
-    """
-    if not adapter.is_adapter:
-        return
+def check_packages(adapter: AdapterConfig) -> None:
+    """Raise ConfigError for an adapter whose packages are not installed here."""
     for package, extra, methods in (("peft", "peft", "lora, qlora and dora"), ("bitsandbytes", "qlora", "qlora")):
         if adapter.method in methods and find_spec(package) is None:
             raise ConfigError(
                 f"adapter.method={adapter.method} needs {package}, which is not installed: pip install "
                 f"'echelon[{extra}]', or use adapter.method=full."
             )
+
+
+def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
+    """Refuse what the model, on meta and without its adapter, rules out.
+
+    Raises:
+        ConfigError: naming the key and what would do.
+    """
     targets = find_targets(model, adapter)
     if not targets:
         raise ConfigError(

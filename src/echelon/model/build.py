@@ -1,25 +1,21 @@
 """Building a decoder: its config, and the model on meta. No weight is read or made here."""
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError, EchelonError
 from echelon.model.attention import choose_attention
+from echelon.model.config import build_config
 from echelon.model.folder import find_model_dir
 from echelon.model.hub import HubModel, Part, fetch, is_hub_name
 from echelon.recipe import Recipe
 from echelon.shape import check_depth, resolve_vocab_size
 from echelon.stored import read_json
-
-# Fields that `transformers` still takes under a name its config classes no longer list.
-OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "attn_implementation")
 
 
 def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -31,18 +27,7 @@ def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False
     """
     if isinstance(source, str):
         return _read_config(source, trust_remote_code)
-    fields = dict(source)
-    check_depth(fields)
-    model_type = fields.pop("model_type")
-    try:
-        config = AutoConfig.for_model(model_type, **fields)
-        _refuse_unknown_fields(model_type, fields, AutoConfig.for_model(model_type))
-    except ConfigError:
-        raise
-    except Exception as error:  # transformers raises whatever it trips over
-        reason = " ".join(str(error).split())[:500]
-        raise ConfigError(f"model.config is no {model_type} config: {reason}") from error
-    return config
+    return build_config(source)
 
 
 def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
@@ -70,19 +55,6 @@ def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-def _refuse_unknown_fields(model_type: str, fields: Mapping[str, Any], default: PretrainedConfig) -> None:
-    """`transformers` keeps any field and reads those it knows, so a misspelt one would silently be the default."""
-    known = {*vars(default), *dir(type(default)), *default.attribute_map, *OLDER_FIELDS}
-    for name in fields:
-        if name not in known:
-            close = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
-            hint = f"did you mean {close[0]}?" if close else "leave it out."
-            raise ConfigError(
-                f"model.config.{name}={fields[name]!r} is not a field of a {model_type} config in transformers "
-                f"{transformers.__version__}; {hint}"
-            )
 
 
 def build_on_meta(

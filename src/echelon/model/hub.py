@@ -24,7 +24,6 @@ from echelon.progress import Progress
 from echelon.recipe import Recipe, SourceConfig
 from echelon.run_folder import RunFolder
 from echelon.stored import read_json, write_json
-from echelon.stored import read_json
 
 CONNECT_SECONDS = 5.0
 DATASET = "datasets/"
@@ -83,6 +82,13 @@ def is_hub_reachable() -> bool:
     except OSError:
         return False
     return True
+
+
+def is_in_cache(repo_id: str, file: str) -> bool:
+    """Whether a file of a model on the hub was fetched before, so that it is read without asking the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(repo_id, file), str)
 
 
 def is_hub_name(name: str) -> bool:

@@ -2,18 +2,20 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, DataError, PlanError
 from echelon.recipe import Recipe, load_recipe
 from echelon.recipe.aliases import ALIASES
 from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, recipe_keys
 from echelon.recipe.load import COMMAND_LINE, EXCLUSIVE_KEYS
 from echelon.recipe.yaml_text import render_inline, show_value
 from echelon.sweep.document import RangeConfig, Sweep
+from echelon.train.checks import check_model, find_checkpoint_out_of_reach
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -25,6 +27,14 @@ MAX_CHECKED = 500
 """So many corners of the space are tried on the recipe; of more, those that differ from the first in one key."""
 
 MAX_GRID = 10_000
+
+# The keys that `check_model` looks at.
+_OF_THE_MODEL: dict[str, Any] = {
+    **dict.fromkeys(("model", "tokenizer", "adapter", "track", "mlflow"), True),
+    "data": {"train", "sequence_len"},
+    "train": {"deterministic"},
+    "optim": {"learning_rate_multipliers"},
+}
 
 
 @dataclass(frozen=True)
@@ -100,9 +110,15 @@ class Space:
     def recipe(self, values: Values, own: Mapping[str, Any] | None = None) -> Recipe:
         """The recipe of these values, with `own` keys of the trial itself. Raises ConfigError naming the values."""
         chosen = [f"{key}={render_inline(value)}" for key, value in {**values, **(own or {})}.items()]
-        try:
+        with self._refused(values):
             return load_recipe(self._recipe_path, [*self._fixed, *chosen])[0]
-        except ConfigError as error:
+
+    @contextmanager
+    def _refused(self, values: Values) -> Iterator[None]:
+        """Names the values of which something is refused in the block."""
+        try:
+            yield
+        except (ConfigError, DataError, PlanError) as error:
             message = str(error).replace(f"{COMMAND_LINE}: ", "")
             raise ConfigError(f"{self._source}: the trial with {show_values(values)} is refused: {message}") from None
 
@@ -129,9 +145,17 @@ class Space:
         return [dict(zip(keys, values, strict=True)) for values in itertools.product(*points)]
 
     def check(self, is_grid: bool) -> None:
-        """Try the recipe on every point of a grid, else on the corners. Raises ConfigError for the first refused."""
+        """Try the recipe on every point of a grid, else on the corners; each model that this makes is checked once.
+
+        Raises ConfigError for the first that is refused.
+        """
+        checked: set[str] = set()
         for values in self.grid() if is_grid else self._corners():
-            self.recipe(values)
+            recipe = self.recipe(values)
+            if (key := recipe.model_dump_json(include=_OF_THE_MODEL)) not in checked:
+                checked.add(key)
+                with self._refused(values):
+                    _check_model(recipe)
 
     def _corners(self) -> Iterator[Values]:
         corners = {each.key: each.corners() for each in self.dimensions}
@@ -145,6 +169,13 @@ class Space:
         first = {key: values[0] for key, values in corners.items()}
         for key, values in corners.items():
             yield from ({**first, key: value} for value in values)
+
+
+def _check_model(recipe: Recipe) -> None:
+    """Refuse what `echelon train` would, as far as this machine can know it."""
+    elsewhere = recipe.launch.to not in (None, "local")
+    if not elsewhere or find_checkpoint_out_of_reach(recipe) is None:
+        check_model(recipe, elsewhere)
 
 
 def show_values(values: Values) -> str:

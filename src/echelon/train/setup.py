@@ -4,22 +4,21 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.cost import check_budget, describe_cost, find_price_here, forget_damaged_spending, refuse_used_up
 from echelon.environment import describe_environment
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware import Cluster
-from echelon.model.folder import find_model_dir
 from echelon.plan import ParallelPlan, load_plan, resolve_plan
 from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
-from echelon.recipe import Recipe, TrainedTokenizerConfig, load_recipe, render_recipe
-from echelon.run_folder import RunFolder, is_run
+from echelon.recipe import Recipe, render_recipe
+from echelon.run_folder import RunFolder
 from echelon.run_opening import OpenedRun, open_run
 from echelon.schedule import find_fault, find_warmup, render_schedule
-from echelon.shape import ModelShape, build_shape, resolve_vocab_size
-from echelon.stored import read_as, read_json, write_json, write_text
+from echelon.shape import build_shape
+from echelon.stored import read_as, write_json, write_text
+from echelon.train.checks import check_model, check_weights, find_model_fields
 from echelon.train.trackers import catch_up, check_trackers
 
 if TYPE_CHECKING:
@@ -69,7 +68,8 @@ def prepare_run(
         commits.update(find_commits(recipe, {}))
         if recipe.model.checkpoint is not None:
             check_weights(recipe.model.checkpoint)
-        check_request(_with_small_copies(recipe, commits, say), find_cluster())
+        checked = check_model(_with_small_copies(recipe, commits, say), weights=False)
+        resolve_plan(recipe, checked.shape, find_cluster())
         remote.reach()
 
     opened = open_run(recipe, fresh, say, check, remote.bring_back, patience_seconds)
@@ -171,43 +171,6 @@ def _describe_longer_warmup(recipe: Recipe, opened: OpenedRun, num_samples: int)
     ]
 
 
-def check_request(recipe: Recipe, cluster: Cluster) -> None:
-    """Refuse what the recipe alone, its tokenizer and this cluster rule out, before any text is read or file written.
-
-    Raises ConfigError, PlanError or DataError naming the key.
-    """
-    from echelon.data.mixture import divide_slots
-    from echelon.model.adapters import apply_adapter, check_adapter
-    from echelon.model.build import build_on_meta, load_config, parameter_names
-    from echelon.optimizer import check_groups
-
-    if recipe.data.is_mixture:
-        divide_slots(recipe.data.weights)
-    check_trackers(recipe)
-    _check_deterministic(recipe)
-    fields, _ = find_model_fields(recipe, find_vocab_size(recipe) or _load_vocab_size(recipe))
-    shape = build_shape(fields)
-    resolve_plan(recipe, shape, cluster)
-    _check_positions(recipe, shape)
-    trusted = recipe.model.trust_remote_code
-    config = load_config(recipe.model.checkpoint or fields, trusted)
-    model = build_on_meta(config, recipe.model.attn_implementation, trusted)
-    check_adapter(model, recipe.adapter)
-    if recipe.adapter.is_adapter:
-        apply_adapter(model, recipe.adapter)
-    check_groups((name for name, each in parameter_names(model).items() if each.requires_grad), recipe.optim)
-
-
-def _check_deterministic(recipe: Recipe) -> None:
-    """Flash attention's packages add up the gradients of a query in whatever order its blocks finish."""
-    attention = recipe.model.attn_implementation or ""
-    if recipe.train.deterministic and "flash" in attention:
-        raise ConfigError(
-            f"train.deterministic=true: the backward pass of model.attn_implementation={attention} does not repeat bit "
-            "for bit; use sdpa or eager, or set train.deterministic=false."
-        )
-
-
 def _check_masks(recipe: Recipe, data: "PreparedData", fields: Mapping[str, Any]) -> None:
     """Refuse a model that cannot keep the documents of a sequence apart, where the samples have several."""
     from echelon.model.attention import check_document_mask
@@ -216,43 +179,6 @@ def _check_masks(recipe: Recipe, data: "PreparedData", fields: Mapping[str, Any]
     if data.apart:
         config = load_config(recipe.model.checkpoint or fields, recipe.model.trust_remote_code)
         check_document_mask(config, recipe.model.attn_implementation)
-
-
-def _check_positions(recipe: Recipe, shape: ModelShape) -> None:
-    """Rotary positions have no end, but a new model must not tell its users less than it was trained on."""
-    length, positions = recipe.data.sequence_len, shape.max_positions
-    if recipe.model.config is not None and positions is not None and length > positions:
-        raise ConfigError(
-            f"data.sequence_len={length} is longer than model.config.max_position_embeddings={positions}, beyond which "
-            f"the exported model would not be used; set model.config.max_position_embeddings={length}, or use a "
-            f"data.sequence_len of {positions} or less."
-        )
-
-
-def check_weights(checkpoint: str) -> None:
-    """Raise unless a local `model.checkpoint` has readable weights; a hub id is looked at when it is fetched."""
-    from echelon.checkpoint.folder import newest_of
-    from echelon.model.weights import SafetensorsFolder
-
-    path = Path(checkpoint)
-    if is_run(path):
-        if load_recipe(RunFolder(path).recipe_path)[0].adapter.is_adapter:
-            raise ConfigError(
-                f"model.checkpoint={checkpoint}: this run trained an adapter; write the whole model with `echelon "
-                f"export {checkpoint} OUT --merge` and give model.checkpoint=OUT."
-            )
-        newest_of(path, checksums=True)
-    elif path.is_dir():
-        SafetensorsFolder(path)
-
-
-def _load_vocab_size(recipe: Recipe) -> int:
-    from echelon.data.tokenizer import build_tokenizer, vocabulary_size
-
-    assert not isinstance(recipe.tokenizer, TrainedTokenizerConfig)
-    checkpoint = recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint)
-    tokenizer = build_tokenizer(recipe.tokenizer, checkpoint, recipe.model.trust_remote_code)
-    return vocabulary_size(tokenizer.backend_tokenizer)
 
 
 def _refuse_other_text(folder: RunFolder, before: str | None, digest: str) -> None:
@@ -326,50 +252,3 @@ def _find_pinned_plan(
     )
     fits = plan.world_size == cluster.num_devices and plan.global_batch_size == recipe.global_batch_size
     return plan if same and fits else None
-
-
-def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple[dict[str, Any], str]:
-    """The HF config fields of the recipe's model with its vocabulary size, and a line about that size.
-
-    None as the tokenizer's size means that it is not known yet: the config's own stands, or its family's default.
-    Raises ConfigError when the model's vocabulary is smaller than the tokenizer's.
-    """
-    source = "model.config"
-    if recipe.model.config is not None:
-        fields = dict(recipe.model.config)
-    else:
-        assert recipe.model.checkpoint is not None
-        source = f"model.checkpoint={recipe.model.checkpoint}"
-        fields = _read_checkpoint_fields(recipe.model.checkpoint, recipe.model.trust_remote_code)
-    if tokenizer_vocab_size is None:
-        return fields, "vocab_size: as configured; the tokenizer is not known before the data is prepared"
-    may_grow = bool(recipe.model.new_tokens) and recipe.model.checkpoint is not None
-    size, line = resolve_vocab_size(fields, tokenizer_vocab_size, source, may_grow)
-    return {**fields, "vocab_size": size}, line
-
-
-def find_vocab_size(recipe: Recipe) -> int | None:
-    """The tokenizer's size as far as the recipe alone tells it."""
-    if recipe.tokenizer == "bytes":
-        return 256
-    if recipe.tokenizer is None or isinstance(recipe.tokenizer, str):
-        return None
-    return recipe.tokenizer.train.vocab_size
-
-
-def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[str, Any]:
-    """The config of a folder as it stands; that of a hub id through transformers, which fetches config.json alone."""
-    path = Path(find_model_dir(checkpoint)) / "config.json"
-    if path.is_file():
-        try:
-            fields = read_json(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model.checkpoint={checkpoint}: {path} cannot be read ({error}); give a whole model folder."
-            ) from error
-        if not isinstance(fields, dict):
-            raise ConfigError(f"model.checkpoint={checkpoint}: {path} is not the config of a model.")
-        return fields
-    from echelon.model.build import load_config
-
-    return dict(load_config(checkpoint, trust_remote_code).to_dict())

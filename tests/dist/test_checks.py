@@ -1,0 +1,132 @@
+"""That every command refuses a recipe for what `echelon train` refuses it for, and before it reads any text."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from command import RECIPE, write_recipe
+from echelon.model.build import build_on_meta, load_config
+from echelon.shape import FAMILIES
+from echelon.train import checks
+
+pytestmark = pytest.mark.dist
+
+CONFIG = RECIPE["model"]["config"]
+# What is wrong, as sections of the recipe, and what is said about it.
+MISTAKES = {
+    "a field of a known family": (
+        {"model": {"config": {**CONFIG, "num_hidden_layer": 2}}}, "did you mean num_hidden_layers?"
+    ),
+    "a field of another family": (
+        {"model": {"config": {**CONFIG, "model_type": "granite", "num_hidden_layer": 2}}},
+        "did you mean num_hidden_layers?",
+    ),
+    "an activation": (
+        {"model": {"config": {**CONFIG, "hidden_act": "sillu"}}}, "transformers cannot build a llama model"
+    ),
+    "an attention": (
+        {"model": {"config": CONFIG, "attn_implementation": "flash_atention_2"}},
+        "transformers cannot build a llama model",
+    ),
+    "a tokenizer": ({"tokenizer": "./nowhere"}, "tokenizer=./nowhere: no such folder"),
+    "a layer": ({"adapter": {"method": "lora", "target_modules": ["q_prj"]}}, "did you mean q_proj?"),
+    "a parameter": (
+        {"optim": {"learning_rate_multipliers": {"*hed*": 2.0}}}, "'*hed*' (factor 2) matches no parameter"
+    ),
+}  # fmt: skip
+SWEEP = "sweep: {name: s, trials: 2, sampler: random}\nrecipe: recipe.json\nsearch: {optim.learning_rate: [0.1, 0.2]}\n"
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_every_command_refuses_what_training_does(echelon, tmp_path, what):
+    sections, words = MISTAKES[what]
+    write_recipe(tmp_path, **sections)
+    (tmp_path / "text.txt").unlink()  # nothing gets as far as the text
+    (tmp_path / "sweep.yaml").write_text(SWEEP)
+    for command in (
+        ("train", "recipe.json", "--nproc", "1"),
+        ("plan", "recipe.json"),
+        ("plan", "recipe.json", "--devices", "2xH100"),
+        ("plan", "recipe.json", "--instance", "auto"),
+        ("drill", "recipe.json", "--nproc", "1"),
+        ("sweep", "sweep.yaml"),
+    ):
+        refused = echelon(*command)
+        assert refused.code == 2 and words in refused.err, (command, refused)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("target", ["local", "slurm"])
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_launch_refuses_what_training_does(echelon, tmp_path, what, target):
+    sections, words = MISTAKES[what]
+    write_recipe(tmp_path, **sections)
+    refused = echelon("launch", "recipe.json", "--to", target, "--dry-run")
+    assert refused.code == 2 and words in refused.err, refused
+
+
+def test_a_sweep_tries_every_model_it_would_train(echelon, tmp_path):
+    write_recipe(tmp_path)
+    (tmp_path / "sweep.yaml").write_text(SWEEP.replace("optim.learning_rate: [0.1, 0.2]", "model.config.hidden_act: [silu, sillu]"))
+    refused = echelon("sweep", "sweep.yaml", "--dry-run")
+    assert refused.code == 2 and "the trial with model.config.hidden_act=sillu is refused" in refused.err
+
+
+def test_what_another_machine_may_have_is_left_to_it(echelon, tmp_path):
+    write_recipe(tmp_path, model={"config": CONFIG, "attn_implementation": "flash_attention_2"}, track=["wandb"])
+    assert echelon("plan", "recipe.json").code == 2
+    there = echelon("plan", "recipe.json", "--devices", "2xH100")
+    assert there.code == 0, there.err
+    assert "left to train: model.attn_implementation: the package of flash_attention_2" in there.out
+    assert "left to train: track: the packages and keys of wandb" in there.out
+
+
+def run_without_torch(*arguments):
+    """`echelon` where torch cannot be imported."""
+    code = "import sys; sys.modules['torch'] = None; from echelon.cli import main; main()"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, env=environment
+    )
+
+
+def test_without_torch_a_plan_says_what_it_did_not_check(echelon, tmp_path):
+    write_recipe(tmp_path, adapter={"method": "lora"}, tokenizer="somebody/something")
+    done = run_without_torch("plan", "recipe.json", "--devices", "2xH100")
+    assert done.returncode == 0, done.stderr
+    left = [line for line in done.stdout.splitlines() if line.startswith("left to train: ")]
+    assert [line.split(": ")[1] for line in left] == ["tokenizer", "model", "adapter"]
+    assert "somebody/something is not in the hub's cache here" in left[0]
+    assert all("(torch is not installed here)" in line for line in left[1:])
+    here = run_without_torch("plan", "recipe.json", "tokenizer=bytes")
+    assert here.returncode == 2 and "torch is not installed here" in here.stderr and "--devices" in here.stderr
+
+
+def test_without_torch_a_misspelt_field_is_refused_all_the_same(echelon, tmp_path):
+    write_recipe(tmp_path, model={"config": {**CONFIG, "num_hidden_layer": 2}})
+    refused = run_without_torch("plan", "recipe.json", "--devices", "2xH100")
+    assert refused.returncode == 2 and "did you mean num_hidden_layers?" in refused.stderr, refused
+
+
+def test_a_model_of_a_known_family_is_planned_without_building_it(echelon, tmp_path):
+    write_recipe(tmp_path, model={"config": {**CONFIG, "rope_theta": 5e5, "rms_norm_eps": 1e-5}})
+    done = run_without_torch("plan", "recipe.json", "--devices", "2xH100")
+    assert done.returncode == 0 and "left to train" not in done.stdout, done
+    assert not done.stderr  # transformers was not imported either: it would have said that there is no torch
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_counted_builds(family):
+    """Each field that is not tried is one that transformers has for the family, and models of other values build."""
+    sizes = {
+        "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "num_key_value_heads": 3, "max_position_embeddings": 40, "tie_word_embeddings": True,
+        "attention_dropout": 0.25,
+    }  # fmt: skip
+    assert {"model_type", *sizes} == checks._COUNTED
+    for place in range(2):
+        numbers = {name: kinds[place % len(kinds)](3) for name, kinds in checks._NUMBERS.items()}
+        model = build_on_meta(load_config({"model_type": family, **sizes, **numbers}))
+        assert {name: getattr(model.config, name) for name in sizes} == sizes
