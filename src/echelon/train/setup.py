@@ -1,7 +1,7 @@
 """From a recipe to a run folder that workers can start from: data, shape, plan, and the files that explain them."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,6 @@ def prepare_run(
     run takes from the hub before any weights are fetched: other machines fetch the same.
     """
     from echelon.checkpoint.remote_start import RemoteStart
-    from echelon.data.mixture import describe_mixture
     from echelon.data.prepare import prepare_data
     from echelon.model.hub import fetch_models, find_commits, read_commits, write_commits
     from echelon.train.evaluate import check_evaluation
@@ -101,11 +100,13 @@ def prepare_run(
         _check_masks(here, data, fields)
         shape = build_shape(fields)
         cluster = find_cluster()
-        plan = _find_pinned_plan(opened, recipe, cluster, say)
-        if plan is None:
-            # A run that goes on must do so on whatever processes there are left.
-            goes_on = opened.state == "resumed"
-            plan = resolve_plan(recipe, shape, cluster, num_samples=data.train.num_samples, fill=goes_on)
+        plan = _find_pinned_plan(opened, recipe, cluster, say) or resolve_plan(
+            recipe,
+            shape,
+            cluster,
+            num_samples=data.train.num_samples,
+            fill=opened.state == "resumed",  # a run that goes on must do so on whatever processes there are left
+        )
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
         folder.write_prepared_path(data.path, data.content_digest)
         fetch_models(recipe, commits, say)  # last, when nothing else can be refused any more
@@ -114,14 +115,23 @@ def prepare_run(
     except BaseException:
         folder.unlock()
         raise
-    lines = [f"hub: {name} is at commit {commit}" for name, commit in commits.items()]
-    lines += [*plan.describe(), describe_checkpoint(shape, plan)]
     cost = describe_cost(recipe, folder, rate, cluster.num_nodes, num_steps)
-    num_samples = data.train.num_samples
-    steps = [*describe_steps(recipe, num_samples), *_describe_longer_warmup(recipe, opened, num_samples)]
-    for line in (*lines, *describe_mixture(recipe, data), *steps, *cost):
+    for line in (*_describe_start(recipe, opened, commits, data, plan), describe_checkpoint(shape, plan), *cost):
         say(line)
     return PreparedRun(folder, plan)
+
+
+def _describe_start(
+    recipe: Recipe, opened: OpenedRun, commits: Mapping[str, str], data: "PreparedData", plan: ParallelPlan
+) -> Iterator[str]:
+    """Lines about what is trained, how, and on what."""
+    from echelon.data.mixture import describe_mixture
+
+    yield from (f"hub: {name} is at commit {commit}" for name, commit in commits.items())
+    yield from plan.describe()
+    yield from describe_mixture(recipe, data)
+    yield from describe_steps(recipe, data.train.num_samples)
+    yield from _describe_longer_warmup(recipe, opened, data.train.num_samples)
 
 
 def _with_small_copies(recipe: Recipe, commits: Mapping[str, str], say: Callable[[str], None]) -> Recipe:
