@@ -143,6 +143,29 @@ def test_tools_are_written_or_refused(tokenizer):
             zephyr.encode(part)
 
 
+ASKED = [USER("One and one?")]
+SAME_PAIR = [
+    {"prompt": "One and one?", "chosen": ASSISTANT("Two."), "rejected": ASSISTANT("Three.")},
+    {"prompt": ASKED, "chosen": "Two.", "rejected": "Three."},
+    {"prompt": "One and one?", "chosen": [*ASKED, ASSISTANT("Two.")], "rejected": [*ASKED, ASSISTANT("Three.")]},
+    {"chosen": [*ASKED, ASSISTANT("Two.")], "rejected": [*ASKED, ASSISTANT("Three.")]},
+    {"conversations": [{"from": "human", "value": "One and one?"}], "chosen": {"from": "gpt", "value": "Two."},
+     "rejected": {"from": "gpt", "value": "Three."}},
+    {"system": "", "question": "One and one?", "chosen": "Two.", "rejected": "Three."},
+    {"instruction": "One and one?", "chosen": "Two.", "rejected": "Three."},
+    {"messages": [*ASKED, ASSISTANT("Two.")], "rejected_response": "Three."},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("record", SAME_PAIR, ids=lambda record: "-".join(record))
+def test_every_shape_of_a_pair_is_rendered_alike(tokenizer, record):
+    """Against the text as it is written by hand: only the answer and its end are learned."""
+    encoding = build(tokenizer, "preference", chat_template="chatml", preferences=True)
+    asked = "<|im_start|>user\nOne and one?<|im_end|>\n<|im_start|>assistant\n"
+    texts = [bracket(encoding, document) for document in encoding.encode(record)]
+    assert texts == [f"{asked}[Two.<|im_end|>]\n", f"{asked}[Three.<|im_end|>]\n"]
+
+
 MARKED = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n{% generation %}"
     "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
@@ -300,7 +323,11 @@ def test_tokens_and_templates_that_are_missing_are_named(tmp_path):
         build(build_bytes_tokenizer(), "alpaca")
     with pytest.raises(ConfigError, match=r"objective\.name=dpo"):
         build(plain, "preference")
-    with pytest.raises(ConfigError, match="compares two answers, and the data has messages"):
+    with pytest.raises(
+        ConfigError,
+        match="compares two answers, and the data has messages; give records with chosen and "
+        r"rejected \(and the prompt in one of prompt, question, .*with messages and rejected_response",
+    ):
         build(plain, preferences=True)
     with pytest.raises(ConfigError, match=r"data\.train_on=last is for conversations"):
         build_instruction_encoding(InstructionOptions(train_on="last"), plain, [])

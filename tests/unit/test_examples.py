@@ -88,6 +88,7 @@ def test_flags_of_turns():
     assert (found.learned, found.messages) == ((False, True, None, False), ASKED * 2)
 
 
+SAID = talk(("system", "S"))[0]
 A, B = talk(("assistant", "A"))[0], talk(("assistant", "B"))[0]
 PREFERENCES = {
     "texts": ({"prompt": "P", "chosen": "A", "rejected": "B"}, Completion("P", "A"), Completion("P", "B")),
@@ -102,6 +103,52 @@ PREFERENCES = {
     "the prompt twice": (
         {"prompt": "Hi", "chosen": [ASKED[0], A], "rejected": [ASKED[0], B]}, (ASKED[0], A), (ASKED[0], B),
     ),
+    "one message each": ({"prompt": "Hi", "chosen": A, "rejected": B}, (ASKED[0], A), (ASKED[0], B)),
+    "a prompt of one message": ({"prompt": ASKED[0], "chosen": [A], "rejected": [B]}, (ASKED[0], A), (ASKED[0], B)),
+    "turns and texts": ({"prompt": [ASKED[0]], "chosen": "A", "rejected": "B"}, (ASKED[0], A), (ASKED[0], B)),
+    # As LLaMA-Factory has them: in ShareGPT's form, in OpenAI's, in Alpaca's.
+    "conversations": (
+        {"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "A"},
+         "rejected": {"from": "gpt", "value": "B"}}, (ASKED[0], A), (ASKED[0], B),
+    ),
+    "longer conversations": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"},
+                           {"from": "human", "value": "Hi"}], "chosen": [{"from": "gpt", "value": "A"}],
+         "rejected": [{"from": "gpt", "value": "B"}]}, (*ASKED, ASKED[0], A), (*ASKED, ASKED[0], B),
+    ),
+    "messages": ({"messages": [ASKED[0]], "chosen": A, "rejected": B}, (ASKED[0], A), (ASKED[0], B)),
+    "alpaca": (
+        {"instruction": "Hi", "input": "", "history": [["Hi", "Ho"]], "chosen": "A", "rejected": "B"},
+        (*ASKED, ASKED[0], A), (*ASKED, ASKED[0], B),
+    ),
+    # As Intel's orca_dpo_pairs, and as distilabel's with the prompt in `input`.
+    "question and system": (
+        {"system": "S", "question": "Hi", "chosen": "A", "rejected": "B"}, (SAID, ASKED[0], A), (SAID, ASKED[0], B),
+    ),
+    "no system there": ({"system": "", "question": "Hi", "chosen": "A", "rejected": "B"}, (ASKED[0], A), (ASKED[0], B)),
+    "input and system": (
+        {"system": "S", "input": "Hi", "chosen": "A", "rejected": "B"}, (SAID, ASKED[0], A), (SAID, ASKED[0], B),
+    ),
+    "prompt and system": (
+        {"system": "S", "prompt": "Hi", "chosen": "A", "rejected": "B"}, (SAID, ASKED[0], A), (SAID, ASKED[0], B),
+    ),
+    # As ultrafeedback_binarized: `messages` is the chosen conversation once more; and without its `prompt`.
+    "the chosen one twice": (
+        {"prompt": "Hi", "messages": [ASKED[0], A], "chosen": [ASKED[0], A], "rejected": [ASKED[0], B]},
+        (ASKED[0], A), (ASKED[0], B),
+    ),
+    "the chosen one as messages": (
+        {"messages": [ASKED[0], A], "chosen": [ASKED[0], A], "rejected": [ASKED[0], B]}, (ASKED[0], A), (ASKED[0], B),
+    ),
+    "a system in the answers": (
+        {"prompt": "Hi", "chosen": [SAID, ASKED[0], A], "rejected": [SAID, ASKED[0], B]},
+        (SAID, ASKED[0], A), (SAID, ASKED[0], B),
+    ),
+    # As ms-swift has them.
+    "a rejected response": (
+        {"messages": [SAID, ASKED[0], A], "rejected_response": "B"}, (SAID, ASKED[0], A), (SAID, ASKED[0], B),
+    ),
+    "a rejected message": ({"messages": [ASKED[0], A], "rejected_response": B}, (ASKED[0], A), (ASKED[0], B)),
     "no prompt": ({"chosen": [*ASKED, ASKED[0], A], "rejected": [*ASKED, ASKED[0], B]},
                   (*ASKED, ASKED[0], A), (*ASKED, ASKED[0], B)),
 }  # fmt: skip
@@ -198,8 +245,13 @@ BROKEN = {
     "a prompt's system": ({"prompt": "a", "completion": "b", "system": "S"}, "plain text has no place"),
     "same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "prefers an answer to itself"),
     "kinds of a pair": ({"prompt": "a", "chosen": "b", "rejected": [B]}, "of two kinds"),
-    "nothing shared": ({"chosen": "b", "rejected": "c"}, "has no `prompt`"),
-    "no shared turn": ({"chosen": [A], "rejected": [B]}, "has no `prompt`"),
+    "nothing shared": ({"chosen": "b", "rejected": "c"}, "no prompt in one of `prompt`, `question`, `instruction`"),
+    "no shared turn": ({"chosen": [A], "rejected": [B]}, "`conversations`, `messages`, and `chosen` and `rejected` do"),
+    "only a system": ({"chosen": "b", "rejected": "c", "system": "S"}, "no prompt in one of `prompt`"),
+    "an answered prompt": ({"conversations": [*ASKED], "chosen": A, "rejected": B}, "a turn of the assistant at the end"),
+    "chosen by nobody": ({"messages": [ASKED[0]], "rejected_response": "x"}, "do not end with a turn of the assistant"),
+    "a rejected user": ({"prompt": "a", "chosen": A, "rejected": ASKED[0]}, "has no turn of the assistant"),
+    "the same response": ({"messages": [ASKED[0], A], "rejected_response": "A"}, "prefers an answer to itself"),
     "lengths": ({"input_ids": [1, 2], "labels": [1]}, "holds 2 `input_ids` and 1 `labels`"),
     "shifted": ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "the label 2 at place 0, where the id is 1; "),
     "range": ({"input_ids": [1, 256], "labels": [1, 256]}, "holds the id 256, and the tokenizer has the ids 0 to 255"),

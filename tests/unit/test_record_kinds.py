@@ -101,7 +101,8 @@ def test_formats_are_recognised_by_their_fields():
     wanted = {
         "alpaca": ["instruction", "input", "output"], "sharegpt": ["conversations", "id"],
         "messages": ["prompt", "messages"],
-        "prompt_completion": ["prompt", "completion"], "preference": ["prompt", "chosen", "rejected", "messages"],
+        "prompt_completion": ["prompt", "completion"], "rejected_response": ["messages", "rejected_response"],
+        "preference": ["prompt", "chosen", "rejected", "messages"],
         "tokens": ["input_ids", "attention_mask", "labels"],
     }  # fmt: skip
     assert {name: recognise_format(fields) for name, fields in wanted.items()} == {name: name for name in wanted}

@@ -13,10 +13,15 @@ import numpy as np
 
 from echelon.data.conversation import Completion, Conversation, EncodedDocument, Preference, Text
 from echelon.data.readers.record import BrokenRecordError, Example, parse_ids
-from echelon.recipe.data_formats import recognise_format
+from echelon.recipe.data_formats import PROMPTS, recognise_format
 
 IGNORED_LABEL = -100
 """The label of a token that is not learned, as `transformers` has it."""
+
+_NO_PROMPT = (
+    f"no prompt in one of {', '.join(f'`{name}`' for name in PROMPTS)}, and `chosen` and `rejected` do not begin with "
+    "a shared"
+)
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -43,8 +48,14 @@ def _parse_sharegpt(record: Example) -> Conversation:
 
 
 def _parse_alpaca(record: Example) -> Conversation:
-    """Question and answer as two turns. Templates that know instruction and input as such find them in the turn."""
-    instruction, given, output = (_text(record.get(name, ""), name) for name in ("instruction", "input", "output"))
+    """Question and answer as two turns."""
+    answer = {"role": "assistant", "content": _text(record["output"], "output")}
+    return _converse(record, [*_ask_alpaca(record), answer])
+
+
+def _ask_alpaca(record: Example) -> list[dict[str, Any]]:
+    """Alpaca's question, behind its history. Templates that know instruction and input as such find them in it."""
+    instruction, given = (_text(record.get(name, ""), name) for name in ("instruction", "input"))
     turns: list[dict[str, Any]] = []
     history = record.get("history", [])
     for pair in _list(history, "history"):
@@ -53,9 +64,10 @@ def _parse_alpaca(record: Example) -> Conversation:
         turns.append({"role": "user", "content": _text(pair[0], "history")})
         turns.append({"role": "assistant", "content": _text(pair[1], "history")})
     question = {"role": "user", "content": f"{instruction}\n{given}" if given and instruction else instruction or given}
-    turns.append({**question, "instruction": instruction, "input": given} if given else question)
-    turns.append({"role": "assistant", "content": output})
-    return _converse(record, turns)
+    turns.append(
+        {**question, "instruction": instruction, "input": given} if given and "instruction" in record else question
+    )
+    return turns
 
 
 def _parse_prompt_completion(record: Example) -> Text:
@@ -63,19 +75,66 @@ def _parse_prompt_completion(record: Example) -> Text:
 
 
 def _parse_preference(record: Example) -> Preference:
-    chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
+    """Two answers, each a text, a turn or a list of turns, with the prompt beside them or in both of them.
+
+    They are plain texts where both the answers and `prompt` are and nothing else asks for turns, else turns.
+    """
+    chosen, rejected = (
+        [each] if isinstance(each, Mapping) else each for each in (record["chosen"], record["rejected"])
+    )
     if type(chosen) is not type(rejected):
-        raise BrokenRecordError("holds `chosen` and `rejected` of two kinds; give two texts, or two lists of messages")
+        raise BrokenRecordError(
+            "holds `chosen` and `rejected` of two kinds; give two texts, two messages, or two lists of messages"
+        )
+    prompt = _find_prompt(record, chosen)
+    if isinstance(chosen, str) and (isinstance(prompt, list) or "system" in record or "tools" in record):
+        chosen, rejected = ([{"role": "assistant", "content": each}] for each in (chosen, rejected))
     if prompt is None and isinstance(chosen, str):
         shared = _shared_text(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     elif isinstance(chosen, list):
         prompt, chosen, rejected = _split_turns(prompt, chosen, rejected)
+    return _pair(record, prompt, chosen, rejected)
+
+
+def _parse_rejected_response(record: Example) -> Preference:
+    """A conversation that ends in the chosen answer, and another answer in its place, as ms-swift has them."""
+    turns, rejected = _list(record["messages"], "messages"), record["rejected_response"]
+    if not turns or _role(turns[-1]) != "assistant":
+        raise BrokenRecordError("holds `messages` that do not end with a turn of the assistant, the chosen answer")
+    other = {"role": "assistant", "content": rejected} if isinstance(rejected, str) else rejected
+    return _pair(record, turns[:-1], turns[-1:], [other])
+
+
+def _pair(record: Example, prompt: Any, chosen: Any, rejected: Any) -> Preference:
     if chosen == rejected:
-        raise BrokenRecordError("prefers an answer to itself: `chosen` and `rejected` are the same")
+        raise BrokenRecordError("prefers an answer to itself: the chosen and the rejected one are the same")
     return Preference(
         _parse_answer(record, prompt, chosen, "chosen"), _parse_answer(record, prompt, rejected, "rejected")
     )
+
+
+def _find_prompt(record: Example, chosen: Any) -> str | list[Any] | None:
+    """The prompt beside two answers: a text only from `prompt`, else turns; None where the answers begin with it."""
+    name = next((name for name in PROMPTS if name in record and record[name] != chosen), None)
+    if name is None:
+        return None
+    if name == "question":
+        return [{"role": "user", "content": _text(record[name], name)}]
+    if name in ("instruction", "input"):
+        return _ask_alpaca(record)
+    if name == "prompt" and not isinstance(record[name], Mapping):
+        return _text(record[name], name) if isinstance(record[name], str) else _list(record[name], name)
+    turns = [record[name]] if isinstance(record[name], Mapping) else _list(record[name], name)
+    if turns and _role(turns[-1]) == "assistant":
+        raise BrokenRecordError(f"holds a turn of the assistant at the end of `{name}`, which is the answers' prompt")
+    return turns
+
+
+def _role(turn: Any) -> str | None:
+    """Whose turn it is, in the roles that templates know; None for what is no turn."""
+    role = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+    return _ROLES.get(role) if isinstance(role, str) else None
 
 
 def _shared_text(chosen: str, rejected: str) -> int:
@@ -83,29 +142,31 @@ def _shared_text(chosen: str, rejected: str) -> int:
     same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
     shared = "".join(character for character, _ in same)
     if len(shared) in (len(chosen), len(rejected)) or not shared.split():
-        raise BrokenRecordError("has no `prompt`, and `chosen` and `rejected` do not begin with a shared one")
+        raise BrokenRecordError(f"has {_NO_PROMPT} one")
     while shared and not shared[-1].isspace():
         shared = shared[:-1]
     return len(shared.rstrip())
 
 
-def _split_turns(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def _split_turns(
+    prompt: str | list[Any] | None, chosen: list[Any], rejected: list[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
     """The prompt's turns and those of each answer, wherever the record has the prompt: by itself, or in the answers."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     turns = chosen[:shared]
-    if isinstance(prompt, str):
-        named = {"role": "user", "content": prompt}
-        turns = (
-            turns if any(isinstance(turn, Mapping) and prompt in turn.values() for turn in turns) else [named, *turns]
-        )
-    elif prompt is not None:
-        given = _list(prompt, "prompt")
-        turns = turns if turns[: len(given)] == given else [*given, *turns]
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    said = [_content(turn) for turn in turns]
+    if not all(_content(turn) in said for turn in given):
+        turns = [*given, *turns]
     if not turns:
-        raise BrokenRecordError("has no `prompt`, and `chosen` and `rejected` do not begin with a shared turn")
+        raise BrokenRecordError(f"has {_NO_PROMPT} turn")
     return turns, chosen[shared:], rejected[shared:]
+
+
+def _content(turn: Any) -> Any:
+    return turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
 
 
 def _parse_answer(record: Example, prompt: Any, answer: Any, name: str) -> Text:
@@ -143,6 +204,7 @@ _PARSERS: dict[str, Callable[[Example], Text | Preference | EncodedDocument]] = 
     "alpaca": _parse_alpaca,
     "prompt_completion": _parse_prompt_completion,
     "preference": _parse_preference,
+    "rejected_response": _parse_rejected_response,
     "tokens": _parse_tokens,
 }
 

@@ -20,6 +20,7 @@ from echelon.data.shards import TokenStore
 from echelon.data.templates import NAMED_TEMPLATES, load_template, own_template
 from echelon.data.tokenizer import EOS, separator_id
 from echelon.errors import ConfigError
+from echelon.recipe.data_formats import PAIR_FORMATS, PROMPTS
 from echelon.recipe.render import plain_value
 from echelon.recipe.yaml_text import show_value
 
@@ -89,17 +90,17 @@ def _keep_template(tokenizer: "PreTrainedTokenizerFast", template: str | None) -
 
 
 def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
-    pairs = "preference" in formats
-    if pairs and not options.preferences:
+    if formats & PAIR_FORMATS and not options.preferences:
         raise ConfigError(
             "objective.name=causal_lm learns one text, and the data has preferences (chosen, rejected); set "
             "objective.name=dpo, or name the field to learn: data.train.0.format: messages, fields: {messages: chosen}."
         )
-    if options.preferences and formats != {"preference"}:
-        found = ", ".join(sorted(formats - {"preference"})) or "plain text"
+    if options.preferences and (not formats or formats - PAIR_FORMATS):
+        found = ", ".join(sorted(formats - PAIR_FORMATS)) or "plain text"
         raise ConfigError(
-            f"objective.name=dpo compares two answers, and the data has {found}; give records with prompt, chosen and "
-            "rejected only, or set objective.name=causal_lm."
+            f"objective.name=dpo compares two answers, and the data has {found}; give records with chosen and rejected "
+            f"(and the prompt in one of {', '.join(PROMPTS)}, or in both answers) or with messages and "
+            "rejected_response, name your fields in data.train.0.fields, or set objective.name=causal_lm."
         )
     given = {
         "train_on": options.train_on != "assistant",

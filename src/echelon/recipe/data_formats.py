@@ -31,11 +31,18 @@ class RecordFormat:
         return (*self.required, *self.optional)
 
 
+PROMPTS = ("prompt", "question", "instruction", "input", "conversations", "messages")
+"""Where a preference has its prompt: the first of these that a record has, an instruction with its input."""
+
 _TURN = ("role", "content", "train", "weight", "tool_calls")
 
 RECORD_FORMATS: dict[str, RecordFormat] = {
     "preference": RecordFormat(
-        ("chosen", "rejected"), ("prompt", "system", "tools"), ("prompt", "chosen", "rejected"), _TURN
+        ("chosen", "rejected"), (*PROMPTS, "history", "system", "tools"),
+        ("prompt", "conversations", "messages", "chosen", "rejected"), _TURN,
+    ),
+    "rejected_response": RecordFormat(
+        ("messages", "rejected_response"), ("system", "tools"), ("messages", "rejected_response"), _TURN
     ),
     "messages": RecordFormat(("messages",), ("system", "tools"), ("messages",), _TURN),
     "sharegpt": RecordFormat(
@@ -48,6 +55,10 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
     "tokens": RecordFormat(("input_ids", "labels")),
 }  # fmt: skip
 """By the name in `data.train[].format`, in the order in which they are recognised."""
+
+
+PAIR_FORMATS = frozenset(("preference", "rejected_response"))
+"""The formats of pairs of a chosen and a rejected answer."""
 
 
 def recognise_format(fields: Collection[str]) -> str | None:

@@ -10,7 +10,7 @@ from echelon.recipe.section import AnyPath, Count, Flag, Number, PathOrName, Pos
 
 TextFormat = Literal[
     "auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "hub", "nanogpt", "npy", "megatron",
-    "alpaca", "sharegpt", "messages", "prompt_completion", "preference", "tokens",
+    "alpaca", "sharegpt", "messages", "prompt_completion", "preference", "rejected_response", "tokens",
 ]  # fmt: skip
 
 DEFAULT_VALIDATION_FRACTION = 0.01

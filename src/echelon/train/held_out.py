@@ -16,6 +16,7 @@ from echelon.data.source import Source, list_files
 from echelon.errors import ConfigError, DataError
 from echelon.model.attention import check_document_mask
 from echelon.recipe import Recipe
+from echelon.recipe.data_formats import PAIR_FORMATS
 from echelon.run_folder import RunFolder, is_run
 
 
@@ -56,7 +57,7 @@ def prepare_given(
     recipe = read_run_recipe(target) if is_run(target) else None
     source = _find_source(path, recipe)
     formats = {file.fields.format for file in list_files(source) if isinstance(file.fields, ExampleFields)}
-    pairs = "preference" in formats
+    pairs = not PAIR_FORMATS.isdisjoint(formats)
     if pairs and (recipe is None or recipe.objective.name != "dpo"):
         raise ConfigError(
             f"--data {path} holds preferences (chosen, rejected), and only a run with objective.name=dpo is measured "
@@ -96,7 +97,7 @@ def _as_own(spec: PrepareSpec, recipe: Recipe, formats: set[str]) -> PrepareSpec
     own = prepare_spec(recipe)
     instruction = InstructionOptions(separator=own.separator)
     if formats:
-        instruction = replace(own.instruction, chat_template=None, preferences="preference" in formats)
+        instruction = replace(own.instruction, chat_template=None, preferences=not PAIR_FORMATS.isdisjoint(formats))
     return replace(
         spec,
         separator=own.separator,

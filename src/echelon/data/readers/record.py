@@ -155,7 +155,9 @@ ALL_FIELDS = AllFields()
 
 
 def _rename_turns(value: Any, names: Mapping[str, str]) -> Any:
-    """A list of turns with the format's names; anything else as it is, to be refused where it is read."""
+    """A turn, or a list of them, with the format's names; anything else as it is, to be refused where it is read."""
+    if isinstance(value, Mapping):
+        return _rename_turns([value], names)[0]
     if not isinstance(value, list):
         return value
     return [
