@@ -248,7 +248,7 @@ BROKEN = {
     "nothing shared": ({"chosen": "b", "rejected": "c"}, "no prompt in one of `prompt`, `question`, `instruction`"),
     "no shared turn": ({"chosen": [A], "rejected": [B]}, "`conversations`, `messages`, and `chosen` and `rejected` do"),
     "only a system": ({"chosen": "b", "rejected": "c", "system": "S"}, "no prompt in one of `prompt`"),
-    "an answered prompt": ({"conversations": [*ASKED], "chosen": A, "rejected": B}, "a turn of the assistant at the end"),
+    "an answered prompt": ({"conversations": [*ASKED], "chosen": A, "rejected": B}, "a turn of the assistant at the"),
     "chosen by nobody": ({"messages": [ASKED[0]], "rejected_response": "x"}, "do not end with a turn of the assistant"),
     "a rejected user": ({"prompt": "a", "chosen": A, "rejected": ASKED[0]}, "has no turn of the assistant"),
     "the same response": ({"messages": [ASKED[0], A], "rejected_response": "A"}, "prefers an answer to itself"),

@@ -79,22 +79,25 @@ def _parse_preference(record: Example) -> Preference:
 
     They are plain texts where both the answers and `prompt` are and nothing else asks for turns, else turns.
     """
-    chosen, rejected = (
-        [each] if isinstance(each, Mapping) else each for each in (record["chosen"], record["rejected"])
-    )
+    chosen, rejected = (_as_turns(record[name]) for name in ("chosen", "rejected"))
     if type(chosen) is not type(rejected):
         raise BrokenRecordError(
             "holds `chosen` and `rejected` of two kinds; give two texts, two messages, or two lists of messages"
         )
     prompt = _find_prompt(record, chosen)
     if isinstance(chosen, str) and (isinstance(prompt, list) or "system" in record or "tools" in record):
-        chosen, rejected = ([{"role": "assistant", "content": each}] for each in (chosen, rejected))
+        chosen, rejected = [{"role": "assistant", "content": chosen}], [{"role": "assistant", "content": rejected}]
     if prompt is None and isinstance(chosen, str):
         shared = _shared_text(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     elif isinstance(chosen, list):
         prompt, chosen, rejected = _split_turns(prompt, chosen, rejected)
     return _pair(record, prompt, chosen, rejected)
+
+
+def _as_turns(value: Any) -> Any:
+    """One turn as a list of it; anything else as it is."""
+    return [value] if isinstance(value, Mapping) else value
 
 
 def _parse_rejected_response(record: Example) -> Preference:
@@ -125,7 +128,7 @@ def _find_prompt(record: Example, chosen: Any) -> str | list[Any] | None:
         return _ask_alpaca(record)
     if name == "prompt" and not isinstance(record[name], Mapping):
         return _text(record[name], name) if isinstance(record[name], str) else _list(record[name], name)
-    turns = [record[name]] if isinstance(record[name], Mapping) else _list(record[name], name)
+    turns = _list(_as_turns(record[name]), name)
     if turns and _role(turns[-1]) == "assistant":
         raise BrokenRecordError(f"holds a turn of the assistant at the end of `{name}`, which is the answers' prompt")
     return turns
