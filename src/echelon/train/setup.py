@@ -16,7 +16,7 @@ from echelon.recipe import Recipe, render_recipe
 from echelon.run_folder import RunFolder
 from echelon.run_opening import OpenedRun, open_run
 from echelon.schedule import find_fault, find_warmup, render_schedule
-from echelon.shape import build_shape
+from echelon.shape import ModelShape, build_shape
 from echelon.stored import read_as, write_json, write_text
 from echelon.train.checks import check_model, check_weights, find_model_fields
 from echelon.train.trackers import catch_up, check_trackers
@@ -100,13 +100,7 @@ def prepare_run(
         _check_masks(here, data, fields)
         shape = build_shape(fields)
         cluster = find_cluster()
-        plan = _find_pinned_plan(opened, recipe, cluster, say) or resolve_plan(
-            recipe,
-            shape,
-            cluster,
-            num_samples=data.train.num_samples,
-            fill=opened.state == "resumed",  # a run that goes on must do so on whatever processes there are left
-        )
+        plan = _find_plan(opened, recipe, shape, cluster, data.train.num_samples, say)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
         folder.write_prepared_path(data.path, data.content_digest)
         fetch_models(recipe, commits, say)  # last, when nothing else can be refused any more
@@ -235,6 +229,19 @@ class _PlannedFor:
     """Of environment.json: the hardware that the plan was made for."""
 
     cluster: Cluster
+
+
+def _find_plan(
+    opened: OpenedRun,
+    recipe: Recipe,
+    shape: ModelShape,
+    cluster: Cluster,
+    num_samples: int,
+    say: Callable[[str], None],
+) -> ParallelPlan:
+    """The plan the run goes on with, or a new one. A run that goes on must do so on whatever processes are left."""
+    pinned = _find_pinned_plan(opened, recipe, cluster, say)
+    return pinned or resolve_plan(recipe, shape, cluster, num_samples=num_samples, fill=opened.state == "resumed")
 
 
 def _find_pinned_plan(
