@@ -1,43 +1,64 @@
 """A corpus: the files of all sources, and what is decided about them before any is written."""
 
+import filecmp
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from echelon.data.readers import count_documents, read_records
 from echelon.data.readers.record import ExampleFields, Reading, Record, SourceFile
 from echelon.data.source import Source, list_files
 from echelon.data.tokenize import plan_tasks
+from echelon.data.walking import LeftOut
 from echelon.errors import DataError
 from echelon.progress import Progress
 
 
 @dataclass(frozen=True)
 class CorpusEntry:
-    """A source, the stream its text was given for (`train` or `validation`), and its files."""
+    """A source, the stream its text was given for (`train` or `validation`), its files, and what is not read of it."""
 
     stream: str
     source: Source
     files: tuple[SourceFile, ...]
+    left_out: str | None = None
 
 
 def list_corpus(train: Sequence[Source], validation: Sequence[Source]) -> tuple[CorpusEntry, ...]:
-    """List the files of all sources. Raises DataError for text both to train and to validate on."""
-    training = [CorpusEntry("train", source, list_files(source)) for source in train]
-    validating = [CorpusEntry("validation", source, list_files(source)) for source in validation]
-    trained_on: dict[tuple[Path, str | None], list[SourceFile]] = {}
+    """List the files of all sources. Raises DataError for text both to train and to validate on: the same file, or one
+    of the same content, whatever its name."""
+    training = [_list_source("train", source) for source in train]
+    validating = [_list_source("validation", source) for source in validation]
+    trained_on: dict[tuple[str | None, int], list[SourceFile]] = {}
     for file in (file for entry in training for file in entry.files):
-        trained_on.setdefault((file.path, file.split), []).append(file)
+        trained_on.setdefault((file.split, file.size), []).append(file)
     for entry in validating:
         for file in entry.files:
-            if any(_share_rows(file, other) for other in trained_on.get((file.path, file.split), ())):
+            others = trained_on.get((file.split, file.size), ())
+            if (other := next((each for each in others if _is_same(file, each)), None)) is not None:
+                is_one = file.path == other.path
+                what = "which data.train holds too" if is_one else f"whose content data.train holds as {other.path}"
                 raise DataError(
-                    f"{entry.source} holds {file.path}, which data.train holds too; text to "
-                    f"validate on must not be trained on. Leave it out of one, or use data.validation_fraction."
+                    f"{entry.source} holds {file.path}, {what}; text to validate on must not be trained on. Leave it "
+                    f"out of one, or use data.validation_fraction."
                 )
     return (*training, *validating)
+
+
+def _list_source(stream: str, source: Source) -> CorpusEntry:
+    left_out = LeftOut()
+    return CorpusEntry(stream, source, list_files(source, left_out), left_out.describe())
+
+
+def _is_same(one: SourceFile, other: SourceFile) -> bool:
+    """Whether two files of one size hold the same text, in rows that both sources read."""
+    if not _share_rows(one, other):
+        return False
+    if one.path == other.path:
+        return True
+    # Read side by side up to the first difference, which for two texts is the first block.
+    return bool(one.size) and one.format != "hub" and filecmp.cmp(one.path, other.path, shallow=False)
 
 
 def _share_rows(one: SourceFile, other: SourceFile) -> bool:
@@ -96,6 +117,13 @@ def _texts(content: Any) -> Iterator[str]:
     elif isinstance(content, Mapping | list):
         for value in content.values() if isinstance(content, Mapping) else content:
             yield from _texts(value)
+
+
+def describe_left_out(corpus: Iterable[CorpusEntry]) -> Iterator[str]:
+    """A line for each source of which something is not read."""
+    for entry in corpus:
+        if entry.left_out is not None:
+            yield f"{entry.source.key}: not read of {entry.source.path}: {entry.left_out}"
 
 
 def describe_examples(corpus: Iterable[CorpusEntry]) -> Iterator[str]:

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from echelon.data.catalog import FORMAT_VERSION, SampleRule, save_manifest
-from echelon.data.corpus import CorpusEntry, corpus_bytes, describe_examples, describe_limits, list_corpus, sample_texts
+from echelon.data.corpus import (
+    CorpusEntry,
+    corpus_bytes,
+    describe_examples,
+    describe_left_out,
+    describe_limits,
+    list_corpus,
+    sample_texts,
+)
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.preflight import InstructionOptions, build_instruction_encoding, check_stops_learned
 from echelon.data.prepared import DocumentMask, PreparedData, check_mask, open_prepared
@@ -152,7 +160,7 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
     if not 0 <= spec.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction={spec.validation_fraction} is no share of the text; use 0 to 0.5.")
     corpus = list_corpus(spec.train, spec.validation)
-    for line in (*describe_examples(corpus), *describe_limits(corpus)):
+    for line in (*describe_left_out(corpus), *describe_examples(corpus), *describe_limits(corpus)):
         say(line)
     tokenizer = None
     if not isinstance(spec.tokenizer, int):

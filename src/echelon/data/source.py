@@ -5,6 +5,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from echelon.data.readers import FORMATS, guess_format
@@ -13,6 +14,7 @@ from echelon.data.readers.megatron import is_megatron_index
 from echelon.data.readers.record import SourceFile
 from echelon.data.readers.separated import read_header
 from echelon.data.record_kinds import RECORD_FILES, has_known_fields, settle_fields
+from echelon.data.walking import LeftOut, walk
 from echelon.errors import ConfigError, DataError
 from echelon.recipe.data_formats import RECORD_FORMATS
 
@@ -24,8 +26,6 @@ TOKENS = "tokens"
 
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 """Left out of `python-stdlib`: two thirds of its bytes are tests, much of them tables of values."""
-
-SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,13 @@ class Source:
         return f"{self.key} {self.path}" if self.key.startswith("--") else f"{self.key}.path={self.path}"
 
 
-def list_files(source: Source) -> tuple[SourceFile, ...]:
-    """The files of a source, in the order their text is read: by relative path.
+def list_files(source: Source, left_out: LeftOut | None = None) -> tuple[SourceFile, ...]:
+    """The files of a source, in the order their text is read: by relative path; `left_out` gets what is not read.
 
-    Raises DataError naming the recipe key when there is nothing at the path or no text in it, ConfigError for a split
-    where there is none to choose.
+    Raises DataError naming the recipe key when there is nothing at the path, no text in it, or a folder that cannot be
+    listed; ConfigError for a split where there is none to choose.
     """
+    left_out = LeftOut() if left_out is None else left_out
     path = Path(source.path).expanduser()
     if source.format == "hub":
         return settle_fields(source, find_on_hub(source.path, source.split, str(source)))
@@ -66,7 +67,11 @@ def list_files(source: Source) -> tuple[SourceFile, ...]:
             f"{source.key}.split={source.split} is for Hugging Face datasets, on disk or on the hub, and {source.path} "
             f"is none; list the files to read, or hold out a share with data.validation_fraction."
         )
-    return settle_fields(source, _check_not_empty(source, _list_paths(source, path)))
+    files = _check_not_empty(source, _list_paths(source, path, left_out))
+    for file in files:
+        if not file.size:
+            left_out.note("empty files", file.name)
+    return settle_fields(source, files)
 
 
 def _list_saved(source: Source, path: Path) -> list[SourceFile]:
@@ -75,17 +80,18 @@ def _list_saved(source: Source, path: Path) -> list[SourceFile]:
     return [replace(file, rows=each.rows) for file, each in zip(files, saved, strict=True)]
 
 
-def _list_paths(source: Source, path: Path) -> list[SourceFile]:
+def _list_paths(source: Source, path: Path, left_out: LeftOut) -> list[SourceFile]:
     if source.path == PYTHON_STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        found = [(path, name) for path, name in _walk(root) if path.suffix == ".py" and not _is_of_tests(name)]
+        walked = walk(root, LeftOut(), partial(_unlistable, source))
+        found = [(path, name) for path, name in walked if path.suffix == ".py" and not _is_of_tests(name)]
         return [_describe(source, path, name, "text", False) for path, name in found]
     if not path.is_file() and path.parent.is_dir() and is_megatron_index(path.with_name(path.name + ".idx")):
         path = path.with_name(path.name + ".idx")  # Megatron's own tools name a dataset without its suffixes
     if path.is_file():
         return [_describe(source, path, path.name, _choose_format(source, path), True)]
     if path.is_dir():
-        files = list(_list_folder(source, path))
+        files = list(_list_folder(source, path, left_out))
         if not files:
             raise DataError(
                 f"{source} holds no text file (by suffix, such as .txt, .md, .py, .jsonl, .parquet); name "
@@ -118,41 +124,44 @@ def _choose_format(source: Source, path: Path) -> str:
     return source.format if source.format != "auto" else guessed or "text"
 
 
-def _list_folder(source: Source, folder: Path) -> Iterator[SourceFile]:
+def _list_folder(source: Source, folder: Path, left_out: LeftOut) -> Iterator[SourceFile]:
     """The files of a folder whose suffix is of the format asked for; by default, of any that folders are read for."""
-    for path, name in _walk(folder):
+    for path, name in walk(folder, left_out, partial(_unlistable, source)):
         guessed = guess_format(path)
-        if guessed is None or (source.format == "auto" and not FORMATS[guessed].in_folders):
-            continue
-        is_json = path.suffix.lower() == ".json"
-        if source.format in RECORD_FORMATS and guessed not in RECORD_FILES and not is_json:
-            continue
-        if source.format == "text" and guessed not in ("text", "csv", "jsonl"):
-            continue
-        if source.format == "json" and not is_json:
-            continue
-        if source.format not in ("auto", "text", "json", guessed, *RECORD_FORMATS):
-            continue
-        if guessed == "megatron" and path.suffix == ".bin":
+        if guessed == "megatron" and path.suffix == ".bin" and source.format == "megatron":
             continue  # its .idx is listed
+        if not _is_wanted(source.format, path, guessed):
+            left_out.note("files of other formats", name)
+            continue
         file = _describe(source, path, name, _choose_format(source, path), False)
         if source.format == "auto" and file.format == "csv" and not has_known_fields(source.fields, read_header(file)):
             file = replace(file, format="text")  # a table of a source tree, not one of documents
         yield file
 
 
+def _is_wanted(format: str, path: Path, guessed: str | None) -> bool:
+    """Whether a folder's file is read where this format is asked for; `guessed` is the one that its name tells."""
+    is_json = path.suffix.lower() == ".json"
+    if guessed is None:
+        return False
+    if format == "auto":
+        return FORMATS[guessed].in_folders
+    if format in RECORD_FORMATS:
+        return guessed in RECORD_FILES or is_json
+    if format == "text":
+        return guessed in ("text", "csv", "jsonl")
+    return is_json if format == "json" else format == guessed
+
+
+def _unlistable(source: Source, error: OSError) -> DataError:
+    return DataError(
+        f"{source}: the folder {error.filename} cannot be read ({error.strerror}); make it readable, or name the files "
+        "to read with a glob."
+    )
+
+
 def _is_of_tests(name: str) -> bool:
     return not TEST_FOLDERS.isdisjoint(Path(name).parts[:-1])
-
-
-def _walk(root: Path) -> list[tuple[Path, str]]:
-    """Every file under a folder with its relative path, sorted by that; hidden and cache folders are left out."""
-    found: list[tuple[Path, str]] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith(".")]
-        paths = (Path(folder, name) for name in names if not name.startswith("."))
-        found.extend((path, path.relative_to(root).as_posix()) for path in paths if path.is_file())
-    return sorted(found, key=lambda item: item[1])
 
 
 def _describe(source: Source, path: Path, name: str, format: str, required: bool) -> SourceFile:

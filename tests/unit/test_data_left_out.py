@@ -1,0 +1,117 @@
+"""Nothing of a data folder is left out without a line, and no text is both trained and validated on."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echelon.data.corpus import describe_left_out, list_corpus
+from echelon.data.source import Source, list_files
+from echelon.data.walking import LeftOut
+from echelon.errors import DataError
+
+
+def source(path, **fields):
+    return Source("data.train.0", str(path), **fields)
+
+
+def write(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def names_of(path):
+    return [file.name for file in list_files(source(path))]
+
+
+def said_of(path, **fields):
+    return list(describe_left_out(list_corpus([source(path, **fields)], [])))
+
+
+def test_one_line_counts_all_that_is_not_read(tmp_path):
+    write(
+        tmp_path, "a.txt", ".x.txt", ".git/config", "node_modules/y.js", "sub/image.png", "image.bin", "table.parquet"
+    )
+    (tmp_path / "table.parquet").unlink()
+    (tmp_path / "empty.md").touch()
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    assert names_of(tmp_path) == ["a.txt", "empty.md"]
+    assert said_of(tmp_path) == [
+        f"data.train.0: not read of {tmp_path}: empty files: 1 (empty.md); files of other formats: 2 (image.bin, ...); "
+        "folders of caches and packages: 1 (node_modules); hidden files: 1 (.x.txt); hidden folders: 1 (.git); "
+        "links to nothing and special files: 1 (gone.txt)"
+    ]
+    write(tmp_path / "plain", "a.txt", "b.md")
+    assert said_of(tmp_path / "plain") == []
+
+
+def test_a_format_that_is_asked_for_leaves_the_others_out_with_a_count(tmp_path):
+    write(tmp_path, "a.md", "b.csv", "c.md")
+    (tmp_path / "x.jsonl").write_text('{"text": "x"}\n')
+    assert said_of(tmp_path, format="jsonl") == [
+        f"data.train.0: not read of {tmp_path}: files of other formats: 3 (a.md, ...)"
+    ]
+
+
+def test_links_to_folders_are_followed_each_real_folder_once(tmp_path):
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    write(data, "b/one.txt", "z.txt")
+    write(elsewhere, "two.txt", "deep/three.txt", ".hidden.txt")
+    (data / "a").symlink_to(data / "b")  # real folders keep their own names
+    (data / "far").symlink_to(elsewhere)
+    (data / "far-again").symlink_to(elsewhere)
+    (data / "up").symlink_to(tmp_path)  # holds the folder itself
+    (elsewhere / "round").symlink_to(elsewhere)
+    (elsewhere / "deep" / "back").symlink_to(data)
+    assert names_of(data) == ["b/one.txt", "far/deep/three.txt", "far/two.txt", "z.txt"]
+    [line] = said_of(data)
+    assert "links to folders that are read or hold this one: 5 (a, ...)" in line
+    assert "hidden files: 1 (far/.hidden.txt)" in line
+
+
+def test_a_folder_that_cannot_be_listed_is_refused_as_a_file_is(tmp_path, monkeypatch):
+    write(tmp_path, "a.txt", "locked/b.txt")
+    listed = os.scandir
+
+    def scandir(path):
+        if Path(path).name == "locked":  # whoever runs the tests may be allowed everything
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(
+        DataError, match=r"data\.train\.0\.path=.*: the folder .*locked cannot be read \(Permission den"
+    ):
+        list_files(source(tmp_path))
+
+
+@pytest.mark.parametrize("way", ["the same path", "symbolic link", "hard link", "copy"])
+def test_text_to_validate_on_is_not_trained_on_under_another_name(tmp_path, way):
+    write(tmp_path, "train/a.txt", "train/b.txt", "held/other.txt")
+    train, held = tmp_path / "train" / "a.txt", tmp_path / "held" / "c.txt"
+    match way:
+        case "symbolic link":
+            held.symlink_to(train)
+        case "hard link":
+            held.hardlink_to(train)
+        case "copy":
+            held.write_bytes(train.read_bytes())
+        case _:
+            held = train
+    validation = replace(source(held.parent), key="data.validation.0")
+    with pytest.raises(DataError, match=r"data\.validation\.0\.path=.*must not be trained on"):
+        list_corpus([source(train.parent)], [validation])
+    if held != train:
+        held.unlink()
+        held.write_text("train/x.txt")  # of the same size, and another text
+        assert len(list_corpus([source(train.parent)], [validation])) == 2
+
+
+def test_left_out_names_the_first_place_of_each_reason():
+    left_out = LeftOut()
+    assert left_out.describe() is None
+    for place in ("b", "a", "c"):
+        left_out.note("odd files", place)
+    assert left_out.describe() == "odd files: 3 (a, ...)"
