@@ -2,7 +2,6 @@
 
 import json
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,7 +27,7 @@ from echelon.commands.launch import cancel, launch, logs, status
 from echelon.commands.plan import plan
 from echelon.commands.sweep import sweep
 from echelon.commands.train import train
-from echelon.errors import ConfigError, EchelonError, explain_storage_error
+from echelon.errors import ConfigError, EchelonError, explain_storage_error, render_traceback
 
 app = typer.Typer(
     name="echelon",
@@ -293,5 +292,5 @@ def main() -> None:
             complain(f"{storage}.")
             sys.exit(1)
         complain(f"{type(error).__name__}: {error}; this is a fault in echelon, its traceback follows")
-        traceback.print_exc()
+        sys.stderr.write(render_traceback(error))
         sys.exit(1)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from echelon.recipe import redact
+from echelon.redaction import redact
 
 # Only these variables are written down: everything else may hold a secret.
 _RECORDED_VARIABLES = re.compile(

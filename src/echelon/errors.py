@@ -5,15 +5,21 @@ A message states the value given, the rule, and the change that fixes it, with t
 """
 
 import errno
+import traceback
+
+from echelon.redaction import redact_text
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class EchelonError(Exception):
-    """Anything echelon reports in one message without a traceback."""
+    """Anything echelon reports in one message without a traceback, and without what looks like a secret."""
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redact_text(message))
 
 
 class ConfigError(EchelonError, ValueError):
@@ -54,6 +60,11 @@ class StoppedError(EchelonError):
 
 class TrainingError(EchelonError):
     """Training itself failed: a loss or a gradient norm that is not finite."""
+
+
+def render_traceback(error: BaseException) -> str:
+    """The traceback of an error nobody foresaw, as Python prints it, without what looks like a secret."""
+    return redact_text("".join(traceback.format_exception(error)))
 
 
 def is_disk_full(error: BaseException) -> bool:

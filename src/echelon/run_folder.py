@@ -29,6 +29,9 @@ FILES = (
 FOLDERS = (".outcomes", "checkpoints", "export", "logs", "model", "tensorboard", "trackers", "wandb")
 """The folders in a run folder."""
 
+OWNER_ONLY = 0o700
+"""The mode of a new folder that holds recipes, scripts or logs; one that exists keeps its own."""
+
 TEMPORARY = re.compile(r"\..+\.tmp")
 """What `stored.write_text` writes before a file gets its name."""
 
@@ -172,10 +175,10 @@ class RunFolder:
         return self.logs_dir / f"rank-{rank:05d}.log"
 
     def create(self) -> None:
-        """Make the folder and its directories; existing ones stay as they are."""
+        """Make the folder, which only its owner can read, and its directories; existing ones stay as they are."""
         for directory in (self.path, self.checkpoints_dir, self.logs_dir, self.outcomes_dir):
             try:
-                directory.mkdir(parents=True, exist_ok=True)
+                directory.mkdir(OWNER_ONLY if directory == self.path else 0o777, parents=True, exist_ok=True)
             except OSError as error:
                 raise self._explain("made", error) from error
 

@@ -12,7 +12,7 @@ import pytest
 from echelon.stored import write_text
 from echelon.train.trackers import courier as courier_module
 from echelon.train.trackers.courier import Courier, Ledger, RowReader
-from echelon.train.trackers.tracker import Opened, hide_logins, scalars
+from echelon.train.trackers.tracker import Opened, scalars
 
 
 class Shelf:
@@ -240,8 +240,3 @@ def test_numbers_of_a_row_and_of_its_sets():
         "sets": {"code": {"loss": 1.5, "tokens": 3}, "prose": {"loss": None}},
     }  # fmt: skip
     assert scalars(row) == {"eval/loss": 2.0, "eval/code/loss": 1.5, "eval/code/tokens": 3}
-
-
-def test_logins_are_hidden_wherever_they_stand():
-    assert hide_logins("at http://me:pw@a/b and https://token@c:5") == "at http://***@a/b and https://***@c:5"
-    assert hide_logins("sqlite:////home/me@work/mlflow.db") == "sqlite:////home/me@work/mlflow.db"

@@ -352,14 +352,11 @@ REFUSED = {
         "launch.sagemaker.network_isolation=true", "launch.sagemaker.image=i",
         "data.train=[{path: some/set, format: hub}]"],
     "checkpoint.remote=file:///mnt/x": ["checkpoint.remote=file:///mnt/x"],
-    "mlflow.tracking_uri looks like a secret": ["mlflow.tracking_uri=https://me:word@host/", "track=[mlflow]"],
-    "launch.env.API_KEY looks like a secret": ["launch.env={API_KEY: abc}"],
     "launch.env.LONG has 513 characters": ["launch.env={LONG: " + "x" * 513 + "}"],
     "launch.env has 101 variables": ["launch.env={" + ", ".join(f"V{n}: '1'" for n in range(101)) + "}"],
     "launch.sagemaker.tags has 51 entries": [
         "launch.sagemaker.tags={" + ", ".join(f"t{n}: '1'" for n in range(51)) + "}"],
     "launch.sagemaker.tags.a*b": ["launch.sagemaker.tags={a*b: c}"],
-    "launch.sagemaker.tags.password looks": ["launch.sagemaker.tags={password: c}"],
     "launch.python has 300 characters": ["launch.python=" + "p" * 300],
     "launch.sagemaker.image='a b'": ["launch.sagemaker.image=a b"],
     "launch.sagemaker.image has 256": ["launch.sagemaker.image=" + "i" * 256],
@@ -381,12 +378,6 @@ REFUSED = {
 def test_refused_here_and_not_after_minutes_there(tmp_path, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         SageMakerLauncher().check(make_job(tmp_path, *REFUSED[words]))
-
-
-def test_a_secret_is_not_shown_where_it_is_refused(tmp_path):
-    with pytest.raises(ConfigError) as refused:
-        SageMakerLauncher().check(make_job(tmp_path, "launch.env={API_KEY: abcdef}"))
-    assert "abcdef" not in str(refused.value)
 
 
 def test_a_run_is_not_uploaded_as_a_model(tmp_path):
@@ -418,21 +409,6 @@ def test_the_recipe_of_the_container_is_the_one_launched_but_for_its_paths(tmp_p
     paths = {"run": there.run, "data": there.data}
     assert there == job.recipe.model_copy(update=paths)
     assert json.loads(SageMakerLauncher().render(job)["request.json"]) == build_submission(job).request
-
-
-def test_a_secret_in_a_line_of_shell_is_refused_and_not_shown(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for line in (
-        "export HF_TOKEN=hf_abc",
-        "login --password='abc d'",
-        "API_KEY=abc python x.py",
-        "curl https://me:abc@x",
-    ):
-        with pytest.raises(ConfigError, match=r"launch\.setup\.0 has what looks like a secret") as refused:
-            check_job(make_job(tmp_path, f"launch.setup={json.dumps([line])}"))
-        assert "abc" not in str(refused.value)
-    fine = ["export HF_TOKEN=$(cat /run/token)", "TOKEN=`x`", "GOOGLE_APPLICATION_CREDENTIALS=/run/key", "A=1 B=token"]
-    check_job(make_job(tmp_path, f"launch.setup={json.dumps(fine)}"))
 
 
 def test_what_only_the_container_sees_is_not_looked_for_here(tmp_path, monkeypatch):

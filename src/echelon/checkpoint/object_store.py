@@ -4,20 +4,18 @@ Credentials come from the environment or from fsspec's own configuration, and ar
 """
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from echelon.errors import ConfigError, EchelonError, is_disk_full
+from echelon.redaction import redact_text
 from echelon.stored import write_text
 
 # Packages that fsspec imports for a protocol, by the extra that installs them.
 _EXTRAS = {"s3": ("s3", "s3fs"), "s3a": ("s3", "s3fs"), "gs": ("gcs", "gcsfs"), "gcs": ("gcs", "gcsfs")}
 _CHUNK_BYTES = 2**23
-# What a server or a client library may repeat of a request: logins, signed queries, access keys.
-_SECRETS = re.compile(r"(?<=//)[^/\s@]*@|\?\S+|\b(?:AKIA|ASIA)[0-9A-Z]{12,}|(?i:bearer|signature|credential)[ =:]\S+")
 _MAX_REASON = 300
 
 Kind = Literal["absent", "refused", "failed"]
@@ -140,7 +138,7 @@ class ObjectStore:
 def describe_failure(error: BaseException) -> str:
     """One line about an error of an object store or a disk, without anything that looks like a secret."""
     reason = (str(error).strip().splitlines() or [""])[0]
-    reason = _SECRETS.sub("***", reason)[:_MAX_REASON]
+    reason = redact_text(reason)[:_MAX_REASON]
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 

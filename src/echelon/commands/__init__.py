@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from echelon.errors import ConfigError
+from echelon.redaction import redact_text
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -43,7 +44,7 @@ def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) ->
     recipe, notes = load_recipe(path, overrides or [])
     check_built(recipe)
     for note in [] if quiet else notes:
-        say(note)
+        say(redact_text(note))
     return recipe
 
 
@@ -65,8 +66,8 @@ def parse_hosts(text: str) -> str:
 
 
 def complain(message: str) -> None:
-    """Print what went wrong, under echelon's name."""
-    typer.echo(f"echelon: {message}", err=True)
+    """Print what went wrong, under echelon's name and without what looks like a secret."""
+    typer.echo(f"echelon: {redact_text(message)}", err=True)
 
 
 class _Stopped(BaseException):

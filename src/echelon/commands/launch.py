@@ -1,7 +1,6 @@
 """`echelon launch`, and what follows it: status, logs, cancel."""
 
 import json
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import typer
 
 from echelon.commands import OverridesArgument, RecipeArgument, complain, parse_hosts, read_recipe, say
 from echelon.errors import ConfigError, EchelonError, LaunchError
+from echelon.redaction import redact_text
 
 if TYPE_CHECKING:
     from echelon.hardware import Cluster
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, its folder, or its id at the target.")]
 
 _LOOK_SECONDS = 1.0
-
-# `NAME=value` in a line of shell, and `--name=value` of a command.
-_ASSIGNMENT = re.compile(r"""(?<![\w$])([A-Za-z_][\w-]*)=("[^"]*"|'[^']*'|[^\s;&|]*)""")
 
 
 def launch(
@@ -68,7 +65,7 @@ def launch(
     if follow:
         try:
             for line in launcher.logs(record, True):
-                say(line)
+                say(redact_text(line))
             ended = _await_end(launcher, record)
         except KeyboardInterrupt:
             raise LaunchError(
@@ -111,7 +108,7 @@ def logs(
 
     record = find_job(name)
     for line in find_launcher(record.target).logs(record, follow):
-        say(line)
+        say(redact_text(line))
 
 
 def cancel(name: JobArgument) -> None:
@@ -152,12 +149,13 @@ def check_job(job: "JobSpec", tell: Callable[[str], None] = say) -> "tuple[Launc
     from echelon.cost import check_budget, describe_cost, find_price_at_target
     from echelon.data.corpus import list_corpus
     from echelon.data.prepare import prepare_spec
+    from echelon.launch.secrets import refuse_secrets
     from echelon.launch.targets import TARGETS, find_launcher
 
     recipe = job.recipe
     if recipe.launch.to is None:
         raise ConfigError(f"launch.to is not set; say where with --to, one of {', '.join(TARGETS)}.")
-    _refuse_secrets(recipe)
+    refuse_secrets(recipe)
     rate = find_price_at_target(recipe)
     check_budget(recipe, rate)
     if recipe.launch.to in ("local", "torchrun", "slurm"):  # these see the files of this machine
@@ -262,28 +260,6 @@ def _check_options(target: str | None, hosts: str | None, instance: str | None) 
     for option, given, only in (("--hosts", hosts, "torchrun"), ("--instance", instance, "sagemaker")):
         if given is not None and target not in (only, None):
             raise ConfigError(f"{option} {given} goes with --to {only}, not with {target}; leave one of them out.")
-
-
-def _refuse_secrets(recipe: "Recipe") -> None:
-    """What is launched is written down, here and at the target, in plain text."""
-    from echelon.recipe import redact
-
-    for index, line in enumerate(recipe.launch.setup):
-        values = {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall(line)}
-        # What the shell finds out there is no secret here, nor is the path of a file that holds one.
-        told = {name: value for name, value in values.items() if not re.search(r"^[/~.]|[$`]|^$", value)}
-        if redact(told) != told or redact({"line": line}) != {"line": line}:
-            raise ConfigError(
-                f"launch.setup.{index} has what looks like a secret, and the job's files would hold it; read it there: "
-                "$(cat FILE), or a command of the place where secrets are kept."
-            )
-    for name, shown in redact(recipe.launch.env).items():
-        if shown != recipe.launch.env[name]:
-            raise ConfigError(
-                f"launch.env.{name} looks like a secret, and the job's files would hold it; have it in the environment "
-                "of the machines instead: a line of launch.setup that reads it from a file, or "
-                "launch.kubernetes.env_from_secrets."
-            )
 
 
 def _find_trained_recipe(recipe: "Recipe") -> "Recipe":

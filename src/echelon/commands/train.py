@@ -2,7 +2,6 @@
 
 import signal
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from echelon.commands import (
     say,
     stops_told,
 )
-from echelon.errors import ConfigError, EchelonError, explain_storage_error
+from echelon.errors import ConfigError, EchelonError, explain_storage_error, render_traceback
 from echelon.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def _faults_logged(log: Path) -> Iterator[None]:
         if explain_storage_error(error, log.parent.parent) or not log.parent.is_dir():
             raise
         with log.open("a", encoding="utf-8") as file:
-            traceback.print_exception(error, file=file)
+            file.write(render_traceback(error))
         complain(f"{type(error).__name__}: {error}; see {log}")
         raise typer.Exit(1) from error
 

@@ -1,7 +1,7 @@
 """From an example of any instruction format to token ids with targets: what worker processes are sent, and do."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -22,7 +22,7 @@ class InstructionEncoding:
     `template` None: conversations are broken records. `special_tokens`: what templates call them, and their texts.
     Around a prompt with its completion, which no template renders, go the ids `before` and, learned, `stop`; with
     `needs_stop` and none they are broken records. `stops`: the ids that end an answer. `eot_tokens`: what the recipe
-    names as ends of turns, beside the tokens that were added to the vocabulary whole.
+    names as ends of turns, beside the tokens that were added to the vocabulary whole. `template_name`: for messages.
     """
 
     tokenizer_json: str
@@ -35,6 +35,7 @@ class InstructionEncoding:
     needs_stop: bool = True
     stops: tuple[int, ...] = ()
     eot_tokens: tuple[str, ...] = ()
+    template_name: str = field(default="the chat template", compare=False)
 
     def encode(self, record: Example) -> tuple[EncodedDocument, ...]:
         """The documents of an example: one, or the chosen and the rejected text of a preference pair.
@@ -75,7 +76,8 @@ class InstructionEncoding:
 
     def template_for(self, train_on: str) -> ChatTemplate:
         """The template, with other turns to learn."""
-        return ChatTemplate(self.template or "", dict(self.special_tokens), train_on, self.eot_tokens)
+        tokens = dict(self.special_tokens)
+        return ChatTemplate(self.template or "", tokens, train_on, self.eot_tokens, self.template_name)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -74,6 +74,7 @@ def build_instruction_encoding(
         stop=separator_id(tokenizer, options.separator),
         needs_stop=options.separator is not None,
         eot_tokens=options.eot_tokens,
+        template_name=where or "the chat template",
     )
     _check_ends(encoding)
     stops = {encoding.stop, *encoding.eot_ids}

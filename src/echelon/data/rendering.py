@@ -7,18 +7,22 @@ for. A template that renders earlier turns in another way once later ones follow
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 from echelon.data.conversation import Conversation
+from echelon.data.limits import LimitError, OverTimeError, run_limited
 from echelon.data.readers.record import BrokenRecordError
+from echelon.errors import ConfigError
 
 Spans = list[tuple[int, int]]
+_Result = TypeVar("_Result")
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What running a template raises besides Jinja's own errors: it is a program over the record's values."""
+# A template may write so many characters, and so many times those of its conversation.
+_MAX_CHARACTERS, _MAX_GROWTH = 1_000_000, 100
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,17 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template with the tokens it can name. `train_on` and `eot_tokens` are those of the recipe."""
+    """A template with the tokens it can name. `train_on` and `eot_tokens` are those of the recipe, `name` is what
+    messages call it.
+
+    It runs under the limits of `data.limits`; one that exceeds them raises ConfigError, for it is no record's fault.
+    """
 
     text: str
     special_tokens: Mapping[str, str]
     train_on: str = "assistant"
     eot_tokens: tuple[str, ...] = ()
+    name: str = "the chat template"
 
     @property
     def marks_turns(self) -> bool:
@@ -49,6 +58,23 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> Rendered:
         """The whole conversation with its spans. Raises BrokenRecordError for what the template cannot render."""
+        return self._limited(lambda: self._render(conversation))
+
+    def prompt(self, messages: Sequence[dict[str, Any]], generate: bool) -> str:
+        """Some turns as text, with the beginning of an answer or without. Raises BrokenRecordError."""
+        conversation = Conversation(tuple(messages), (None,) * len(messages))
+        return self._limited(lambda: self._run(conversation, len(messages), generate=generate)[0])
+
+    def _limited(self, call: Callable[[], _Result]) -> _Result:
+        _load_renderer()
+        try:
+            return run_limited(call)
+        except LimitError as error:
+            raise ConfigError(
+                f"{self.name} {error} to render one conversation; use another data.chat_template, or mend this one."
+            ) from None
+
+    def _render(self, conversation: Conversation) -> Rendered:
         self._check_tools(conversation)
         turns = self._wanted(conversation)
         text, marks = self._run(conversation, len(conversation.messages), marks=self.marks_turns)
@@ -59,11 +85,6 @@ class ChatTemplate:
         if turns != self._answers(conversation):
             marks = [mark for turn in turns for mark in self._marks_of(conversation, marks, turn)]
         return Rendered(text, [(start, self._find_end(text, stop)) for start, stop in marks])
-
-    def prompt(self, messages: Sequence[dict[str, Any]], generate: bool) -> str:
-        """Some turns as text, with the beginning of an answer or without. Raises BrokenRecordError."""
-        conversation = Conversation(tuple(messages), (None,) * len(messages))
-        return self._run(conversation, len(messages), generate=generate)[0]
 
     def _check_tools(self, conversation: Conversation) -> None:
         """Raise BrokenRecordError for tools that the template would leave out without a word."""
@@ -146,11 +167,8 @@ class ChatTemplate:
         self, conversation: Conversation, count: int, *, generate: bool = False, marks: bool = False
     ) -> tuple[str, Spans]:
         """The first `count` turns as text; with `marks`, also the spans that the template marks."""
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         try:
-            texts, spans = render_jinja_template(
+            texts, spans = _load_renderer()(
                 [list(conversation.messages[:count])],
                 tools=list(conversation.tools) or None,
                 chat_template=self.text,
@@ -158,7 +176,21 @@ class ChatTemplate:
                 return_assistant_tokens_mask=marks,
                 **self.special_tokens,
             )
-        except (TemplateError, *_FAULTS) as error:
+        except (MemoryError, OverTimeError):
+            raise
+        except Exception as error:  # it is a program over the record's values, and raises what it likes
             reason = " ".join(str(error).split())[:200]
             raise BrokenRecordError(f"cannot be rendered by the chat template ({reason})") from error
-        return texts[0], [tuple(span) for span in spans[0]] if marks else []
+        most = _MAX_CHARACTERS
+        if len(texts[0]) > most and len(texts[0]) > (most := most + _MAX_GROWTH * len(repr(conversation))):
+            raise LimitError(f"writes more than {most:,} characters")
+        return texts[0], [(start, stop) for start, stop in spans[0]] if marks else []
+
+
+@cache
+def _load_renderer() -> Callable[..., tuple[list[str], list[list[tuple[int, int]]]]]:
+    """What runs a template: that of transformers, so that conversations are rendered as it renders them."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    renderer: Callable[..., tuple[list[str], list[list[tuple[int, int]]]]] = render_jinja_template
+    return renderer

@@ -18,7 +18,7 @@ from echelon.checkpoint.folder import Checkpoint, list_checkpoints
 from echelon.checkpoint.safety import read_metadata
 from echelon.checkpoint.store import load_alone
 from echelon.errors import TrainingError
-from echelon.run_folder import RunFolder
+from echelon.run_folder import OWNER_ONLY, RunFolder
 
 # What a run that lost nothing has in common with one that nothing happened to, bit for bit.
 EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
@@ -43,7 +43,7 @@ class Trial:
     @contextmanager
     def started(self) -> Iterator["Job"]:
         """The command under way; whatever is left of it is ended with the block."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "echelon", *self.command],

@@ -11,6 +11,7 @@ from echelon.errors import ConfigError
 from echelon.launch.job import JobRecord, JobSpec, Launcher, Submitted
 from echelon.launch.targets import TARGETS
 from echelon.recipe import Recipe, render_recipe
+from echelon.run_folder import OWNER_ONLY
 from echelon.stored import write_json, write_text
 
 JOBS = Path("jobs")
@@ -36,9 +37,12 @@ def make_job(recipe: Recipe, workdir: Path, name: str | None = None) -> JobSpec:
 
 
 def write_job(job: JobSpec, texts: dict[str, str]) -> None:
-    """Make the job's folder with recipe and texts, whole or not at all. Raises ConfigError where there is one."""
+    """Make the job's folder, its owner's alone, with recipe and texts, whole or not at all.
+
+    Raises ConfigError where there is one.
+    """
     try:
-        job.folder.mkdir(parents=True)
+        job.folder.mkdir(OWNER_ONLY, parents=True)
     except FileExistsError:
         raise ConfigError(f"{job.folder} exists: a job of that name was launched; wait a second.") from None
     except NotADirectoryError:

@@ -23,7 +23,7 @@ from echelon.recipe.operation import (
     WandbConfig,
 )
 from echelon.recipe.reference import render_recipe_reference
-from echelon.recipe.render import redact, render_recipe
+from echelon.recipe.render import find_secret_keys, render_recipe
 from echelon.recipe.schema import recipe_json_schema
 from echelon.recipe.starter import render_starter
 from echelon.recipe.training import BatchRampConfig, OptimConfig, ParallelConfig, SyncConfig, TrainConfig
@@ -56,9 +56,9 @@ __all__ = [
     "blocking_differences",
     "check_built",
     "diff_recipes",
+    "find_secret_keys",
     "load_recipe",
     "recipe_json_schema",
-    "redact",
     "render_recipe",
     "render_recipe_reference",
     "render_starter",

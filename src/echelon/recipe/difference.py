@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.recipe.document import Recipe
-from echelon.recipe.render import recipe_mapping, redact
+from echelon.recipe.render import recipe_mapping
 from echelon.recipe.training import STEP_KEYS
+from echelon.redaction import redact
 
 # A resumed run may differ in these: none of them changes which sequence is fed when, or what a step computes.
 RESUMABLE: tuple[str, ...] = (

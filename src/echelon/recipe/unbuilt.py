@@ -11,9 +11,10 @@ from typing import Any
 from echelon.errors import ConfigError
 from echelon.recipe.document import Recipe
 from echelon.recipe.keys import KeyPath, dotted, recipe_keys
-from echelon.recipe.render import plain_value, redact
+from echelon.recipe.render import plain_value
 from echelon.recipe.section import Section
 from echelon.recipe.yaml_text import show_value
+from echelon.redaction import redact
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,8 @@ def check_built(recipe: Recipe) -> None:
         default = fields[row.key].get_default(call_default_factory=True)
         for path, value in _values(recipe, row.key.replace("[]", ".[]").split(".")):
             if value != default and value not in row.built and type(value) not in row.built:
-                shown = show_value(_hide_secrets(plain_value(value)))
+                shown = show_value(redact(plain_value(value)))
                 raise ConfigError(f"{dotted(path)}={shown} is not built yet; possible now: {row.possible}.")
-
-
-def _hide_secrets(value: Any) -> Any:
-    return redact(value) if isinstance(value, dict) else value
 
 
 def _values(value: Any, parts: list[str], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

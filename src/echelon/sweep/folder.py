@@ -12,6 +12,8 @@ from echelon.launch.records import read_job
 from echelon.recipe import Recipe, diff_recipes, load_recipe, render_recipe
 from echelon.recipe.render import plain_value
 from echelon.recipe.yaml_text import parse_yaml, render_yaml, show_value
+from echelon.redaction import redact
+from echelon.run_folder import OWNER_ONLY
 from echelon.stored import write_text
 from echelon.sweep.document import Sweep
 
@@ -68,8 +70,11 @@ class SweepFolder:
         return read_job(jobs[-1]) if jobs else None
 
     def lock(self) -> None:
-        """Hold the folder, made where there is none, until this process ends. A live sweep raises ConfigError."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Hold the folder until this process ends; where there is none it is made, for its owner alone.
+
+        A live sweep raises ConfigError.
+        """
+        self.path.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
         fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,9 +100,10 @@ class SweepFolder:
 
         `sweep.parallel` and `sweep.max_failures` may change, `sweep.trials` may grow, and the recipe's `launch` may.
         """
+        mine = redact(plain_value(sweep))
         if self.sweep_path.exists():
             before, _ = parse_yaml(self.sweep_path.read_text(encoding="utf-8"), str(self.sweep_path))
-            lines = [*_compare(before, plain_value(sweep)), *self._compare_recipe(recipe)]
+            lines = [*_compare(before, mine), *self._compare_recipe(recipe)]
             if lines:
                 shown = "\n".join(f"  {line}" for line in lines)
                 raise ConfigError(
@@ -107,7 +113,7 @@ class SweepFolder:
         elif self.journal_path.exists():
             raise ConfigError(f"sweep.dir={self.path} holds files but no sweep; choose a new folder.")
         write_text(self.recipe_path, render_recipe(recipe))
-        write_text(self.sweep_path, render_yaml(plain_value(sweep)))
+        write_text(self.sweep_path, render_yaml(mine))
 
     def _compare_recipe(self, recipe: Recipe) -> list[str]:
         before, _ = load_recipe(self.recipe_path)

@@ -33,8 +33,9 @@ class Chat:
             system = read_run_recipe(target).data.system_prompt
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": prompt})
+        template = ChatTemplate(text, special_tokens, name=f"--chat: the chat template of {target}")
         try:
-            rendered = ChatTemplate(text, special_tokens).prompt(messages, generate=True)
+            rendered = template.prompt(messages, generate=True)
         except BrokenRecordError as error:
             raise ConfigError(f"--chat: the prompt {prompt!r} {error}; leave --chat out, or --system.") from error
         ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]

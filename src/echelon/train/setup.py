@@ -12,7 +12,7 @@ from echelon.errors import ConfigError, PlanError
 from echelon.hardware import Cluster
 from echelon.plan import ParallelPlan, load_plan, resolve_plan
 from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
-from echelon.recipe import Recipe, render_recipe
+from echelon.recipe import Recipe, find_secret_keys, render_recipe
 from echelon.run_folder import RunFolder
 from echelon.run_opening import OpenedRun, open_run
 from echelon.schedule import find_fault, find_warmup, render_schedule
@@ -126,6 +126,8 @@ def _describe_start(
     yield from describe_mixture(recipe, data)
     yield from describe_steps(recipe, data.train.num_samples)
     yield from _describe_longer_warmup(recipe, opened, data.train.num_samples)
+    for key in find_secret_keys(recipe):
+        yield f"recipe: {key} looks like a secret; the run folder, and so the processes that train, have *** instead"
 
 
 def _with_small_copies(recipe: Recipe, commits: Mapping[str, str], say: Callable[[str], None]) -> Recipe:

@@ -8,13 +8,12 @@ import re
 import sys
 import threading
 import time
-import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from echelon.errors import EchelonError, PlanError, explain_storage_error
+from echelon.errors import EchelonError, PlanError, explain_storage_error, render_traceback
 from echelon.launch.outcome import (
     DONE,
     FAILED,
@@ -28,6 +27,7 @@ from echelon.launch.outcome import (
     reserve_outcome,
     write_outcome,
 )
+from echelon.redaction import redact_text
 from echelon.run_folder import RunFolder, describe_gone, is_run
 from echelon.runtime import (
     Runtime,
@@ -232,7 +232,7 @@ class OutcomeReport:
             write_outcome(self._folder.outcomes_dir, self.outcome)
         if error is not None:
             with suppress(OSError):
-                traceback.print_exception(error)
+                sys.stderr.write(render_traceback(error))
         return True
 
 
@@ -246,7 +246,7 @@ def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
             f"rank {rank} ran out of memory; lower train.micro_batch_size, set train.activation_checkpointing: full, "
             f"or shard more (parallel: fsdp); {where}"
         )
-    summary = (str(error).strip().splitlines() or [""])[0]
+    summary = redact_text((str(error).strip().splitlines() or [""])[0])
     if operation := _UNREPEATABLE.match(summary):
         return (
             f"rank {rank}: train.deterministic=true, and {operation[1]} has no way here to give the same result every "

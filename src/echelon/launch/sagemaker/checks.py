@@ -9,10 +9,8 @@ from typing import Any
 
 from echelon.errors import ConfigError
 from echelon.instances import Instance, cluster_of
-from echelon.recipe import Recipe, redact
-from echelon.recipe.keys import dotted
+from echelon.recipe import Recipe
 from echelon.recipe.launching import SageMakerConfig
-from echelon.recipe.render import recipe_mapping
 
 _KEY = "launch.sagemaker"
 _MAX_HOURS = 28 * 24
@@ -163,21 +161,6 @@ def _check_files(recipe: Recipe) -> None:
             f"checkpoint.remote={recipe.checkpoint.remote} is a folder of this machine; SageMaker keeps checkpoints at "
             f"{_KEY}.checkpoint_uri by itself: remove it."
         )
-    plain = recipe_mapping(recipe)
-    if secret := _find_secret(plain, redact(plain)):
-        raise ConfigError(
-            f"{secret} looks like a secret, and the request and the recipe that is uploaded would hold it; read it in "
-            "launch.setup from AWS Secrets Manager instead."
-        )
-
-
-def _find_secret(plain: Any, hidden: Any, path: tuple[str | int, ...] = ()) -> str | None:
-    """The dotted key of the first value that was hidden."""
-    if isinstance(plain, dict | list):
-        items = plain.items() if isinstance(plain, dict) else enumerate(plain)
-        found = (_find_secret(value, hidden[key], (*path, key)) for key, value in items)
-        return next((each for each in found if each), None)
-    return None if plain == hidden else dotted(path)
 
 
 def check_limits(request: Mapping[str, Any], recipe: Recipe) -> None:
@@ -218,13 +201,7 @@ def _check_channels(channels: list[dict[str, Any]], recipe: Recipe) -> None:
 def _check_environment(environment: Mapping[str, str]) -> None:
     if len(environment) > _MAX_ENVIRONMENT:
         raise ConfigError(f"launch.env has {len(environment)} variables; SageMaker takes {_MAX_ENVIRONMENT}.")
-    hidden = redact(dict(environment))
     for name, value in environment.items():
-        if hidden[name] != value:
-            raise ConfigError(
-                f"the variable {name} of launch.env or {_KEY}.distribution looks like a secret, and the request would "
-                "hold it in plain text; read it in launch.setup from AWS Secrets Manager instead."
-            )
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name) or len(name) > _MAX_VARIABLE:
             raise ConfigError(f"launch.env: {name!r} cannot be the name of a variable; use letters, digits and _.")
         if len(value) > _MAX_VARIABLE:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from echelon.errors import ConfigError
 from echelon.recipe.aliases import spellings
-from echelon.recipe.render import redact
 from echelon.recipe.yaml_text import show_value
+from echelon.redaction import redact
 
 Fate = Literal["carried", "differs", "lost", "needless", "off"]
 """carried: in the recipe with the same meaning. differs: in the recipe, with a difference that is told. lost: not in

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from echelon.redaction import redact_text
 from echelon.run_folder import is_metrics_row
 from echelon.stored import parse_row, read_as, write_json
-from echelon.train.trackers.tracker import Held, Tracker, hide_logins
+from echelon.train.trackers.tracker import Held, Tracker
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 10.0
@@ -192,7 +193,7 @@ class Courier:
     def _note_failure(self, error: Exception) -> None:
         """Say it once, until it works again."""
         reason = (str(error).strip().splitlines() or [""])[0]
-        reason = hide_logins(f"{type(error).__name__}: {reason}")[:300]
+        reason = redact_text(f"{type(error).__name__}: {reason}")[:300]
         if self._failure is None:
             self._say(
                 f"track: {self._tracker.name} fails ({reason}); training goes on, metrics.jsonl keeps every row, and "

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.recipe import Recipe, redact
+from echelon.recipe import Recipe
 from echelon.recipe.render import recipe_mapping
+from echelon.redaction import redact, redact_text
 from echelon.run_folder import RunFolder
 from echelon.runtime import read_environment, set_default_variables
-from echelon.train.trackers.tracker import Opened, hide_logins, scalars
+from echelon.train.trackers.tracker import Opened, scalars
 
 # Read when mlflow is imported. Its own patience would be minutes; the courier has its own.
 set_default_variables(
@@ -175,7 +176,7 @@ class Mlflow:
             self._client.create_model_version(name, source, self._run_id, tags={STEP_TAG: source})
 
     def _describe(self, experiment: str) -> str:
-        where = hide_logins(self._uri)
+        where = redact_text(self._uri)
         if self._uri.startswith("http"):
             return f"mlflow run {self._run_id} at {where.rstrip('/')}/#/experiments/{experiment}/runs/{self._run_id}"
         return f"mlflow run {self._run_id} in {where}; look with: mlflow ui --backend-store-uri {where}"

@@ -63,12 +63,6 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield key, value
 
 
-def hide_logins(text: str) -> str:
-    """The text with whatever stands before the @ of an address replaced. For messages: unlike the recipe's redaction
-    it may take away what is no secret."""
-    return _LOGIN.sub("***", text)
-
-
 def has_login(address: str) -> bool:
     """Whether an address carries a name or a password."""
     return bool(_LOGIN.search(address))

@@ -6,8 +6,9 @@ from typing import Any
 
 import wandb
 
-from echelon.recipe import Recipe, redact
+from echelon.recipe import Recipe
 from echelon.recipe.render import recipe_mapping
+from echelon.redaction import redact
 from echelon.run_folder import RunFolder
 from echelon.runtime import set_default_variables
 from echelon.train.trackers.tracker import Opened, scalars

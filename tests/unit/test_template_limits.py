@@ -1,0 +1,157 @@
+"""Templates that ask for all time and memory: each is ended, in the one way that every command goes."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from echelon.data import limits
+from echelon.data.conversation import Conversation
+from echelon.data.limits import LimitError, run_limited
+from echelon.data.rendering import ChatTemplate
+from echelon.data.templates import NAMED_TEMPLATES
+from echelon.errors import ConfigError, EchelonError
+from echelon.train.chat import Chat
+from watch import until
+
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+GREEDY = {
+    "a product of text": ("{{ 'x' * 10**10 }}", "MiB of memory"),
+    "a product of a variable": ("{% set n = 10**10 %}{{ messages[0].content * n }}", "MiB of memory"),
+    "a list": ("{{ ([0] * 10**10) | length }}", "MiB of memory"),
+    "padding": ("{{ 'x'.ljust(10**10) }}", "MiB of memory"),
+    "a filter": ("{{ messages[0].content | center(10**10) }}", "MiB of memory"),
+    "a format": ("{{ '%10000000000d' % 1 }}", "MiB of memory"),
+    "doubling": (
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "MiB of memory"),
+    "doubling of blocks": (
+        "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
+        "{% set n.x = y %}{% endfor %}", "MiB of memory"),
+    "nested loops": (NESTED, "s of computing"),
+    "a loop that allocates": ("{% for i in range(99999) %}{% set x = 'x' * 10**7 %}{% endfor %}", "s of computing"),
+    "a large number": ("{{ (7 ** 10**9) % 10 }}", "s of computing|MiB of memory"),
+    "much text": ("{{ 'x' * 10**7 }}", "writes more than 1,0"),
+}  # fmt: skip
+TALK = Conversation(({"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}), (None, None))
+
+RECIPE = """\
+run: {name: small}
+model: {config: {model_type: llama, hidden_size: 64}, new_tokens: ["<|im_start|>", "<|im_end|>"]}
+tokenizer: bytes
+data: {train: data.jsonl, sequence_len: 64, validation_fraction: 0.1, prepare_workers: 1, chat_template: t.jinja}
+train: {steps: 2, global_batch_size: 2}
+optim: {learning_rate: 1e-3}
+"""
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Half a second of computing instead of ten."""
+    monkeypatch.setattr(limits, "CPU_SECONDS", 0.5)
+
+
+@pytest.mark.parametrize("what", GREEDY)
+def test_a_greedy_template_is_ended(patient, what):
+    text, why = GREEDY[what]
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    template = ChatTemplate(text, {}, name="data.chat_template=evil.jinja")
+    with pytest.raises(ConfigError, match=rf"^data\.chat_template=evil\.jinja (takes|writes) .*({why})"):
+        template.prompt(TALK.messages, generate=True)
+    with pytest.raises(ConfigError, match=why):
+        template.render(TALK)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["{% for i in x %}" * 30 + "{% endfor %}" * 30, "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"]
+)
+def test_a_template_that_python_cannot_run_is_a_message(text):
+    with pytest.raises(Exception, match="cannot be rendered by the chat template"):
+        ChatTemplate(text, {}).render(TALK)
+
+
+def test_one_that_is_greedy_on_a_single_record_stops_there(patient):
+    """No record is at fault that is left out in its stead, however large a share may be broken."""
+    text = NAMED_TEMPLATES["chatml"].text + "{% if messages[0].content == 'now' %}" + NESTED + "{% endif %}"
+    template = ChatTemplate(text, {})
+    assert template.render(TALK).text
+    with pytest.raises(EchelonError, match=r"the chat template takes more than 0\.5 s of computing"):
+        template.render(Conversation(({"role": "user", "content": "now"}, *TALK.messages[1:]), (None, None)))
+
+
+def test_long_conversations_are_rendered():
+    long = Conversation(({"role": "user", "content": "w " * 5_000_000}, *TALK.messages[1:]), (None, None))
+    assert len(ChatTemplate(NAMED_TEMPLATES["chatml"].text, {}).render(long).text) > 10_000_000
+
+
+def test_a_process_that_has_grown_since_it_was_measured_is_measured_again():
+    assert run_limited(lambda: 1) == 1
+    grown = bytearray(2 * limits.MEMORY_BYTES)  # within the second
+    assert run_limited(lambda: len(bytes(limits.MEMORY_BYTES // 4))) == limits.MEMORY_BYTES // 4
+    with pytest.raises(LimitError, match="512 MiB"):
+        run_limited(lambda: bytes(2 * limits.MEMORY_BYTES))
+    assert len(bytes(2 * limits.MEMORY_BYTES)) == len(grown)
+
+
+def test_in_another_thread_there_is_no_clock_and_nothing_breaks():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(run_limited(lambda: "rendered")))
+    thread.start()
+    thread.join()
+    assert found == ["rendered"]
+
+
+def test_chat_names_the_model(patient, tmp_path):
+    from echelon.data.tokenizer import build_bytes_tokenizer
+
+    tokenizer = build_bytes_tokenizer()
+    tokenizer.chat_template = NESTED
+    with pytest.raises(ConfigError, match=rf"^--chat: the chat template of {tmp_path} takes more than"):
+        Chat().encode(tmp_path, tokenizer, "hello")
+
+
+def start(folder, template, *command):
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "t.jinja").write_text(template)
+    talk = {"messages": list(TALK.messages)}
+    (folder / "data.jsonl").write_text((json.dumps(talk) + "\n") * 20)
+    return subprocess.Popen(
+        [sys.executable, "-m", "echelon", *command], cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_the_command_refuses_it_by_its_key(tmp_path):
+    process = start(tmp_path, GREEDY["a product of text"][0], "prepare", "recipe.yaml")
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert told.splitlines()[-1].startswith("echelon: data.chat_template=t.jinja takes more than 512 MiB of memory")
+
+
+def test_a_signal_ends_it_meanwhile(tmp_path):
+    """While the template is at work, which shows in the time that the process has used."""
+    process = start(tmp_path, NESTED, "data", "recipe.yaml")
+
+    def used() -> float:
+        fields = (tmp_path.joinpath(f"/proc/{process.pid}/stat")).read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    try:
+        assert process.stdout is not None
+        until(lambda: "data.train.0" in process.stdout.readline(), seconds=100)
+        before = used()
+        until(lambda: used() > before + 1.5, seconds=60)
+        asked = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=60)
+        assert process.returncode == 1 and "stopped by SIGTERM" in told, told
+        assert time.monotonic() - asked < 30
+    finally:
+        process.kill()
