@@ -41,7 +41,7 @@ def describe_environment(variables: Mapping[str, str]) -> dict[str, Any]:
         "hostname": platform.node(),
         "num_cores": os.cpu_count(),
         "packages": {name: version for name in _RECORDED_PACKAGES if (version := find_version(name))},
-        "git_revision": _find_git_revision(),
+        "git_revision": _find_git_revision(variables),
         "variables": redact(
             {key: value for key, value in sorted(variables.items()) if _RECORDED_VARIABLES.fullmatch(key)}
         ),
@@ -56,11 +56,32 @@ def find_version(package: str) -> str | None:
         return None
 
 
-def _find_git_revision() -> str | None:
-    """The commit of the working directory, with `-dirty` when tracked files differ from it; None outside git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+def _find_git_revision(variables: Mapping[str, str]) -> str | None:
+    """The commit of the working directory, with `-dirty` when tracked files differ from it; None outside git.
+
+    Nothing that the repository's own configuration names is run, for the folder may be a stranger's: no hook and no
+    monitor. To compare files git would run the filters it names; where there are such, the commit alone is told.
+    """
+    commit = _ask_git(variables, "rev-parse", "--verify", "HEAD")
+    if commit is None or _names_filters(variables):
+        return commit
+    changed = _ask_git(variables, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
+    return f"{commit}-dirty" if changed else commit
+
+
+def _names_filters(variables: Mapping[str, str]) -> bool:
+    """Whether the repository itself names a program that files go through, and not only its user or the machine."""
+    found = _ask_git(variables, "config", "--show-scope", "--name-only", "--get-regexp", r"^filter\.") or ""
+    return any(not line.startswith(("system\t", "global\t")) for line in found.splitlines())
+
+
+def _ask_git(variables: Mapping[str, str], *words: str) -> str | None:
+    """What git answers about the working directory; None where it refuses, or is not there."""
+    command = ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *words]
+    # It may write no index, which calls a hook, and fetch nothing, which calls what the repository names as its remote.
+    harmless = {**variables, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False, env=harmless)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.strip() or None
+    return result.stdout.strip() if result.returncode == 0 else None

@@ -3,6 +3,11 @@
 import json
 import multiprocessing
 import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -11,10 +16,13 @@ import pytest
 
 from echelon.environment import describe_environment
 from echelon.errors import ConfigError, DataError
+from echelon.launch.job import JobSpec
+from echelon.launch.records import write_job
 from echelon.recipe import Recipe, render_recipe
 from echelon.run_folder import RunFolder
 from echelon.run_opening import open_run
 from echelon.stored import write_json, write_text
+from echelon.sweep.folder import SweepFolder
 
 
 def build_recipe(directory, steps=10, learning_rate=1e-3, log_every=1):
@@ -190,6 +198,114 @@ def test_environment_holds_no_secret():
     assert environment["variables"] == {"NCCL_DEBUG": "INFO", "RANK": "0", "SLURM_JOB_ID": "7"}
     assert "secret" not in json.dumps(environment)
     assert environment["packages"]["torch"]
+
+
+def git(*words):
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", *identity, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository of one file as the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    git("init", "-q")
+    (tmp_path / "a.txt").write_text("one")
+    git("add", "a.txt")
+    git("commit", "-q", "-m", "first")
+    return tmp_path
+
+
+def test_the_commit_is_noted_and_whether_files_differ(repository):
+    commit = git("rev-parse", "HEAD")
+    assert describe_environment(os.environ)["git_revision"] == commit
+    (repository / "new.txt").write_text("untracked")
+    assert describe_environment(os.environ)["git_revision"] == commit
+    (repository / "a.txt").write_text("two")
+    assert describe_environment(os.environ)["git_revision"] == f"{commit}-dirty"
+    (repository / ".git").rename(repository / "elsewhere")
+    assert describe_environment(os.environ)["git_revision"] is None
+
+
+@pytest.mark.parametrize("trap", ["core.fsmonitor", "hook", "filter.x.clean", "filter.x.process", "included", "fetch"])
+def test_a_strangers_repository_runs_nothing(repository, trap):
+    """Its configuration names a program, which leaves a file behind where git runs it."""
+    sprung = repository / "sprung"
+    program = repository / "program.sh"
+    program.write_text(f"#!/bin/sh\ntouch {sprung}\nexit 1\n")
+    program.chmod(0o755)
+    commit = git("rev-parse", "HEAD")
+    if trap == "hook":
+        shutil.copy(program, repository / ".git" / "hooks" / "post-index-change")
+    elif trap == "fetch":  # an object that is missing is fetched from where the repository says
+        git("config", "remote.origin.url", f"ext::{program}")
+        git("config", "remote.origin.promisor", "true")
+        git("config", "protocol.ext.allow", "always")
+        git("config", "extensions.partialClone", "origin")
+        tree = git("rev-parse", "HEAD^{tree}")
+        (repository / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    else:
+        (repository / ".gitattributes").write_text("*.txt filter=x\n")
+        git("config", "filter.x.clean" if trap == "included" else trap, str(program))
+        if trap == "included":
+            (repository / ".git" / "config").rename(repository / "theirs")
+            (repository / ".git" / "config").write_text(f"[include]\npath = {repository / 'theirs'}\n")
+    os.utime(repository / "a.txt", (1, 1))  # so that it must be compared
+    assert describe_environment(os.environ)["git_revision"] in (commit, f"{commit}-dirty")
+    assert not sprung.exists()
+    subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, timeout=60, check=False)
+    assert sprung.exists()  # plain git is caught
+
+
+NOBODY = 65534
+# Where the test's own folders, which are root's alone, are not in the way.
+READ = "import os, sys; os.setgid({id}); os.setuid({id}); print(*(os.access(p, os.R_OK) for p in sys.argv[1:]))"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_run_job_and_sweep_folders_are_their_owners_alone(tmp_path, umask):
+    recipe = build_recipe(tmp_path / "runs" / "tiny")
+    run, sweep = RunFolder(recipe.run.dir), SweepFolder(tmp_path / "sweeps" / "s")
+    job = JobSpec("tiny-1", recipe, tmp_path / "jobs" / "tiny-1", tmp_path)
+    before = os.umask(umask)
+    try:
+        run.create()
+        write_job(job, {"run.sh": "true"})
+        sweep.lock()
+    finally:
+        os.umask(before)
+        sweep.unlock()
+    for folder in (run.path, job.folder, sweep.path):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o777 & ~umask  # holds nothing but names
+
+
+def test_a_folder_that_exists_keeps_its_mode(tmp_path):
+    path = tmp_path / "shared"
+    path.mkdir()
+    path.chmod(0o750)
+    RunFolder(path).create()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
+def test_nobody_else_reads_them():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        place = Path(folder)
+        place.chmod(0o755)
+        (place / "control").write_text("for all")
+        recipe = build_recipe(place / "run")
+        run = RunFolder(recipe.run.dir)
+        run.create()
+        run.recipe_path.write_text(render_recipe(recipe))
+        run.log_path(0).write_text("a log")
+        job = JobSpec("tiny-1", recipe, place / "jobs" / "tiny-1", place)
+        write_job(job, {"run.sh": "true"})
+        paths = (place / "control", run.recipe_path, run.log_path(0), job.recipe_path, job.folder / "run.sh")
+        program = READ.format(id=NOBODY)
+        told = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True, check=True)
+        assert told.stdout.split() == ["True", "False", "False", "False", "False"]
 
 
 def test_unwritable_place_is_one_message():

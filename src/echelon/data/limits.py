@@ -25,8 +25,8 @@ _MEASURE_SECONDS = 1.0
 _Result = TypeVar("_Result")
 
 
-class OverTimeError(Exception):
-    """Raised wherever the template is, by the clock. Nothing but `run_limited` may catch it."""
+class _OverTime(BaseException):
+    """Raised by the clock wherever the template is; not an Exception, for Jinja swallows some of those."""
 
 
 class LimitError(Exception):
@@ -59,7 +59,7 @@ class _Clock:
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
         if self.runs:
-            raise OverTimeError
+            raise _OverTime
 
 
 class _Ceiling:
@@ -101,7 +101,7 @@ def run_limited(call: Callable[[], _Result]) -> _Result:
             return _run(call, anew=True)
     except MemoryError:
         raise LimitError(f"takes more than {MEMORY_BYTES / 2**20:.0f} MiB of memory") from None
-    except OverTimeError:
+    except _OverTime:
         raise LimitError(f"takes more than {CPU_SECONDS:g} s of computing") from None
 
 

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from echelon.data.conversation import Conversation
-from echelon.data.limits import LimitError, OverTimeError, run_limited
+from echelon.data.limits import LimitError, run_limited
 from echelon.data.readers.record import BrokenRecordError
 from echelon.errors import ConfigError
 
@@ -176,7 +176,7 @@ class ChatTemplate:
                 return_assistant_tokens_mask=marks,
                 **self.special_tokens,
             )
-        except (MemoryError, OverTimeError):
+        except MemoryError:
             raise
         except Exception as error:  # it is a program over the record's values, and raises what it likes
             reason = " ".join(str(error).split())[:200]
