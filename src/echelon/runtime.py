@@ -7,20 +7,21 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from queue import Empty, Queue
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from echelon.errors import ConfigError, LaunchError
-from echelon.launch.host_agent import HOST_VARIABLE, SHARED_VARIABLE
+from echelon.launch.host_agent import ADDRESS_VARIABLE, HOST_VARIABLE, SHARED_VARIABLE
 from echelon.launch.hosts import HostGroup, parse_group
+from echelon.launch.listening import listen_at, within
 from echelon.launch.nodelist import expand_nodelist, in_number_order
 from echelon.launch.openmpi import find_meeting
 from echelon.launch.restart import RESTART_VARIABLE
@@ -208,11 +209,12 @@ def worker_environment(num_processes: int, deterministic: bool = False, memory: 
     `deterministic`: with what cuBLAS must find before CUDA starts, for `use_deterministic_algorithms`. `memory`: the
     folder in memory for their snapshots.
     """
+    # One machine talks to itself: no host name to resolve, no firewall to ask, and nobody else gets in.
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes))),
-        # One machine talks to itself: no host name to resolve, no firewall to ask.
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
         AGENT_PID_VARIABLE: str(os.getpid()),
         _STARTED_VARIABLE: str(_PROCESS_STARTED),
         **({} if memory is None else {SNAPSHOT_VARIABLE: str(memory)}),
@@ -313,7 +315,7 @@ def open_store(timeout_seconds: float = RENDEZVOUS_SECONDS) -> "Store":
     A single process gets a store of its own.
     """
     import torch.distributed as dist
-    from torch.distributed import HashStore, rendezvous  # type: ignore[attr-defined]
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     place = find_place()
     if place.world_size == 1 and not is_managed() and "MASTER_PORT" not in os.environ:
@@ -327,36 +329,36 @@ def open_store(timeout_seconds: float = RENDEZVOUS_SECONDS) -> "Store":
                 f"export {key} with the address and a free port of rank 0's machine."
             )
     try:
-        url = f"env://?rank={place.rank}&world_size={place.world_size}"
-        return _within(
-            timeout_seconds + _GRACE_SECONDS,
-            lambda: next(iter(rendezvous(url, timeout=timedelta(seconds=timeout_seconds))))[0],
-        )
-    except (dist.DistError, RuntimeError, ValueError) as error:
+        is_keeper = place.rank == 0 and not shares_agent_store()
+        listener = _open_listener(place) if is_keeper else None
+        return within(timeout_seconds + _GRACE_SECONDS, lambda: _join_store(place, timeout_seconds, listener))
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         raise _explain_rendezvous(error, place, timeout_seconds) from error
 
 
-def _within(seconds: float, meet: "Callable[[], Store]") -> "Store":
-    """`meet()` in a thread: torch's client waits for ever on a port where some other program listens.
+def _join_store(place: Place, timeout_seconds: float, listener: socket.socket | None) -> "Store":
+    from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
-    After a failure the thread may be alive still, so the process should end by `os._exit`.
+    timeout = timedelta(seconds=timeout_seconds)
+    if listener is None:
+        url = f"env://?rank={place.rank}&world_size={place.world_size}"
+        return cast("Store", next(iter(rendezvous(url, timeout=timeout)))[0])
+    host, port = listener.getsockname()[:2]
+    return TCPStore(host, port, place.world_size, True, timeout, master_listen_fd=listener.detach())
+
+
+def _open_listener(place: Place) -> socket.socket | None:
+    """Where rank 0's store listens: where the others look for it, instead of on every interface.
+
+    None: torch decides. So it is under a launcher whose MASTER_ADDR is not this machine's own address, or one that
+    others do not reach. Raises OSError when the port is taken.
     """
-    met: Queue[Store | Exception] = Queue()
-
-    def run() -> None:
-        try:
-            met.put(meet())
-        except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
-            met.put(error)
-
-    threading.Thread(target=run, name="rendezvous", daemon=True).start()
-    try:
-        result = met.get(timeout=seconds)
-    except Empty:
-        raise RuntimeError("nobody answered as a store does") from None
-    if isinstance(result, Exception):
-        raise result
-    return result
+    is_alone = place.world_size == place.local_world_size
+    own = os.environ.get(ADDRESS_VARIABLE)
+    host = os.environ["MASTER_ADDR"] if own is None else own
+    with suppress(socket.gaierror, OverflowError):  # torch tries the name again, and has a word for a wrong port
+        return listen_at(host, int(os.environ["MASTER_PORT"]), admits_loopback=is_alone or own is not None)
+    return None
 
 
 def _explain_rendezvous(error: Exception, place: Place, timeout_seconds: float) -> LaunchError:

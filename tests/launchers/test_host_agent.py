@@ -1,15 +1,19 @@
 """Agents of several machines, here on one: a lost rank, a refusal, a stop, machines that share no folder."""
 
+import base64
 import json
+import pickle
 import shutil
 import signal
 import socket
 import time
 
 import pytest
+from torch.distributed import TCPStore
 
 from command import assert_no_orphan, await_line, finish, marked_processes, read_lines, start, write_recipe
 from echelon.run_folder import RunFolder
+from test_rendezvous import Hostile
 from training import LOSS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -50,8 +54,6 @@ def await_listener(place, process):
 
 def await_beats(place, count=2):
     """Wait until so many machines have joined the first attempt."""
-    from torch.distributed import TCPStore
-
     host, port = place.split(":")
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     deadline = time.monotonic() + 60
@@ -97,6 +99,22 @@ def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_one_process(agents, 
     [failure] = [row for row in read_lines(run.events_path) if row["event"] == "failure"]
     assert failure["message"].startswith("rank 1 (pid ")
     assert_same_curve(train_rows(run), train_alone(tmp_path, 300))
+
+
+def test_a_hostile_state_of_the_rendezvous_is_not_run_and_ends_all(agents, tmp_path):
+    """Anybody who reaches the port may write into the store."""
+    write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every_steps": 100_000})
+    keeper, guest = agents()
+    await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', keeper, 120)
+    host, port = keeper.args[keeper.args.index("--rendezvous") + 1].split(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    payload = pickle.dumps(Hostile(tmp_path / "pwned"))
+    store.set("torch.rendezvous.echelon-0", base64.b64encode(payload).decode())
+    endings = [finish(each, 60) for each in (keeper, guest)]
+    assert not (tmp_path / "pwned").exists()
+    assert [each.code for each in endings] == [1, 1], endings
+    assert any("holds what no agent writes there (posix.mkdir)" in each.err for each in endings), endings
+    assert not any("Traceback" in each.err for each in endings), endings
 
 
 def test_a_signal_to_one_machine_stops_all_of_them_after_a_save(agents, tmp_path):

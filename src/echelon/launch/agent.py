@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.launch.outcome import FAILED, Outcome, ProcessDeath, fold_outcomes, is_peer_leaving, read_outcomes
+from echelon.launch.rendezvous import ALONE, register_backends
 from echelon.launch.restart import RESTART_VARIABLE, Restarts, deaths_watched
 from echelon.launch.workers import Workers
 from echelon.run_folder import RunFolder, describe_gone, is_run, newest_step
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 # How long workers may take to leave after a forwarded signal before they are killed.
 SHUTDOWN_SECONDS = 5
 _MONITOR_SECONDS = 0.2
-# Port 0: the agent takes a free one, so jobs on one machine never meet.
-_ALONE = {"min_nodes": 1, "max_nodes": 1, "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
+_ALONE = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": ALONE}
 # These end the job at once; STOP_SIGNALS let it save first.
 _ENDING_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
 
@@ -100,9 +100,7 @@ class LocalAgent:
 
     def _attempt(self, job: Workers, folder: RunFolder, variables: Mapping[str, str]) -> tuple[Outcome, float | None]:
         """Start the workers once; how they ended, and when the first of them died."""
-        # The agent's own store would give workers that start anew stale addresses.
-        variables = {**job.env, **variables, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        with self._export(variables), deaths_watched(folder, job.num_processes) as watch:
+        with self._export({**job.env, **variables}), deaths_watched(folder, job.num_processes) as watch:
             deaths = run_agent(job, _ALONE | {"run_id": uuid.uuid4().hex})
         return fold_outcomes(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir), watch.died_at
 
@@ -116,12 +114,13 @@ def _find_newest_step(job: Workers, folder: RunFolder) -> int | None:
 def run_agent(job: Workers, settings: Mapping[str, Any]) -> list[ProcessDeath]:
     """Run torchrun's agent for one attempt: the processes that did not leave with 0.
 
-    `settings`: of the LaunchConfig, how it meets other agents.
+    `settings`: of the LaunchConfig, how it meets other agents, if there are any.
     """
     # torch is imported here alone, so that this module stays light enough for `echelon --help`.
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
+    register_backends()
     entrypoint, *arguments = job.argv
     with tempfile.TemporaryDirectory(prefix="echelon-agent-") as scratch:
         try:
@@ -141,7 +140,6 @@ def _build_config(job: Workers, scratch: Path, settings: Mapping[str, Any]) -> "
         "nproc_per_node": job.num_processes,
         "logs_specs": DefaultLogsSpecs(log_dir=str(scratch)),
         "role": "echelon",
-        "rdzv_backend": "c10d",
         "max_restarts": 0,
         "monitor_interval": _MONITOR_SECONDS,
         "signals_to_handle": ",".join(each.name for each in _ENDING_SIGNALS),

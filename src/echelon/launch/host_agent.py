@@ -22,6 +22,7 @@ from echelon.launch.agent import run_agent, silence_agent, stops_handed_on
 from echelon.launch.hosts import HostGroup, await_name, find_interface, find_own_address
 from echelon.launch.meeting import Decision, HostReport, Meeting
 from echelon.launch.outcome import FAILED, STOPPED, Cause, Outcome, Weight, find_cause, read_outcomes
+from echelon.launch.rendezvous import TOGETHER
 from echelon.launch.restart import RESTART_VARIABLE, Restarts, deaths_watched
 from echelon.launch.workers import Workers
 from echelon.run_folder import RunFolder
@@ -33,6 +34,9 @@ HOST_VARIABLE = "ECHELON_HOST_DIR"
 
 SHARED_VARIABLE = "ECHELON_SHARES_FILES"
 """0 where the machines of a job do not see the same run folder."""
+
+ADDRESS_VARIABLE = "ECHELON_ADDRESS"
+"""The address of this machine at which the others reach it: a store of one of its workers listens there."""
 
 _LOOK_SECONDS = 0.2
 # The first machines of an elastic job wait so long for more.
@@ -69,7 +73,8 @@ class HostAgent:
     def variables(self) -> dict[str, str]:
         """What this machine's workers need to know of the network."""
         interface = self._group.interface or find_interface(self._address)
-        return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        return {ADDRESS_VARIABLE: self._address, **names}
 
     def submit(self, job: Workers) -> Outcome:
         """Run the job; the outcome is the same on every machine.
@@ -129,18 +134,21 @@ class HostAgent:
             RendezvousClosedError,
             RendezvousConnectionError,
             RendezvousError,
+            RendezvousStateError,
         )
 
         settings = {
             "min_nodes": self._group.min_nodes,
             "max_nodes": self._group.max_nodes,
             "run_id": f"echelon-{attempt}",
-            "rdzv_endpoint": self._group.endpoint,
+            "rdzv_backend": TOGETHER,
+            "rdzv_endpoint": meeting.endpoint,
             "rdzv_configs": {"is_host": 0, "last_call_timeout": _LAST_CALL_SECONDS, "join_timeout": _JOIN_SECONDS},
             "local_addr": self._group.name or self._address,
             # Workers that are stopped because a machine came have to save.
             "shutdown_timeout": max(1, int(job.notice_seconds)),
         }
+        # The agent's own store listens everywhere, and would give workers that start anew stale addresses.
         variables = {**job.env, **announced, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         deaths = []
         with self._export(variables), deaths_watched(folder, job.num_processes) as death:
@@ -151,6 +159,8 @@ class HostAgent:
                     pass  # the attempt ended before this machine took part in it
                 except RendezvousConnectionError as error:
                     raise RuntimeError(str(error.__cause__ or error)) from error  # as every other use of a lost store
+                except RendezvousStateError as error:
+                    raise LaunchError(f"{error}, and start the same command again.") from error
                 except RendezvousError as error:
                     raise LaunchError(
                         f"the machines did not meet at {self._group.endpoint}: {error}; start the same command on "

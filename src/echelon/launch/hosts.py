@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.errors import ConfigError, LaunchError
+from echelon.launch.listening import is_loopback, listen_at
 
 _NAME_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
@@ -44,7 +45,12 @@ class HostGroup:
     @property
     def endpoint(self) -> str:
         """Where all meet, as torch's rendezvous takes it."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_endpoint(self.host, self.port)
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_group(nodes: str, rendezvous: str, interface: str | None = None) -> HostGroup:
@@ -103,16 +109,39 @@ def find_interface(address: str) -> str | None:
     return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
 
 
+def open_keeper(group: HostGroup) -> socket.socket | None:
+    """The socket of the store in which all meet, if this machine is the keeper; None if it is another one.
+
+    It listens where the others look for it, and nowhere else: at the keeper's address, or, where `keeps` is told and
+    that address is another name's outside, or where it is one that others do not reach, at this machine's own. An
+    address at which somebody here listens already is taken for another agent's. Raises LaunchError where `keeps` is
+    told and the port is taken.
+    """
+    if group.keeps is False:
+        return None
+    try:
+        found = listen_at(group.host, group.port)
+        is_elsewhere = found is None and group.keeps is True
+        # A line of /etc/hosts may give this machine's name an address of loopback.
+        is_hidden = found is not None and group.interface is not None and is_loopback(found.getsockname()[0])
+        if found is not None and is_hidden:
+            found.close()
+        return listen_at(find_own_address(group), group.port) if is_elsewhere or is_hidden else found
+    except OSError as error:
+        if not group.keeps:
+            return None
+        raise LaunchError(
+            f"this machine cannot listen at {group.endpoint}, where all meet ({error.strerror}); end the program that "
+            "does, or choose another port."
+        ) from error
+
+
 def owns_address(group: HostGroup) -> bool:
     """Whether the keeper's address is one of this machine's, and nobody here listens at its port yet."""
-    family, target = _resolve(group)
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(target)
-        except OSError:
-            return False
-    return True
+    found = open_keeper(group)
+    if found is not None:
+        found.close()
+    return found is not None
 
 
 def limit_silence(group: HostGroup, seconds: float) -> None:

@@ -5,6 +5,7 @@ decides for all, so that no two of them ever do different things. Machines beat;
 """
 
 import json
+import socket
 import threading
 import time
 import uuid
@@ -15,7 +16,8 @@ from datetime import timedelta
 from typing import Protocol, cast
 
 from echelon.errors import LaunchError
-from echelon.launch.hosts import HostGroup, limit_silence, owns_address
+from echelon.launch.hosts import HostGroup, join_endpoint, limit_silence, open_keeper
+from echelon.launch.listening import answers_as_store, is_loopback
 from echelon.launch.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Outcome, Weight
 from echelon.launch.restart import Restarts
 
@@ -25,6 +27,8 @@ LOST_SECONDS = 15.0
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
 _JOIN_SECONDS = 600.0
+# Of one answer of the store.
+_PATIENCE = timedelta(seconds=5)
 # Stops of a whole job reach its machines one after the other.
 _ASKING_SECONDS = 1.5
 
@@ -137,9 +141,16 @@ class Meeting:
         """`name`: what messages call this machine. Waits until the keeper listens."""
         self._group = group
         self._restarts = restarts
-        self.keeps = owns_address(group) if group.keeps is None else group.keeps
         self.host = f"{name} ({uuid.uuid4().hex[:6]})"
-        self._store = _open_store(group, self.keeps, say)
+        listener = open_keeper(group)
+        self.keeps = listener is not None
+        self.endpoint = group.endpoint if listener is None else join_endpoint(*listener.getsockname()[:2])
+        """Where this machine reaches the store."""
+        if listener is None:
+            self._store = _find_store(group, say)
+        else:
+            _warn_of_loopback(group, listener.getsockname()[0], say)
+            self._store = _host_store(listener)
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._complete_at: float | None = None
         self._over = threading.Event()
@@ -275,23 +286,54 @@ def _lines(store: "_Store", key: str) -> list[str]:
     return list(dict.fromkeys(store.get(key).decode().split("\n")[:-1])) if store.check([key]) else []
 
 
-def _open_store(group: HostGroup, keeps: bool, say: Callable[[str], None]) -> "_Store":
-    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+def _warn_of_loopback(group: HostGroup, address: str, say: Callable[[str], None]) -> None:
+    if group.max_nodes > 1 and is_loopback(address) and group.host not in (address, "localhost"):
+        say(
+            f"note: {group.host} is {address} on this machine, which no other one reaches; take that line out of "
+            "/etc/hosts, or name the interface to talk over (--interface)"
+        )
+
+
+def _host_store(listener: socket.socket) -> "_Store":
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, port = listener.getsockname()[:2]
+    store = TCPStore(
+        host, port, is_master=True, timeout=_PATIENCE, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return cast(_Store, store)
+
+
+def _find_store(group: HostGroup, say: Callable[[str], None]) -> "_Store":
+    """The keeper's store, as soon as that listens. Raises LaunchError when nobody does, or another program."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     deadline = time.monotonic() + _JOIN_SECONDS
+    strange_since: float | None = None
     is_told = False
     while True:
+        asked_at = time.monotonic()
         try:
-            patience = timedelta(seconds=5)
-            store = TCPStore(group.host, group.port, is_master=keeps, wait_for_workers=False, timeout=patience)
-            return cast(_Store, store)
-        except (DistError, RuntimeError) as error:
-            if keeps or time.monotonic() > deadline:
-                what = "cannot listen at" if keeps else "finds nobody at"
+            with socket.create_connection((group.host, group.port), _PATIENCE.total_seconds()) as line:
+                is_store = answers_as_store(line)
+        except OSError as error:
+            if asked_at > deadline:
+                reason = error.strerror or str(error)
                 raise LaunchError(
-                    f"this machine {what} {group.endpoint}, where all meet: {str(error).splitlines()[0]}; choose "
-                    "another port, or start the same command on that machine too."
+                    f"this machine finds nobody at {group.endpoint}, where all meet ({reason}); choose another port, "
+                    "or start the same command on that machine too."
                 ) from error
-        if not is_told:
-            is_told = True
-            say(f"waiting for {group.endpoint}, where all machines meet")
+            strange_since = None
+            if not is_told:
+                is_told = True
+                say(f"waiting for {group.endpoint}, where all machines meet")
+        else:
+            if is_store:
+                return cast(_Store, TCPStore(group.host, group.port, timeout=_PATIENCE, wait_for_workers=False))
+            strange_since = asked_at if strange_since is None else strange_since  # or a keeper that is just leaving
+            if time.monotonic() - strange_since >= _PATIENCE.total_seconds():
+                raise LaunchError(
+                    f"what listens at {group.endpoint}, where all meet, is no agent of this job; end that program, or "
+                    "choose another port."
+                )
+        time.sleep(_LOOK_SECONDS)

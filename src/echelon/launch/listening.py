@@ -1,0 +1,78 @@
+"""The sockets of torch's stores: listening at one address and no other, and telling a store from another program."""
+
+import errno
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, Queue
+from typing import TypeVar
+
+Answer = TypeVar("Answer")
+
+_BACKLOG = 4096  # every rank of a large job connects at the same moment
+# The first words of TCPStore's protocol: a request's number, then what it sends.
+_VALIDATE, _PING = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=B", 13)
+
+
+def listen_at(host: str, port: int, admits_loopback: bool = True) -> socket.socket | None:
+    """A socket that listens at `host:port` alone, or None if this machine has no such address.
+
+    torch's own stores listen on every interface; they take over this socket as `master_listen_fd`. `admits_loopback`:
+    whether an address that only this machine reaches will do. Raises OSError when the port is taken, or the name does
+    not resolve.
+    """
+    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        if is_loopback(str(place[0])) and not admits_loopback:
+            continue
+        try:
+            return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine itself reaches the address."""
+    return address.startswith("127.") or address == "::1"
+
+
+def answers_as_store(line: socket.socket) -> bool:
+    """Whether a TCPStore of torch is at the other end of a new connection, asked as torch's own client begins.
+
+    That client waits for ever for a program that is silent, and tells of any other in C++ frames. The connection's
+    timeout says how long the answer may take.
+    """
+    nonce = os.urandom(4)
+    answer = b""
+    with suppress(OSError):  # it hangs up, or says nothing
+        line.sendall(_VALIDATE + _PING + nonce)
+        while len(answer) < len(nonce) and (part := line.recv(len(nonce) - len(answer))):
+            answer += part
+    return answer == nonce
+
+
+def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """`ask()` in a thread: torch's client waits for ever on a port where some other program listens.
+
+    After a failure the thread may be alive still, so the process should end by `os._exit`.
+    """
+    answered: Queue[Answer | Exception] = Queue()
+
+    def run() -> None:
+        try:
+            answered.put(ask())
+        except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
+            answered.put(error)
+
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    try:
+        answer = answered.get(timeout=seconds)
+    except Empty:
+        raise RuntimeError("nobody answered as a store does") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

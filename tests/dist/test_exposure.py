@@ -1,0 +1,87 @@
+"""What a job of one machine shows to the network: nothing, proven by its sockets and by an attack upon them."""
+
+import base64
+import os
+import pickle
+import signal
+import socket
+import sys
+from datetime import timedelta
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from command import MARK, await_line, finish, marked_processes, start, write_recipe
+from echelon.run_folder import RunFolder
+
+pytestmark = pytest.mark.dist
+
+
+class Hostile:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def find_listeners():
+    """The addresses and ports at which any process of this test listens, by process id."""
+    return {
+        (process.pid, line.laddr.ip, line.laddr.port)
+        for process in marked_processes()
+        for line in process.net_connections("inet")
+        if line.status == psutil.CONN_LISTEN or (line.type == socket.SOCK_DGRAM and not line.raddr)
+    }
+
+
+def find_own_addresses():
+    """Every IPv4 address of this machine but those of loopback."""
+    own = [line.address for lines in psutil.net_if_addrs().values() for line in lines if line.family == socket.AF_INET]
+    return [address for address in own if not address.startswith("127.")]
+
+
+def is_open(address, port):
+    with socket.socket() as probe:
+        probe.settimeout(5)
+        return probe.connect_ex((address, port)) == 0
+
+
+def attack(port, payload):
+    """As any user of this machine could: write the pickle over every state of a rendezvous that the store has."""
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+    for key in store.list_keys():
+        if "rendezvous" in key:
+            store.set(key, payload)
+
+
+@pytest.fixture
+def job(monkeypatch, tmp_path):
+    """A job of two processes that trains until it is stopped."""
+    monkeypatch.setenv(MARK, str(tmp_path))
+    write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every_steps": 100_000})
+    yield start("train", "recipe.json", "--nproc", "2", cwd=tmp_path)
+    for process in marked_processes():
+        process.kill()
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="the sockets of other processes need root there")
+def test_a_local_job_listens_on_loopback_alone_and_unpickles_nothing(job, tmp_path):
+    await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', job, 90)
+    listeners = find_listeners()
+    [meeting_port] = {int(each.environ()["MASTER_PORT"]) for each in marked_processes() if "RANK" in each.environ()}
+    payload = base64.b64encode(pickle.dumps(Hostile(tmp_path / "pwned"))).decode()
+    for port in {meeting_port, *(port for pid, _, port in listeners if pid == job.pid)}:
+        attack(port, payload)
+    reached = [
+        (address, port) for _, _, port in listeners for address in find_own_addresses() if is_open(address, port)
+    ]
+    job.send_signal(signal.SIGTERM)
+    ending = finish(job, 60)  # torch's agent reads the state of its rendezvous again as it leaves
+    assert not (tmp_path / "pwned").exists()
+    assert {address for _, address, _ in listeners} == {"127.0.0.1"}, listeners
+    assert not reached
+    assert ending.code == 3, ending
