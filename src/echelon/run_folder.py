@@ -230,40 +230,42 @@ class RunFolder:
         """
         write_json(self.data_path, {"prepared": str(path.resolve()), "digest": digest})
 
-    def read_text(self) -> RunText | None:
-        """Which text the run reads, by data.json, or else by the newest start in events.jsonl; None where it has not
-        begun.
+    def read_texts(self) -> list[RunText]:
+        """Which text the run reads, as data.json says and as the newest start in events.jsonl does, of which one may be
+        damaged; none where the run has not begun.
 
         Raises DataError where data.json is damaged and there is no such start.
         """
+        found, damage = list[RunText](), None
         try:
-            return read_as(self.data_path, RunText)
+            found.append(read_as(self.data_path, RunText))
         except FileNotFoundError:
-            damage = None
+            pass
         except (OSError, ValueError) as error:
             damage = error
         for event in reversed(self.read_events()):
             if isinstance(prepared := event.get("prepared"), str) and isinstance(digest := event.get("digest"), str):
-                return RunText(prepared, digest)
-        if damage is None:
-            return None
-        raise DataError(
-            f"{self.data_path} does not say which text the run reads ({damage}); restore it, or remove it and start "
-            "`echelon train` with the run's recipe and the same text, which writes it again."
-        )
+                found.append(RunText(prepared, digest))
+                break
+        if damage is not None and not found:
+            raise DataError(
+                f"{self.data_path} does not say which text the run reads ({damage}); restore it, or remove it and "
+                "start `echelon train` with the run's recipe and the same text, which writes it again."
+            )
+        return found
 
     def read_prepared_path(self) -> Path:
         """The prepared text the run reads. Raises DataError when the run never got that far, or nothing tells."""
-        if (text := self.read_text()) is None:
+        paths = [Path(text.prepared) for text in self.read_texts()]
+        if not paths:
             raise DataError(
                 f"{self.data_path} does not name the prepared text of this run; run `echelon train` once to write it."
             )
-        return Path(text.prepared)
+        return next((path for path in paths if path.is_dir()), paths[0])
 
     def read_data_digest(self) -> str | None:
         """What `write_prepared_path` was told of the content; None when nothing was noted. Raises DataError."""
-        text = self.read_text()
-        return None if text is None else text.digest
+        return next((text.digest for text in self.read_texts()), None)
 
     def append_event(self, event: str, **fields: Any) -> None:
         """Add one line to events.jsonl: the time in UTC seconds, the event, the step (null when unknown), `fields`."""
@@ -341,7 +343,7 @@ class RunFolder:
         self.outcome_path.unlink(missing_ok=True)
         for path in list_directory(self.outcomes_dir):
             if not (restart and path == self.stop_path):
-                path.unlink(missing_ok=True)
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove what a killed process left half written. For the holder of the lock, while no worker runs."""

@@ -190,7 +190,7 @@ def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
 
     for text in (whole[: len(whole) // 2], "", "[]", "{}", "null", '{"format_version": 5}', "[" * 10**5):
         refuse(text, "damaged")
-    refuse(json.dumps({**content, "format_version": 1}), "is of format 1, this version reads 6")
+    refuse(json.dumps({**content, "format_version": 1}), "is of format 1, this version reads 7")
     refuse(whole.replace('"stop": 100', '"stop": 99'), "it changed after it was written")
     for field in dataclasses.fields(Manifest):
         refuse_signed("damaged", **{field.name: "absent"})

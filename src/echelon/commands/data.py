@@ -21,7 +21,7 @@ def data(
     samples: Annotated[int, typer.Option("--samples", min=0, metavar="N", help="Documents to show as text.")] = 3,
 ) -> None:
     """Look at the data: how much there is, how long, and the first documents with what is learned of them."""
-    from echelon.data.mixture import build_order, describe_mixture
+    from echelon.data.mixture import build_order, describe_mixture, describe_repeats
     from echelon.data.prepare import prepare_data
     from echelon.data.survey import count_sources, first_documents
     from echelon.train.checks import find_model_fields
@@ -35,7 +35,7 @@ def data(
     sequences = [("train", prepared.train), *((each.name, each.dataset) for each in prepared.validation)]
     for name, dataset in sequences:
         say(f"{name}: {dataset.num_samples:,} sequences of {recipe.data.sequence_len}")
-    for line in describe_mixture(recipe, prepared):
+    for line in (*describe_mixture(recipe, prepared), *describe_repeats(recipe, prepared)):
         say(line)
     for document in first_documents(prepared, build_order(recipe, prepared.train), samples):
         _show_document(document, prepared.tokenizer)

@@ -13,7 +13,7 @@ from echelon.errors import DataError
 from echelon.manifest import file_digest
 from echelon.stored import read_json
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 MANIFEST_NAME = "manifest.json"
 
 TARGETS_DTYPE = "uint8"
@@ -127,7 +127,7 @@ class Manifest:
 
     `samples` is None where the tokens are one text, cut into windows when they are read. `train` has one split, or one
     for each source of a mixture; `validation` a set for each name. `stops`: the ids that end a document or an answer,
-    at which a model that learned them stops.
+    at which a model that learned them stops. `remarks`: lines about what is odd in the text, for whoever trains on it.
     """
 
     format_version: int
@@ -140,6 +140,7 @@ class Manifest:
     streams: dict[str, tuple[SourceRecord, ...]]
     train: tuple[Split, ...]
     validation: tuple[HeldOut, ...]
+    remarks: tuple[str, ...] = ()
 
     def shards(self, stream: str) -> list[ShardRecord]:
         """The shards of a stream in order."""
@@ -215,7 +216,14 @@ def _parse_manifest(content: dict[str, Any]) -> Manifest:
     validation = tuple(HeldOut(**_with_packs(split)) for split in content["validation"])
     rule = content["samples"] and SampleRule(**content["samples"])
     parsed = {"samples": rule, "streams": streams, "train": train, "validation": validation}
-    manifest = Manifest(**{**content, **parsed, "stops": tuple(map(int, content["stops"]))})
+    manifest = Manifest(
+        **{
+            **content,
+            **parsed,
+            "stops": tuple(map(int, content["stops"])),
+            "remarks": tuple(map(str, content["remarks"])),
+        }
+    )
     for dtype, shard in manifest.files():
         itemsize = DTYPES[dtype].itemsize
         if shard.bytes != shard.tokens * itemsize or len(shard.blocks) != 8 * -(-shard.bytes // BLOCK_BYTES):

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from echelon.data.prepared import PreparedData
     from echelon.recipe import Recipe
 
+MANY_EPOCHS = 20
+"""A text that is read more often than this is mentioned."""
+
 MIN_SLOTS = 1000
 MAX_SLOTS = 1_000_000
 
@@ -135,6 +138,23 @@ def build_order(recipe: "Recipe", dataset: Dataset) -> DataOrder:
     if isinstance(dataset, MixtureDataset):
         return MixtureOrder([part.num_samples for part in dataset.parts], recipe.data.weights, recipe.run.seed)
     return SampleOrder(dataset.num_samples, recipe.run.seed)
+
+
+def describe_repeats(recipe: "Recipe", data: "PreparedData") -> list[str]:
+    """A line for each text that the run reads more than MANY_EPOCHS times."""
+    order = build_order(recipe, data.train)
+    num_sequences = recipe.batches.first_sequence(recipe.num_steps(order.num_samples))
+    texts = [("data.train", order.num_samples, num_sequences)]
+    if isinstance(order, MixtureOrder):
+        names = (f"data.train ({split.name})" for split in data.manifest.train)
+        texts = list(zip(names, order.sizes, order.uses_before(num_sequences), strict=True))
+    num_steps = recipe.num_steps(order.num_samples)
+    return [
+        f"{name}: each token is seen about {uses / size:,.0f} times in the run's {num_steps:,} steps; a model learns "
+        f"so little text ({size:,} sequences) by heart: give more text, or train for fewer steps"
+        for name, size, uses in texts
+        if uses > MANY_EPOCHS * size
+    ]
 
 
 def describe_mixture(recipe: "Recipe", data: "PreparedData") -> list[str]:

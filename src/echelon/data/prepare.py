@@ -187,7 +187,7 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
             ) from error
     prepared = open_prepared(folder, spec.sequence_len, spec.document_mask, verify=verify)
     held_out = sum(each.dataset.num_tokens for each in prepared.validation)
-    for line in describe_split(prepared.manifest):
+    for line in (*prepared.manifest.remarks, *describe_split(prepared.manifest)):
         say(line)
     kept = "attends to no other" if prepared.apart else "attends to those before it in its sequence"
     if prepared.manifest.shares_sequences:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from echelon.data.duplicates import DigestSet
+from echelon.data.oddities import CopySample
 from echelon.data.readers.record import DIGEST_BYTES
 from echelon.data.shards import ShardRecord
 from echelon.stored import sync_path
@@ -57,8 +58,9 @@ class SinkState:
 
 @dataclass
 class EntryState:
-    """How far one source is: the tasks done, readable documents, broken records and where the first are, copies, its
-    sinks. `is_full`: as many records are read as are wanted of it."""
+    """How far one source is: the tasks done, readable documents, broken records and where the first are, copies that
+    were left out, what is odd (how often, and the first place), its sinks. `is_full`: as many records are read as are
+    wanted of it."""
 
     num_tasks: int = 0
     is_full: bool = False
@@ -66,6 +68,7 @@ class EntryState:
     broken: int = 0
     places: list[str] = field(default_factory=list)
     duplicates: int = 0
+    odd: dict[str, tuple[int, str]] = field(default_factory=dict)
     sinks: dict[str, SinkState] = field(default_factory=dict)
 
 
@@ -81,6 +84,7 @@ class WritingState:
     done_bytes: int = 0
     stream: str | None = None
     num_digests: int = 0
+    copies: CopySample = field(default_factory=CopySample)
 
     @property
     def num_tasks(self) -> int:
@@ -174,7 +178,8 @@ def _load(path: Path, num_entries: int) -> WritingState | None:
             sinks = {stream: _parse_sink(sink) for stream, sink in entry["sinks"].items()}
             entries.append(EntryState(**{**entry, "sinks": sinks}))
         if len(entries) == num_entries:
-            return WritingState(**{**content, "entries": entries})
+            copies = CopySample(**content["copies"])
+            return WritingState(**{**content, "entries": entries, "copies": copies})
     return None
 
 

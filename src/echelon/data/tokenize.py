@@ -21,13 +21,16 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from echelon.data.examples import parse_example
 from echelon.data.instruction import InstructionEncoding
+from echelon.data.oddities import find_oddities
 from echelon.data.readers import cut_file, read_records
 from echelon.data.readers.record import (
     PIECE_BYTES,
     Broken,
     BrokenRecordError,
     Content,
+    Odd,
     Reading,
     Record,
     SourceFile,
@@ -103,9 +106,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class TokenizedTask:
-    """What a task became: the pieces of its documents and the records that could not be used, in their order."""
+    """What a task became: pieces of documents, records that could not be used and odd ones, in their order."""
 
-    found: list[Piece | Broken]
+    found: list[Piece | Broken | Odd]
     num_bytes: int
 
 
@@ -135,13 +138,15 @@ class TaskEncoder:
         records = [(span.file, record) for span in task.spans for record in read_records(span, reading)]
         contents = [record.content for _, record in records if isinstance(record, Record)]
         texts = iter(self.encode([content for content in contents if isinstance(content, bytes)]))
-        found: list[Piece | Broken] = []
+        found: list[Piece | Broken | Odd] = []
         for file, record in records:
             if isinstance(record, Broken):
                 found.append(record)
             elif isinstance(record.content, Mapping):
                 try:
                     found.append(self._make_sample(record, record.content, file))
+                    odd = find_oddities(parse_example(record.content))
+                    found += [Odd(file, record.position, what) for what in odd]
                 except BrokenRecordError as error:
                     found.append(Broken(file, record.position, str(error)))
             else:

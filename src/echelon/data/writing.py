@@ -1,5 +1,6 @@
 """Tokenizing a corpus into the shards of a folder, in a way that a kill does not undo."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -17,9 +18,10 @@ from echelon.data.catalog import (
     Split,
 )
 from echelon.data.corpus import CorpusEntry, choose_by_hash, corpus_bytes
+from echelon.data.oddities import describe_oddity
 from echelon.data.packing import write_packs
 from echelon.data.readers import name_place
-from echelon.data.readers.record import Broken
+from echelon.data.readers.record import Broken, Odd
 from echelon.data.resume import EntryState, SinkState, WritingJournal, shard_prefix
 from echelon.data.sinks import Sink, open_sink
 from echelon.data.source import Source
@@ -35,6 +37,7 @@ from echelon.data.tokenize import (
 )
 from echelon.errors import DataError
 from echelon.progress import Progress
+from echelon.recipe.data_formats import describe_formats
 
 Say = Callable[[str], None]
 
@@ -124,10 +127,14 @@ class CorpusWriter:
         entry, limit = state.entries[index], self._corpus[index].source.max_samples
         for found in result.found:
             room = None if limit is None else limit - entry.documents - entry.broken
-            begins = isinstance(found, Broken) or found.is_first
+            begins = isinstance(found, Broken) or (isinstance(found, Piece) and found.is_first)
             entry.is_full = entry.is_full or (room == 0 and begins)
             if entry.is_full:
                 break
+            if isinstance(found, Odd):
+                count, place = entry.odd.get(found.problem, (0, name_place(found)))
+                entry.odd[found.problem] = (count + 1, place)
+                continue
             if isinstance(found, Broken):
                 self._leave_out(index, found if room is None else replace(found, count=min(found.count, room)))
                 continue
@@ -146,6 +153,8 @@ class CorpusWriter:
             entry.duplicates += 1
             return None
         stream = "validation" if piece.hash < self._threshold(index) else home
+        if stream == home and not self._options.deduplicate:
+            self._journal.state.copies.add(piece.hash, home == "validation")
         entry.sinks[stream].documents += 1
         return stream
 
@@ -163,11 +172,13 @@ class CorpusWriter:
 
     def _refusal(self, index: int) -> DataError:
         entry, source = self._journal.state.entries[index], self._corpus[index].source
-        total = entry.broken + entry.documents
+        total, has_read_all = entry.broken + entry.documents, self._num_finished > self._order.index(index)
+        formats = "" if entry.documents else f"; {describe_formats()}"
+        enough = f"or leave them out with data.max_broken_fraction={_round_up(entry.broken / total):g}"
         return DataError(
             f"{source}: {entry.broken:,} of {total:,} records cannot be used, a larger share than "
-            f"data.max_broken_fraction={self._options.max_broken_fraction:g}: {_say_places(entry)}. Mend "
-            f"them, or set a larger share."
+            f"data.max_broken_fraction={self._options.max_broken_fraction:g}: {_say_places(entry)}{formats}. Mend "
+            f"them{f', {enough}' if entry.documents and has_read_all else ''}."
         )
 
     def _open_entry(self, index: int) -> None:
@@ -262,7 +273,13 @@ class CorpusWriter:
             streams=streams,
             train=train,
             validation=validation,
+            remarks=(*self._describe_oddities(), *self._journal.state.copies.describe()),
         )
+
+    def _describe_oddities(self) -> Iterator[str]:
+        for entry, state in zip(self._corpus, self._journal.state.entries, strict=True):
+            for what, (count, place) in sorted(state.odd.items()):
+                yield describe_oddity(entry.source.key, what, count, state.documents, place)
 
     def _pack(self, index: int, split: Split, records: Sequence[SourceRecord]) -> PackRecord:
         rule, max_shard_tokens = self._options.samples, self._options.max_shard_tokens
@@ -310,6 +327,12 @@ _AnySplit = TypeVar("_AnySplit", bound=Split)
 
 def _with_packs(split: _AnySplit, packs: PackRecord) -> _AnySplit:
     return replace(split, packs=packs)
+
+
+def _round_up(share: float) -> float:
+    """The least share of two digits that is no smaller."""
+    unit = 10.0 ** (math.floor(math.log10(share)) - 1)
+    return min(1.0, math.ceil(share / unit - 1e-9) * unit)
 
 
 def _say_places(entry: EntryState) -> str:

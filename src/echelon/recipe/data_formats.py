@@ -71,6 +71,12 @@ def recognise_format(fields: Collection[str]) -> str | None:
     return next((name for name, row in RECORD_FORMATS.items() if all(each in fields for each in row.required)), None)
 
 
+def describe_formats() -> str:
+    """The fields that records are recognised by, for a message about records that have none of them."""
+    examples = (f"{name} ({', '.join(row.required)})" for name, row in RECORD_FORMATS.items())
+    return f"records are recognised by the fields {' or '.join(PLAIN_FIELDS)}, or as {', '.join(examples)}"
+
+
 def check_fields(key: str, format: str, fields: Mapping[str, str]) -> None:
     """Raise ValueError for a name under `fields` of the source `key` that its format does not know."""
     known = known_fields(format)

@@ -1,7 +1,7 @@
 """From a recipe to a run folder that workers can start from: data, shape, plan, and the files that explain them."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -83,7 +83,7 @@ def prepare_run(
         if line := forget_damaged_spending(recipe, folder):
             say(f"cost: {line}")
         refuse_used_up(recipe, folder, rate, find_cluster().num_nodes)
-        began_with = folder.read_data_digest() if opened.state == "resumed" else None
+        began_with = {text.digest for text in folder.read_texts()} if opened.state == "resumed" else set()
         folder.append_event("prepare")
         commits = find_commits(recipe, commits | read_commits(folder))
         announce(commits)
@@ -119,13 +119,14 @@ def _describe_start(
     recipe: Recipe, opened: OpenedRun, commits: Mapping[str, str], data: "PreparedData", plan: ParallelPlan
 ) -> Iterator[str]:
     """Lines about what is trained, how, and on what."""
-    from echelon.data.mixture import describe_mixture
+    from echelon.data.mixture import describe_mixture, describe_repeats
 
     yield from (f"hub: {name} is at commit {commit}" for name, commit in commits.items())
     yield from plan.describe()
     yield from describe_mixture(recipe, data)
     yield from describe_steps(recipe, data.train.num_samples)
     yield from _describe_longer_warmup(recipe, opened, data.train.num_samples)
+    yield from describe_repeats(recipe, data)
     for key in find_secret_keys(recipe):
         yield f"recipe: {key} looks like a secret; the run folder, and so the processes that train, have *** instead"
 
@@ -187,9 +188,9 @@ def _check_masks(recipe: Recipe, data: "PreparedData", fields: Mapping[str, Any]
         check_document_mask(config, recipe.model.attn_implementation)
 
 
-def _refuse_other_text(folder: RunFolder, before: str | None, digest: str) -> None:
+def _refuse_other_text(folder: RunFolder, before: Collection[str | None], digest: str) -> None:
     """The order of the samples is a function of the text: a run cannot go on with another one."""
-    if before is not None and before != digest:
+    if before and not {digest, None}.intersection(before):
         raise ConfigError(
             f"data.train: the text is not what the run in {folder.path} began with: its tokens differ; restore the "
             "text, pass --fresh to start anew, or choose another run.name."

@@ -18,6 +18,7 @@ from echelon.data.readers.record import (
     ALL_FIELDS,
     PIECE_BYTES,
     Broken,
+    Odd,
     Reader,
     Reading,
     Record,
@@ -93,10 +94,10 @@ def read_records(span: Span, reading: Reading) -> Iterator[Record | Broken]:
     return read_span(FORMATS[span.file.format].reader, span, reading)
 
 
-def name_place(broken: Broken) -> str:
-    """Where a broken record is, for people: the file, and the line, row or record where there is one."""
-    file = broken.file
-    return str(file.path) if broken.position is None else FORMATS[file.format].reader.place(file, broken.position)
+def name_place(record: Broken | Odd) -> str:
+    """Where a broken or an odd record is, for people: the file, and the line, row or record where there is one."""
+    file = record.file
+    return str(file.path) if record.position is None else FORMATS[file.format].reader.place(file, record.position)
 
 
 def count_documents(files: Iterable[SourceFile], limit: int, reading: Reading) -> int:

@@ -26,6 +26,7 @@ from echelon.data.readers.record import (
     parse_ids,
 )
 from echelon.errors import ConfigError, DataError
+from echelon.recipe.data_formats import describe_formats
 
 _BATCH_ROWS = 1024
 
@@ -183,7 +184,7 @@ def find_columns(file: SourceFile, names: list[str]) -> tuple[str, ...]:
     if not columns:
         raise DataError(
             f"{file.path} has no column {file.fields}; it has {', '.join(names)}: set {file.fields.fix} beside the "
-            f"path."
+            f"path ({describe_formats()})."
         )
     return columns
 

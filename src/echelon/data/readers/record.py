@@ -238,6 +238,15 @@ class Broken:
 
 
 @dataclass(frozen=True)
+class Odd:
+    """A record that is used although something about it is odd; `position` as that of a broken one."""
+
+    file: SourceFile
+    position: int | None
+    problem: str
+
+
+@dataclass(frozen=True)
 class Span:
     """A part of a file, [start, stop) in the reader's own units, and its share of the file's bytes, for progress.
 

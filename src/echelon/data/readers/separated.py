@@ -23,6 +23,7 @@ from echelon.data.readers.record import (
 )
 from echelon.data.readers.sequence import SequentialReader
 from echelon.errors import DataError
+from echelon.recipe.data_formats import describe_formats
 
 
 class SeparatedReader(SequentialReader):
@@ -35,11 +36,14 @@ class SeparatedReader(SequentialReader):
         """See SequentialReader. Raises DataError for a header without the column."""
         csv.field_size_limit(sys.maxsize)
         with open_decompressed(file) as stream:
-            rows = csv.reader(_read_lines(stream), delimiter=_delimiter(file))
+            lines = _RowLines(_read_lines(stream))
+            rows = csv.reader(lines, delimiter=_delimiter(file))
             try:
                 columns = _find_columns(file, next(rows, []))
+                lines.forget()
                 for row in rows:
-                    record = _parse(file, row, rows.line_num, columns)
+                    record = lines.find_fault(file, rows.line_num) or _parse(file, row, rows.line_num, columns)
+                    lines.forget()
                     if record is not None:
                         yield stream.consumed, record
             except (DamagedStreamError, csv.Error) as error:
@@ -48,6 +52,48 @@ class SeparatedReader(SequentialReader):
     def place(self, file: SourceFile, position: int) -> str:
         """See Reader."""
         return f"{file.path}:{position}"
+
+
+class _RowLines:
+    """Hands out the lines of a table, and keeps those of the row under way.
+
+    A quote that is not closed, or not doubled, makes one row of all lines up to the next one, which `csv` takes for the
+    text of a field. Only its strict mode tells, which is too strict for rows of one line: those lose nothing.
+    """
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self._lines = lines
+        self._row: list[str] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self._row.append(line)
+        return line
+
+    def forget(self) -> None:
+        """A row begins."""
+        self._row.clear()
+
+    def find_fault(self, file: SourceFile, last_line: int) -> Broken | None:
+        """What is wrong with the quotes of a row that ends on this line; each of its lines counts as a record."""
+        count = len(self._row)
+        if count == 1 and self._row[0].count('"') % 2 == 0:
+            return None
+        try:
+            list(csv.reader(self._row, delimiter=_delimiter(file), strict=True))
+        except csv.Error as error:
+            is_open = "unexpected end of data" in str(error)
+            if count == 1 and not is_open:
+                return None
+            fault = (
+                "opens a quote that is never closed" if is_open else "has a quote that is neither closed nor doubled"
+            )
+            swallowed = f", so that {count:,} lines up to line {last_line:,} became one row" if count > 1 else ""
+            return Broken(file, last_line - count + 1, f"{fault}{swallowed}", count)
+        return None
 
 
 def read_header(file: SourceFile) -> list[str]:
@@ -71,7 +117,7 @@ def _find_columns(file: SourceFile, header: list[str]) -> dict[str, int]:
         wanted = fields if str(fields) else file.fields
         raise DataError(
             f"{file.path} has no column {wanted} to read text from; its first line names "
-            f"{', '.join(header) or 'none'}: set {fields.fix} beside the path."
+            f"{', '.join(header) or 'none'}: set {fields.fix} beside the path ({describe_formats()})."
         )
     return {name: header.index(name) for name in columns}
 

@@ -1,0 +1,171 @@
+"""What is odd in text that can be read is said in a line with a count; what swallows rows is refused."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from echelon.cli import app
+from echelon.data.oddities import SAMPLED_DOCUMENTS, CopySample
+from echelon.errors import DataError
+from recipe_samples import SMALL
+
+TRAINED = ["tokenizer={train: {vocab_size: 300}}", "data.sequence_len=64", "data.validation_fraction=0"]
+CHAT = [*TRAINED, "data.chat_template=chatml", "model.new_tokens=['<|im_start|>', '<|im_end|>']"]
+
+
+@pytest.fixture
+def look(tmp_path, monkeypatch):
+    """`echelon data` on a file that is written here; gives back its lines, raises what it raises."""
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(SMALL)
+
+    def run(content: str, *overrides: str, name: str = "x.jsonl") -> list[str]:
+        Path(name).write_text(content)
+        arguments = ["data", "recipe.yaml", f"data.train={name}", "data.prepare_workers=1", "--samples", "0"]
+        result = CliRunner().invoke(app, [*arguments, *overrides])
+        if result.exception is not None:
+            raise result.exception
+        return result.output.splitlines()
+
+    return run
+
+
+def jsonl(records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def chat(*texts):
+    roles = ("user", "assistant") * len(texts)
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
+
+
+def test_empty_answers_and_conversations_that_end_with_a_question_are_counted(look):
+    talks = [chat(f"question {number}", f"answer {number}") for number in range(30)]
+    talks[7] = chat("seven?", " ")
+    talks[9], talks[12] = chat("a", "b", "and then?"), chat("c", "", "and now?")
+    for again in range(2):  # the second time the text is found prepared
+        lines = look(jsonl(talks), *CHAT)
+        assert (
+            "data.train.0: 2 of 30 examples have an empty answer: the model learns to say nothing there "
+            in "\n".join(lines)
+        ), again
+        assert any(line.endswith("(the first: {}:8)".format(Path("x.jsonl").resolve())) for line in lines)
+        [line] = [line for line in lines if "a turn of the user at the end" in line]
+        assert line.startswith("data.train.0: 2 of 30 examples have") and line.endswith("x.jsonl:10)")
+    pairs = [{"prompt": "q", "completion": "a" * (number != 3)} for number in range(9)]
+    assert any("1 of 9 examples have an empty answer" in line for line in look(jsonl(pairs), *TRAINED))
+    tool = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    called = {
+        "messages": [
+            *chat("use it")["messages"],
+            tool,
+            {"role": "tool", "content": "1"},
+            *chat("x", "y")["messages"][1:],
+        ]
+    }
+    assert not [line for line in look(jsonl([called] * 9), *CHAT) if "empty answer" in line]
+
+
+def test_copies_are_told_as_a_share(look):
+    words = [f"this is the text of number {number}" for number in range(60)]
+    texts = jsonl({"text": text} for text in (*words, *words[:20], *words[:20]))
+    assert "data.train: 40% of the 100 documents are copies of others; data.deduplicate=true leaves them out" in look(
+        texts, *TRAINED
+    )
+    assert not [line for line in look(texts, *TRAINED, "data.deduplicate=true") if "are copies of others" in line]
+    assert not [line for line in look(jsonl({"text": text} for text in words), *TRAINED) if "copies" in line]
+
+
+def test_documents_that_are_validated_on_too_are_told(look):
+    Path("held.jsonl").write_text(jsonl({"text": f"text of number {number}"} for number in range(10)))
+    lines = look(
+        jsonl({"text": f"text of number {number}"} for number in range(5, 105)),
+        *TRAINED[:-1],
+        "data.validation=held.jsonl",
+        "data.validation_fraction=null",
+    )
+    assert (
+        "data.train: 5% of the 100 documents are also text to validate on; data.deduplicate=true does not train on them"
+        in lines
+    )
+
+
+@pytest.mark.parametrize("distinct", [1000, 30_000])
+def test_the_share_of_copies_is_that_of_an_exact_count(distinct):
+    rng = random.Random(distinct)
+    hashes = [rng.getrandbits(64) for _ in range(distinct)]
+    documents = hashes + rng.choices(hashes, k=distinct // 2)
+    rng.shuffle(documents)
+    sample = CopySample()
+    for document in documents:
+        sample.add(document, is_validation=False)
+    exact = sum(count - 1 for count in Counter(documents).values()) / len(documents)
+    assert len(sample.seen) <= SAMPLED_DOCUMENTS
+    assert sample.copies / sample.counted == pytest.approx(exact, abs=0 if distinct < SAMPLED_DOCUMENTS else 0.03)
+
+
+def table(*rows):
+    return "\n".join(("id,text", *rows)) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            table("0,zero", '1,"one', *(f"{number},text" for number in range(2, 2001))),
+            r"2,000 of 2,001 records .*x\.csv:3 opens a quote that is never closed, so that 2,000 lines up to line "
+            r"2,002 became one row",
+        ),
+        (
+            table("0,zero", '1,"one', *(f"{number},text" for number in range(2, 50)), '50,"fifty"', "51,x", "52,y"),
+            r"50 of 53 records .*x\.csv:3 has a quote that is neither closed nor doubled, so that 50 lines up to line "
+            r"52 became one row",
+        ),
+    ],
+)
+def test_a_quote_that_is_not_closed_swallows_no_rows(look, text, words):
+    with pytest.raises(DataError, match=words):
+        look(text, *TRAINED, name="x.csv")
+
+
+def test_quotes_as_they_should_be_are_read(look):
+    good = table('1,"two\nlines, with ""quotes"""', '2,5" pipes', *(f"{number},plain text" for number in range(3, 9)))
+    assert any("train: 8 documents" in line for line in look(good, *TRAINED, name="x.csv"))
+
+
+def test_a_refusal_says_the_share_that_would_pass(look):
+    records = [{"text": f"text number {number}"} for number in range(60)]
+    records[30] = {"txet": "misspelt"}
+    with pytest.raises(
+        DataError, match=r"1 of 60 records .* or leave them out with data\.max_broken_fraction=0\.017\.$"
+    ):
+        look(jsonl(records), *TRAINED)
+    lines = look(jsonl(records), *TRAINED, "data.max_broken_fraction=0.017")
+    assert any("left out 1 of 60 records" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv"])
+def test_fields_that_no_format_has_are_answered_with_those_that_are_looked_for(look, name):
+    records = jsonl({"question": "q", "reply": "r"} for _ in range(5))
+    content = records if name.endswith("jsonl") else "question,reply\nq,r\n"
+    with pytest.raises(DataError) as told:
+        look(content, *TRAINED, name=name)
+    for words in ("by the fields text or input_ids", "messages (messages)", "alpaca (instruction, output)"):
+        assert words in str(told.value)
+    assert "max_broken_fraction=1" not in str(told.value)
+
+
+def test_a_text_that_is_repeated_many_times_is_told(look):
+    text = jsonl({"text": f"text number {number}"} for number in range(10))
+    lines = look(text, *TRAINED, "train.steps=1000", "train.global_batch_size=4")
+    [line] = [line for line in lines if "each token is seen" in line]
+    sequences = next(int(line.split()[1]) for line in lines if line.startswith("train: "))
+    assert line.startswith(
+        f"data.train: each token is seen about {4000 / sequences:,.0f} times in the run's 1,000 steps"
+    )
+    few = look(text, *TRAINED, "train.steps=2", "train.global_batch_size=4")
+    assert not [line for line in few if "each token is seen" in line]
