@@ -7,6 +7,7 @@ file there.
 import hashlib
 import json
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -37,7 +38,7 @@ class HubServer:
     """Serves repositories until `stop`.
 
     `requests` holds (method, path, client) of everything asked; `slow` are seconds that a megabyte of a file takes.
-    `on_download` is called, with the request's path, before the bytes of a file go out.
+    `on_info` is called once somebody was told the newest commit of a repository.
     """
 
     def __init__(self, host="127.0.0.1", port=0):
@@ -45,7 +46,7 @@ class HubServer:
         self.requests = []
         self.tokens = {"let-me-in"}
         self.slow = 0.0
-        self.on_download = lambda path: None
+        self.on_info = lambda: None
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -102,6 +103,8 @@ class HubServer:
         elif match := _INFO.fullmatch(path):
             sizes = "blobs" in parse_qs(url.query)
             self._answer_listing(request, match[1], match[2], match[3], lambda *args: self._info(*args, sizes=sizes))
+            if match[3] is None:
+                self.on_info()
         elif match := _FILE.fullmatch(path):
             self._answer_file(request, method, f"{match[1] or ''}{match[2]}", match[3], match[4], path)
         else:
@@ -157,8 +160,6 @@ class HubServer:
                 total, first = len(content), int(match[1])
                 content, code = content[first : int(match[2]) + 1 if match[2] else None], 206
                 headers["Content-Range"] = f"bytes {first}-{first + len(content) - 1}/{total}"
-            if method == "GET":
-                self.on_download(path)
             self._send(request, code, content, headers)
 
     def _send(self, request, code, content, headers=None):
@@ -193,3 +194,18 @@ def push_model(hub, name, folder, seed=9, num_files=3, **settings):
     for extra in ("pytorch_model.bin", "consolidated.safetensors", "original/params.json", "modeling.py", "README.md"):
         (folder / extra).write_bytes(b"not to be fetched")
     return hub.push(name, folder, **settings)
+
+
+def serve(host, port, name, first, second, log):
+    """Serve `first` as a repository, then, once somebody was told its newest commit, `second`; requests go to `log`."""
+    hub = HubServer(host, int(port))
+    hub.on_info = lambda: len(hub.repositories[name].commits) > 1 or hub.push(name, second)
+    hub.push(name, first)
+    print(hub.url, flush=True)
+    while True:
+        Path(log).write_text(json.dumps(hub.requests))
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

@@ -125,6 +125,11 @@ def find_commits(recipe: Recipe, known: Mapping[str, str]) -> dict[str, str]:
     return commits
 
 
+def describe_commits(commits: Mapping[str, str]) -> list[str]:
+    """Lines for the user."""
+    return [f"hub: {name} is at commit {commit}" for name, commit in commits.items()]
+
+
 def find_dataset_commit(path: str, where: str) -> str:
     """The newest commit of a dataset, `ORG/NAME` or `ORG/NAME/CONFIG`. Raises as `find_commits`; `where` begins it."""
     from huggingface_hub import HfApi

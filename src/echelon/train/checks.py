@@ -69,7 +69,7 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     fields, line = find_model_fields(recipe, _find_vocabulary(recipe, elsewhere, left))
     shape = build_shape(fields)
     _check_positions(recipe, shape)
-    if weights and recipe.model.checkpoint is not None and _find_missing("transformers", "torch") is None:
+    if weights and _find_missing("transformers", "torch") is None:
         check_weights(recipe.model.checkpoint)
     _check_built(recipe, fields, elsewhere, left)
     return CheckedModel(shape, line, tuple(left))
@@ -200,8 +200,10 @@ def _check_positions(recipe: Recipe, shape: ModelShape) -> None:
         )
 
 
-def check_weights(checkpoint: str) -> None:
+def check_weights(checkpoint: str | None) -> None:
     """Raise unless a local `model.checkpoint` has readable weights; a hub id is looked at when it is fetched."""
+    if checkpoint is None:
+        return
     from echelon.checkpoint.folder import newest_of
     from echelon.model.weights import SafetensorsFolder
 

@@ -65,8 +65,7 @@ def prepare_run(
 
     def check() -> None:
         commits.update(find_commits(recipe, {}))
-        if recipe.model.checkpoint is not None:
-            check_weights(recipe.model.checkpoint)
+        check_weights(recipe.model.checkpoint)
         checked = check_model(_with_small_copies(recipe, commits, say), weights=False)
         resolve_plan(recipe, checked.shape, find_cluster())
         remote.reach()
@@ -120,8 +119,9 @@ def _describe_start(
 ) -> Iterator[str]:
     """Lines about what is trained, how, and on what."""
     from echelon.data.mixture import describe_mixture, describe_repeats
+    from echelon.model.hub import describe_commits
 
-    yield from (f"hub: {name} is at commit {commit}" for name, commit in commits.items())
+    yield from describe_commits(commits)
     yield from plan.describe()
     yield from describe_mixture(recipe, data)
     yield from describe_steps(recipe, data.train.num_samples)
