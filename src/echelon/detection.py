@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
@@ -11,6 +12,8 @@ from echelon.runtime import find_place, read_system_file
 
 if TYPE_CHECKING:
     import torch
+
+_TURNS = 4
 
 
 def detect_cluster(num_processes: int) -> Cluster:
@@ -40,7 +43,7 @@ def _describe_cluster(num_devices: int, devices_per_node: int) -> Cluster:
     if torch.cuda.is_available():
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return Cluster(_describe_gpu(), num_devices, devices_per_node, "cuda", has_bf16)
-    return Cluster(_describe_cpu(devices_per_node), num_devices, devices_per_node, "cpu", _cpu_has_bf16())
+    return Cluster(_describe_cpu(devices_per_node), num_devices, devices_per_node, "cpu")
 
 
 def _describe_gpu() -> Accelerator:
@@ -62,16 +65,40 @@ def _describe_gpu() -> Accelerator:
 
 
 def _describe_cpu(num_processes: int) -> Accelerator:
-    """One process's share of the machine's memory and of its measured matmul rate."""
-    bf16_flops = measure_matmul_flops("bfloat16") / num_processes if _cpu_has_bf16() else None
-    fp32_flops = measure_matmul_flops("float32") / num_processes
+    """One process's share of the machine's memory, and of its cores at the matmul rates measured on one of them."""
+    import torch
+
+    cores = torch.get_num_threads() / num_processes
+    bf16_flops, fp32_flops = (cores * rate for rate in measure_core_flops())
     memory = machine_memory_bytes() // num_processes
-    return Accelerator("cpu", memory, bf16_flops, fp32_flops, None, "measured when the run started")
+    return Accelerator("cpu", memory, bf16_flops, fp32_flops, None, "measured on one core when the run started")
 
 
-def _cpu_has_bf16() -> bool:
-    """Whether bf16 matmuls are faster than fp32 ones here: only where the CPU has AMX tiles for them."""
-    return "amx_bf16" in read_system_file("/proc/cpuinfo")
+@cache
+def measure_core_flops() -> tuple[float, float]:
+    """FLOP/s of one core of this CPU in bf16 and in fp32: the best of a few square matmuls of each, by turns.
+
+    In seconds of the processor, so that other work on the machine does not decide which of the two is faster. Small
+    enough to be over in a second where bf16 is emulated.
+    """
+    import torch
+
+    size = 512
+    factors = [torch.ones(size, size, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    best = [float("inf")] * len(factors)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            for _ in range(_TURNS):
+                for place, factor in enumerate(factors):
+                    started = time.thread_time()
+                    torch.mm(factor, factor)
+                    best[place] = min(best[place], time.thread_time() - started)
+    finally:
+        torch.set_num_threads(threads)
+    bf16_seconds, fp32_seconds = best
+    return 2.0 * size**3 / bf16_seconds, 2.0 * size**3 / fp32_seconds
 
 
 def find_peak_flops(device: "torch.device", compute_dtype: str) -> float:

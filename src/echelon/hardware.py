@@ -13,6 +13,10 @@ from echelon.errors import PlanError
 
 DeviceKind = Literal["cpu", "cuda"]
 
+# A CPU has fast bf16 where its matmuls are this much faster than in fp32. Those with instructions for it (AMX, AVX-512
+# bf16) are three times as fast and more, those without are slower than in fp32: in between there is nothing to gain.
+CPU_BF16_MARGIN = 1.5
+
 
 @dataclass(frozen=True)
 class Accelerator:
@@ -82,8 +86,8 @@ class Cluster:
     """Equal devices on equal machines; one process drives one device.
 
     `memory_bytes` of a CPU cluster's accelerator is one process's share of its machine (None: not known).
-    `bf16_supported` is what the running hardware says; None takes the table's word. `host_memory_bytes` is the memory
-    of one machine beside that of its GPUs (None: not known).
+    `bf16_supported` is what the running hardware says; None takes the word of the table, or of what was measured.
+    `host_memory_bytes` is the memory of one machine beside that of its GPUs (None: not known).
     """
 
     accelerator: Accelerator
@@ -117,7 +121,10 @@ class Cluster:
         """Whether bf16 matrix products are fast here."""
         if self.bf16_supported is not None:
             return self.bf16_supported
-        return self.accelerator.bf16_flops is not None
+        bf16_flops, fp32_flops = self.accelerator.bf16_flops, self.accelerator.fp32_flops
+        if self.kind == "cpu" and bf16_flops is not None and fp32_flops is not None:
+            return bf16_flops >= CPU_BF16_MARGIN * fp32_flops
+        return bf16_flops is not None
 
 
 def parse_devices(text: str, devices_per_node: int = 8) -> Cluster:

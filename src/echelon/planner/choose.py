@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
-from echelon.hardware import Cluster
+from echelon.hardware import CPU_BF16_MARGIN, Cluster
 from echelon.plan import AdapterPlan, ParallelPlan, Precision, Rounding
 from echelon.planner.adapters import build_adapter_plan
 from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
@@ -84,8 +84,21 @@ def _choose_precision(train: "TrainConfig", cluster: Cluster) -> tuple[Precision
     precision = Precision(compute="bfloat16" if compute_bf16 else "float16" if wanted == "fp16" else "float32")
     if wanted != "auto":
         return precision, []
-    reason = "has fast bf16" if compute_bf16 else "has no fast bf16"
-    return precision, [f"precision auto: compute in {precision.compute}, {name} {reason}"]
+    return precision, [f"precision auto: compute in {precision.compute}, {_explain_bf16(cluster)}"]
+
+
+def _explain_bf16(cluster: Cluster) -> str:
+    """Why bf16 is taken, or is not: by the table of accelerators, or by what was measured."""
+    part = cluster.accelerator
+    if cluster.kind != "cpu":
+        return f"{part.name} has {'fast' if cluster.has_bf16 else 'no fast'} bf16"
+    if part.bf16_flops is None or part.fp32_flops is None:
+        return f"how fast a {part.name} is in bf16 is measured on the machine that trains"
+    words = "" if cluster.has_bf16 else f"; bf16 is taken where it is {CPU_BF16_MARGIN:g} times as fast"
+    return (
+        f"a process of this {part.name} multiplies matrices at {part.bf16_flops / 1e9:.0f} GFLOP/s in bf16 and "
+        f"{part.fp32_flops / 1e9:.0f} in fp32{words}"
+    )
 
 
 def _choose_master_weights(train: "TrainConfig", compute_bf16: bool) -> Precision:

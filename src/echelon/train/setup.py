@@ -243,32 +243,44 @@ def _find_plan(
     say: Callable[[str], None],
 ) -> ParallelPlan:
     """The plan the run goes on with, or a new one. A run that goes on must do so on whatever processes are left."""
-    pinned = _find_pinned_plan(opened, recipe, cluster, say)
-    return pinned or resolve_plan(recipe, shape, cluster, num_samples=num_samples, fill=opened.state == "resumed")
+    began = _read_beginning(opened, say)
+    if began is not None:
+        before, plan = began
+        changed = any(each.key.startswith(_PLAN_KEYS) for each in opened.differences)
+        fits = plan.world_size == cluster.num_devices and plan.global_batch_size == recipe.global_batch_size
+        if fits and not changed and _are_alike(before, cluster):
+            return plan
+        recipe = _keep_precision(recipe, before, plan, cluster)
+    return resolve_plan(recipe, shape, cluster, num_samples=num_samples, fill=opened.state == "resumed")
 
 
-def _find_pinned_plan(
-    opened: OpenedRun, recipe: Recipe, cluster: Cluster, say: Callable[[str], None]
-) -> ParallelPlan | None:
-    """The plan of a resumed run, where the hardware and everything that could change the plan are the same.
-
-    One that cannot be read is made again, with a line.
-    """
-    folder = opened.folder
-    changed = any(each.key.startswith(_PLAN_KEYS) for each in opened.differences)
-    if opened.state != "resumed" or changed:
+def _read_beginning(opened: OpenedRun, say: Callable[[str], None]) -> tuple[Cluster, ParallelPlan] | None:
+    """The cluster and the plan that a resumed run ran with before; None, and a line, where they cannot be read."""
+    if opened.state != "resumed":
         return None
+    folder = opened.folder
     try:
-        before = read_as(folder.environment_path, _PlannedFor).cluster
-        plan = load_plan(folder.plan_path)
+        return read_as(folder.environment_path, _PlannedFor).cluster, load_plan(folder.plan_path)
     except (OSError, ValueError, PlanError) as error:
         say(f"plan: made anew, since that of the start cannot be read ({error})")
         return None
-    same = (before.kind, before.num_devices, before.devices_per_node, before.accelerator.name) == (
-        cluster.kind,
-        cluster.num_devices,
-        cluster.devices_per_node,
-        cluster.accelerator.name,
+
+
+def _are_alike(one: Cluster, other: Cluster) -> bool:
+    return (one.kind, one.num_devices, one.devices_per_node, one.accelerator.name) == (
+        other.kind,
+        other.num_devices,
+        other.devices_per_node,
+        other.accelerator.name,
     )
-    fits = plan.world_size == cluster.num_devices and plan.global_batch_size == recipe.global_batch_size
-    return plan if same and fits else None
+
+
+def _keep_precision(recipe: Recipe, before: Cluster, plan: ParallelPlan, cluster: Cluster) -> Recipe:
+    """The recipe with the precision that a CPU was found to be faster in when the run began, for a new plan of it.
+
+    Measured anew it might be the other one, and the loss would go on in another arithmetic.
+    """
+    if recipe.train.precision != "auto" or cluster.kind != "cpu" or before.kind != "cpu":
+        return recipe
+    precision = "bf16" if plan.precision.compute == "bfloat16" else "fp32"
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
