@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,9 @@ def test_from_text_to_a_model_that_transformers_loads(echelon, tmp_path):
         tmp_path, tokenizer={"train": {"vocab_size": 300}}, train={"steps": 4, "eval_every": 2}, track=["tensorboard"]
     )
     run = RunFolder(Path("runs/tiny"))
-    assert echelon("train", "recipe.json", "--nproc", "2").code == 0
+    ending = echelon("train", "recipe.json", f"launch.env={{MY_PAT: {SECRET}}}", "--nproc", "2")
+    assert ending.code == 0 and "recipe: launch.env.MY_PAT looks like a secret" in ending.out
+    assert SECRET not in ending.out + ending.err and stat.S_IMODE(run.path.stat().st_mode) == 0o700
     # Step 4 is lost, and done again by the resumed run.
     os.truncate(run.checkpoints_dir / "step-00000004" / ".metadata", 10)
     ending = echelon("train", "recipe.json", "train.steps=7", "evaluate.batches=2", "--nproc", "2")
@@ -105,7 +108,7 @@ def check_tensorboard(run):
 
 
 def check_secrets(folder):
-    """No file of the run, of its data or of its logs holds what the environment hides."""
+    """No file of the run, of its data or of its logs holds what the environment, or the recipe, hides."""
     files = [path for path in (folder / "runs").rglob("*") if path.is_file()]
     assert len(files) > 15
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
