@@ -15,7 +15,7 @@ from typing import Any
 
 HIDDEN = "***"
 
-Path = tuple[str | int, ...]
+Place = tuple[str | int, ...]
 
 # Names, in small letters with one _ between words. Whatever stands under a telling one is a secret.
 _TELLING = re.compile(
@@ -93,7 +93,7 @@ def redact_text(text: str) -> str:
     return text
 
 
-def find_secrets(value: Any, path: Path = ()) -> Iterator[Path]:
+def find_secrets(value: Any, path: Place = ()) -> Iterator[Place]:
     """Where in plain values something looks like a secret: the keys and indices that lead there, none of them one."""
     if isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)

@@ -168,6 +168,6 @@ def test_a_target_that_does_not_answer_hides_no_job_of_another(recipe, monkeypat
     out, err = capsys.readouterr()
     assert out == "here  local  done  exit code 0\n"
     assert err.startswith("echelon: there: launch.to=slurm: there is no `scontrol` on this machine")
-    (recipe.parent / "jobs" / "there" / "output.log").write_text("a line\n")
+    (recipe.parent / "jobs" / "there" / "output.log").write_text("a line\n+ export HF_TOKEN=word\n")
     logs("there", follow=False)  # a file, for which nobody has to be asked
-    assert capsys.readouterr().out == "a line\n"
+    assert capsys.readouterr().out == "a line\n+ export HF_TOKEN=***\n"

@@ -144,7 +144,8 @@ def test_names_of_keys():
         "special_tokens": {"pad_token": "<pad>", "additional": ["<a>"]}, "new_tokens": ["<|im_start|>"],
         "fim_token": "[FIM]", "max_tokens": "h", "tokenizer": "i", "token": 5, "kms_key": draw(HEX, 32),
         "tolerations": [{"key": "nvidia.com/gpu"}], "env_from_secrets": ["hub"], "secret_name": "hub",
-        "GOOGLE_APPLICATION_CREDENTIALS": "/run/key.json", "HF_TOKEN_PATH": "/run/token", "HF_TOKEN": "$(cat /x)",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/run/key.json", "HF_TOKEN_PATH": "/run/token",
+        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "HF_TOKEN": "$(cat /x)",
         "SORT_KEY": "created_at", "IMAGE_KEY": "image-of-the-first-page-2024", "MONKEY": draw(LETTERS, 30),
     }  # fmt: skip
     assert redact(plain) == plain
