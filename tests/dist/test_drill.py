@@ -1,12 +1,75 @@
-"""The drill as its user runs it: every fault is done, noticed and survived."""
+"""The drill as its user runs it: every fault is done, noticed and survived, and nothing is left behind."""
 
 import json
+import signal
+import time
 
+import psutil
 import pytest
 
-from command import CommandLine, assert_no_orphan, write_recipe
+from command import MARK, CommandLine, assert_no_orphan, await_line, finish, marked_processes, start, write_recipe
 
 pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """Where a drill of the small recipe goes on; nobody it starts outlives the test."""
+    monkeypatch.setenv(MARK, str(tmp_path))
+    write_recipe(tmp_path)
+    yield tmp_path
+    for process in marked_processes():
+        process.kill()
+
+
+def await_suspended(job):
+    """Wait until some rank is suspended."""
+    deadline = time.monotonic() + 400
+    while not any(process.status() == psutil.STATUS_STOPPED for process in marked_processes()):
+        assert job.poll() is None and time.monotonic() < deadline, job.communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGTERM, "pilot"),
+        pytest.param(signal.SIGINT, "whole", marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, "a rank hangs", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_the_drill_and_all_it_has_started(folder, number, moment):
+    job = start("drill", "recipe.json", "--nproc", "2", cwd=folder)
+    place = folder / "runs" / "tiny-drill"
+    if moment == "a rank hangs":
+        await_suspended(job)
+    else:
+        await_line(place / moment / "metrics.jsonl", '"step": 2,', job, 200)
+    job.send_signal(number)
+    ending = finish(job, 60)
+    assert_no_orphan(0.1)
+    assert (ending.code, ending.err) == (1, f"echelon: stopped by {number.name}; nothing of the drill runs any more\n")
+    assert not place.exists()
+
+
+@pytest.mark.slow
+def test_one_process_leaves_out_what_only_a_peer_could_notice(folder):
+    job = start("drill", "recipe.json", "--nproc", "1", "--json", cwd=folder)
+    lines, is_first = [], True
+    for line in job.stdout:
+        lines.append(line)
+        if line.startswith("{") and is_first:
+            is_first = False
+            assert not (folder / "runs" / "tiny-drill" / "NaN-in-the-weights").exists(), "told as it was known"
+    findings = {row["fault"]: row for row in map(json.loads, (line for line in lines if line.startswith("{")))}
+    said = [line for line in lines if line.startswith("drill: ")]
+    assert job.wait(60) == 0, (lines, job.stderr.read())
+    assert "drill: left out on one process: a rank hangs, which only another rank could notice\n" in said
+    assert said[1].startswith("drill: 6 faults, which take about ") and said[1].endswith(" min together\n")
+    assert len(findings) == 6 and all(each["identical"] for each in findings.values())
+    assert findings["a rank killed"]["starts"] == 1 and findings["a rank killed"]["lost_steps"] > 0
+    assert not (folder / "runs" / "tiny-drill").exists()
+    assert_no_orphan()
 
 
 @pytest.mark.slow

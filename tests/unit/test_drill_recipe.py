@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from echelon.drill.exercise import estimate_seconds
+from echelon.drill.faults import FAULTS
 from echelon.drill.shrink import shrink, shrink_model
 from echelon.model.build import build_on_meta, load_config
 from echelon.recipe import load_recipe
@@ -76,3 +78,12 @@ def test_the_small_recipe_loads(tmp_path):
     assert small.checkpoint.every_steps == 10 and small.run.dir == tmp_path / "drill" / "x"
     assert small.optim.schedule == "wsd" and small.parallel == recipe.parallel
     assert small.prepared_dir == recipe.prepared_dir, "the data is not prepared once more"
+
+
+def test_the_time_of_a_drill_is_that_of_its_starts_steps_and_waits():
+    """Worked by hand, for starts of 10 s and runs of 8 s."""
+    by_name = {fault.name: fault for fault in FAULTS}
+    assert estimate_seconds([], 10, 8) == 18
+    assert estimate_seconds([by_name["SIGTERM"]], 10, 8) == pytest.approx(18 + 2 * 10 + 8 * 1.1)
+    assert estimate_seconds([by_name["a rank hangs"]], 10, 8) == pytest.approx(18 + 2 * 10 + 8 * 1.1 + 10)
+    assert estimate_seconds([by_name["NaN in the weights"]], 10, 8) == pytest.approx(18 + 3 * 10 + 8 * 1.2)

@@ -1,12 +1,16 @@
 """`echelon drill`: what a long run meets, done to a short one on purpose."""
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from echelon.commands import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe, say
+from echelon.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from echelon.drill.exercise import Finding
@@ -23,22 +27,48 @@ def drill(
     """Run the recipe small, do to it what a long run meets, and report what each fault cost. Exit code 1 if any was not
     survived."""
     from echelon.drill.exercise import run_drill
-    from echelon.runtime import default_num_processes
 
     recipe = read_recipe(recipe_path, overrides)
-    # One rank alone has no peer that could notice anything.
-    num_processes = parse_nproc(nproc) or max(2, default_num_processes())
-    findings = []
-    for finding in run_drill(recipe, recipe_path, overrides or [], num_processes, say):
-        findings.append(finding)
-        if as_json:
-            say(json.dumps(asdict(finding)))
-    if not as_json:
-        say(_COLUMNS)
-        for finding in findings:
-            say(_render(finding))
-    if not all(finding.identical for finding in findings):
+    num_processes = parse_nproc(nproc) or _choose_num_processes()
+    all_well = True
+    with _stops_noted() as asked:
+        for number, finding in enumerate(
+            run_drill(recipe, recipe_path, overrides or [], num_processes, say, lambda: next(iter(asked), None))
+        ):
+            if as_json:
+                say(json.dumps(asdict(finding)))
+            else:
+                say(_render(finding) if number else f"{_COLUMNS}\n{_render(finding)}")
+            all_well &= finding.identical
+    if not all_well:
         raise typer.Exit(1)
+
+
+def _choose_num_processes() -> int:
+    """One rank alone has no peer that could notice anything; but a GPU takes one rank."""
+    from torch.cuda import is_available
+
+    from echelon.runtime import default_num_processes
+
+    return default_num_processes() if is_available() else max(2, default_num_processes())
+
+
+@contextmanager
+def _stops_noted() -> Iterator[list[str]]:
+    """Have signals ask the drill to stop, which then ends what it has started: yields the list of those that came.
+
+    A signal that this process was started deaf to stays without effect, as SIGHUP under nohup.
+    """
+    asked: list[str] = []
+    before = {each: signal.getsignal(each) for each in (*STOP_SIGNALS, signal.SIGHUP)}
+    for each, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(each, lambda number, frame: asked.append(signal.Signals(number).name))
+    try:
+        yield asked
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _render(finding: "Finding") -> str:

@@ -2,13 +2,13 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.drill.faults import FAULTS, Fault
 from echelon.drill.shrink import SAVES, shrink
-from echelon.drill.trial import Job, Trial
+from echelon.drill.trial import Interrupted, Job, Trial
 from echelon.errors import TrainingError
 from echelon.recipe import Recipe
 from echelon.run_folder import RunFolder
@@ -21,6 +21,8 @@ _RUN_SECONDS = 8.0
 _FEWEST_STEPS, _MOST_STEPS = 24, 2000
 _STRIKE_AT = 0.6  # of the steps
 _MOST_STARTS = 4
+# Of a run's steps, at a start that follows a fault: from the checkpoint before it.
+_REPEATED = 0.1
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,23 @@ class Finding:
     trouble: str | None = None
 
 
-def run_drill(recipe: Recipe, path: Path, overrides: list[str], num_processes: int, say: Say) -> Iterator[Finding]:
-    """Do every fault to the recipe at `path`, in folders beside its run's, and yield what came of each.
+def run_drill(
+    recipe: Recipe,
+    path: Path,
+    overrides: list[str],
+    num_processes: int,
+    say: Say,
+    asked: Callable[[], str | None] = lambda: None,
+) -> Iterator[Finding]:
+    """Do every fault to the recipe at `path`, in folders beside its run's, and yield what came of each as it is known.
 
-    The folders are removed, but for those of a fault that was not survived.
+    The folders are removed, but for those of a fault that was not survived. `asked`: by which signal this was asked to
+    stop, if it was.
 
     Raises:
         ConfigError, PlanError or DataError: `echelon train` refuses the recipe, on any machine.
         TrainingError: the recipe does not train, even without a fault.
+        Interrupted: this was asked to stop.
     """
     check_model(recipe, elsewhere=True)  # what this machine lacks, the small run may do without
     place = recipe.run.dir.with_name(f"{recipe.run.dir.name}-drill")
@@ -65,29 +76,59 @@ def run_drill(recipe: Recipe, path: Path, overrides: list[str], num_processes: i
         folder = place / name.replace(" ", "-")
         small = shrink(recipe, folder, num_processes, num_steps)
         command = ("train", str(path), *overrides, *small, "--nproc", str(num_processes))
-        return Trial(RunFolder(folder), command, num_steps)
+        return Trial(RunFolder(folder), command, num_steps, asked)
 
-    say("drill: a short run, to see how long a step takes")
-    pilot = build("pilot", _FEWEST_STEPS)
-    pilot.complete()
-    rows = pilot.rows()[_FEWEST_STEPS // 2 :]
-    seconds = sum(row["step_seconds"] for row in rows) / len(rows)
-    num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, round(_RUN_SECONDS / seconds)))
-    num_steps -= num_steps % SAVES
-    say(f"drill: {num_steps} steps on {num_processes} processes, saved every {num_steps // SAVES}; nothing happens")
-    whole = build("whole", num_steps)
-    whole.complete()
     all_well = True
-    for fault in FAULTS:
-        say(f"drill: {fault.name}")
-        trial = build(fault.name, num_steps)
-        finding = _strike(fault, trial, whole)
-        if finding.identical:
-            shutil.rmtree(trial.run.path)
-        all_well &= finding.identical
-        yield finding
+    try:
+        say("drill: a short run, to see how long a step takes")
+        start_seconds, step_seconds = _measure(build("pilot", _FEWEST_STEPS))
+        num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, round(_RUN_SECONDS / step_seconds)))
+        num_steps -= num_steps % SAVES
+        faults = [fault for fault in FAULTS if num_processes > 1 or not fault.needs_peer]
+        minutes = estimate_seconds(faults, start_seconds, num_steps * step_seconds) / 60
+        say(f"drill: {len(faults)} faults, which take about {max(1, round(minutes))} min together")
+        for fault in FAULTS:
+            if fault not in faults:
+                say(f"drill: left out on one process: {fault.name}, which only another rank could notice")
+        say(f"drill: {num_steps} steps on {num_processes} processes, saved every {num_steps // SAVES}; nothing happens")
+        whole = build("whole", num_steps)
+        whole.complete()
+        for fault in faults:
+            trial = build(fault.name, num_steps)
+            finding = _strike(fault, trial, whole)
+            if finding.identical:
+                shutil.rmtree(trial.run.path)
+            all_well &= finding.identical
+            yield finding
+    except Interrupted:
+        if all_well:
+            shutil.rmtree(place)
+        raise
     if all_well:
         shutil.rmtree(place)
+
+
+def estimate_seconds(faults: Sequence[Fault], start_seconds: float, run_seconds: float) -> float:
+    """How long the run that nothing happens to and those of the faults take together.
+
+    `start_seconds`: of a start of the command and its ranks. `run_seconds`: of the steps of one run; a run that starts
+    again repeats some of them.
+    """
+    whole = start_seconds + run_seconds
+    return whole + sum(
+        fault.starts * start_seconds + (1 + _REPEATED * (fault.starts - 1)) * run_seconds + fault.idle_seconds
+        for fault in faults
+    )
+
+
+def _measure(pilot: Trial) -> tuple[float, float]:
+    """How long a start takes, and a step once the first ones are over."""
+    started = time.monotonic()
+    pilot.complete()
+    seconds = time.monotonic() - started
+    steps = [row["step_seconds"] for row in pilot.rows()]
+    later = steps[len(steps) // 2 :]
+    return max(0.0, seconds - sum(steps)), sum(later) / len(later)
 
 
 def _strike(fault: Fault, trial: Trial, whole: Trial) -> Finding:

@@ -14,7 +14,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from echelon.checkpoint.folder import publish, remove
-from echelon.drill.trial import Job, Trial, is_alive, read_tensors
+from echelon.drill.shrink import HANG_SECONDS
+from echelon.drill.trial import Job, Trial, find_living, read_tensors
+
+_LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,9 @@ class Fault:
         repair: what a person does when the command has ended in an error that says so, if anything.
         noticed_by: events that say that the run has noticed; else its end does.
         over_by: events after which the next step is one of a run that has recovered.
+        starts: how often ranks start in its run, as a rule.
+        idle_seconds: for how long nothing goes on in it.
+        needs_peer: whether only another rank can notice it.
     """
 
     name: str
@@ -36,6 +42,9 @@ class Fault:
     repair: Callable[[Trial], None] | None = None
     noticed_by: tuple[str, ...] = ("failure", "signal", "save_failed", "bad_step")
     over_by: tuple[str, ...] = ("resume", "start")
+    starts: int = 2
+    idle_seconds: float = 0.0
+    needs_peer: bool = False
 
 
 def ask_to_stop(job: Job) -> None:
@@ -53,8 +62,8 @@ def kill_the_agent(job: Job) -> None:
     ranks = job.ranks()
     job.process.kill()
     job.process.wait()
-    while any(is_alive(rank) for rank in ranks):
-        time.sleep(0.01)
+    while find_living(ranks):
+        time.sleep(_LOOK_SECONDS)
 
 
 def suspend_a_rank(job: Job) -> None:
@@ -111,10 +120,10 @@ FAULTS = (
     Fault("SIGTERM", ask_to_stop),
     Fault("a rank killed", kill_a_rank),
     Fault("the agent killed", kill_the_agent),
-    Fault("a rank hangs", suspend_a_rank),
-    *((Fault("the disk is full", fill_the_disk, over_by=("checkpoint",)),) if sys.platform == "linux" else ()),
+    Fault("a rank hangs", suspend_a_rank, idle_seconds=HANG_SECONDS, needs_peer=True),
+    *([Fault("the disk is full", fill_the_disk, over_by=("checkpoint",), starts=1)] if sys.platform == "linux" else []),
     Fault("a damaged checkpoint", kill_the_agent, damage=flip_a_byte, noticed_by=("resume",)),
-    Fault("NaN in the weights", kill_the_agent, damage=write_a_nan, repair=remove_the_newest),
+    Fault("NaN in the weights", kill_the_agent, damage=write_a_nan, repair=remove_the_newest, starts=3),
 )
 
 

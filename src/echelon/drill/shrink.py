@@ -21,6 +21,9 @@ _DIMENSIONS = {
 }
 _SEQUENCE_LEN = 128
 _EVALUATIONS = 3
+HANG_SECONDS = 10
+"""Until a drill's run that stands still counts as hanging."""
+
 SAVES = 6
 """Checkpoints of a drill's run."""
 
@@ -48,7 +51,7 @@ def shrink(recipe: Recipe, folder: Path, num_processes: int, num_steps: int) -> 
         "evaluate.batches": 2,
         "evaluate.prompts": "[]",
         "evaluate.early_stopping": "null",
-        "fault": "{hang_seconds: 10, notice_seconds: 60, max_restarts: 3}",
+        "fault": f"{{hang_seconds: {HANG_SECONDS}, notice_seconds: 60, max_restarts: 3}}",
         "budget.max_usd": "null",
         "budget.max_hours": "null",
         "track": "[]",

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from echelon.checkpoint.folder import Checkpoint, list_checkpoints
 from echelon.checkpoint.safety import read_metadata
 from echelon.checkpoint.store import load_alone
-from echelon.errors import TrainingError
+from echelon.errors import EchelonError, TrainingError
 from echelon.run_folder import OWNER_ONLY, RunFolder
 
 # What a run that lost nothing has in common with one that nothing happened to, bit for bit.
@@ -25,15 +25,25 @@ EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
 
 _LOOK_SECONDS = 0.03
 _PATIENCE_SECONDS = 600.0
+# Processes that were killed are gone within a moment.
+_GONE_SECONDS = 10.0
+
+
+class Interrupted(EchelonError):
+    """The drill was asked to stop: its run has ended, and nothing of it is left."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a drill: its folder, and the command that starts it or goes on with it."""
+    """A run of a drill: its folder, and the command that starts it or goes on with it.
+
+    `asked`: by which signal the drill was asked to stop, if it was.
+    """
 
     run: RunFolder
     command: tuple[str, ...]
     num_steps: int
+    asked: Callable[[], str | None] = lambda: None
 
     @property
     def log(self) -> Path:
@@ -52,8 +62,8 @@ class Trial:
         try:
             yield Job(process, self)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # Ranks are in sessions of their own, and one that is suspended cannot see that its agent is gone.
+            _kill((process.pid, *_find_descendants(process.pid)))
             process.wait()
 
     def complete(self) -> None:
@@ -95,10 +105,12 @@ class Job:
     def wait(self, until: Callable[[], bool] = lambda: False) -> int | None:
         """Wait for the end, and return its exit code; or for a condition, and return None.
 
-        Raises TrainingError if neither comes.
+        Raises TrainingError if neither comes, and Interrupted when the drill is asked to stop.
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline:
+            if (name := self.trial.asked()) is not None:
+                raise Interrupted(f"stopped by {name}; nothing of the drill runs any more")
             if until():
                 return None
             code = self.process.poll()
@@ -118,9 +130,7 @@ class Job:
 
     def ranks(self) -> list[int]:
         """The process ids of the ranks, in the order in which they were started."""
-        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-        pairs = (tuple(map(int, line.split())) for line in listed.splitlines())
-        return sorted(pid for pid, parent in pairs if parent == self.process.pid)
+        return sorted(pid for pid, parent, _ in _list_processes() if parent == self.process.pid)
 
 
 def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -134,13 +144,35 @@ def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process is there, be it only to be collected."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def find_living(pids: Sequence[int]) -> list[int]:
+    """Those of the processes that have not ended; nobody may ever collect one that has, in a container."""
+    living = {pid for pid, _, state in _list_processes() if not state.startswith("Z")}
+    return [pid for pid in pids if pid in living]
+
+
+def _list_processes() -> list[tuple[int, int, str]]:
+    """Every process of this machine, with its parent and its state."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
+    return [(int(pid), int(parent), state) for pid, parent, state in map(str.split, listed.splitlines())]
+
+
+def _find_descendants(pid: int) -> list[int]:
+    """The children of a process that lives, and theirs."""
+    processes = _list_processes()
+    found = [pid]
+    for parent in found:  # which grows
+        found += [each for each, its_parent, _ in processes if its_parent == parent]
+    return found[1:]
+
+
+def _kill(pids: Sequence[int]) -> None:
+    """Kill processes, and wait until they have ended."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _GONE_SECONDS
+    while find_living(pids) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
 
 
 def _are_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
