@@ -2,6 +2,7 @@
 
 import argparse
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -9,6 +10,12 @@ from pathlib import Path
 import pytest
 
 from workers import WorkerPool
+
+# A shell starts `make test &` deaf to SIGINT, and nohup deaf to SIGHUP, and every process below would be so too.
+# Those that a test starts take signals as a user's do; pytest itself still outlives its terminal under nohup.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,14 @@ app.command("import")(import_file)
 for command in (train, launch, status, logs, cancel, sweep):
     app.command()(command)
 
+
+@app.callback()
+def begin(
+    local_rank: Annotated[int | None, typer.Option("--local-rank", "--local_rank", hidden=True)] = None,
+) -> None:
+    """Take the argument that `python -m torch.distributed.launch` hands to each rank; LOCAL_RANK says the same."""
+
+
 TargetArgument = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or an HF model folder.")]
 CheckpointOption = Annotated[
     str | None, typer.Option("--checkpoint", metavar="newest|best|STEP", help="Of a run. Default: the newest.")

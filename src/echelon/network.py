@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from echelon.environment import find_version
 from echelon.errors import EchelonError
 from echelon.launch.hosts import HostGroup, find_interface, find_own_address
+from echelon.launch.listening import listen_at
 from echelon.launch.probing import MARK
 from echelon.runtime import exported
 
@@ -54,7 +55,12 @@ class Machine:
         own = interface or find_interface(address)
         if own is not None:
             self._variables = {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": own}
-        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+        listener = listen_at(address, 0)
+        assert listener is not None, "the system has just named the address as this machine's"
+        self._store = TCPStore(
+            address, listener.getsockname()[1], is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
         has_gpu = torch.cuda.is_available()
         return {
             "versions": {

@@ -1,4 +1,7 @@
-"""Ranks that somebody else started: rank 0 prepares, the others wait, and every ending is told once."""
+"""Ranks that somebody else started: rank 0 prepares, the others wait, and every ending is told once.
+
+torchrun itself is in test_elastic.py, mpirun and srun are in tests/launchers.
+"""
 
 import os
 import socket
@@ -7,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from command import LAUNCHER_KEYS, read_lines, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -53,3 +58,21 @@ def test_folder_that_a_rank_does_not_see_is_refused(tmp_path):
     assert codes == [2, 2]
     assert "rank 1 does not see the recipe.yaml and plan.json" in errors[0]
     assert errors[1] == ""
+
+
+@pytest.mark.parametrize("option", [[], ["--use-env"]], ids=["--local-rank", "--use-env"])
+def test_the_launcher_of_old_trains(tmp_path, option):
+    """`python -m torch.distributed.launch` hands each rank its number as an argument too, unless told not to."""
+    write_recipe(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    command = [
+        sys.executable, "-m", "torch.distributed.launch", *option, "--nproc-per-node", "2", "--master-port", port,
+        "-m", "echelon", "train", "recipe.json",
+    ]  # fmt: skip
+    env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS} | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180, check=False)
+    assert result.returncode == 0, result
+    rows = read_lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert result.stdout.count("step 6/6") == 1

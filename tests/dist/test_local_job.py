@@ -118,6 +118,21 @@ def test_stopping_the_parent_stops_the_workers(tmp_path, number):
     assert_gone(pids, seconds=0.5)
 
 
+def test_a_job_under_nohup_outlives_its_terminal(tmp_path):
+    """SIGHUP, which nohup has it ignore, does nothing; the signal after it does."""
+    command = [sys.executable, str(STUB), "parent", str(tmp_path), "2", "work", "0"]
+    job = subprocess.Popen(
+        ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    pids = await_workers(tmp_path)
+    for pid in (job.pid, *pids):
+        os.kill(pid, signal.SIGHUP)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=20)
+    assert output.splitlines()[-1] == "message: stopped by SIGTERM"
+
+
 def test_killing_the_parent_leaves_no_orphan(tmp_path):
     job = start_job(tmp_path, "work")
     pids = await_workers(tmp_path)

@@ -57,13 +57,13 @@ def _choose_num_processes() -> int:
 def _stops_noted() -> Iterator[list[str]]:
     """Have signals ask the drill to stop, which then ends what it has started: yields the list of those that came.
 
-    A signal that this process was started deaf to stays without effect, as SIGHUP under nohup.
+    Under nohup SIGHUP is none of them.
     """
     asked: list[str] = []
-    before = {each: signal.getsignal(each) for each in (*STOP_SIGNALS, signal.SIGHUP)}
-    for each, handler in before.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(each, lambda number, frame: asked.append(signal.Signals(number).name))
+    numbers = [*STOP_SIGNALS, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
+    before = {each: signal.getsignal(each) for each in numbers}
+    for each in before:
+        signal.signal(each, lambda number, frame: asked.append(signal.Signals(number).name))
     try:
         yield asked
     finally:

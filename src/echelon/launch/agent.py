@@ -142,7 +142,10 @@ def _build_config(job: Workers, scratch: Path, settings: Mapping[str, Any]) -> "
         "role": "echelon",
         "max_restarts": 0,
         "monitor_interval": _MONITOR_SECONDS,
-        "signals_to_handle": ",".join(each.name for each in _ENDING_SIGNALS),
+        # Under nohup the job outlives its terminal.
+        "signals_to_handle": ",".join(
+            each.name for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN
+        ),
         # Older torch releases wait a fixed 30 seconds.
         "shutdown_timeout": SHUTDOWN_SECONDS,
         **settings,
