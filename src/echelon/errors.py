@@ -29,7 +29,14 @@ class ConfigError(EchelonError, ValueError):
 
 
 class HubUnreachableError(ConfigError):
-    """The Hugging Face hub cannot be asked from this machine, whose cache lacks what is wanted; another one may do."""
+    """The Hugging Face hub cannot be asked from this machine, whose cache lacks what is wanted; another one may do.
+
+    `reason` is the message without what would help here.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(f"{reason}. {remedy}" if remedy else reason)
+        self.reason = reason
 
 
 class PlanError(EchelonError, ValueError):

@@ -25,6 +25,7 @@ from echelon.launch.listening import listen_at, within
 from echelon.launch.nodelist import expand_nodelist, in_number_order
 from echelon.launch.openmpi import find_meeting
 from echelon.launch.restart import RESTART_VARIABLE
+from echelon.launch.workers import HUB_PLACES
 
 if TYPE_CHECKING:
     import torch
@@ -250,6 +251,15 @@ def set_default_variables(variables: Mapping[str, str]) -> None:
     """Set each variable that this process's environment does not have: the settings of a library that reads it."""
     for key, value in variables.items():
         os.environ.setdefault(key, value)
+
+
+def keep_hub_cache_beside(run_dir: Path) -> None:
+    """In a pod, have the hub's files in `huggingface` beside the run, on a volume: a container's own disk is small.
+
+    Whatever says already where they go wins. For a command, before anything asks the hub.
+    """
+    if "KUBERNETES_SERVICE_HOST" in os.environ and not HUB_PLACES & os.environ.keys():
+        os.environ["HF_HOME"] = str((run_dir.parent / "huggingface").absolute())
 
 
 def use_one_tokenizer_thread() -> None:

@@ -10,7 +10,7 @@ import typer
 
 from echelon.commands.launch import launch, logs, status
 from echelon.commands.sweep import _stops_noted
-from echelon.errors import ConfigError, LaunchError
+from echelon.errors import ConfigError, HubUnreachableError, LaunchError
 from echelon.launch.job import Submitted
 from echelon.launch.records import find_job, list_jobs
 from echelon.sweep.conductor import StopWord
@@ -29,6 +29,16 @@ def recipe(tmp_path, monkeypatch):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     return path
+
+
+@pytest.fixture
+def silent_hub(monkeypatch, tmp_path):
+    """A hub where nobody listens, and an empty cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +80,24 @@ def test_the_plan_is_checked_against_the_gpus_that_are_asked_for(recipe, capsys)
     assert "ddp on 1 x H100 needs" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"^launch\.accelerator=H100: how many .* set launch\.nproc_per_node, or"):
         launch(recipe, ["launch.accelerator=H100"], dry_run=True, to="slurm")
+
+
+HUB_MODEL = ["model.config=null", "model.checkpoint=team/tiny", "launch.accelerator=H100", "launch.nproc_per_node=2"]
+
+
+@pytest.mark.parametrize("to", ["torchrun", "slurm", "kubernetes"])
+def test_a_hub_that_is_silent_here_is_a_note_where_the_job_may_reach_it(recipe, to, capsys, silent_hub):
+    launch(recipe, HUB_MODEL, dry_run=True, to=to, hosts="a,b" if to == "torchrun" else None)
+    said = capsys.readouterr().out
+    assert "hub: not checked from here, and left to the machines of the job: model.checkpoint=team/tiny: " in said
+    assert "cannot be reached" in said and "Give a folder" not in said
+
+
+def test_a_hub_that_is_silent_here_is_a_refusal_of_a_job_here(recipe, silent_hub):
+    with pytest.raises(HubUnreachableError, match=r"^model\.checkpoint=team/tiny: .* cannot be reached from .* Give a"):
+        launch(recipe, HUB_MODEL, dry_run=True, to="local")
+    with pytest.raises(ConfigError, match=r"^launch\.sagemaker\.instance_type=auto: .* cannot be reached .* name a"):
+        launch(recipe, [*HUB_MODEL[:2], "tokenizer=null"], dry_run=True, to="sagemaker", instance="auto")
 
 
 def test_a_file_in_the_place_of_jobs_is_named(recipe):

@@ -1,5 +1,6 @@
 """What a command takes itself for, by the environment it finds."""
 
+import os
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from echelon.runtime import (
     Place,
     find_place,
     is_elastic,
+    keep_hub_cache_beside,
     launch_role,
     num_cores,
     shares_agent_store,
@@ -95,3 +97,18 @@ def test_only_a_foreign_torchrun_with_restarts_starts_processes_again_by_itself(
     assert shares_agent_store()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     assert not shares_agent_store()
+
+
+def test_a_pod_keeps_files_of_the_hub_beside_its_run(monkeypatch, tmp_path):
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.setenv(name, "x")  # so that it comes back in the end
+        monkeypatch.delenv(name)
+    keep_hub_cache_beside(tmp_path / "runs" / "x")
+    assert "HF_HOME" not in os.environ
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("HF_HUB_CACHE", "/models")
+    keep_hub_cache_beside(tmp_path / "runs" / "x")
+    assert "HF_HOME" not in os.environ
+    monkeypatch.delenv("HF_HUB_CACHE")
+    keep_hub_cache_beside(tmp_path / "runs" / "x")
+    assert os.environ["HF_HOME"] == str(tmp_path / "runs" / "huggingface")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -110,7 +111,7 @@ def test_refuses_a_run_folder_that_ends_with_the_container(base):
 def test_tells_training_its_hosts_and_efa(base, tmp_path):
     found = container.read_container(base, {})
     said = []
-    assert container.find_variables(found, {}, said.append, tmp_path) == {
+    assert container.find_variables(found, {"HF_HOME": "/data"}, said.append, tmp_path) == {
         "SM_HOSTS": '["algo-1", "algo-2", "algo-10"]',
         "SM_CURRENT_HOST": "algo-10",
         "SM_NETWORK_INTERFACE_NAME": "eth0",
@@ -121,10 +122,24 @@ def test_tells_training_its_hosts_and_efa(base, tmp_path):
     card = tmp_path / "class" / "infiniband" / "rdmap16s27" / "device"
     card.mkdir(parents=True)
     (card / "driver").symlink_to(driver)
-    given = container.find_variables(found, {"FI_PROVIDER": "tcp"}, said.append, tmp_path)
+    given = container.find_variables(found, {"FI_PROVIDER": "tcp", "HF_HOME": "/data"}, said.append, tmp_path)
     assert "FI_PROVIDER" not in given
     assert given["RDMAV_FORK_SAFE"] == "1"
     assert said == ["container: EFA, RDMAV_FORK_SAFE=1"]
+
+
+def test_files_of_the_hub_go_where_there_is_most_room(base, tmp_path, monkeypatch):
+    found, said = container.read_container(base, {}), []
+    room = {base: 20, tmp_path: 500}
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=room[place] * 10**9))
+    given = container.find_variables(found, {}, said.append, tmp_path)
+    assert given["HF_HOME"] == f"{tmp_path}/huggingface"
+    assert f"container: HF_HOME={tmp_path}/huggingface, 500 GB free" in said
+    room[base] = 500
+    assert container.find_variables(found, {}, said.append, tmp_path)["HF_HOME"] == f"{base}/huggingface"
+    for name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
+        assert "HF_HOME" not in container.find_variables(found, {name: "/mine"}, said.append, tmp_path)
 
 
 def test_waits_for_names(monkeypatch):

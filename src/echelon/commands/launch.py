@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.commands import OverridesArgument, RecipeArgument, complain, parse_hosts, read_recipe, say
-from echelon.errors import ConfigError, EchelonError, LaunchError
+from echelon.errors import ConfigError, EchelonError, HubUnreachableError, LaunchError
 from echelon.redaction import redact_text
 
 if TYPE_CHECKING:
@@ -151,6 +151,7 @@ def check_job(job: "JobSpec", tell: Callable[[str], None] = say) -> "tuple[Launc
     from echelon.data.prepare import prepare_spec
     from echelon.launch.secrets import refuse_secrets
     from echelon.launch.targets import TARGETS, find_launcher
+    from echelon.model.hub import find_commits
 
     recipe = job.recipe
     if recipe.launch.to is None:
@@ -158,15 +159,21 @@ def check_job(job: "JobSpec", tell: Callable[[str], None] = say) -> "tuple[Launc
     refuse_secrets(recipe)
     rate = find_price_at_target(recipe)
     check_budget(recipe, rate)
-    if recipe.launch.to in ("local", "torchrun", "slurm"):  # these see the files of this machine
-        spec = prepare_spec(recipe)
-        list_corpus(spec.train, spec.validation)
     launcher = find_launcher(recipe.launch.to)
+    notes: list[str] = []
+    if recipe.launch.to in ("local", "torchrun", "slurm"):  # these see the files of this machine
+        with _left_to_the_job(recipe.launch.to, notes):
+            if recipe.launch.to == "local":
+                find_commits(recipe, {})
+            spec = prepare_spec(recipe)
+            list_corpus(spec.train, spec.validation)
     lines = launcher.check(job)
     if recipe.launch.to == "sagemaker":
         _check_uploads(recipe)
     trained = _find_trained_recipe(recipe)
-    lines += _check_model(trained, find_target_cluster(trained))
+    with _left_to_the_job(recipe.launch.to, notes):
+        lines += _check_model(trained, find_target_cluster(trained))
+    lines += notes
     num_steps = None if recipe.train.epochs is not None else recipe.num_steps(0)
     if rate is None and recipe.launch.to != "local":
         lines.append("cost: the price of these machines is not known; budget.usd_per_hour says that of one")
@@ -174,6 +181,17 @@ def check_job(job: "JobSpec", tell: Callable[[str], None] = say) -> "tuple[Launc
     for line in lines:
         tell(line)
     return launcher, launcher.render(job)
+
+
+@contextmanager
+def _left_to_the_job(target: str, notes: list[str]) -> Iterator[None]:
+    """Make a note of what cannot be checked since the hub is not reached from here: machines elsewhere may reach it."""
+    try:
+        yield
+    except HubUnreachableError as error:
+        if target == "local":
+            raise
+        notes.append(f"hub: not checked from here, and left to the machines of the job: {error.reason}")
 
 
 def _check_uploads(recipe: "Recipe") -> None:
@@ -205,7 +223,13 @@ def settle_instance(recipe: "Recipe") -> "Recipe":
 
     if (why := find_checkpoint_out_of_reach(recipe)) is not None:
         raise ConfigError(f"launch.sagemaker.instance_type=auto: {why}, so its size is not known; name a type.")
-    choice = choose_instance(recipe, check_model(recipe, elsewhere=True).shape, recipe.launch.node_range[1])
+    try:
+        shape = check_model(recipe, elsewhere=True).shape
+    except HubUnreachableError as error:
+        raise ConfigError(
+            f"launch.sagemaker.instance_type=auto: the size of the model is not known, for {error.reason}; name a type."
+        ) from error
+    choice = choose_instance(recipe, shape, recipe.launch.node_range[1])
     for line in choice.describe():
         say(line)
     sagemaker = recipe.launch.sagemaker.model_copy(update={"instance_type": choice.instance.name})

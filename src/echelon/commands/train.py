@@ -46,7 +46,14 @@ def train(
     ] = None,
 ) -> None:
     """Train; an existing run goes on from its newest good checkpoint."""
-    from echelon.runtime import find_host_dir, find_host_group, find_place, launch_role, set_default_variables
+    from echelon.runtime import (
+        find_host_dir,
+        find_host_group,
+        find_place,
+        keep_hub_cache_beside,
+        launch_role,
+        set_default_variables,
+    )
 
     num_processes = parse_nproc(nproc)
     group = _read_group(nodes, rendezvous, interface)
@@ -60,6 +67,7 @@ def train(
             raise
         time.sleep(_SPEAKING_SECONDS)
         raise typer.Exit(error.exit_code) from error
+    keep_hub_cache_beside(recipe.run.dir)
     with _faults_logged(recipe.run.dir / "logs" / "parent.log"):
         if role == "worker":
             from echelon.launch.outcome import Outcome

@@ -84,13 +84,6 @@ def is_hub_reachable() -> bool:
     return True
 
 
-def is_in_cache(repo_id: str, file: str) -> bool:
-    """Whether a file of a model on the hub was fetched before, so that it is read without asking the hub."""
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(repo_id, file), str)
-
-
 def is_hub_name(name: str) -> bool:
     """Whether a value of the recipe names something on the hub: it could, and there is no such folder here."""
     return _NAME.fullmatch(name) is not None and not Path(name).exists()
@@ -138,8 +131,8 @@ def find_dataset_commit(path: str, where: str) -> str:
     with _explained(where, "dataset", f"https://huggingface.co/datasets/{name}"):
         if not is_hub_reachable():
             raise HubUnreachableError(
-                f"{where}: {_describe_silence()}. Download the dataset where there is a network, keep it with its "
-                "save_to_disk, and give that folder."
+                f"{where}: {_describe_silence()}",
+                "Download the dataset where there is a network, keep it with its save_to_disk, and give that folder.",
             )
         return str(HfApi().dataset_info(name).sha)
 
@@ -391,8 +384,8 @@ def _unreachable(model: HubModel, commit: str | None = None) -> HubUnreachableEr
     at = "" if commit is None else f" at commit {commit[:12]}"
     return HubUnreachableError(
         f"{model}: it is no folder here, {_describe_silence()}, and the cache in {_cache_folder(model).parent} has no "
-        f"whole copy of it{at}. Give a folder, or fetch it where there is a network (hf download {model.name}) and "
-        "copy that cache."
+        f"whole copy of it{at}",
+        f"Give a folder, or fetch it where there is a network (hf download {model.name}) and copy that cache.",
     )
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from echelon.errors import ConfigError, DataError, PlanError
+from echelon.errors import ConfigError, DataError, HubUnreachableError, PlanError
 from echelon.recipe import Recipe, load_recipe
 from echelon.recipe.aliases import ALIASES
 from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, recipe_keys
@@ -174,8 +174,13 @@ class Space:
 def _check_model(recipe: Recipe) -> None:
     """Refuse what `echelon train` would, as far as this machine can know it."""
     elsewhere = recipe.launch.to not in (None, "local")
-    if not elsewhere or find_checkpoint_out_of_reach(recipe) is None:
+    if elsewhere and find_checkpoint_out_of_reach(recipe) is not None:
+        return
+    try:
         check_model(recipe, elsewhere)
+    except HubUnreachableError:
+        if not elsewhere:
+            raise
 
 
 def show_values(values: Values) -> str:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.data.mixture import divide_slots
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, HubUnreachableError
 from echelon.model.folder import find_model_dir
-from echelon.model.hub import is_hub_reachable, is_in_cache
 from echelon.recipe import Recipe, TrainedTokenizerConfig, load_recipe
 from echelon.run_folder import RunFolder, is_run
 from echelon.shape import FAMILIES, ModelShape, build_shape, resolve_vocab_size
@@ -76,21 +75,19 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
 
 
 def find_checkpoint_out_of_reach(recipe: Recipe) -> str | None:
-    """`model.checkpoint` and why it cannot be read here though the machines that train may; None: it can be."""
+    """`model.checkpoint` and why it cannot be read here though the machines that train may; None: it can be.
+
+    A model of the hub is not looked at: what reads it raises HubUnreachableError.
+    """
     checkpoint = recipe.model.checkpoint
-    why = None if checkpoint is None else _find_out_of_reach(recipe, checkpoint, "config.json")
+    why = None if checkpoint is None else _find_out_of_reach(recipe, checkpoint)
     return None if why is None else f"model.checkpoint={checkpoint} {why}"
 
 
-def _find_out_of_reach(recipe: Recipe, source: str, file: str) -> str | None:
-    """The same of any model folder or hub id that has this file."""
-    if Path(source).expanduser().exists():
-        return None
-    if source.startswith(("s3://", "/")):
-        return "is not on this machine" if recipe.launch.to in _APART else None
-    if source.startswith((".", "~")) or source.count("/") > 1 or is_in_cache(source, file) or is_hub_reachable():
-        return None
-    return "is not in the hub's cache here, and the hub cannot be reached"
+def _find_out_of_reach(recipe: Recipe, source: str) -> str | None:
+    """The same of any folder."""
+    is_elsewhere = recipe.launch.to in _APART and source.startswith(("s3://", "/"))
+    return "is not on this machine" if is_elsewhere and not Path(source).exists() else None
 
 
 def _find_vocabulary(recipe: Recipe, elsewhere: bool, left: list[str]) -> int | None:
@@ -100,12 +97,18 @@ def _find_vocabulary(recipe: Recipe, elsewhere: bool, left: list[str]) -> int | 
         return size
     assert not isinstance(recipe.tokenizer, TrainedTokenizerConfig)
     source = recipe.tokenizer or recipe.model.checkpoint
-    if elsewhere and source is not None:
-        missing, apart = _find_missing("transformers"), _find_out_of_reach(recipe, source, "tokenizer.json")
-        if missing or apart:
-            left.append(f"tokenizer: whether the model's vocabulary holds its ids ({missing or f'{source} {apart}'})")
-            return None
-    return _load_vocab_size(recipe)
+    if not elsewhere or source is None:
+        return _load_vocab_size(recipe)
+    why = _find_missing("transformers")
+    if why is None and (place := _find_out_of_reach(recipe, source)) is not None:
+        why = f"{source} {place}"
+    if why is None:
+        try:
+            return _load_vocab_size(recipe)
+        except HubUnreachableError as error:
+            why = error.reason
+    left.append(f"tokenizer: whether the model's vocabulary holds its ids ({why})")
+    return None
 
 
 def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> None:

@@ -4,11 +4,13 @@
 """
 
 import json
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -21,6 +23,7 @@ from typing import Any
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.nodelist import in_number_order
 from echelon.launch.outcome import DONE, FAILED, STOPPED, Outcome
+from echelon.launch.workers import HUB_PLACES
 from echelon.recipe import Recipe, check_built, load_recipe
 from echelon.run_folder import RunFolder
 from echelon.stopping import STOP_SIGNALS
@@ -179,7 +182,7 @@ def _check_channels(recipe: Recipe, container: Container) -> None:
 def find_variables(
     container: Container, env: Mapping[str, str], say: Say, system: Path = Path("/sys")
 ) -> dict[str, str]:
-    """What training finds in its environment beside what the job set, which wins: its hosts, and EFA."""
+    """What training finds in its environment beside what the job set, which wins: its hosts, EFA and HF_HOME."""
     variables = {"SM_HOSTS": json.dumps(container.hosts), "SM_CURRENT_HOST": container.host}
     if container.interface is not None:
         variables["SM_NETWORK_INTERFACE_NAME"] = container.interface
@@ -190,7 +193,23 @@ def find_variables(
         added = {name: value for name, value in _EFA_VARIABLES.items() if name not in env}
         say(f"container: EFA, {' '.join(f'{name}={value}' for name, value in added.items()) or 'as the job set it'}")
         variables |= added
+    if not HUB_PLACES & env.keys():
+        home, free = _find_hub_home(container.base)
+        say(f"container: HF_HOME={home}, {free / 1e9:.0f} GB free")
+        variables["HF_HOME"] = str(home)
     return variables
+
+
+def _find_hub_home(base: Path) -> tuple[Path, int]:
+    """Where files of the hub have most room, and how many bytes that is.
+
+    The container's own disk is small, and where the instance's is mounted differs. Checkpoints are no place: SageMaker
+    copies what is there to S3.
+    """
+    places = (base, Path(tempfile.gettempdir()))
+    free = {place: shutil.disk_usage(place).free for place in places if os.access(place, os.W_OK)}
+    largest = max(free, key=lambda place: free[place], default=base)
+    return largest / "huggingface", free.get(largest, 0)
 
 
 def _has_efa(system: Path) -> bool:

@@ -1,0 +1,105 @@
+"""Runs of a model of the hub: begun, gone on with, evaluated, and started by torchrun, against a hub on loopback."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from command import finish, read_lines, start, write_recipe
+from echelon.run_folder import RunFolder
+from hub_server import HubServer, push_model
+from training import LOSS
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+NAME = "team/tiny"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    hub = HubServer()
+    hub.first = push_model(hub, NAME, tmp_path / "first")
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield hub
+    hub.stop()
+
+
+def fine_tuning(folder, checkpoint, steps):
+    return write_recipe(
+        folder,
+        model={"config": None, "checkpoint": str(checkpoint)},
+        tokenizer=None,
+        adapter={"method": "lora", "r": 4},
+        train={"steps": steps},
+        optim={"schedule": "constant"},
+        checkpoint={"every_steps": 4},
+    )
+
+
+def echelon(folder, *arguments, **environment):
+    ending = finish(start(*arguments, cwd=folder, **environment), 200)
+    assert ending.code == 0, ending
+    return ending
+
+
+def losses(folder):
+    rows = read_lines(RunFolder(folder / "runs" / "tiny").metrics_path)
+    return [row["loss"] for row in rows if row["kind"] == "train"]
+
+
+def test_a_run_goes_on_and_is_evaluated_with_the_commit_it_began_with(hub, tmp_path):
+    """On another machine each time: the cache is gone, and the repository has moved on."""
+    fine_tuning(tmp_path, NAME, 4)
+    echelon(tmp_path, "train", "recipe.json", "--nproc", "1")
+    push_model(hub, NAME, tmp_path / "second", seed=10)
+    shutil.rmtree(tmp_path / "hf")
+    fine_tuning(tmp_path, NAME, 8)
+    out = echelon(tmp_path, "train", "recipe.json", "--nproc", "1").out
+    assert f"hub: {NAME} is at commit {hub.first}" in out
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    fine_tuning(alone, tmp_path / "first", 8)
+    echelon(alone, "train", "recipe.json", "--nproc", "1")
+    assert losses(tmp_path) == losses(alone) and len(losses(alone)) == 8
+
+    shutil.rmtree(tmp_path / "hf")
+    ours = echelon(tmp_path, "eval", "runs/tiny", "--json")
+    assert f"hub: fetching {NAME} at commit {hub.first[:12]}" in ours.err
+    assert json.loads(ours.out)["loss"] == json.loads(echelon(alone, "eval", "runs/tiny", "--json").out)["loss"]
+    asked = len(hub.requests)
+    echelon(tmp_path, "generate", "runs/tiny", "--prompt", "1 plus", "--max-tokens", "3", HF_HUB_OFFLINE="1")
+    assert len(hub.requests) == asked
+    adapter = json.loads((tmp_path / "runs" / "tiny" / "export" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == NAME
+
+
+def test_the_first_rank_of_each_machine_of_torchrun_fetches(hub, tmp_path):
+    """Two machines with two ranks each, which share the run folder and no cache."""
+    fine_tuning(tmp_path, NAME, 4)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    machines = []
+    for number in range(2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+        command += ["--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", port]
+        env = os.environ | {"HF_HOME": str(tmp_path / f"hf-{number}")}
+        machines.append(
+            subprocess.Popen(
+                [*command, "-m", "echelon", "train", "recipe.json"],
+                cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+        )  # fmt: skip
+    outputs = [each.communicate(timeout=300)[0] for each in machines]
+    assert [each.returncode for each in machines] == [0, 0], "\n".join(outputs)
+    assert set(hub.downloads().values()) == {2}
+    assert all(output.count(f"hub: fetching {NAME} at commit {hub.first[:12]}") == 1 for output in outputs)
+    fine_tuning(tmp_path, tmp_path / "first", 4)
+    echelon(tmp_path, "train", "recipe.json", "run.dir=alone/runs/tiny", "--nproc", "1")
+    assert losses(tmp_path) == pytest.approx(losses(tmp_path / "alone"), abs=LOSS)
