@@ -120,9 +120,9 @@ def _refuse_foreign_folder(folder: RunFolder) -> None:
 
 def _refuse_misplaced(folder: RunFolder) -> None:
     """A folder where a run writes a file, or the other way round, is nothing that a run can mend."""
-    logs = sorted(path.relative_to(folder.path).as_posix() for path in folder.logs_dir.glob("*.log"))
-    for name in (*FILES, ".lock", *logs):
-        if (path := folder.path / name).is_dir():
+    files = (folder.path / name for name in (*FILES, ".lock"))
+    for path in (*files, *folder.logs_dir.glob("*.log"), *folder.model_dir.glob("*.json")):
+        if path.is_dir():
             raise ConfigError(f"{path} is a folder, where the run keeps a file; move it away, or restore the file.")
     for name in FOLDERS:
         if (path := folder.path / name).exists() and not path.is_dir():

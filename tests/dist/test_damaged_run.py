@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from command import await_line, finish, read_lines, start, write_recipe
+from echelon.detection import detect_cluster
+from echelon.errors import EchelonError
+from echelon.recipe import load_recipe
 from echelon.run_folder import RunFolder
+from echelon.train.setup import prepare_run
 from run_folder_files import COVERED
 
 pytestmark = pytest.mark.dist
@@ -99,17 +103,37 @@ def test_another_text_is_refused_by_the_events_too(echelon, run):
 
 
 def test_a_folder_in_a_file_s_place_is_named(echelon, run):
-    run.metrics_path.unlink()
-    run.metrics_path.mkdir()
+    for path in (run.metrics_path, run.model_dir / "config.json", run.log_path(0)):
+        aside = path.rename(path.with_name("aside"))
+        path.mkdir()
+        refused = echelon(*COMMAND, "train.steps=8")
+        assert refused.code == 2 and f"{path.name} is a folder, where the run keeps a file" in refused.err
+        path.rmdir()
+        aside.rename(path)
+    shutil.rmtree(run.logs_dir)
+    run.logs_dir.touch()
     refused = echelon(*COMMAND, "train.steps=8")
-    assert refused.code == 2 and "metrics.jsonl is a folder, where the run keeps a file" in refused.err
+    assert refused.code == 2 and "logs is a file, where the run keeps a folder" in refused.err
+
+
+def test_a_folder_that_is_removed_while_text_is_prepared_ends_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, _ = load_recipe(write_recipe(tmp_path))
+
+    def say(line):
+        if line.startswith("tokenizing"):
+            shutil.rmtree(tmp_path / "runs" / "tiny")
+
+    with pytest.raises(EchelonError, match=r"run\.dir=runs/tiny was removed or moved while the run went on") as told:
+        prepare_run(recipe, False, lambda: detect_cluster(1), {}, say)
+    assert told.value.exit_code == 1
 
 
 def test_a_run_folder_that_is_removed_ends_the_run_at_once(echelon, tmp_path):
-    write_recipe(tmp_path, train={"steps": 100_000, "log_every": 1000}, checkpoint={"every_steps": 50})
+    write_recipe(tmp_path, train={"steps": 100_000, "log_every": 1000}, checkpoint={"every_steps": 10})
     run = RunFolder(tmp_path / "runs" / "tiny")
     job = start("train", "recipe.json", "--nproc", "2")
-    await_line(run.metrics_path, '"step": 60,', job, seconds=120)
+    await_line(run.metrics_path, '"step": 15,', job, seconds=300)
     shutil.rmtree(run.path, ignore_errors=True)  # the run writes meanwhile
     shutil.rmtree(run.path, ignore_errors=True)
     ending = finish(job, 60)

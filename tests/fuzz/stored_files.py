@@ -36,6 +36,7 @@ from echelon.train.target import load_target
 
 MACHINE = Cluster(Accelerator("test machine", 2**33, None, None, None, "-"), 1, 1, "cpu")
 Parts = dict[str, str]
+A_FOLDER = bytearray(b"a folder")
 SAMPLE = "One plus 1 is 2, and \t so on: äß€.\n"
 
 
@@ -190,12 +191,14 @@ class StoredFiles:
     def _evaluated(self, folder: Path) -> Callable[[], Parts]:
         return lambda: describe_target(folder)
 
-    def damage(self, rng: random.Random, kind: "Kind") -> "tuple[Path, bytes | None]":
-        """One of the kind's files, and what shall stand in its place; None: nothing."""
+    def damage(self, rng: random.Random, kind: "Kind") -> "tuple[Path, bytes | bytearray | None]":
+        """One of the kind's files, and what shall stand in its place; None: nothing; A_FOLDER: a folder."""
         path = rng.choice(kind.files)
         choice = rng.random()
         if choice < 0.02:
             return path, None
+        if choice < 0.03:
+            return path, A_FOLDER
         if choice < 0.14:
             return path, self._foreign[rng.choice(sorted(self._foreign))]
         if choice < 0.18:
@@ -240,20 +243,24 @@ class Kind:
 
 
 @contextmanager
-def replaced(path: Path, content: bytes | None, signs: Path | None = None) -> Iterator[None]:
-    """A file with other content, or none, for the time of the block; the manifest made to agree if asked."""
+def replaced(path: Path, content: bytes | bytearray | None, signs: Path | None = None) -> Iterator[None]:
+    """A file with other content, none, or a folder, for the time of the block; the manifest made to agree if asked."""
     before = path.read_bytes()
     manifest = None if signs is None else (signs / MANIFEST).read_bytes()
     try:
-        if content is None:
+        if content is None or content is A_FOLDER:
             path.unlink()
         else:
             path.write_bytes(content)
+        if content is A_FOLDER:
+            path.mkdir()
         if signs is not None:
-            files = [each for each in signs.iterdir() if each.name != MANIFEST]
+            files = [each for each in signs.iterdir() if each.name != MANIFEST and each.is_file()]
             (signs / MANIFEST).write_text(json.dumps({"format": 1, "files": describe_files(files)}))
         yield
     finally:
+        if path.is_dir():
+            path.rmdir()
         path.write_bytes(before)
         if signs is not None and manifest is not None:
             (signs / MANIFEST).write_bytes(manifest)

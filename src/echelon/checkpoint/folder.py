@@ -43,8 +43,8 @@ class Checkpoint:
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
     """The published checkpoints of a run's `checkpoints/`, oldest first. Whether they are whole is not checked here."""
-    steps = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return [Checkpoint(int(path.name.removeprefix("step-")), path) for path in sorted(steps)]
+    steps = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return [Checkpoint(int(path.name.removeprefix("step-")), path) for path in sorted(steps) if path.is_dir()]
 
 
 def list_checkpoints(run: Path) -> list[Checkpoint]:

@@ -21,7 +21,7 @@ from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError
 from echelon.errors import CheckpointError, ConfigError
 from echelon.manifest import FORMAT, MANIFEST, check_files, compare_files, describe_files
 from echelon.run_folder import RunFolder
-from echelon.stored import read_as, write_json
+from echelon.stored import parse_json, read_as, write_json
 
 OWNER = "run.json"
 BUNDLE = "run.zip"
@@ -81,7 +81,7 @@ class RemoteRuns:
         if content is None:
             return None
         try:
-            values = json.loads(content)
+            values = parse_json(content)
             if not _are_plain([str(values["run"])]):
                 raise ValueError("its run has no plain name")
             return Owner(str(values["run"]), str(values["recipe"]), str(values["writer"]))
@@ -229,7 +229,7 @@ def _render(values: Mapping[str, Any]) -> bytes:
 def _parse(step: int, content: bytes, sizes: Mapping[str, int]) -> RemoteCheckpoint:
     """The checkpoint of a marker, compared with the sizes of a listing."""
     try:
-        values = json.loads(content)
+        values = parse_json(content)
         if values["format"] != FORMAT:
             return RemoteCheckpoint(step, faults=(f"it has format {values['format']}; this version reads {FORMAT}",))
         folder = str(values["folder"])

@@ -15,7 +15,7 @@ from echelon.data.duplicates import DigestSet
 from echelon.data.oddities import CopySample
 from echelon.data.readers.record import DIGEST_BYTES
 from echelon.data.shards import ShardRecord
-from echelon.stored import sync_path
+from echelon.stored import read_json, sync_path
 
 PROGRESS_NAME = "progress.json"
 DIGESTS_NAME = "digests.bin"
@@ -171,8 +171,8 @@ def has_progress(folder: Path) -> bool:
 
 def _load(path: Path, num_entries: int) -> WritingState | None:
     """The saved state; None where there is none or it makes no sense, and all is done again."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        content: dict[str, Any] = read_json(path)
         entries = []
         for entry in content["entries"]:
             sinks = {stream: _parse_sink(sink) for stream, sink in entry["sinks"].items()}

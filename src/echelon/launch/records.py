@@ -1,6 +1,5 @@
 """The jobs that were launched from a folder: `jobs/NAME` with what was submitted, and how each is found again."""
 
-import json
 import re
 import shutil
 import time
@@ -12,7 +11,7 @@ from echelon.launch.job import JobRecord, JobSpec, Launcher, Submitted
 from echelon.launch.targets import TARGETS
 from echelon.recipe import Recipe, render_recipe
 from echelon.run_folder import OWNER_ONLY
-from echelon.stored import write_json, write_text
+from echelon.stored import read_json, write_json, write_text
 
 JOBS = Path("jobs")
 
@@ -105,7 +104,7 @@ def list_jobs() -> list[JobRecord]:
 def read_job(folder: Path) -> JobRecord | None:
     """The record in a job's folder; None where there is none, or none that can be read."""
     try:
-        record = JobRecord(**json.loads((folder / "job.json").read_text(encoding="utf-8")), folder=folder)
+        record = JobRecord(**read_json(folder / "job.json"), folder=folder)
     except (OSError, ValueError, TypeError):
         return None
     words = (record.name, record.id, record.run_dir)

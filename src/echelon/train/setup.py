@@ -2,18 +2,19 @@
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from echelon.cost import check_budget, describe_cost, find_price_here, forget_damaged_spending, refuse_used_up
 from echelon.environment import describe_environment
-from echelon.errors import ConfigError, PlanError
+from echelon.errors import ConfigError, EchelonError, PlanError
 from echelon.hardware import Cluster
 from echelon.plan import ParallelPlan, load_plan, resolve_plan
 from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
 from echelon.recipe import Recipe, find_secret_keys, render_recipe
-from echelon.run_folder import RunFolder
+from echelon.run_folder import RunFolder, describe_gone
 from echelon.run_opening import OpenedRun, open_run
 from echelon.schedule import find_fault, find_warmup, render_schedule
 from echelon.shape import ModelShape, build_shape
@@ -76,7 +77,7 @@ def prepare_run(
         catch_up(recipe, folder, say)
         remote.send_rest(folder)
         return None
-    try:
+    with _unlocked_by_failure(folder):
         remote.claim(folder)
         check_trackers(recipe)
         if line := forget_damaged_spending(recipe, folder):
@@ -105,13 +106,22 @@ def prepare_run(
         fetch_models(recipe, commits, say)  # last, when nothing else can be refused any more
         write_commits(folder, commits)
         write_run(folder, recipe, plan, estimate, num_steps, cluster, variables)
-    except BaseException:
-        folder.unlock()
-        raise
     cost = describe_cost(recipe, folder, rate, cluster.num_nodes, num_steps)
     for line in (*_describe_start(recipe, opened, commits, data, plan), describe_checkpoint(shape, plan), *cost):
         say(line)
     return PreparedRun(folder, plan)
+
+
+@contextmanager
+def _unlocked_by_failure(folder: RunFolder) -> Iterator[None]:
+    """Whatever the block raises unlocks the folder; one that is gone meanwhile raises EchelonError, which says so."""
+    try:
+        yield
+    except BaseException as error:
+        folder.unlock()
+        if isinstance(error, FileNotFoundError) and not folder.path.exists():
+            raise EchelonError(describe_gone(folder.path)) from error
+        raise
 
 
 def _describe_start(
