@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from command import finish, start
 from echelon.checkpoint.adapted import load_adapted
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -23,7 +24,7 @@ BASE = {
     "run": {"name": "base", "seed": 1},
     "model": {
         "config": {
-            "model_type": "llama", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+            "model_type": "llama", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256,
             "tie_word_embeddings": False,
         },
@@ -35,9 +36,9 @@ BASE = {
     "evaluate": {"batches": 1},
 }  # fmt: skip
 TUNED = {
-    "model": {"checkpoint": "base", "new_tokens": [END]},
+    "model": {"new_tokens": [END]},
     "data": {"train": "taught.jsonl", "sequence_len": 64, "document_separator": END, "validation_fraction": 0.02},
-    "train": {"steps": 400, "global_batch_size": 16, "eval_every": None, "precision": "bf16", "compile": False},
+    "train": {"steps": 600, "global_batch_size": 16, "eval_every": None, "compile": False},
     "optim": {"learning_rate": 2e-3, "warmup_steps": 20, "weight_decay": 0.0},
 }  # fmt: skip
 
@@ -61,43 +62,51 @@ def accuracy(said, words, end=END):
     return sum(each.startswith(word[::-1] + end) for each, word in zip(said, words, strict=True)) / len(words)
 
 
-@pytest.fixture
-def base(echelon, tmp_path, monkeypatch):
-    """An HF folder pretrained on real text, and the records to teach."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """An HF folder pretrained on real text; none of its answers is right."""
+    place = tmp_path_factory.mktemp("base")
+    (place / "base.json").write_text(json.dumps(BASE))
+    for command in (("train", "base.json", "--nproc", "1"), ("export", "runs/base", "base")):
+        ended = finish(start(*command, cwd=place), seconds=600)
+        assert ended.code == 0, ended.err
+    folder = place / "base"
+    said = answers(AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), HELD_OUT)
+    assert accuracy(said, HELD_OUT, end="") < 0.05
+    return folder
+
+
+def test_no_answer_is_right_often():
     assert not set(HELD_OUT) & set(TAUGHT)
+    (favourite, _), *_ = Counter(word[::-1] for word in TAUGHT).most_common(1)
+    assert sum(word[::-1] == favourite for word in HELD_OUT) < 0.05 * len(HELD_OUT)
+
+
+@pytest.mark.parametrize("seed", [2, 3, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_task_is_learned_kept_and_merged(echelon, base, method, precision, seed):
+    """One seed, or the arithmetic of one machine, decides nothing: the loss stops falling in the first half of a run."""
     Path("taught.jsonl").write_text(
         "".join(json.dumps({"prompt": question(word), "completion": word[::-1]}) + "\n" for word in TAUGHT)
     )
-    Path("base.json").write_text(json.dumps(BASE))
-    for command in (("train", "base.json", "--nproc", "1"), ("export", "runs/base", "base")):
-        assert echelon(*command).code == 0
-    return Path("base")
-
-
-def test_a_task_is_learned_kept_and_merged(echelon, base):
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    before = accuracy(answers(AutoModelForCausalLM.from_pretrained(base), tokenizer, HELD_OUT), HELD_OUT, end="")
-    (favourite, _), *_ = Counter(word[::-1] for word in TAUGHT).most_common(1)
-    majority = sum(word[::-1] == favourite for word in HELD_OUT) / len(HELD_OUT)
-    report = [f"held-out words reversed: base model {before:.1%}, the commonest answer {majority:.1%}"]
-    for method in ("lora", "qlora"):
-        adapter = {"method": method, "r": 64, "alpha": 64}
-        recipe = {**TUNED, "run": {"name": method, "seed": 2}, "adapter": adapter}
-        Path(f"{method}.json").write_text(json.dumps(recipe))
-        trained = echelon("train", f"{method}.json", "--nproc", "2")
-        assert trained.code == 0, trained.err
-        live = load_adapted(Path("runs") / method, torch.device("cpu")).model
-        tokenizer = AutoTokenizer.from_pretrained(Path("runs") / method / "model")
-        said = answers(live, tokenizer, HELD_OUT)
-        after = accuracy(said, HELD_OUT)
-        merged = echelon("export", f"runs/{method}", f"merged-{method}", "--merge")
-        assert merged.code == 0, merged.err
-        plain = AutoModelForCausalLM.from_pretrained(f"merged-{method}")
-        there = accuracy(answers(plain, AutoTokenizer.from_pretrained(f"merged-{method}"), HELD_OUT), HELD_OUT)
-        comparison = json.loads(Path(f"merged-{method}/merge.json").read_text())
-        report.append(f"{method}: {after:.1%}, merged and loaded by transformers {there:.1%}; merge.json {comparison}")
-        assert before < 0.05 and majority < 0.05
-        assert after >= 0.9 and there == after
-        assert comparison["kl"] < 1e-4
-    print("\n".join(report))
+    recipe = {
+        **TUNED,
+        "run": {"name": "tuned", "seed": seed},
+        "model": {**TUNED["model"], "checkpoint": str(base)},
+        "adapter": {"method": method, "r": 64, "alpha": 64},
+        "train": {**TUNED["train"], "precision": precision},
+    }
+    Path("tuned.json").write_text(json.dumps(recipe))
+    trained = echelon("train", "tuned.json", "--nproc", "1")
+    assert trained.code == 0, trained.err
+    live = load_adapted(Path("runs/tuned"), torch.device("cpu")).model
+    after = accuracy(answers(live, AutoTokenizer.from_pretrained("runs/tuned/model"), HELD_OUT), HELD_OUT)
+    merged = echelon("export", "runs/tuned", "merged", "--merge")
+    assert merged.code == 0, merged.err
+    plain = AutoModelForCausalLM.from_pretrained("merged")
+    there = accuracy(answers(plain, AutoTokenizer.from_pretrained("merged"), HELD_OUT), HELD_OUT)
+    comparison = json.loads(Path("merged/merge.json").read_text())
+    print(f"{method} {precision} seed {seed}: {after:.1%}, merged {there:.1%}; merge.json {comparison}")
+    assert after >= 0.9 and there == after
+    assert comparison["kl"] < 1e-4

@@ -391,10 +391,34 @@ def test_common_padding_is_trimmed_and_the_hash_knows_nothing_of_it(tmp_path):
     assert len(widths) > 2
 
 
+def in_order(batch):
+    """The samples of a step by their places in the global batch."""
+    places, ids = (
+        np.concatenate([getattr(each, name) for each in batch.microbatches]) for name in ("positions", "sample_ids")
+    )
+    return ids[np.argsort(places)]
+
+
+def test_sequences_of_about_one_length_share_a_microbatch(tmp_path):
+    """What is fed beside the tokens is what the rows of a microbatch differ by, and no more than it has to be."""
+    path = write_records(tmp_path / "x.jsonl", many(41))
+    packed = prepare(build_spec(tmp_path, path, sequence_len=301, packing=False), silent)
+    order = SampleOrder(packed.train.num_samples, seed=3)
+    with BatchLoader(packed.train, order, constant_batch(12, 301), 3) as loader:
+        batch = next(loader)
+    lengths = [(packed.train.read_samples(each.sample_ids).documents >= 0).sum(axis=1) for each in batch.microbatches]
+    assert [len(each) for each in lengths] == [3, 3, 3, 3]
+    together = np.concatenate(lengths)
+    assert together.tolist() == sorted(together.tolist(), reverse=True) and together[0] > 2 * together[-1]
+    longest = [-(-int(max(each)) // 8) * 8 for each in np.sort(together)[::-1].reshape(4, 3)]
+    assert [each.input_ids.shape[1] for each in batch.microbatches] == longest
+    assert in_order(batch).tolist() == order.sample_ids(0, 12).tolist()
+
+
 def test_an_epoch_feeds_each_pack_once_in_the_order_of_the_seed(packed):
     num_packs = packed.train.num_samples
     batches = load(packed, -(-num_packs // 6))
-    fed = np.concatenate([each.sample_ids for batch in batches for each in batch.microbatches])[:num_packs]
+    fed = np.concatenate([in_order(batch) for batch in batches])[:num_packs]
     assert fed.tolist() == Permutation(num_packs, (3, 0)).apply(np.arange(num_packs)).tolist()
     assert len(texts_of(packed.train, fed)) == 41
 

@@ -97,11 +97,12 @@ def hash_sequences(
 class BatchLoader(Iterator[StepBatch]):
     """The batches of one data-parallel rank from `start_step` on, without end.
 
-    Of a step that feeds B sequences, each of R ranks takes n = ceil(B/R) places, rank r [r*n, (r+1)*n), in
-    microbatches of `micro_batch_size` (the last one smaller if that does not divide). Places from B on are filled with
-    sequences that have no target: the loss is a sum over targets, so they change nothing. No state: starting at any
-    step costs nothing. A background thread keeps two steps ready; an error in it is raised by `next`. Use as a context
-    manager or call `close`. `pin_memory` puts tensors where a GPU can fetch them while the host goes on.
+    Of a step that feeds B sequences, each of R ranks takes n = ceil(B/R) places, rank r [r*n, (r+1)*n), in microbatches
+    of `micro_batch_size` (the last one smaller if that does not divide). Sequences that are not full go into them by
+    their length, the longest first, so that little padding is fed. Places from B on are filled with sequences that have
+    no target: the loss is a sum over targets, so they change nothing. No state: starting at any step costs nothing. A
+    background thread keeps two steps ready; an error in it is raised by `next`. Use as a context manager or call
+    `close`. `pin_memory` puts tensors where a GPU can fetch them while the host goes on.
     """
 
     def __init__(
@@ -183,14 +184,25 @@ class BatchLoader(Iterator[StepBatch]):
             sample_ids = np.pad(sample_ids, (0, fill), constant_values=-1)
             samples = fill_up(samples, fill)
         microbatches = []
+        by_length = order_by_length(samples)
         for first in range(0, count, self._micro_batch_size):
-            rows = slice(first, first + self._micro_batch_size)
+            rows = by_length[first : first + self._micro_batch_size]
             microbatch = build_microbatch(trim_padding(samples, rows), sample_ids[rows], positions[rows])
             microbatches.append(microbatch.pin_memory() if self._pin_memory else microbatch)
         return StepBatch(step, microbatches, digest, num_fed(samples), int((samples.labels != NO_LABEL).sum()))
 
 
-def trim_padding(samples: Samples, rows: slice = slice(None)) -> Samples:
+def order_by_length(samples: Samples) -> npt.NDArray[np.int64]:
+    """The rows from the longest to the shortest, `[n]`, rows of one length in the order they have.
+
+    A text fills its sequences, and its rows stay in order.
+    """
+    if samples.documents is None:
+        return np.arange(len(samples.inputs))
+    return np.argsort(-(samples.documents >= 0).sum(axis=1), kind="stable")
+
+
+def trim_padding(samples: Samples, rows: slice | npt.NDArray[np.int64] = slice(None)) -> Samples:
     """Some rows, without the columns at their end that are padding in all of them, but for a multiple of 8.
 
     Only of samples that number their documents: a text fills its sequences, and all stay of one shape.
