@@ -1,7 +1,7 @@
 """ParallelPlan: how a run will run. The planner returns it, plan.json keeps it, the runtime consumes it unchanged."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -46,13 +46,18 @@ class Precision:
             _check_choice(f"precision.{name}", value, get_args(Rounding if name == "rounding" else DtypeName))
 
 
+_NAMES = ("targets", "saved")
+
+
 @dataclass(frozen=True)
 class AdapterPlan:
     """An adapter beside frozen weights: what is trained, and how what is not is held.
 
     targets: the names of the linear layers that have one. num_trained_parameters: the adapter's, and the rows of new
     tokens. num_frozen_parameters: the model's without it, of which num_quantized_parameters are in 4 bits; every other
-    one is in the compute dtype.
+    one is in the compute dtype. saved: the names of modules that are trained whole, of whose parameters
+    num_saved_inside are in decoder layers and num_saved_outside are not; num_looked_up of them are in a table that is
+    no matmul.
     """
 
     method: AdapterMethod
@@ -63,21 +68,33 @@ class AdapterPlan:
     num_frozen_parameters: int
     num_quantized_parameters: int = 0
     double_quant: bool = False
+    saved: tuple[str, ...] = ()
+    num_saved_inside: int = 0
+    num_saved_outside: int = 0
+    num_looked_up: int = 0
 
     def __post_init__(self) -> None:
         """Raises PlanError for a method that is not known, and for targets that are not names."""
         _check_choice("adapter.method", self.method, get_args(AdapterMethod))
-        if not all(isinstance(name, str) for name in self.targets):
-            raise PlanError(f"plan.adapter.targets={self.targets!r} is not a list of names.")
+        for key in _NAMES:
+            names = getattr(self, key)
+            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+                raise PlanError(f"plan.adapter.{key}={names!r} is not a list of names.")
+
+    @property
+    def num_trained_matmul_parameters(self) -> int:
+        """What of the trained counts in the FLOP formula: all but tables that are looked up in."""
+        return self.num_trained_parameters - self.num_looked_up
 
     def describe(self, compute: str) -> str:
         """A line for people: what is trained beside what, held in the dtype `compute`."""
+        whole = f", with {', '.join(self.saved)} trained whole" if self.saved else ""
         packed = f", {self.num_quantized_parameters:,} of them in 4 bits" if self.num_quantized_parameters else ""
         total = self.num_trained_parameters + self.num_frozen_parameters
         return (
-            f"adapter: {self.method} of rank {self.r} at {', '.join(self.targets)}: {self.num_trained_parameters:,} of "
-            f"{total:,} parameters are trained ({self.num_trained_parameters / total:.2%}); the frozen ones are in "
-            f"{compute}{packed}"
+            f"adapter: {self.method} of rank {self.r} at {', '.join(self.targets)}{whole}: "
+            f"{self.num_trained_parameters:,} of {total:,} parameters are trained "
+            f"({self.num_trained_parameters / total:.2%}); the frozen ones are in {compute}{packed}"
         )
 
 
@@ -186,7 +203,7 @@ class ParallelPlan:
         """The plan as plan.json holds it; `from_dict` gives an equal plan back."""
         content = {**asdict(self), "why": list(self.why)}
         if self.adapter is not None:
-            content["adapter"]["targets"] = list(self.adapter.targets)
+            content["adapter"] |= {key: list(getattr(self.adapter, key)) for key in _NAMES}
         return content
 
     @classmethod
@@ -216,10 +233,11 @@ def _read_adapter(content: Any) -> AdapterPlan | None:
         return None
     if not isinstance(content, Mapping):
         raise PlanError(f"plan.adapter={content!r} is not a mapping.")
+    # Plans were written before modules could be trained whole.
+    content = {**{item.name: item.default for item in fields(AdapterPlan) if item.default is not MISSING}, **content}
     _check_keys("plan.adapter", content, {item.name for item in fields(AdapterPlan)})
-    if not isinstance(content["targets"], list | tuple):
-        raise PlanError(f"plan.adapter.targets={content['targets']!r} is not a list of names.")
-    return AdapterPlan(**{**content, "targets": tuple(content["targets"])})
+    names = {key: tuple(content[key]) for key in _NAMES if isinstance(content[key], list)}
+    return AdapterPlan(**{**content, **names})
 
 
 def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:

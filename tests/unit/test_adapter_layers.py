@@ -34,13 +34,14 @@ def adapted(base, config, adapter, new_token_ids=()):
     model = copy.deepcopy(skeleton)
     apply_adapter(model, adapter, new_token_ids)
     materialize(model, "cpu")
-    for name, place in weight_places(model).items():
-        place.write(base.get_parameter(name).detach()[place.slices])
+    with torch.no_grad():
+        for name, place in weight_places(model).items():
+            place.write(base.get_parameter(name)[place.slices])
     initialize_buffers(model, skeleton)
     principal = initialize_adapter(model, adapter, seed=5)
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or (parameter.requires_grad and plain_name(name) is not None):
             parameter.data += torch.randn_like(parameter) * 0.1
     return model.eval(), principal
 
@@ -62,6 +63,18 @@ CASES = {
     "lora on Conv1D": ("gpt2", AdapterConfig(method="lora", r=4)),
     "dora on Conv1D": ("gpt2", AdapterConfig(method="dora", r=4)),
     "pissa on Conv1D": ("gpt2", AdapterConfig(method="lora", r=4, init="pissa")),
+    "embedding and head whole": (
+        "llama",
+        AdapterConfig(method="lora", r=4, modules_to_save=("embed_tokens", "lm_head")),
+    ),
+    "tied, whole by one name": ("tied llama", AdapterConfig(method="lora", r=4, modules_to_save=("embed_tokens",))),
+    "tied, whole by the other": ("tied llama", AdapterConfig(method="dora", r=4, modules_to_save=("lm_head",))),
+    "a tied wte and norms whole": (
+        "tied gpt2",
+        AdapterConfig(method="lora", r=4, modules_to_save=("wte", "ln_1", "ln_f")),
+    ),
+    # "norm" is also how the names of the layers' norms end, which PEFT would take too.
+    "a norm and a layer whole": ("llama", AdapterConfig(method="lora", r=4, modules_to_save=("norm", "down_proj"))),
     "a head with an adapter": ("llama", AdapterConfig(method="lora", r=4, target_modules=("lm_head", "q_proj"))),
 }
 
@@ -69,7 +82,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_peft_loads_the_adapter_and_both_merges_agree(tmp_path, case):
     family, adapter = CASES[case]
-    base, config = small_model(family), load_config(small_config(family))
+    tied, family = family.startswith("tied"), family.removeprefix("tied ")
+    base, config = small_model(family, tied), load_config(small_config(family, tied))
     model, principal = adapted(base, config, adapter)
     (tmp_path / "model").mkdir()
     content = describe_adapter(model, trained(model), principal)
@@ -85,14 +99,22 @@ def test_peft_loads_the_adapter_and_both_merges_agree(tmp_path, case):
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
-def test_the_same_parameters_train_as_under_peft(method):
-    adapter = AdapterConfig(method=method, r=3)
+@pytest.mark.parametrize("saved", [(), ("lm_head", "norm")], ids=["nothing whole", "whole"])
+def test_the_same_parameters_train_as_under_peft(method, saved):
+    adapter = AdapterConfig(method=method, r=3, modules_to_save=saved)
     base = small_model("llama")
     model, _ = adapted(base, load_config(small_config("llama")), adapter)
     peers = get_peft_model(
-        base, LoraConfig(r=3, target_modules="all-linear", use_dora=method == "dora", task_type="CAUSAL_LM")
-    )
-    theirs = {name.removeprefix("base_model.model."): each.shape for name, each in trained(peers).items()}
+        base,
+        LoraConfig(
+            r=3, target_modules="all-linear", use_dora=method == "dora", task_type="CAUSAL_LM",
+            modules_to_save=[name if name == "lm_head" else f"model.{name}" for name in saved] or None,
+        ),
+    )  # fmt: skip
+    theirs = {
+        name.removeprefix("base_model.model.").replace("modules_to_save.default.", ""): each.shape
+        for name, each in trained(peers).items()
+    }
     assert {name: each.shape for name, each in trained(model).items()} == theirs
 
 
@@ -296,3 +318,59 @@ def test_what_is_not_installed_is_named(monkeypatch, absent, method, extra):
         ConfigError, match=rf"adapter.method={method} needs {absent}, .* pip install 'echelon\[{extra}\]'"
     ):
         check_packages(AdapterConfig(method=method))
+
+
+def test_what_is_trained_whole_moves_as_under_peft():
+    """Three steps of SGD: of embedding and head beside an adapter, both tied, against PEFT's own."""
+    config = load_config(small_config("llama", tied=True))
+    base = small_model("llama", tied=True)
+    model, _ = adapted(base, config, AdapterConfig(method="lora", r=3, modules_to_save=("embed_tokens",)))
+    peers = get_peft_model(
+        small_model("llama", tied=True),
+        LoraConfig(r=3, target_modules="all-linear", modules_to_save=["embed_tokens"], ensure_weight_tying=True,
+                   lora_alpha=32, lora_dropout=0.0, task_type="CAUSAL_LM"),
+    )  # fmt: skip
+    ours, theirs = dict(model.named_parameters()), dict(peers.named_parameters())
+    for name, parameter in theirs.items():
+        plain = name.removeprefix("base_model.model.").replace("modules_to_save.default.", "")
+        if parameter.requires_grad:
+            parameter.data = ours[plain].detach().clone()
+    losses = []
+    for each in (model, peers):
+        optimizer = torch.optim.SGD([one for one in each.parameters() if one.requires_grad], lr=0.02)
+        losses.append([])
+        for _ in range(3):
+            loss = each(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][-1] < losses[0][0]
+
+
+def test_what_is_trained_whole_is_not_in_four_bits():
+    config = load_config(small_config("llama"))
+    model = build_on_meta(config)
+    apply_adapter(model, AdapterConfig(method="qlora", r=4, modules_to_save=("down_proj", "lm_head")))
+    assert (
+        type(model.model.layers[1].mlp.down_proj) is nn.Linear
+        and model.model.layers[1].mlp.down_proj.weight.requires_grad
+    )
+    assert isinstance(model.model.layers[1].mlp.up_proj.base_layer, QuantizedLinear)
+    assert model.lm_head.weight.requires_grad and not model.model.embed_tokens.weight.requires_grad
+
+
+def test_rows_of_new_tokens_need_nothing_where_all_rows_are_trained():
+    config = load_config(small_config("llama"))
+    model = build_on_meta(config)
+    apply_adapter(model, AdapterConfig(method="lora", r=4, modules_to_save=("embed_tokens",)), [254, 255])
+    rows = [name for name in trained(model) if "trainable_tokens_delta" in name]
+    assert rows == ["lm_head.token_adapter.trainable_tokens_delta.default"]
+    assert model.model.embed_tokens.weight.requires_grad
+
+
+def test_a_name_of_nothing_is_refused():
+    model = build_on_meta(load_config(small_config("llama")))
+    for name, message in (("embed_token", "did you mean embed_tokens"), ("self_attn", "use some of")):
+        with pytest.raises(ConfigError, match=f"no module with weights named '{name}'; .*{message}"):
+            check_adapter(model, AdapterConfig(method="lora", modules_to_save=(name,)))

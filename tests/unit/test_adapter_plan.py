@@ -53,6 +53,13 @@ def injected(config, adapter):
         ("llama", {"method": "lora", "target_modules": ["q_proj", "down_proj"]}),
         ("llama", {"method": "qlora", "double_quant": False, "target_modules": ["v_proj"]}),
         ("gpt2", {"method": "lora", "target_modules": ["c_proj"]}),
+        ("llama", {"method": "lora", "modules_to_save": ["embed_tokens", "lm_head", "norm", "input_layernorm"]}),
+        ("llama", {"method": "lora", "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ("qwen3", {"method": "qlora", "modules_to_save": ["down_proj", "q_norm", "post_attention_layernorm"]}),
+        ("gemma2", {"method": "qlora", "modules_to_save": ["lm_head", "embed_tokens", "pre_feedforward_layernorm"]}),
+        ("gemma2", {"method": "dora", "modules_to_save": ["embed_tokens"]}),
+        ("gpt2", {"method": "lora", "modules_to_save": ["wte", "wpe", "ln_f", "ln_2"]}),
+        ("olmo2", {"method": "lora", "modules_to_save": ["embed_tokens"]}),
     ],
 )  # fmt: skip
 def test_counts_and_bytes_are_those_of_peft(name, adapter):
@@ -64,6 +71,41 @@ def test_counts_and_bytes_are_those_of_peft(name, adapter):
     assert sum(frozen_bytes(shape, plan, 2)) == sum(each.numel() * each.element_size() for each in frozen)
     packed = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
     assert plan.num_quantized_parameters == sum(each.in_features * each.out_features for each in packed)
+
+
+def test_what_is_trained_whole_stands_where_it_is():
+    """Embedding and head of an untied model under DDP: fp32 weights, gradients and moments, and the head's sum."""
+    shape, adapter = planned(SMALL, method="lora", r=4, modules_to_save=["embed_tokens", "lm_head"])
+    assert (adapter.num_saved_outside, adapter.num_saved_inside, adapter.num_looked_up) == (12_800, 0, 6_400)
+    plan = ParallelPlan("ddp", precision=BF16, adapter=adapter)
+    estimate = estimate_memory(shape, plan, 48)
+    frozen, whole = FROZEN - 12_800, 12_800
+    assert estimate.parameters == 2 * frozen + 4 * (TRAINED + whole) + 2 * (TRAINED + whole - 6_400)
+    assert (estimate.gradients, estimate.optimizer) == (4 * (TRAINED + whole), 8 * (TRAINED + whole))
+    frozen_head = estimate_memory(shape, replace(plan, adapter=planned(SMALL, method="lora", r=4)[1]), 48)
+    assert estimate.logits - frozen_head.logits == 100 * 64 * (4 + 2)
+    assert "with embed_tokens, lm_head trained whole: " in adapter.describe("bfloat16")
+    assert ParallelPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    older = plan.to_dict()
+    older["adapter"] = {
+        key: value for key, value in older["adapter"].items() if "saved" not in key and "looked" not in key
+    }
+    assert ParallelPlan.from_dict(older).adapter.saved == (), "a run's plan from before is read"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"method": "lora", "modules_to_save": ["embed_token"]}, "did you mean embed_tokens"),
+        (
+            {"method": "lora", "modules_to_save": ["self_attn"]},
+            "'self_attn' is no name of an embedding, a head, a norm",
+        ),
+    ],
+)
+def test_a_name_that_is_not_counted_is_refused(adapter, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(SMALL, **adapter)
 
 
 def test_llama3_8b():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from echelon.checkpoint.read_back import check_weights
 from echelon.errors import CheckpointError
 from echelon.manifest import MANIFEST
-from echelon.model.adapters import ADAPTER
+from echelon.model.adapters import ADAPTER, plain_name
 from echelon.model.pissa import PrincipalParts
 
 WEIGHTS = "adapter_model.safetensors"
@@ -91,4 +91,18 @@ def describe_adapter(model: nn.Module, tensors: Mapping[str, Tensor], principal:
         config.r, config.lora_alpha = 2 * config.r, config.lora_alpha * (math.sqrt(2) if config.use_rslora else 2)
     config.inference_mode = True
     named = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=ADAPTER, save_embedding_layers=False)
-    return AdapterContent(config, {f"{_PREFIX}{name}": tensor.contiguous().cpu() for name, tensor in named.items()})
+    saved = _find_saved(model, tensors)
+    if saved:
+        config.modules_to_save = sorted({name.rpartition(".")[0] for name in saved})
+        config.ensure_weight_tying = len({id(tensor) for tensor in saved.values()}) < len(saved)
+    content = {name: tensor.contiguous().cpu() for name, tensor in named.items()}
+    content |= {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()}
+    return AdapterContent(config, {f"{_PREFIX}{name}": tensor for name, tensor in content.items()})
+
+
+def _find_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What was trained in the place of the plain model's weights, a tied one by each of its names: PEFT has a module of
+    its own for each, which it ties again (`ensure_weight_tying`)."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    trained = {id(parameters[name]): tensor for name, tensor in tensors.items() if plain_name(name) is not None}
+    return {name: trained[id(each)] for name, each in parameters.items() if id(each) in trained}

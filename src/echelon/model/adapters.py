@@ -48,6 +48,7 @@ def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Seque
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
+    saved = {id(each) for module in find_saved(model, adapter).values() for each in module.parameters()}
     if adapter.method == "qlora":
         quantize_linears(find_parts(model).layers, adapter)
     with warnings.catch_warnings():
@@ -59,7 +60,7 @@ def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Seque
             # the backward pass: a copy for each of the layers that share an input. DoRA computes norms in that dtype.
             module.cast_input_dtype_enabled = adapter.method == "dora"
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(plain_name(name) is None)
+        parameter.requires_grad_(plain_name(name) is None or id(parameter) in saved)
 
 
 def build_peft_config(model: nn.Module, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> Any:
@@ -69,7 +70,8 @@ def build_peft_config(model: nn.Module, adapter: AdapterConfig, new_token_ids: S
     targets = find_targets(model, adapter)
     token_indices = None
     if new_token_ids:
-        token_indices = {name: list(new_token_ids) for name in _vocabulary_modules(model)}
+        whole = {name.rpartition(".")[2] for name in find_saved(model, adapter)}
+        token_indices = {name: list(new_token_ids) for name in _vocabulary_modules(model) if name not in whole}
     return LoraConfig(
         r=adapter.r,
         lora_alpha=adapter.alpha,
@@ -78,9 +80,33 @@ def build_peft_config(model: nn.Module, adapter: AdapterConfig, new_token_ids: S
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in targets.values()),
         use_rslora=adapter.rslora,
         use_dora=adapter.method == "dora",
-        trainable_token_indices=token_indices,
+        trainable_token_indices=token_indices or None,
         task_type="CAUSAL_LM",
     )
+
+
+def find_saved(model: Any, adapter: AdapterConfig) -> dict[str, nn.Module]:
+    """The modules of a model without an adapter that are trained whole, by name; of tied ones both.
+
+    They are trained in their place: no frozen copy is kept, as PEFT's `ModulesToSaveWrapper` does.
+
+    Raises:
+        ConfigError: a name of `modules_to_save` is no module's that has weights of its own, and no others below it.
+    """
+    leaves = {
+        name: module
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False)) and not any(True for _ in module.children())
+    }
+    ends = sorted({name.rpartition(".")[2] for name in leaves})
+    for wanted in adapter.modules_to_save:
+        if wanted not in ends:
+            near = difflib.get_close_matches(wanted, ends, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(ends)}."
+            raise ConfigError(f"adapter.modules_to_save: the model has no module with weights named {wanted!r}; {hint}")
+    saved = {name: each for name, each in leaves.items() if name.rpartition(".")[2] in adapter.modules_to_save}
+    weights = {id(each) for module in saved.values() for each in module.parameters()}
+    return {name: each for name, each in leaves.items() if any(id(weight) in weights for weight in each.parameters())}
 
 
 def _vocabulary_modules(model: Any) -> list[str]:
@@ -100,6 +126,7 @@ def find_targets(model: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
     inside = {id(module) for layer in find_parts(model).layers for module in layer.modules()}
     linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
     if adapter.target_modules == "all-linear":
+        inside -= {id(module) for module in find_saved(model, adapter).values()}
         return {name: module for name, module in linear.items() if id(module) in inside}
     ends = sorted({name.rpartition(".")[2] for name in linear})
     for wanted in adapter.target_modules:
@@ -126,6 +153,7 @@ def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
     Raises:
         ConfigError: naming the key and what would do.
     """
+    find_saved(model, adapter)
     targets = find_targets(model, adapter)
     if not targets:
         raise ConfigError(

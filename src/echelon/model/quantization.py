@@ -144,8 +144,10 @@ def _code_books(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def quantize_linears(layers: Iterable[nn.Module], adapter: AdapterConfig) -> None:
-    """Replace every linear layer inside decoder layers on meta by one in 4 bits."""
+    """Replace the linear layers inside decoder layers on meta by some in 4 bits, but for what is trained whole."""
     for layer in layers:
         found = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
         for name, module in found:
+            if name.rpartition(".")[2] in adapter.modules_to_save:
+                continue
             layer.set_submodule(name, QuantizedLinear(module, adapter.quant_type, adapter.double_quant))

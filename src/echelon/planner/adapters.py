@@ -11,6 +11,16 @@ from echelon.shape import LinearShape, ModelShape
 if TYPE_CHECKING:
     from echelon.recipe import AdapterConfig
 
+# What families of transformers call the modules that can be trained whole.
+_INPUT_TABLES = frozenset(("embed_tokens", "wte", "embed_in", "word_embeddings"))
+_OUTPUT_TABLES = frozenset(("lm_head", "embed_out"))
+_LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+_LAYER_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "ln_1",
+    "ln_2",
+)  # fmt: skip
+_HEAD_NORMS = ("q_norm", "k_norm")
+
 QUANTIZED_BLOCK = 64  # numbers that share a scale, and scales that share one of their own, with double quantisation:
 NESTED_BLOCK = 256  # Dettmers et al. 2023 (arXiv:2305.14314), as bitsandbytes lays them out
 
@@ -24,24 +34,71 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
     """
     if adapter.method == "full":
         return None
-    targets = _target_names(adapter.target_modules, shape)
+    saved = {name: _saved_size(name, shape) for name in adapter.modules_to_save}
+    targets = tuple(name for name in _target_names(adapter.target_modules, shape) if name not in saved)
     head = LinearShape("lm_head", shape.hidden_size, shape.vocab_size, 1)
     targeted = [linear for linear in (*shape.linears, head) if linear.name in targets]
     trained = sum(linear.count * adapter.r * (linear.in_features + linear.out_features) for linear in targeted)
     if adapter.method == "dora":
         trained += sum(linear.count * linear.out_features for linear in targeted)
-    trained += num_new_tokens * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    tables = [_INPUT_TABLES, _OUTPUT_TABLES]
+    frozen_tables = [table for table in tables if table.isdisjoint(saved)]
+    if shape.tied_embeddings:  # one weight, trained whole if it is by either name
+        frozen_tables = frozen_tables[:1] if len(frozen_tables) == len(tables) else []
+    trained += num_new_tokens * shape.hidden_size * len(frozen_tables)
+    inside = sum(size for size, is_inside in saved.values() if is_inside)
+    outside = sum(size for size, is_inside in saved.values() if not is_inside)
+    if shape.tied_embeddings and not any(table.isdisjoint(saved) for table in tables):
+        outside -= shape.num_embedding_parameters
+    looked_up = sum(saved[name][0] for name in _INPUT_TABLES & saved.keys()) if not shape.tied_embeddings else 0
     quantized = adapter.method == "qlora"
+    linears = [each for each in shape.linears if each.name not in saved]
     return AdapterPlan(
         method=adapter.method,
         r=adapter.r,
         dropout=adapter.dropout,
         targets=targets,
-        num_trained_parameters=trained,
-        num_frozen_parameters=shape.num_parameters,
-        num_quantized_parameters=sum(each.count * _size(each) for each in shape.linears) if quantized else 0,
+        num_trained_parameters=trained + inside + outside,
+        num_frozen_parameters=shape.num_parameters - inside - outside,
+        num_quantized_parameters=sum(each.count * _size(each) for each in linears) if quantized else 0,
         double_quant=quantized and adapter.double_quant,
+        saved=adapter.modules_to_save,
+        num_saved_inside=inside,
+        num_saved_outside=outside,
+        num_looked_up=looked_up,
     )
+
+
+def _saved_size(name: str, shape: ModelShape) -> tuple[int, bool]:
+    """(parameters of all modules of a name, whether these are in decoder layers), without the biases of linear layers.
+
+    Raises ConfigError for a name that no embedding, head, norm or linear layer of such a model has.
+    """
+    norm = shape.hidden_size * (2 if shape.parts.norm == "layer" else 1)
+    linears = {each.name: each.count * _size(each) for each in shape.linears}
+    sizes = {
+        **dict.fromkeys(_INPUT_TABLES, (shape.num_embedding_parameters, False)),
+        **dict.fromkeys(_OUTPUT_TABLES, (shape.vocab_size * shape.hidden_size, False)),
+        **dict.fromkeys(_LAST_NORMS, (norm, False)),
+        **dict.fromkeys(_LAYER_NORMS, (norm * shape.num_layers, True)),
+        **dict.fromkeys(_HEAD_NORMS, (shape.head_dim * shape.num_layers, True)),
+        **{name: (size, True) for name, size in linears.items()},
+    }
+    if shape.num_position_parameters:
+        sizes["wpe"] = (shape.num_position_parameters, False)
+    if name not in sizes:
+        near = difflib.get_close_matches(name, sizes, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"for example embed_tokens, lm_head, norm, {', '.join(linears)}."
+        raise ConfigError(
+            f"adapter.modules_to_save: {name!r} is no name of an embedding, a head, a norm or a linear layer; {hint}"
+        )
+    return sizes[name]
+
+
+def trains_head(shape: ModelShape, adapter: AdapterPlan) -> bool:
+    """Whether the weight of the head, which may be the embedding's, is trained whole."""
+    names = _OUTPUT_TABLES | (_INPUT_TABLES if shape.tied_embeddings else frozenset())
+    return not names.isdisjoint(adapter.saved)
 
 
 def _size(linear: LinearShape) -> int:
@@ -71,11 +128,13 @@ def frozen_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) ->
     What is not in 4 bits is in the compute dtype, of `compute_bytes` a number.
     """
     layers = shape.num_layers * shape.num_layer_parameters
-    plain = layers - adapter.num_quantized_parameters
+    plain = layers - adapter.num_quantized_parameters - adapter.num_saved_inside
     packed = 0
     if adapter.num_quantized_parameters:
-        packed = sum(linear.count * _quantized_bytes(_size(linear), adapter.double_quant) for linear in shape.linears)
-    return plain * compute_bytes + packed, (shape.num_parameters - layers) * compute_bytes
+        linears = [linear for linear in shape.linears if linear.name not in adapter.saved]
+        packed = sum(linear.count * _quantized_bytes(_size(linear), adapter.double_quant) for linear in linears)
+    outside = shape.num_parameters - layers - adapter.num_saved_outside
+    return plain * compute_bytes + packed, outside * compute_bytes
 
 
 def _quantized_bytes(size: int, double_quant: bool) -> int:

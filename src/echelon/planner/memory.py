@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from echelon.hardware import DeviceKind
 from echelon.plan import DTYPE_BYTES, ParallelPlan
-from echelon.planner.adapters import adapter_bytes_per_token, frozen_bytes, whole_weight_bytes
+from echelon.planner.adapters import adapter_bytes_per_token, frozen_bytes, trains_head, whole_weight_bytes
 from echelon.shape import ModelShape, logits_chunk_tokens
 
 FP32_BYTES = 4
@@ -93,8 +93,9 @@ def _parts(shape: ModelShape, plan: ParallelPlan) -> tuple[_Part, _Part]:
     if plan.adapter is None:
         return _Part(shape.num_layer_parameters), _Part(shape.num_parameters - layers)
     inside, outside = frozen_bytes(shape, plan.adapter, DTYPE_BYTES[plan.precision.compute])
-    per_layer = -(-plan.adapter.num_trained_parameters // shape.num_layers)
-    return _Part(per_layer, -(-inside // shape.num_layers)), _Part(0, outside)
+    saved = plan.adapter.num_saved_outside
+    per_layer = -(-(plan.adapter.num_trained_parameters - saved) // shape.num_layers)
+    return _Part(per_layer, -(-inside // shape.num_layers)), _Part(saved, outside)
 
 
 def _num_trained(shape: ModelShape, plan: ParallelPlan) -> int:
@@ -111,7 +112,7 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int, int]:
     whole = 0 if plan.adapter is None else whole_weight_bytes(shape, plan.adapter, compute)
     if not plan.uses_fully_shard:
         # autocast keeps a cast copy of every trained matrix until backward is done with it
-        matrices = shape.num_matmul_parameters if plan.adapter is None else trained
+        matrices = trained - plan.adapter.num_looked_up if plan.adapter else shape.num_matmul_parameters
         copies = matrices * compute if plan.uses_autocast else 0
         return frozen + trained * number + copies, trained * number, moments, whole
 
@@ -177,7 +178,7 @@ def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int) -> tuple[int, in
     hidden = 2 * tokens * shape.hidden_size * compute
     # A chunk's share is added in place where the dtypes agree; else it exists beside the sum.
     head = shape.vocab_size * shape.hidden_size * (FP32_BYTES + (compute if compute != FP32_BYTES else 0))
-    head = 0 if plan.adapter is not None else head
+    head = head if plan.adapter is None or trains_head(shape, plan.adapter) else 0
     copies = LOGITS_COPIES + shape.parts.logits_softcap
     return copies * chunk * shape.vocab_size * FP32_BYTES, hidden + head
 

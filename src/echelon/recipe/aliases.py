@@ -27,6 +27,7 @@ _NAMES: Mapping[str, str] = {
     "adapter.alpha": "lora_alpha peft.alpha",
     "adapter.dropout": "lora_dropout",
     "adapter.target_modules": "lora_target lora_target_modules lora_target_linear peft.target_modules",
+    "adapter.modules_to_save": "modules_to_save lora_modules_to_save additional_target",
     "data.train": "train_file datasets",
     "data.validation": "validation_file test_datasets",
     "data.validation_fraction": "val_set_size val_size",

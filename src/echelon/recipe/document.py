@@ -96,6 +96,12 @@ class Recipe(Section):
                 "adapter.init=pissa changes the frozen weights, and objective.name=dpo compares with them as they "
                 "were; use adapter.init=default."
             )
+        if self.objective.name == "dpo" and self.adapter.modules_to_save:
+            raise ValueError(
+                f"adapter.modules_to_save={list(self.adapter.modules_to_save)} trains weights in their place, and "
+                "objective.name=dpo compares with them as they were; remove it (rows of model.new_tokens are trained "
+                "all the same), or use adapter.method=full, which keeps a copy."
+            )
         return self
 
     @model_validator(mode="after")

@@ -110,6 +110,11 @@ class AdapterConfig(Section):
         description="The linear layers that get an adapter, by the last parts of their names: `[q_proj, v_proj]`. "
         "`all-linear`: all but the head.",
     )
+    modules_to_save: tuple[str, ...] = Field(
+        (),
+        description="Modules that are trained whole beside the adapter, by the last part of their names: the "
+        "embedding, the head, norms or linear layers, as `[embed_tokens, lm_head]`. What is tied is trained as one.",
+    )
     rslora: Flag = Field(False, description="Multiply by alpha / sqrt(r) instead (rank-stabilised LoRA).")
     init: Literal["default", "pissa"] = Field(
         "default",
@@ -132,6 +137,21 @@ class AdapterConfig(Section):
                 "adapter.target_modules=[] leaves nothing to train; name linear layers, or set it to all-linear."
             )
         return targets
+
+    @field_validator("modules_to_save")
+    @classmethod
+    def _saved_modules_differ(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return _check_words("adapter.modules_to_save", names)
+
+    @model_validator(mode="after")
+    def _trained_once(self) -> Self:
+        both = [name for name in self.modules_to_save if name in self.target_modules]
+        if both and self.target_modules != "all-linear":
+            raise ValueError(
+                f"adapter.modules_to_save and adapter.target_modules both name {both[0]}: it is trained whole, or gets "
+                "an adapter; remove it from one."
+            )
+        return self
 
     @model_validator(mode="after")
     def _every_key_means_something(self) -> Self:

@@ -239,7 +239,7 @@ def build_trainer(
         meshes=meshes,
         device=device,
         shape=build_shape(config.to_dict()),
-        num_trained=None if plan.adapter is None else plan.adapter.num_trained_parameters,
+        num_trained=None if plan.adapter is None else plan.adapter.num_trained_matmul_parameters,
         peak_flops=peak_flops,
         journal=journal,
         interval=SaveInterval(recipe, data.train.num_samples, plan.world_size, state.step),
