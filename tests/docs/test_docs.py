@@ -31,6 +31,7 @@ import yaml
 
 from echelon.recipe import Recipe, load_recipe, render_starter
 from echelon.recipe.keys import recipe_keys
+from hub_server import HubServer, push_model
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "echelon"
@@ -107,6 +108,11 @@ class Session:
         path = os.pathsep.join([str(commands), os.path.dirname(sys.executable), os.environ["PATH"]])
         self._environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
 
+    def use_hub(self, url: str) -> None:
+        """Have commands in a shell ask this hub; the others have been imported without one."""
+        del self._environment["HF_HUB_OFFLINE"]
+        self._environment |= {"HF_ENDPOINT": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+
     def run(self, block: Block) -> None:
         """Run one block."""
         match block.language:
@@ -166,8 +172,13 @@ SLOW_PAGES = {"adapters.md", "checkpoints.md", "evaluation.md", "optimization.md
     [pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW_PAGES else []) for page in PAGES],
     ids=lambda page: page.name,
 )
-def test_blocks_run(page: Path, tmp_path: Path) -> None:
+def test_blocks_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     session = Session(tmp_path)
+    if page.name == "hub.md":
+        hub = HubServer()
+        request.addfinalizer(hub.stop)
+        push_model(hub, "team/base", tmp_path / ".model")
+        session.use_hub(hub.url)
     for block in read_blocks(page):
         if name := re.fullmatch(r"write (\S+)", block.option):
             (tmp_path / name[1]).write_text(block.text)
