@@ -109,6 +109,18 @@ def test_text_to_validate_on_is_not_trained_on_under_another_name(tmp_path, way)
         assert len(list_corpus([source(train.parent)], [validation])) == 2
 
 
+def test_megatron_files_of_equal_indices_are_compared_by_their_ids(tmp_path):
+    for name, ids in (("a", b"\1\0" * 8), ("b", b"\2\0" * 8)):
+        (tmp_path / f"{name}.bin").write_bytes(ids)
+        (tmp_path / f"{name}.idx").write_bytes(b"MMIDIDX\x00\x00" + bytes(40))
+    train = source(tmp_path / "a.idx", format="megatron")
+    validation = Source("data.validation.0", str(tmp_path / "b.idx"), "megatron")
+    assert len(list_corpus([train], [validation])) == 2
+    (tmp_path / "b.bin").write_bytes((tmp_path / "a.bin").read_bytes())
+    with pytest.raises(DataError, match=r"whose content data\.train holds as .*a\.idx"):
+        list_corpus([train], [validation])
+
+
 def test_left_out_names_the_first_place_of_each_reason():
     left_out = LeftOut()
     assert left_out.describe() is None

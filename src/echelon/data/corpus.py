@@ -4,6 +4,7 @@ import filecmp
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from echelon.data.readers import count_documents, read_records
@@ -57,8 +58,17 @@ def _is_same(one: SourceFile, other: SourceFile) -> bool:
         return False
     if one.path == other.path:
         return True
-    # Read side by side up to the first difference, which for two texts is the first block.
-    return bool(one.size) and one.format != "hub" and filecmp.cmp(one.path, other.path, shallow=False)
+    if not one.size or "hub" in (one.format, other.format):
+        return False
+    suffixes = (".idx", ".bin") if "megatron" in (one.format, other.format) else (None,)
+    try:  # read side by side up to the first difference, which for two texts is the first block
+        return all(filecmp.cmp(_beside(one, end), _beside(other, end), shallow=False) for end in suffixes)
+    except OSError:  # what cannot be read is refused when it is its turn
+        return False
+
+
+def _beside(file: SourceFile, suffix: str | None) -> Path:
+    return file.path if suffix is None else file.path.with_suffix(suffix)
 
 
 def _share_rows(one: SourceFile, other: SourceFile) -> bool:

@@ -16,14 +16,14 @@ WORTH_SAYING = 0.01
 
 _MEANINGS = {
     EMPTY_ANSWER: "the model learns to say nothing there",
-    ENDS_WITH_USER: "nothing is learned of it",
+    ENDS_WITH_USER: "no answer follows it",
 }
 
 
 def find_oddities(example: Text | Preference | EncodedDocument) -> Iterator[str]:
     """What is odd about an example, each thing once."""
     texts = (example.chosen, example.rejected) if isinstance(example, Preference) else (example,)
-    if any(_has_empty_answer(text) for text in texts):
+    if _has_empty_answer(texts[0]):  # a rejected one may well be empty
         yield EMPTY_ANSWER
     if any(isinstance(text, Conversation) and text.messages[-1]["role"] == "user" for text in texts):
         yield ENDS_WITH_USER
@@ -38,7 +38,7 @@ def _has_empty_answer(text: Text | EncodedDocument) -> bool:
     if isinstance(text, Completion):
         return not text.completion.strip()
     return isinstance(text, Conversation) and any(
-        message["role"] == "assistant" and not message.get("tool_calls") and not _says_something(message["content"])
+        message["role"] == "assistant" and not message.get("tool_calls") and not _says_something(message.get("content"))
         for message in text.messages
     )
 

@@ -69,7 +69,7 @@ def list_files(source: Source, left_out: LeftOut | None = None) -> tuple[SourceF
         )
     files = _check_not_empty(source, _list_paths(source, path, left_out))
     for file in files:
-        if not file.size:
+        if not file.size and source.path != PYTHON_STDLIB:
             left_out.note("empty files", file.name)
     return settle_fields(source, files)
 

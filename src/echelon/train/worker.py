@@ -141,7 +141,8 @@ def leave_without_folder(folder: RunFolder, runtime: Runtime, console: TextIO) -
         missed = 0
         while missed < _LOOKS_IN_VAIN:  # a file system may lose sight of a file for a moment
             time.sleep(_FOLDER_SECONDS)
-            missed = 0 if is_run(folder.path) else missed + 1
+            with suppress(OSError):  # a file system that does not answer says nothing of the folder
+                missed = 0 if is_run(folder.path) else missed + 1
         message = describe_gone(folder.path)
         with suppress(OSError):  # the outcomes of a job of this machine alone are in the folder
             write_outcome(folder.outcomes_dir, report(runtime.rank, FAILED, message, final=True))
