@@ -343,7 +343,10 @@ class RunFolder:
         self.outcome_path.unlink(missing_ok=True)
         for path in list_directory(self.outcomes_dir):
             if not (restart and path == self.stop_path):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove what a killed process left half written. For the holder of the lock, while no worker runs."""

@@ -49,6 +49,8 @@ def open_run(
     """
     folder = RunFolder(Path(recipe.run.dir))
     _refuse_foreign_folder(folder)
+    if not fresh:
+        _refuse_misplaced(folder)
     had_recipe = folder.recipe_path.exists()
     if fresh or not had_recipe:
         check()
@@ -108,7 +110,6 @@ def _refuse_foreign_folder(folder: RunFolder) -> None:
     if folder.path.is_file():
         raise ConfigError(f"run.dir={folder.path} is a file; give a folder.")
     if folder.recipe_path.exists():
-        _refuse_misplaced(folder)
         return
     names = {path.name for path in list_directory(folder.path) if not TEMPORARY.fullmatch(path.name)} - _EARLY_FILES
     if names:

@@ -84,11 +84,11 @@ class Rows:
     def describe_bad(self) -> str | None:
         """The line about what was passed over; None where nothing was."""
         if self.fault is not None:
-            return f"{self.path} cannot be read ({self.fault}), and is passed over"
+            return f"passing over {self.path}, which cannot be read ({self.fault})"
         if not self.bad:
             return None
         more = f" and {len(self.bad) - 1} more" if len(self.bad) > 1 else ""
-        return f"{self.path}: line {self.bad[0]}{more} cannot be read, and is passed over"
+        return f"{self.path}: passing over line {self.bad[0]}{more}, which cannot be read"
 
 
 def read_rows(path: Path, is_row: Callable[[Row], bool]) -> Rows:

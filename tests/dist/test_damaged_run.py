@@ -79,9 +79,9 @@ def test_damaged_files_stop_no_run_that_could_go_on(echelon, run):
     resumed = echelon(*COMMAND, "train.steps=8")
     assert (resumed.code, resumed.err) == (0, ""), resumed
     for line in (
-        "run: runs/tiny/events.jsonl: line 2 and 4 more cannot be read, and is passed over",
-        "metrics.jsonl: line 1 and 1 more cannot be read",
-        "samples.jsonl: line 1 cannot be read",
+        "run: runs/tiny/events.jsonl: passing over line 2 and 4 more, which cannot be read",
+        "metrics.jsonl: passing over line 1 and 1 more, which",
+        "samples.jsonl: passing over line 1, which",
         "spending.json cannot be read (seconds: ",
         "plan: made anew",
         "Resuming from step-00000006",

@@ -184,6 +184,47 @@ def test_prepared_path_is_remembered(tmp_path):
     assert folder.read_prepared_path() == (tmp_path / "prepared").resolve()
 
 
+def test_lines_that_are_no_rows_are_passed_over_and_named(tmp_path):
+    """None of them ends in a traceback, whatever reads the file: the fuzz damages them all."""
+    folder = leave_run(tmp_path / "run")
+    assert folder.describe_bad_lines() == [] and folder.read_events() == ()
+    good = {"time": 1.0, "event": "start", "step": 0}
+    bad = [
+        b"null",
+        b"[]",
+        b"{}",
+        b"5",
+        b"\xff",
+        b'{"time": "x", "event": "start"}',
+        b'{"event": "start"}',
+        b"[" * 10**5,
+    ]
+    bad += [b'{"time": 1.0, "event": "rollback", "step": 1}', b'{"time": NaN, "event": "start"}']
+    bad += [b'{"time": 1, "event": "start", "step": -1}', b'{"time": 1' + b"0" * 400 + b', "event": "start"}', b""]
+    lines = [json.dumps(good).encode(), *bad, json.dumps(good).encode()]
+    folder.events_path.write_bytes(b"\n".join(lines) + b'\n{"time": 1.0, "eve')  # the last line is being written
+    assert folder.read_events() == (good, good)
+    [line] = folder.describe_bad_lines()
+    assert line == f"{folder.events_path}: passing over line 2 and 12 more, which cannot be read"
+    folder.metrics_path.write_bytes(b'{"kind": "train", "step": 1, "loss": "x"}\n{"kind": "train", "step": 1}\n')
+    assert folder.describe_bad_lines()[1] == f"{folder.metrics_path}: passing over line 1, which cannot be read"
+    assert folder.last_step() == 1 and folder.cut_metrics(1) == 1
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "5", '"x"', "{}", "", "{", '{"prepared": 5}', '{"prepared": null}'])
+def test_documents_of_another_type_are_damaged_ones(tmp_path, content):
+    folder = leave_run(tmp_path / "run")
+    folder.data_path.write_text(content)
+    with pytest.raises(DataError, match=r"data\.json does not say which text the run reads"):
+        folder.read_prepared_path()
+    folder.append_event("start", step=0, prepared=str(tmp_path), digest="d")
+    assert (folder.read_prepared_path(), folder.read_data_digest()) == (tmp_path, "d")
+    folder.outcome_path.write_text(content)
+    assert folder.is_finished() and folder.remedy() == "; raise train.steps to go on"
+    folder.outcome_path.write_text('{"outcome": "early_stop"}')
+    assert folder.remedy().startswith(" early; raise evaluate.early_stopping")
+
+
 def test_environment_holds_no_secret():
     variables = {
         "RANK": "0",
