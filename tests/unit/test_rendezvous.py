@@ -72,7 +72,11 @@ def test_a_hostile_state_is_refused_and_not_run(store, tmp_path, moment):
     assert (tmp_path / "pwned").exists()  # the attack itself works
 
 
-@pytest.mark.parametrize("state", [pickle.dumps(datetime.now(UTC)), b"no pickle", b"", pickle.dumps({"a": {1}})])
+@pytest.mark.parametrize(
+    "state",
+    [pickle.dumps(datetime.now(UTC)), b"no pickle", b"", pickle.dumps({"a": {1}})],
+    ids=["another class", "no pickle", "nothing", "a dictionary"],
+)
 def test_what_is_no_state_is_refused(state):
     with pytest.raises(RendezvousStateError):
         check_state(state, "a:29400")
