@@ -360,10 +360,11 @@ def _join_store(place: Place, timeout_seconds: float, listener: socket.socket | 
 def _open_listener(place: Place) -> socket.socket | None:
     """Where rank 0's store listens: where the others look for it, instead of on every interface.
 
-    None: torch decides. So it is under a launcher whose MASTER_ADDR is not this machine's own address, or one that
-    others do not reach. Raises OSError when the port is taken.
+    None: torch decides. So it is under a launcher whose MASTER_ADDR is not this machine's own address, or loopback and
+    not known to be of one machine, as operators of Kubernetes set it for rank 0. Raises OSError when the port is taken.
     """
-    is_alone = place.world_size == place.local_world_size
+    knows_machines = "RANK" not in os.environ or "LOCAL_WORLD_SIZE" in os.environ
+    is_alone = knows_machines and place.world_size == place.local_world_size
     own = os.environ.get(ADDRESS_VARIABLE)
     host = os.environ["MASTER_ADDR"] if own is None else own
     with suppress(socket.gaierror, OverflowError):  # torch tries the name again, and has a word for a wrong port

@@ -63,8 +63,10 @@ class Trial:
             yield Job(process, self)
         finally:
             # Ranks are in sessions of their own, and one that is suspended cannot see that its agent is gone.
-            _kill((process.pid, *_find_descendants(process.pid)))
+            ranks = _find_descendants(process.pid) if process.poll() is None else []
+            process.kill()
             process.wait()
+            _kill(ranks)
 
     def complete(self) -> None:
         """Start the command and wait for its good end. Raises TrainingError with its last words where there is none."""
