@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -100,6 +101,16 @@ def marked_processes():
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return [process for process in found if process.pid != os.getpid()]
+
+
+def find_listeners():
+    """The addresses and ports at which any process of this test listens, by process id."""
+    return {
+        (process.pid, line.laddr.ip, line.laddr.port)
+        for process in marked_processes()
+        for line in process.net_connections("inet")
+        if line.status == psutil.CONN_LISTEN or (line.type == socket.SOCK_DGRAM and not line.raddr)
+    }
 
 
 def assert_no_orphan(seconds=3.0):

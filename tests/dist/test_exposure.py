@@ -1,8 +1,6 @@
 """What a job of one machine shows to the network: nothing, proven by its sockets and by an attack upon them."""
 
 import base64
-import os
-import pickle
 import signal
 import socket
 import sys
@@ -12,30 +10,11 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from command import MARK, await_line, finish, marked_processes, start, write_recipe
+from command import MARK, await_line, find_listeners, finish, marked_processes, start, write_recipe
 from echelon.run_folder import RunFolder
+from hostile import hostile_pickle
 
 pytestmark = pytest.mark.dist
-
-
-class Hostile:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def find_listeners():
-    """The addresses and ports at which any process of this test listens, by process id."""
-    return {
-        (process.pid, line.laddr.ip, line.laddr.port)
-        for process in marked_processes()
-        for line in process.net_connections("inet")
-        if line.status == psutil.CONN_LISTEN or (line.type == socket.SOCK_DGRAM and not line.raddr)
-    }
 
 
 def find_own_addresses():
@@ -73,7 +52,7 @@ def test_a_local_job_listens_on_loopback_alone_and_unpickles_nothing(job, tmp_pa
     await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', job, 90)
     listeners = find_listeners()
     [meeting_port] = {int(each.environ()["MASTER_PORT"]) for each in marked_processes() if "RANK" in each.environ()}
-    payload = base64.b64encode(pickle.dumps(Hostile(tmp_path / "pwned"))).decode()
+    payload = base64.b64encode(hostile_pickle(tmp_path / "pwned")).decode()
     for port in {meeting_port, *(port for pid, _, port in listeners if pid == job.pid)}:
         attack(port, payload)
     reached = [

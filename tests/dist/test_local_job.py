@@ -36,7 +36,7 @@ def run_job(folder, mode, count=2, restarts=0):
 def await_workers(folder, count=2):
     """The pids of the workers, once all of them work."""
     files = [folder / f"pid-{rank}" for rank in range(count)]
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 120
     while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < deadline, "the workers did not start"
         time.sleep(0.05)
@@ -112,7 +112,7 @@ def test_stopping_the_parent_stops_the_workers(tmp_path, number):
     job = start_job(tmp_path, "work")
     pids = await_workers(tmp_path)
     job.send_signal(number)
-    output, _ = job.communicate(timeout=20)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 1
     assert output.splitlines()[-1] == f"message: stopped by {number.name}"
     assert_gone(pids, seconds=0.5)
@@ -129,7 +129,7 @@ def test_a_job_under_nohup_outlives_its_terminal(tmp_path):
     for pid in (job.pid, *pids):
         os.kill(pid, signal.SIGHUP)
     job.send_signal(signal.SIGTERM)
-    output, _ = job.communicate(timeout=20)
+    output, _ = job.communicate(timeout=60)
     assert output.splitlines()[-1] == "message: stopped by SIGTERM"
 
 
@@ -137,7 +137,7 @@ def test_killing_the_parent_leaves_no_orphan(tmp_path):
     job = start_job(tmp_path, "work")
     pids = await_workers(tmp_path)
     job.kill()
-    job.communicate(timeout=20)
+    job.communicate(timeout=60)
     assert_gone(pids, seconds=5)
 
 

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import pickle
 import shutil
 import signal
 import socket
@@ -11,9 +10,18 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from command import assert_no_orphan, await_line, finish, marked_processes, read_lines, start, write_recipe
+from command import (
+    assert_no_orphan,
+    await_line,
+    find_listeners,
+    finish,
+    marked_processes,
+    read_lines,
+    start,
+    write_recipe,
+)
 from echelon.run_folder import RunFolder
-from test_rendezvous import Hostile
+from hostile import hostile_pickle
 from training import LOSS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -106,9 +114,10 @@ def test_a_hostile_state_of_the_rendezvous_is_not_run_and_ends_all(agents, tmp_p
     write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every_steps": 100_000})
     keeper, guest = agents()
     await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', keeper, 120)
+    assert {address for _, address, _ in find_listeners()} == {"127.0.0.1"}, "the interface that they talk over"
     host, port = keeper.args[keeper.args.index("--rendezvous") + 1].split(":")
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    payload = pickle.dumps(Hostile(tmp_path / "pwned"))
+    payload = hostile_pickle(tmp_path / "pwned")
     store.set("torch.rendezvous.echelon-0", base64.b64encode(payload).decode())
     endings = [finish(each, 60) for each in (keeper, guest)]
     assert not (tmp_path / "pwned").exists()

@@ -1,7 +1,6 @@
 """What agents of several machines unpickle, where their stores listen, and what is no store at all."""
 
 import base64
-import os
 import pickle
 import socket
 import threading
@@ -21,16 +20,7 @@ from echelon.launch.listening import answers_as_store, listen_at
 from echelon.launch.meeting import Meeting
 from echelon.launch.rendezvous import ALONE, TOGETHER, check_state, register_backends
 from echelon.launch.restart import Restarts
-
-
-class Hostile:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
+from hostile import hostile_pickle
 
 
 @pytest.fixture
@@ -61,7 +51,7 @@ def test_a_hostile_state_is_refused_and_not_run(store, tmp_path, moment):
     if moment == "while they work":
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda each: each.next_rendezvous(), handlers))
-    payload = pickle.dumps(Hostile(tmp_path / "pwned"))
+    payload = hostile_pickle(tmp_path / "pwned")
     store.set("torch.rendezvous.echelon-0", base64.b64encode(payload).decode())
     with pytest.raises(
         RendezvousStateError, match=r"at 127.0.0.1:\d+ holds what no agent writes there \(posix.mkdir\)"
