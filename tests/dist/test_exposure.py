@@ -49,7 +49,7 @@ def job(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="the sockets of other processes need root there")
 def test_a_local_job_listens_on_loopback_alone_and_unpickles_nothing(job, tmp_path):
-    await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', job, 90)
+    await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', job, 300)
     listeners = find_listeners()
     [meeting_port] = {int(each.environ()["MASTER_PORT"]) for each in marked_processes() if "RANK" in each.environ()}
     payload = base64.b64encode(hostile_pickle(tmp_path / "pwned")).decode()
