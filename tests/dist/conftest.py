@@ -2,7 +2,7 @@
 
 import pytest
 
-from command import MARK, CommandLine, assert_no_orphan, marked_processes
+from command import MARK, CommandLine, assert_no_orphan
 
 
 @pytest.fixture
@@ -11,8 +11,4 @@ def echelon(capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(MARK, str(tmp_path))
     yield CommandLine(capfd, monkeypatch)
-    try:
-        assert_no_orphan()
-    finally:
-        for process in marked_processes():
-            process.kill()
+    assert_no_orphan()

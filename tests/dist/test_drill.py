@@ -18,8 +18,7 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setenv(MARK, str(tmp_path))
     write_recipe(tmp_path)
     yield tmp_path
-    for process in marked_processes():
-        process.kill()
+    assert_no_orphan()
 
 
 def await_suspended(job):
@@ -44,7 +43,7 @@ def test_a_signal_ends_the_drill_and_all_it_has_started(folder, number, moment):
     if moment == "a rank hangs":
         await_suspended(job)
     else:
-        await_line(place / moment / "metrics.jsonl", '"step": 2,', job, 200)
+        await_line(place / moment / "metrics.jsonl", '"step": 2,', job, 400)
     job.send_signal(number)
     ending = finish(job, 60)
     assert_no_orphan(0.1)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from command import MARK, await_line, find_listeners, finish, marked_processes, start, write_recipe
+from command import MARK, assert_no_orphan, await_line, find_listeners, finish, marked_processes, start, write_recipe
 from echelon.run_folder import RunFolder
 from hostile import hostile_pickle
 
@@ -43,8 +43,7 @@ def job(monkeypatch, tmp_path):
     monkeypatch.setenv(MARK, str(tmp_path))
     write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every_steps": 100_000})
     yield start("train", "recipe.json", "--nproc", "2", cwd=tmp_path)
-    for process in marked_processes():
-        process.kill()
+    assert_no_orphan()
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="the sockets of other processes need root there")
