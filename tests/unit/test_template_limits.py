@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import re
 import resource
 import signal
 import subprocess
@@ -43,7 +44,7 @@ RECIPE = """\
 run: {name: small}
 model: {config: {model_type: llama, hidden_size: 64}, new_tokens: ["<|im_start|>", "<|im_end|>"]}
 tokenizer: bytes
-data: {train: data.jsonl, sequence_len: 64, validation_fraction: 0.1, prepare_workers: 1, chat_template: t.jinja}
+data: {train: data.jsonl, sequence_len: 64, validation_fraction: 0.1, prepare_workers: 2, chat_template: t.jinja}
 train: {steps: 2, global_batch_size: 2}
 optim: {learning_rate: 1e-3}
 """
@@ -115,16 +116,21 @@ def test_chat_names_the_model(patient, tmp_path):
         Chat().encode(tmp_path, tokenizer, "hello")
 
 
-def test_the_command_refuses_it_by_its_key(tmp_path):
+def test_the_command_refuses_it_by_key_and_place(tmp_path):
+    """Also where only a record far from the first one, in a process that tokenizes, brings it to light."""
+    greedy = "{% if messages[0].content == 'now' %}{{ messages[0].content * 10**10 }}{% endif %}"
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    (tmp_path / "t.jinja").write_text(GREEDY["a product of text"][0])
-    talk = {"messages": list(TALK.messages)}
-    (tmp_path / "data.jsonl").write_text((json.dumps(talk) + "\n") * 20)
+    (tmp_path / "t.jinja").write_text(NAMED_TEMPLATES["chatml"].text + greedy)
+    lines = [json.dumps({"messages": list(TALK.messages)})] * 20
+    lines[10] = lines[10].replace("One?", "now")
+    (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "echelon", "prepare", "recipe.yaml"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 2
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith("echelon: data.chat_template=t.jinja takes more than 512 MiB of memory"), last
+    assert re.match(
+        r"echelon: \S*data\.jsonl:11: data\.chat_template=t\.jinja takes more than 512 MiB of memory",
+        ended.stderr.splitlines()[-1],
+    )
 
 
 PROGRAM = f"""

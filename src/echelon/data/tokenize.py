@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from echelon.data.examples import parse_example
 from echelon.data.instruction import InstructionEncoding
 from echelon.data.oddities import find_oddities
-from echelon.data.readers import cut_file, read_records
+from echelon.data.readers import cut_file, name_place, read_records
 from echelon.data.readers.record import (
     PIECE_BYTES,
     Broken,
@@ -38,7 +38,7 @@ from echelon.data.readers.record import (
     digest_document,
     hash_for_split,
 )
-from echelon.errors import DataError, EchelonError
+from echelon.errors import ConfigError, DataError, EchelonError
 from echelon.runtime import start_watchdog, use_one_tokenizer_thread
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -133,7 +133,10 @@ class TaskEncoder:
         return [np.array(item.ids, dtype=self._dtype) for item in encoded]
 
     def run(self, task: Task) -> TokenizedTask:
-        """Read and tokenize the spans of a task. Raises DataError for ids that the tokenizer does not have."""
+        """Read and tokenize the spans of a task.
+
+        Raises DataError for ids that the tokenizer does not have, ConfigError for a template that exceeds its limits.
+        """
         reading = Reading(self._encoding.separator, self._encoding.digests)
         records = [(span.file, record) for span in task.spans for record in read_records(span, reading)]
         contents = [record.content for _, record in records if isinstance(record, Record)]
@@ -149,6 +152,8 @@ class TaskEncoder:
                     found += [Odd(file, record.position, what) for what in odd]
                 except BrokenRecordError as error:
                     found.append(Broken(file, record.position, str(error)))
+                except ConfigError as error:  # the template's fault, which this record brought to light
+                    raise ConfigError(f"{name_place(Broken(file, record.position, ''))}: {error}") from None
             else:
                 is_text = isinstance(record.content, bytes)
                 tokens = next(texts) if is_text else self._check(record.content, file)

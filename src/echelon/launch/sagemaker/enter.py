@@ -97,8 +97,8 @@ def work(base: Path) -> int:
     except Exception as error:  # whatever it is, the platform shows nothing but this file and the code
         code, message = getattr(error, "exit_code", 1), str(error)
         if not hasattr(error, "exit_code"):
-            message = hide_secrets(f"{type(error).__name__}: {error}")
-            sys.stderr.write(hide_secrets(traceback.format_exc()))
+            message = _hide_secrets(f"{type(error).__name__}: {error}")
+            sys.stderr.write(_hide_secrets(traceback.format_exc()))
         _say(message)
     # Python takes its handlers away before it ends: a stop that comes now would change the code.
     for each in STOP_SIGNALS:
@@ -116,7 +116,7 @@ def _listen(handler: "Callable[[int, FrameType | None], None]") -> None:
         handler(_EARLY[0], None)
 
 
-def hide_secrets(text: str) -> str:
+def _hide_secrets(text: str) -> str:
     """The text as echelon shows errors, where it could be made importable; what failed before knew no secret."""
     with suppress(ImportError):
         return str(importlib.import_module("echelon.redaction").redact_text(text))
