@@ -104,6 +104,21 @@ def test_a_commit_stays_when_the_repository_moves(server, folder, tmp_path, monk
     assert hub.find_commits(recipe, {}) == {NAME: second}
 
 
+def test_a_dataset_is_pinned_too(server, folder):
+    digest = server.push("datasets/team/text", folder)
+    sources = [{"path": "team/text/part", "format": "hub"}, {"path": f"team/text@{'a' * 40}", "format": "hub"}]
+    recipe = Recipe.model_validate(recipe_of().model_dump() | {"data": {"train": sources, "sequence_len": 32}})
+    commits = hub.find_commits(recipe, {NAME: server.first})
+    assert commits == {NAME: server.first, "datasets/team/text": digest}
+    hub.fetch_models(recipe, commits, print)
+    here = hub.with_copies(recipe, commits)
+    assert [source.path for source in here.data.train] == [f"team/text/part@{digest}", f"team/text@{'a' * 40}"]
+    assert here.data.train[0].label == recipe.data.train[0].label
+    server.repositories.clear()
+    with pytest.raises(ConfigError, match=r"data\.train\.0\.path=team/text/part: .* the hub has no such dataset"):
+        hub.find_commits(recipe, {NAME: server.first})
+
+
 def test_commits_stand_in_the_run_folder(tmp_path):
     run = RunFolder(tmp_path)
     assert hub.read_commits(run) == {}
