@@ -1,10 +1,14 @@
 """Where the time of a run went: a clock of our own, through a kill, a stop and a rollback."""
 
+import json
+import time
+
 import pytest
 
-from echelon.train import goodput
+from echelon.run_folder import RunFolder
+from echelon.train import assemble, goodput
 from echelon.train.goodput import TimeBook
-from echelon.train.state import BookState
+from echelon.train.state import BookState, SavedState, TrainState
 
 
 @pytest.fixture
@@ -73,3 +77,18 @@ def test_a_rollback_does_work_again(clock) -> None:
     book.move("training", "skipped", 2)
     book.go_back(saved)
     assert only(book) == {"training": 100, "redone": 45}
+
+
+@pytest.mark.parametrize("end", ["done", "early_stop", None])
+def test_the_pause_before_a_finished_run_is_given_more_steps_is_none_of_its_losses(tmp_path, monkeypatch, end) -> None:
+    """Saved 100 s before the end of the run, or of its process, which lies an hour back."""
+    now = time.time()
+    folder = RunFolder(tmp_path)
+    events = [("start", now - 4000), *([] if end is None else [(end, now - 3600)])]
+    lines = [json.dumps({"event": event, "time": when, "step": 0}) for event, when in events]
+    folder.events_path.write_text("".join(f"{line}\n" for line in lines))
+    monkeypatch.setattr(assemble, "find_start", lambda until: now)
+    saved = SavedState(TrainState(step=3), book=BookState({"training": 200.0}, now - 3700, stopped=False))
+    spent = only(assemble.open_book(folder, saved))
+    assert spent["down" if end is None else "stopped"] == pytest.approx(3700, abs=1)
+    assert ("stopped" if end is None else "down") not in spent

@@ -86,10 +86,15 @@ def checkpoint_of(run: Path, which: str | None = None) -> Checkpoint:
     have = f"{run} has steps {', '.join(map(str, steps))}"
     if which == "best":
         step = newest_of(run).read_state()["train"].get("best_step")
+        if step is None:
+            raise ConfigError(
+                f"--checkpoint best: no evaluation of this run says which is best; {have}. Use newest or one of them, "
+                "or train with train.eval_every and checkpoint.keep_best=true."
+            )
         if step not in steps:
             raise ConfigError(
-                f"--checkpoint best: no checkpoint of the lowest evaluation loss was kept; {have}. Train with "
-                "checkpoint.keep_best=true to keep it."
+                f"--checkpoint best: the lowest evaluation loss was at step {step}, of which no checkpoint was kept; "
+                f"{have}. Use newest or one of them, or train with checkpoint.keep_best=true."
             )
     elif which.isdecimal() and int(which) in steps:
         step = int(which)

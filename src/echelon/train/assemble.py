@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TextIO
 
 import torch
@@ -59,6 +60,9 @@ from echelon.train.trainer import Trainer
 
 # Of the notice: what closing trackers and ending the processes may take after the last upload was given up.
 _LEAVING_SECONDS = 5.0
+
+# The events of a run that came to its end.
+_ENDS = ("done", "early_stop")
 
 
 def run_training(
@@ -254,11 +258,14 @@ def open_book(folder: RunFolder, saved: SavedState | None) -> TimeBook:
     at = TrainState() if saved is None else saved.train
     num_cut = folder.cut_metrics(at.step, at.owes_evaluation)
     book = None if saved is None else saved.book
-    starts = [event["time"] for event in folder.read_events() if event["event"] == "start"]
+    events = [event for event in folder.read_events() if event["event"] in ("start", "resume", *_ENDS)]
+    starts = [event["time"] for event in events if event["event"] == "start"]
     if book is None and starts:  # an earlier start came to no checkpoint
         book = BookState({}, min(starts), stopped=False)
     if book is None:
         return TimeBook(find_start(0.0))
+    if events and events[-1]["event"] in _ENDS:  # the run had finished, and was given more steps later
+        book = replace(book, stopped=True)
     opened = TimeBook(find_start(book.until))
     opened.resume(book, last_sign=written if num_cut else 0.0)
     return opened

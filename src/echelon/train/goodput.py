@@ -18,7 +18,7 @@ CAUSES = {
     "recovering": "going back after a bad step",
     "redone": "in work that was lost and done again",
     "down": "not running after a failure",
-    "stopped": "stopped on request",
+    "stopped": "stopped on request, or finished",
 }
 # What is done again when the run goes back to a checkpoint.
 _WORK = ("training", "data", "skipped", "evaluating", "saving")
