@@ -16,7 +16,7 @@ ROWS = [
         ("lora", 2, "ddp"), ("lora", 2, "zero1"), ("lora", 4, "fsdp"),
         ("qlora", 2, "ddp"), ("qlora", 4, "zero1"), ("qlora", 2, "fsdp"),
         ("dora", 4, "ddp"), ("dora", 2, "zero1"), ("dora", 2, "fsdp"),
-        ("pissa", 2, "fsdp"), ("rslora", 2, "ddp"),
+        ("pissa", 2, "fsdp"), ("rslora", 2, "ddp"), ("whole", 2, "ddp"), ("qlora whole", 2, "fsdp"),
     )
 ]  # fmt: skip
 OPTIONS = [
@@ -27,6 +27,8 @@ OPTIONS = [
     with_ranks(Row("zero2", adapter="qlora fp4", family="gemma2", tied=True, optimizer="lion"), 2, micro_batch=1),
     with_ranks(Row("hsdp", adapter="dora", family="qwen3", precision="bf16"), 4),
     with_ranks(Row("fsdp", adapter="lora", family="stablelm"), 2),
+    with_ranks(Row("zero1", adapter="whole", tied=True), 4, micro_batch=1),
+    with_ranks(Row("fsdp", adapter="whole", tied=True, checkpointing="full", compile=True, precision="bf16"), 2),
 ]
 PRODUCT = [
     with_ranks(Row(parallel=parallel, adapter=adapter), ranks)
@@ -61,7 +63,15 @@ def test_three_and_three_steps_are_six_bit_for_bit(workers, text, tmp_path, row)
     assert all("lora_" in name for name in saved), "nothing frozen is in a checkpoint"
 
 
+def test_what_is_trained_whole_resumes_bit_for_bit(workers, text, tmp_path):
+    row = with_ranks(Row("fsdp", adapter="whole", tied=True), 2)
+    saved = check_exact_resume(partial(train, workers, row), tmp_path, text, steps=6)
+    whole = {name for name in saved if name.startswith("model.") and "lora_" not in name}
+    assert whole == {"model.model.embed_tokens.weight", "model.model.norm.weight"}, "the tied head is not there twice"
+
+
 MOVES = [
+    (with_ranks(Row("ddp", adapter="whole"), 2), with_ranks(Row("fsdp", adapter="whole"), 4)),
     (with_ranks(Row("ddp", adapter="lora"), 2), with_ranks(Row("fsdp", adapter="lora"), 4)),
     (with_ranks(Row("fsdp", adapter="qlora"), 4), Row("ddp", adapter="qlora")),
     (with_ranks(Row("zero1", adapter="dora"), 2), with_ranks(Row("fsdp", adapter="dora"), 4)),

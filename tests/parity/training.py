@@ -33,6 +33,8 @@ GLOBAL_BATCH = 8
 SEQUENCE_LEN = 32
 ADAPTERS = {
     "lora": {"method": "lora", "r": 4, "alpha": 8},
+    "whole": {"method": "lora", "r": 4, "alpha": 8, "modules_to_save": ["embed_tokens", "lm_head", "norm"]},
+    "qlora whole": {"method": "qlora", "r": 4, "alpha": 8, "modules_to_save": ["lm_head", "down_proj"]},
     "rslora": {"method": "lora", "r": 4, "alpha": 8, "rslora": True, "target_modules": ["q_proj", "v_proj"]},
     "pissa": {"method": "lora", "r": 4, "alpha": 4, "init": "pissa"},
     "dora": {"method": "dora", "r": 4, "alpha": 8},
