@@ -16,6 +16,8 @@ from echelon.planner.adapters import build_adapter_plan, frozen_bytes
 from echelon.planner.memory import estimate_memory
 from echelon.recipe import AdapterConfig
 from echelon.shape import build_shape
+from recipe_samples import SMALL as SMALL_RECIPE
+from recipe_samples import load_text
 
 BF16 = Precision(compute="bfloat16")
 LLAMA3_8B = {
@@ -106,6 +108,23 @@ def test_what_is_trained_whole_stands_where_it_is():
 def test_a_name_that_is_not_counted_is_refused(adapter, message):
     with pytest.raises(ConfigError, match=message):
         planned(SMALL, **adapter)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["adapter={method: lora, modules_to_save: [q_proj], target_modules: [q_proj]}"], "both name q_proj: it is tr"),
+        (["adapter={method: lora, modules_to_save: [norm, norm]}"], "adapter.modules_to_save has 'norm' twice"),
+        (["adapter={modules_to_save: [norm]}"], "has no meaning with adapter.method=full"),
+        (
+            ["adapter={method: lora, modules_to_save: [norm]}", "objective.name=dpo"],
+            "trains weights in their place, and objective.name=dpo compares with them as they were",
+        ),
+    ],
+)
+def test_a_recipe_refuses_what_cannot_be_trained_whole(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_text(tmp_path, SMALL_RECIPE, *overrides)
 
 
 def test_llama3_8b():
