@@ -3,6 +3,8 @@
 import fnmatch
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,3 +143,17 @@ def test_a_run_folder_that_is_removed_ends_the_run_at_once(echelon, tmp_path):
     assert "run.dir=runs/tiny was removed or moved while the run went on" in ending.err
     assert "restart 1 of" not in ending.out
     assert list(run.checkpoints_dir.glob("step-*")) == []
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_is_removed_under_a_foreign_launcher_is_said_by_rank_0(echelon, tmp_path):
+    write_recipe(tmp_path, train={"steps": 100_000, "log_every": 1000}, checkpoint={"every_steps": 10})
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "echelon"]
+    with subprocess.Popen([*command, *COMMAND[:2]], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        await_line(run.metrics_path, '"step": 15,', job, seconds=300)
+        shutil.rmtree(run.path, ignore_errors=True)
+        shutil.rmtree(run.path, ignore_errors=True)
+        ending = finish(job, 60)
+    assert ending.code == 1
+    assert "echelon: run.dir=runs/tiny was removed or moved while the run went on" in ending.out + ending.err

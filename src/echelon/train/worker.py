@@ -213,6 +213,7 @@ class OutcomeReport:
 
     def __enter__(self) -> "OutcomeReport":
         """The report; its `outcome` is set when the block has ended."""
+        self._was_run = is_run(self._folder.path)
         with suppress(OSError):
             reserve_outcome(self._folder.outcomes_dir, self._rank)
         return self
@@ -223,6 +224,8 @@ class OutcomeReport:
         """Report; a traceback goes to this rank's log only."""
         if error is None:
             self.outcome = report(self._rank, DONE, "")
+        elif self._was_run and not is_run(self._folder.path):  # whatever failed then, failed for that
+            self.outcome = report(self._rank, FAILED, describe_gone(self._folder.path), final=True)
         elif isinstance(error, EchelonError):
             self.outcome = report(self._rank, error.exit_code, str(error), is_secondary(error), is_final(error))
         else:
