@@ -126,8 +126,7 @@ def plan_recipe(path: Path, overrides: list[str], cluster: Cluster) -> tuple[Rec
     shape = check_model(recipe).shape
     plan = resolve_plan(recipe, shape, cluster)
     estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
-    if recipe.train.epochs is None:
-        describe_steps(recipe, recipe.num_steps(0))
+    describe_steps(recipe, None)
     assert estimate.total > 0
     return recipe, plan
 
