@@ -26,6 +26,11 @@ EXTRA: dict[str, dict[str, Any]] = {
     "cohere": COMMON | {"logit_scale": 0.3},
     "granite": COMMON | {"logits_scaling": 3.0},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    # mixtures of experts
+    "qwen3_moe": COMMON
+    | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+    | {"router_aux_loss_coef": 0.1},
+    "mixtral": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
     "stablelm": COMMON,  # has no row in model/parts.py: the unchunked path
 }
 

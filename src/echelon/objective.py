@@ -20,6 +20,7 @@ from echelon.loss import (
 from echelon.model.adapters import disabled_adapter
 from echelon.model.attention import document_inputs
 from echelon.model.parts import DecoderParts, find_parts
+from echelon.model.router import RouterTap, balance_sum, number_sequences
 from echelon.recipe import Recipe
 
 
@@ -30,12 +31,19 @@ class DecoderOutputs:
     """
 
     def __init__(
-        self, model: nn.Module, parts: DecoderParts, batch: Microbatch, reference: "ObjectiveModule | None" = None
+        self,
+        model: nn.Module,
+        parts: DecoderParts,
+        batch: Microbatch,
+        reference: "ObjectiveModule | None" = None,
+        tap: RouterTap | None = None,
     ) -> None:
         self._model = model
         self._parts = parts
         self._batch = batch
         self._reference = reference
+        self._tap = tap
+        self._router_logits: list[Tensor] = []
 
     @cached_property
     def _inputs(self) -> dict[str, Any]:
@@ -47,13 +55,35 @@ class DecoderOutputs:
     @cached_property
     def _hidden(self) -> Tensor:
         assert self._parts.backbone is not None
-        hidden: Tensor = self._parts.backbone(**self._inputs).last_hidden_state
+        hidden: Tensor = self._run(self._parts.backbone).last_hidden_state
         return hidden
 
     @cached_property
     def _logits(self) -> Tensor:
-        logits: Tensor = self._model(**self._inputs).logits
+        logits: Tensor = self._run(self._model).logits
         return logits
+
+    def _run(self, module: nn.Module) -> Any:
+        if self._tap is None:
+            return module(**self._inputs)
+        with self._tap.collecting() as self._router_logits:
+            return module(**self._inputs)
+
+    def router_loss_sum(self, token_weights: Tensor) -> Tensor:
+        """Balance losses of the sequences, each times its weight, the mean over routers: a scalar, fp32.
+
+        To be called once the pass has run. 0 for a model without a router loss.
+
+        Args:
+            token_weights: [batch, seq], fp32, of which a sequence's weight is the sum.
+        """
+        if self._tap is None:
+            return token_weights.new_zeros(())
+        routers, batch = self._tap.routers, self._batch
+        filled = batch.labels != IGNORE if batch.filled is None else batch.filled
+        sequences = number_sequences(filled, token_weights, batch.documents)
+        pairs = zip(self._router_logits, routers, strict=True)
+        return torch.stack([balance_sum(logits, router, sequences) for logits, router in pairs]).mean()
 
     def token_loss_sum(self, labels: Tensor) -> Tensor:
         """Sum of token cross-entropies against shifted labels [batch, seq]; scalar, fp32."""
@@ -122,6 +152,10 @@ class Objective(Protocol):
         """How many terms `loss_sum` adds up for this microbatch on this rank: int64 scalar on the batch's device."""
         ...
 
+    def token_weights(self, batch: Microbatch) -> Tensor:
+        """The count shared out over the tokens that it is of: [batch, seq], fp32, which add up to the count."""
+        ...
+
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
         """The summed loss, fp32 scalar, connected to every trained parameter even when the count is zero."""
         ...
@@ -141,6 +175,10 @@ class CausalLM:
     def count(self, batch: Microbatch) -> Tensor:
         """Labelled tokens of the microbatch."""
         return (batch.labels != IGNORE).sum()
+
+    def token_weights(self, batch: Microbatch) -> Tensor:
+        """1 for a labelled token."""
+        return (batch.labels != IGNORE).float()
 
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
         """Summed cross-entropy of the labelled tokens."""
@@ -177,6 +215,14 @@ class DPO:
     def count(self, batch: Microbatch) -> Tensor:
         """Pairs with a label."""
         return _labelled_pairs(batch).sum()
+
+    def token_weights(self, batch: Microbatch) -> Tensor:
+        """A pair's labelled tokens have equal parts of it."""
+        labelled = (batch.labels != IGNORE).float()
+        of_document = _sum_by_document(labelled, batch)
+        of_pair = of_document[:, 0::2] + of_document[:, 1::2]
+        assert batch.documents is not None
+        return labelled / of_pair.gather(1, batch.documents.clamp(min=0) // 2).clamp(min=1)
 
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
         """Summed loss of the pairs."""
@@ -228,6 +274,16 @@ def build_objective(recipe: Recipe) -> Objective:
     return DPO(wanted.beta, wanted.loss, wanted.label_smoothing) if wanted.name == "dpo" else CausalLM()
 
 
+def training_sums(objective: Objective) -> Reading:
+    """What a training step takes from a forward pass: [2], the summed loss and the summed router loss."""
+
+    def read(outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
+        loss = objective.loss_sum(outputs, batch)
+        return torch.stack([loss, outputs.router_loss_sum(objective.token_weights(batch))])
+
+    return read
+
+
 class ObjectiveModule(nn.Module):
     """A decoder whose forward returns what is read from it: the objective's summed loss, in training.
 
@@ -235,9 +291,11 @@ class ObjectiveModule(nn.Module):
     whole and are ready to reduce gradients. The decoder's own parameter names start with `model.` here.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tap: RouterTap | None = None) -> None:
+        """`tap`: of a model whose router loss is trained."""
         super().__init__()
         self.model: Any = model
+        self._tap = tap
         # In tuples, so that they are not registered: parts a second time, and a reference not at all, since nothing
         # that wraps, steps or saves this module's parameters is about a frozen copy.
         self._parts = (find_parts(model),)
@@ -249,4 +307,4 @@ class ObjectiveModule(nn.Module):
 
     def forward(self, batch: Microbatch, read: Reading) -> Tensor:
         """What `read` takes from the forward pass of one microbatch."""
-        return read(DecoderOutputs(self.model, self._parts[0], batch, self._reference[0]), batch)
+        return read(DecoderOutputs(self.model, self._parts[0], batch, self._reference[0], self._tap), batch)

@@ -1,17 +1,15 @@
 """ModelShape: the numbers of an architecture, worked out from a Hugging Face config dict without building the model.
 
 Known families are counted by formula, with the defaults of `transformers` for fields a config leaves out, so torch is
-not needed; any other model type is built once on the meta device. FLOPs and MFU have their only formula here.
+not needed; any other model type is built once, in measured_shape.py. FLOPs and MFU have their only formula here.
 """
 
-import difflib
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from echelon.errors import ConfigError, PlanError
+from echelon.errors import ConfigError
 
 LOGITS_CHUNK_BYTES = 256 * 2**20  # the loss holds at most this much of fp32 logits at a time, in one copy
 MAX_LAYERS = 2000
@@ -62,7 +60,8 @@ class LinearShape:
 class ModelShape:
     """Widths and parameter counts of a decoder. A tied head is counted once, as the input embedding.
 
-    linears: the linear layers inside its decoder layers, without the head.
+    linears: the linear layers inside its decoder layers, without the head. num_expert_parameters: what the experts of a
+    mixture have together, in tensors of three dims; of them a token passes by num_idle_parameters.
     """
 
     model_type: str
@@ -81,6 +80,8 @@ class ModelShape:
     num_position_parameters: int = 0
     parts: LayerParts = field(default_factory=LayerParts)
     linears: tuple[LinearShape, ...] = ()
+    num_expert_parameters: int = 0
+    num_idle_parameters: int = 0
 
     @property
     def num_matmul_parameters(self) -> int:
@@ -91,12 +92,13 @@ class ModelShape:
     def flops_per_token(self, sequence_len: int, num_trained: int | None = None) -> float:
         """FLOPs of one token's forward and backward: 6 N + 12 L h s, attention not halved, no recomputation.
 
-        The form of PaLM (Chowdhery et al. 2022, appendix B), N without the input embedding. With `num_trained`, the
-        parameters of an adapter, the others have no gradient of their own: 4 N + 2 N_trained + 12 L h s.
+        The form of PaLM (Chowdhery et al. 2022, appendix B), N without the input embedding and without the experts that
+        a token passes by. With `num_trained`, the parameters of an adapter, the others have no gradient of their own:
+        4 N + 2 N_trained + 12 L h s.
         """
         attention = 12.0 * self.num_layers * self.hidden_size * sequence_len
-        trained = self.num_matmul_parameters if num_trained is None else num_trained
-        return 4.0 * self.num_matmul_parameters + 2.0 * trained + attention
+        active = self.num_matmul_parameters - self.num_idle_parameters
+        return 4.0 * active + 2.0 * (active if num_trained is None else num_trained) + attention
 
     def mfu(
         self,
@@ -127,7 +129,9 @@ def build_shape(config: Mapping[str, Any]) -> ModelShape:
         return _gpt2_shape(config)
     if model_type in FAMILIES:
         return _llama_like_shape(config, FAMILIES[model_type])
-    return _measured_shape(config)
+    from echelon.measured_shape import measure_shape
+
+    return measure_shape(config)
 
 
 def check_depth(config: Mapping[str, Any]) -> None:
@@ -431,66 +435,4 @@ def _gpt2_shape(config: Mapping[str, Any]) -> ModelShape:
             *_linears(layers, c_attn=(hidden, 3 * hidden), c_proj=(hidden, hidden), c_fc=(hidden, inner)),
             *_linears(layers, c_proj=(inner, hidden)),
         ),
-    )
-
-
-def _measured_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Shape of a model type without a formula: built once on the meta device, without memory, and counted."""
-    model_type = config["model_type"]
-    try:
-        import torch
-        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
-    except ImportError as missing:
-        raise PlanError(
-            f"model.config.model_type={model_type}: only {', '.join(FAMILIES)} and gpt2 are counted without building "
-            f"the model, and {missing.name} is not installed here; install it."
-        ) from missing
-    if model_type not in CONFIG_MAPPING:
-        close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"use for example {', '.join(FAMILIES)} or gpt2."
-        raise ConfigError(f"model.config.model_type={model_type!r:.80} is not a model type of transformers; {hint}")
-    try:
-        built_config = AutoConfig.for_model(**config)
-    except Exception as wrong:  # transformers raises whatever it trips over
-        raise ConfigError(f"model.config is not a valid {model_type} config: {wrong}; correct that field.") from wrong
-    if type(built_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(
-            f"model.config.model_type={model_type!r} has no causal language model in transformers; "
-            f"use a decoder, for example {', '.join(FAMILIES)} or gpt2."
-        )
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(built_config)
-    except Exception as wrong:  # as above
-        raise ConfigError(
-            f"model.config makes no {model_type} model in transformers: {wrong}; correct that field."
-        ) from wrong
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    layers: list[Any] = list(max(stacks, key=len, default=[]))
-    linears = Counter(
-        (name.rpartition(".")[2], module.in_features, module.out_features)
-        for layer in layers
-        for name, module in layer.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    )
-    text_config = built_config.get_text_config()
-    heads = getattr(text_config, "num_attention_heads", 1)
-    hidden = embedding.shape[1]
-    return ModelShape(
-        model_type=model_type,
-        num_layers=len(layers),
-        hidden_size=hidden,
-        intermediate_size=getattr(text_config, "intermediate_size", None) or 4 * hidden,
-        num_heads=heads,
-        num_kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text_config, "head_dim", None) or hidden // heads,
-        vocab_size=embedding.shape[0],
-        tied_embeddings=head is not None and head.weight is embedding,
-        max_positions=getattr(text_config, "max_position_embeddings", None),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        num_embedding_parameters=embedding.numel(),
-        # layers may differ (mixtures of experts beside dense ones): the mean keeps the sum right
-        num_layer_parameters=sum(p.numel() for layer in layers for p in layer.parameters()) // max(1, len(layers)),
-        linears=tuple(LinearShape(*widths, count) for widths, count in linears.items()),
     )

@@ -18,6 +18,7 @@ from echelon.data.order import DataOrder, SampleOrder
 from echelon.data.prepare import prepare_data
 from echelon.data.shards import NO_LABEL, Samples
 from echelon.hardware import Accelerator, Cluster
+from echelon.model.router import RouterLoss
 from echelon.plan import ParallelPlan, resolve_plan
 from echelon.recipe import ObjectiveConfig, load_recipe, render_recipe
 from echelon.run_folder import RunFolder
@@ -247,6 +248,9 @@ def mutations(name: str, world_size: int) -> list[Any]:
         from echelon.optimizer.layout import Layout
 
         return [mock.patch.object(Layout, "add_up", lambda self, partial, dim=None: partial)]
+    if name == "a router loss of every rank":
+        strength = RouterLoss.strength.fget
+        return [mock.patch.object(RouterLoss, "strength", property(lambda self: strength(self) * world_size))]
     return []
 
 

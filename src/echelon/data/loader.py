@@ -31,7 +31,8 @@ class Microbatch:
     input_ids and labels are int64 `[batch, seq]`, labels -100 where there is no target; sample_ids and positions, which
     are places in the global batch of the step, int64 `[batch]`. A sequence that only fills up the batch has no target
     and the sample id -1. `documents` (see Samples) and `position_ids`, which start again with each document, int64
-    `[batch, seq]`, are None where documents are not kept apart.
+    `[batch, seq]`, are None where documents are not kept apart. `filled`, boolean `[batch, seq]`, marks the positions
+    other than padding; None where those without a target are padding.
     """
 
     input_ids: torch.Tensor
@@ -40,6 +41,7 @@ class Microbatch:
     positions: npt.NDArray[np.int64]
     documents: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
+    filled: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Microbatch":
         """The same microbatch with its tensors on a device."""
@@ -50,7 +52,7 @@ class Microbatch:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Microbatch":
-        tensors = {name: getattr(self, name) for name in ("input_ids", "labels", "documents", "position_ids")}
+        tensors = {name: getattr(self, name) for name in ("input_ids", "labels", "documents", "position_ids", "filled")}
         changed: dict[str, Any] = {name: change(each) for name, each in tensors.items() if each is not None}
         return replace(self, **changed)
 
@@ -233,6 +235,7 @@ def build_microbatch(
         positions,
         None if documents is None else torch.from_numpy(documents),
         None if documents is None else torch.from_numpy(positions_in_documents(documents)),
+        None if samples.documents is None else torch.from_numpy(samples.documents >= 0),
     )
 
 

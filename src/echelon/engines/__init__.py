@@ -9,6 +9,7 @@ from torch import Tensor
 
 from echelon.checkpoint.adapter_folder import AdapterContent
 from echelon.data.loader import Microbatch
+from echelon.parallel.step import StepSums
 
 
 @dataclass(frozen=True, order=True)
@@ -50,8 +51,8 @@ class Evaluation(Protocol):
 class Engine(Protocol):
     """Runs steps of one model under one plan. Every method is collective."""
 
-    def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> Tensor:
-        """Leave gradients of sum(loss) / num_targets; return this rank's summed loss, an fp64 scalar on the device."""
+    def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
+        """Leave gradients of sum(loss) / num_targets, that of the router included; return this rank's sums."""
         ...
 
     def clip(self, max_norm: float | None) -> Tensor:

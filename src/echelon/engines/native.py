@@ -23,12 +23,13 @@ from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta, materialize
 from echelon.model.pissa import PrincipalParts
 from echelon.model.quantization import QuantizedLinear
+from echelon.model.router import RouterChoice, choose_router_loss
 from echelon.model.sharding import local_part, whole
 from echelon.objective import Objective, ObjectiveModule
 from echelon.optimizer import LossScale, Optimizer, build_optimizer, global_norm
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.data import DataParallel
-from echelon.parallel.step import SingleStage
+from echelon.parallel.step import SingleStage, StepSums
 from echelon.plan import ParallelPlan, Precision
 from echelon.recipe import Recipe
 
@@ -45,6 +46,7 @@ class NativeEngine:
         seed: int,
         loss_scale: LossScale | None = None,
         principal: PrincipalParts | None = None,
+        router: RouterChoice | None = None,
     ) -> None:
         self._principal = principal or {}
         self._parallel = parallel
@@ -53,7 +55,10 @@ class NativeEngine:
         self._objective = objective
         self._loss_scale = loss_scale
         self._device = next(decoder.parameters()).device  # where the optimizer works
-        self._forward_backward = SingleStage(parallel, seed)
+        self.router = router or RouterChoice(None, None)
+        """What becomes of the model's router loss."""
+        loss = self.router.loss
+        self._forward_backward = SingleStage(parallel, seed, None if loss is None else loss.strength)
         self._step = 0
         self._is_finite = torch.ones((), dtype=torch.bool)
 
@@ -62,7 +67,7 @@ class NativeEngine:
         """See Engine."""
         return None if self._loss_scale is None else self._loss_scale.value
 
-    def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> Tensor:
+    def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
         """See Engine. A loss scale is a smaller number of targets: a power of two, so nothing is rounded."""
         self._step = step
         divisor = num_targets if self.loss_scale is None else num_targets / self.loss_scale
@@ -90,8 +95,8 @@ class NativeEngine:
     def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
         """See Engine."""
         with Probe(self._decoder) as probe:
-            loss = self.forward_backward(step, [microbatch], num_targets)
-        finding = probe.find(loss)
+            sums = self.forward_backward(step, [microbatch], num_targets)
+        finding = probe.find(sums.loss)
         for parameter in self._decoder.parameters():
             parameter.grad = None
         return finding
@@ -237,7 +242,9 @@ def build_native_engine(
     if recipe.adapter.is_adapter:
         apply_adapter(model, recipe.adapter, new_token_ids)
     store_parameters(model, plan.precision)
-    module = shard_model(model, plan, meshes, compile_backend)
+    router = choose_router_loss(skeleton, model)
+    routers = () if router.loss is None else router.loss.routers
+    module = shard_model(model, plan, meshes, compile_backend, routers)
     materialize(module, "cpu" if plan.cpu_offload else device)
     place_buffers(model, device)
     fill_weights(model, skeleton, recipe)
@@ -250,4 +257,4 @@ def build_native_engine(
     parallel = parallelize(module, plan, meshes)
     optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed)
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
-    return NativeEngine(parallel, model, optimizer, objective, recipe.run.seed, loss_scale, principal)
+    return NativeEngine(parallel, model, optimizer, objective, recipe.run.seed, loss_scale, principal, router)

@@ -1,26 +1,39 @@
 """Applying a plan to a model: the order of the transforms, from the inside out."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from echelon.mesh import Meshes
 from echelon.model.parts import find_parts
+from echelon.model.router import Router, RouterTap
 from echelon.objective import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
 from echelon.parallel.data import DataParallel, apply_fully_shard, build_data_parallel
 from echelon.plan import ParallelPlan
 
 
-def shard_model(model: nn.Module, plan: ParallelPlan, meshes: Meshes, compile_backend: str) -> ObjectiveModule:
+def shard_model(
+    model: nn.Module, plan: ParallelPlan, meshes: Meshes, compile_backend: str, routers: Sequence[Router] = ()
+) -> ObjectiveModule:
     """Everything that may happen on meta: checkpointing, compilation and sharding of each decoder layer.
 
     Checkpointing is innermost, so that a compiled layer recomputes inside its own graph; sharding is outermost, so that
     its hooks stay outside every graph. Parameter names stay those of `transformers` throughout.
+
+    Args:
+        routers: whose loss is trained; none for a model without one.
     """
     layers = find_parts(model).layers
+    tap = RouterTap(model, routers) if routers else None
+    if tap is not None:
+        tap.open_inside(layers)
     apply_activation_checkpointing(layers, plan.activation_checkpointing)
     if plan.compile:
         apply_compile(layers, compile_backend)
-    module = ObjectiveModule(model)
+    if tap is not None:
+        tap.open_outside(layers)
+    module = ObjectiveModule(model, tap)
     if plan.uses_fully_shard:
         apply_fully_shard(module, layers, plan, meshes)
     return module

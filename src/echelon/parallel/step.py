@@ -1,6 +1,7 @@
 """Forward and backward over a step's microbatches, in one stage."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -8,39 +9,56 @@ from torch import Tensor
 
 from echelon.data.loader import Microbatch
 from echelon.model.seeds import derive_seed
-from echelon.objective import Objective
+from echelon.objective import Objective, training_sums
 from echelon.parallel.data import DataParallel
 
 
+@dataclass(frozen=True)
+class StepSums:
+    """What a step's microbatches add up to on this rank: fp64 scalars on the device.
+
+    `loss` is the objective's alone. `router`: the balance losses of sequences, each times its targets; None where no
+    router loss is trained.
+    """
+
+    loss: Tensor
+    router: Tensor | None = None
+
+
 class ForwardBackward(Protocol):
-    """Runs a step's microbatches and leaves gradients of sum(loss) / num_targets on the parameters."""
+    """Runs a step's microbatches and leaves gradients of sum(loss + strength * router loss) / num_targets."""
 
     def __call__(
         self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
-    ) -> Tensor:
-        """Collective. Returns this rank's summed loss, an fp64 scalar on the device."""
+    ) -> StepSums:
+        """Collective. Returns this rank's sums."""
         ...
 
 
 class SingleStage:
     """Every rank runs the whole depth of the model, one microbatch after the other."""
 
-    def __init__(self, parallel: DataParallel, seed: int) -> None:
+    def __init__(self, parallel: DataParallel, seed: int, router_strength: float | None = None) -> None:
+        """`router_strength`: the factor on the router loss; None where none is trained."""
         self._parallel = parallel
         self._seed = seed
+        self._router_strength = router_strength
 
     def __call__(
         self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
-    ) -> Tensor:
+    ) -> StepSums:
         """See ForwardBackward."""
-        total = torch.zeros((), dtype=torch.float64, device=num_targets.device)
+        total = torch.zeros(2, dtype=torch.float64, device=num_targets.device)
+        factors = torch.ones(2, device=num_targets.device)
+        factors[1].fill_(self._router_strength or 0.0)
+        read = training_sums(objective)
         for index, microbatch in enumerate(microbatches):
             # Random state is not saved but derived, so that dropout is the same after a resume.
             torch.manual_seed(derive_seed(self._seed, step, int(microbatch.positions[0])))
             with self._parallel.microbatch(is_last=index == len(microbatches) - 1):
-                loss = self._parallel.module(microbatch, objective.loss_sum)
+                sums = self._parallel.module(microbatch, read)
             # 0 * loss is 0, or NaN for a loss that is not finite: then every gradient is NaN, and so is the norm that
             # all ranks see, which is what keeps such a step from being applied.
-            loss.backward((1 + 0 * loss.detach()) / num_targets)
-            total += loss.detach()
-        return total
+            sums.backward((factors + 0 * sums.detach()) / num_targets)
+            total += sums.detach()
+        return StepSums(total[0], None if self._router_strength is None else total[1])

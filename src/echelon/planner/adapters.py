@@ -101,6 +101,18 @@ def trains_head(shape: ModelShape, adapter: AdapterPlan) -> bool:
     return not names.isdisjoint(adapter.saved)
 
 
+def describe_reach(adapter: AdapterPlan, shape: ModelShape) -> str | None:
+    """A line on the experts of a mixture, which no adapter can reach; None where there are none."""
+    if not shape.num_expert_parameters:
+        return None
+    share = shape.num_expert_parameters / shape.num_parameters
+    return (
+        f"experts: {share:.0%} of the model's parameters are not reached by adapter.target_modules "
+        f"({', '.join(adapter.targets)}): experts are no linear layers, stay as they are, and so do their routers; "
+        "adapter.method=full trains them"
+    )
+
+
 def _size(linear: LinearShape) -> int:
     return linear.in_features * linear.out_features
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware import CPU_BF16_MARGIN, Cluster
 from echelon.plan import AdapterPlan, ParallelPlan, Precision, Rounding
-from echelon.planner.adapters import build_adapter_plan
+from echelon.planner.adapters import build_adapter_plan, describe_reach
 from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.shape import ModelShape
@@ -59,7 +59,8 @@ def choose_plan(
         plan, plan_why = _choose_strategy(request)
     else:
         plan, plan_why = _build_requested(request, build_layout(recipe.parallel, cluster))
-    return replace(plan, why=(*plan_why, *precision_why, *compile_why))
+    reach = None if adapter is None else describe_reach(adapter, shape)
+    return replace(plan, why=(*plan_why, *precision_why, *compile_why, *([] if reach is None else [reach])))
 
 
 def _check_positions(recipe: "Recipe", shape: ModelShape) -> None:

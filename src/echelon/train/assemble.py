@@ -221,6 +221,8 @@ def build_trainer(
         journal.say(f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}")
         if first.documents is not None:
             journal.say(describe_document_mask(config, recipe.model.attn_implementation))
+        if engine.router.line is not None:
+            journal.say(engine.router.line)
         journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")
         if sampler is not None:
             journal.say(sampler.describe())

@@ -127,17 +127,21 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
         return
     from echelon.model.adapters import apply_adapter, check_adapter, check_packages
     from echelon.model.build import build_on_meta, load_config, parameter_names
+    from echelon.model.causality import check_is_causal
+    from echelon.model.router import check_routers
     from echelon.optimizer import check_groups
 
     attention, trusted = recipe.model.attn_implementation, recipe.model.trust_remote_code
-    source = recipe.model.checkpoint or fields
+    config = load_config(recipe.model.checkpoint or fields, trusted)
     try:
-        model = build_on_meta(load_config(source, trusted), attention, trusted)
+        model = build_on_meta(config, attention, trusted)
     except ConfigError as error:
         if not elsewhere or not isinstance(error.__cause__, ImportError):
             raise
         left.append(f"model.attn_implementation: the package of {attention} (it is not installed here)")
-        model = build_on_meta(load_config(source, trusted), None, trusted)
+        model = build_on_meta(config, None, trusted)
+    check_routers(model)
+    check_is_causal(config, trusted)
     if recipe.adapter.is_adapter:
         check_adapter(model, recipe.adapter)
         try:
@@ -168,7 +172,7 @@ def _list_built_checks(recipe: Recipe) -> Iterator[str]:
         yield "model.checkpoint: whether its weights can be read"
     elif find_spec("transformers") is None:
         yield "model.config: whether transformers knows these fields"
-    yield "model: whether transformers can build it"
+    yield "model: whether transformers can build it, and its attention is causal"
     if recipe.model.attn_implementation is not None:
         yield f"model.attn_implementation: whether {recipe.model.attn_implementation} can run it"
     if recipe.adapter.is_adapter:

@@ -23,6 +23,7 @@ class StepRecord:
 
     step: int
     loss_sum: Tensor
+    router_sum: Tensor | None
     num_targets: Tensor
     grad_norm: Tensor
     verdict: Verdict
@@ -41,6 +42,7 @@ class StepMetrics:
 
     step: int
     loss: float
+    router_loss: float | None
     grad_norm: float
     committed: bool
     loss_scale: float | None
@@ -91,9 +93,10 @@ class PendingMetrics:
         device = record.loss_sum.device
         limbs = [(record.batch_hash >> (LIMB_BITS * place)) & (2**LIMB_BITS - 1) for place in range(4)]
         counts = (record.num_tokens, record.num_labels)
+        router_sum = torch.zeros_like(record.loss_sum) if record.router_sum is None else record.router_sum
         sums = torch.cat(
             [
-                record.loss_sum.double().reshape(1),
+                torch.stack([each.double() for each in (record.loss_sum, router_sum)]),
                 _to_device([*counts, record.data_wait_seconds, *record.stop_flags, *limbs], device),
                 record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all: they part ways otherwise
             ]
@@ -114,12 +117,13 @@ class PendingMetrics:
         """The step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
         num_targets, grad_norm, committed, in_a_row, scale, peak, *sums = self._values.tolist()
-        loss_sum, tokens, labels, wait, *rest, num_bad = sums
+        loss_sum, router_sum, tokens, labels, wait, *rest, num_bad = sums
         stops, limbs = rest[:NUM_FLAGS], rest[NUM_FLAGS:]
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
             step=self._record.step,
             loss=loss_sum / max(1.0, num_targets),
+            router_loss=None if self._record.router_sum is None else router_sum / max(1.0, num_targets),
             grad_norm=grad_norm,
             committed=bool(committed),
             loss_scale=None if self._record.loss_scale is None else scale,
@@ -181,4 +185,5 @@ def train_row(metrics: StepMetrics, **measured: Any) -> dict[str, Any]:
         "skipped": not metrics.committed,
         "loss_scale": metrics.loss_scale,
         "cost_usd": measured.get("cost_usd"),
+        "router_loss": None if metrics.router_loss is None else finite(metrics.router_loss),
     }

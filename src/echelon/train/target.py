@@ -16,6 +16,7 @@ from echelon.data.tokenizer import try_tokenizer
 from echelon.errors import ConfigError, EchelonError
 from echelon.model.attention import choose_attention
 from echelon.model.build import is_model_folder, materialize
+from echelon.model.causality import check_is_causal
 from echelon.model.folder import run_model_dir
 from echelon.run_folder import is_run
 from echelon.shape import check_depth
@@ -50,6 +51,7 @@ def load_target(
     with _explained(target):
         check_depth(read_json(target / "config.json"))
         config = AutoConfig.from_pretrained(target, **_LOCAL)
+        check_is_causal(config)
         model, report = AutoModelForCausalLM.from_pretrained(
             target, config=config, dtype="auto", use_safetensors=True, output_loading_info=True,
             attn_implementation=choose_attention(config, None), **_LOCAL,

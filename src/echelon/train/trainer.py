@@ -128,7 +128,7 @@ class Trainer:
         batch = next(self.loader).to(self.device)
         num_targets = self.count_targets(batch)
         self.sync.begin_step(step)
-        loss_sum = self.engine.forward_backward(step, batch.microbatches, num_targets.clamp(min=1))
+        sums = self.engine.forward_backward(step, batch.microbatches, num_targets.clamp(min=1))
         grad_norm = self.engine.clip(self.recipe.optim.max_grad_norm)
         loss_scale = self.engine.loss_scale
         loss_scale = None if loss_scale is None else loss_scale.clone()
@@ -139,7 +139,8 @@ class Trainer:
         self.sync.end_step(step)
         return StepRecord(
             step=step,
-            loss_sum=loss_sum,
+            loss_sum=sums.loss,
+            router_sum=sums.router,
             num_targets=num_targets,
             grad_norm=grad_norm,
             verdict=verdict,

@@ -1,0 +1,233 @@
+"""Whether a model's attention is causal, found out by trying it: no list of model types could be complete.
+
+A small copy of the model runs twice on the CPU, on sequences that differ from a token on. If anything before that token
+comes out differently, training to predict the next token would let the model look at it.
+"""
+
+import copy
+import json
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging
+
+from echelon.errors import ConfigError
+from echelon.model.build import build_on_meta
+
+# Of a copy that is tried. A model that is no larger is tried as it is.
+_MAX_PARAMETERS = 100_000_000
+_SMALL_PARAMETERS = 10_000_000
+_MAX_INTERMEDIATE = 64
+_MAX_VOCABULARY = 256
+# (whether heads are taken away, how many layers are left: None all), the first one that is small enough and runs. Kinds
+# of layers that no list of the config names come in periods of eight at most.
+_COPIES: tuple[tuple[bool, int | None], ...] = ((True, 8), (True, 2), (True, None), (False, 2))
+_LENGTH = 12
+# Roundings change earlier logits by up to 1e-6 of the largest one (other tokens are grouped by expert), a look at what
+# follows by 0.1 and more.
+_TOLERANCE = 1e-4
+# What makes a model causal, in the families that leave the choice: field, value.
+_SWITCHES = (("is_decoder", True), ("causal", True), ("is_causal", True), ("use_bidirectional_attention", False))
+
+
+def check_is_causal(config: PretrainedConfig, trust_remote_code: bool = False) -> None:
+    """Refuse a model in which a position sees what follows it, and a small one that cannot run at all.
+
+    Takes tenths of a second, once a config and process. A model of which no copy of at most 100 M parameters can be
+    made, or whose narrow copy does not run, is let through: of what `transformers` 5 has, a handful of architectures.
+
+    Raises:
+        ConfigError: with the field that would make it causal, where there is one.
+    """
+    if not _sees_what_follows(_Key(config, trust_remote_code)):
+        return
+    fix = "use a causal family, for example llama"
+    for name, value in _SWITCHES:
+        if getattr(config, name, value) != value:
+            changed = copy.deepcopy(config)
+            setattr(changed, name, value)
+            if not _sees_what_follows(_Key(changed, trust_remote_code)):
+                written = json.dumps(value)
+                fix = f"set {name}: {written} in model.config (of a checkpoint in its config.json), or {fix}"
+                break
+    raise ConfigError(
+        f"model: in this {config.model_type} model a position sees the tokens that follow it, and predicting the next "
+        f"token needs causal attention; {fix}."
+    )
+
+
+class _Key:
+    """A config as a key of a cache: equal by what it says."""
+
+    def __init__(self, config: PretrainedConfig, trust_remote_code: bool) -> None:
+        self.config = config
+        self.trust_remote_code = trust_remote_code
+        self._text = json.dumps([config.model_type, config.to_dict(), trust_remote_code], default=repr, sort_keys=True)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+@lru_cache(maxsize=64)
+def _sees_what_follows(key: _Key) -> bool:
+    """Whether a later token changes an earlier logit; False where no copy could be tried.
+
+    Raises:
+        ConfigError: the model itself is small, and its forward pass fails.
+    """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what it has to say about a copy is no news to anybody
+    try:
+        if count_parameters(build_on_meta(key.config, None, key.trust_remote_code)) <= _SMALL_PARAMETERS:
+            return _try_as_is(key)
+        for small in _smaller_copies(key.config):
+            try:
+                if count_parameters(build_on_meta(small, None, key.trust_remote_code)) <= _MAX_PARAMETERS:
+                    return _try(small, key.trust_remote_code)
+            except Exception:  # whatever a family trips over in a copy that is no model of anybody's
+                continue
+        return False
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _try_as_is(key: _Key) -> bool:
+    try:
+        return _try(key.config, key.trust_remote_code)
+    except Exception as error:  # transformers raises whatever it trips over
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model: a forward pass of this {key.config.model_type} model fails ({type(error).__name__}: {reason}); "
+            "correct model.config."
+        ) from error
+
+
+def count_parameters(model: nn.Module) -> int:
+    """The numbers in a model's parameters, a tied one counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _try(config: PretrainedConfig, trust_remote_code: bool) -> bool:
+    """Whether a later token changes an earlier logit of a model that is run twice.
+
+    A mixture of experts may turn a rounding into another choice of experts, but not in both precisions.
+    """
+    single, double = (
+        partial(_measure_leak, config, trust_remote_code, each) for each in (torch.float32, torch.float64)
+    )
+    if single() <= _TOLERANCE:
+        return False
+    try:
+        return double() > _TOLERANCE
+    except RuntimeError:  # a kernel without fp64
+        return True
+
+
+@torch.no_grad()
+def _measure_leak(config: PretrainedConfig, trust_remote_code: bool, dtype: torch.dtype) -> float:
+    """By how much earlier logits change, as a fraction of the largest. The process's random state stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
+        ).eval()
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:  # the initial ones are small, and some are zero
+                bound = (3 / parameter.shape[-1]) ** 0.5
+                parameter.uniform_(-bound, bound)
+        size = model.get_input_embeddings().weight.shape[0]
+        low = size // 4  # special tokens come first
+        tokens = torch.randint(low, size, (1, _LENGTH))
+        others = tokens.clone()
+        half = _LENGTH // 2
+        others[:, half:] = low + (tokens[:, half:] - low + 1) % (size - low)
+    first, second = (model(input_ids=each, use_cache=False).logits[:, :half] for each in (tokens, others))
+    return float((first - second).abs().max() / first.abs().max())
+
+
+def _smaller_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """The config with less of everything that the order of attention does not depend on, the most faithful one first.
+
+    Heads keep their width, and the ratio of queries to keys, so that what is made of a head's width still fits.
+    """
+    for narrow, num_layers in _COPIES:
+        small = copy.deepcopy(config)
+        try:
+            for part in _parts(small):
+                _thin(part)
+                if narrow:
+                    _take_heads(part)
+                if num_layers is not None:
+                    _take_layers(part, num_layers)
+        except Exception:  # as above: some configs refuse to be changed
+            continue
+        yield small
+
+
+def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    yield config
+    for name in type(config).sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PretrainedConfig):
+            yield from _parts(part)
+
+
+def _count(config: PretrainedConfig, name: str) -> int | None:
+    """A field that counts something; None where there is none, under whatever name the family has for it."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _thin(config: PretrainedConfig) -> None:
+    """The width inside feed-forward layers, and the vocabulary."""
+    vocabulary = min(_count(config, "vocab_size") or 0, _MAX_VOCABULARY)
+    for name, value in list(vars(config).items()):
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if ("intermediate" in name or "ffn" in name or name == "n_inner") and value > _MAX_INTERMEDIATE:
+            setattr(config, name, _MAX_INTERMEDIATE)
+        elif vocabulary and name.endswith("_id") and value >= vocabulary:
+            setattr(config, name, 0)
+    if vocabulary:
+        config.vocab_size = vocabulary
+
+
+def _take_heads(config: PretrainedConfig) -> None:
+    """One or two heads of keys with their queries, and the hidden width in proportion."""
+    heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
+    if heads is None or hidden is None:
+        return
+    keys = _count(config, "num_key_value_heads") or heads
+    kept = heads // keys * (1 if heads > keys else 2)
+    if heads % keys or kept >= heads or hidden * kept % heads:
+        return
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    counts = {name: count for name in names if (count := _count(config, name)) is not None}
+    for name, count in counts.items():
+        setattr(config, name, max(1, count * kept // heads))
+
+
+def _take_layers(config: PretrainedConfig, wanted: int) -> None:
+    """So many layers, and at least one of each kind that a list of the config names."""
+    num_layers = _count(config, "num_hidden_layers")
+    if num_layers is None or num_layers <= wanted:
+        return
+    lists: dict[str, list[Any]] = {
+        name: list(value)
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == num_layers
+    }
+    kinds = [json.dumps([values[layer] for values in lists.values()], default=repr) for layer in range(num_layers)]
+    first_of_kind = sorted({kinds.index(kind) for kind in kinds})
+    others = [layer for layer in range(num_layers) if layer not in first_of_kind]
+    kept = sorted([*first_of_kind, *others[: max(0, wanted - len(first_of_kind))]])
+    for name, values in lists.items():
+        setattr(config, name, [values[layer] for layer in kept])
+    config.num_hidden_layers = len(kept)

@@ -1,0 +1,311 @@
+"""The router loss of a mixture of experts: what keeps the router from sending every token to the same experts.
+
+The sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20): of a sequence of T tokens, each of
+which goes to K of E experts with scores s,
+
+    L = sum_i f_i P_i,  f_i = E / (K T) * sum_t [expert i is among the K best of token t],
+                        P_i = 1 / T * sum_t s_ti / sum_j s_tj
+
+which is 1 where the experts are used evenly, and E / K at most. Of several routers the mean is taken, and sequences
+are weighted by their targets. So it is a sum over targets divided by their number, as the loss is, and does not depend
+on what shares a microbatch or a rank. `load_balancing_loss_func` of `transformers` is a product of means over a whole
+microbatch and over all layers, which does: it cannot be the same under every plan.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from echelon.errors import ConfigError
+from echelon.measured_shape import EXPERT_COUNTS
+
+Scores = Callable[[Tensor], Tensor]
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(-1)
+
+
+def _root_of_softplus(logits: Tensor) -> Tensor:
+    return F.softplus(logits).sqrt()
+
+
+# How routers make scores of their logits; which one it is follows from what a router does.
+_SCORES: tuple[Scores, ...] = (_softmax, torch.sigmoid, _root_of_softplus)
+_PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router of a model: where it is, and what becomes of a token there.
+
+    `index`: which of its outputs are the logits, where it has several. `num_chosen`: K. `scores`: from logits
+    [tokens, experts] to what the experts are chosen and weighted by.
+    """
+
+    name: str
+    index: int
+    num_chosen: int
+    scores: Scores
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which sequence each position of a microbatch belongs to, as the router loss sees it: [batch * seq] each.
+
+    `places` numbers the sequences; `fed` is 1 for a token and 0 for padding; `weights` add up to a sequence's share in
+    the loss, [sequences]; `lengths` are its tokens, [sequences]. fp32 but for `places`.
+    """
+
+    places: Tensor
+    fed: Tensor
+    weights: Tensor
+    lengths: Tensor
+
+
+def number_sequences(fed: Tensor, token_weights: Tensor, documents: Tensor | None) -> Sequences:
+    """A sequence is a row, or, where documents are kept apart, a document of a row.
+
+    Args:
+        fed: [batch, seq], boolean: not padding.
+        token_weights: [batch, seq], fp32.
+        documents: [batch, seq], the number of each position's document in its row; None: rows are whole.
+    """
+    num_rows, length = fed.shape
+    width = 1 if documents is None else length
+    rows = torch.arange(num_rows, device=fed.device)[:, None] * width
+    inside: Tensor | int = 0 if documents is None else documents.clamp(min=0)
+    places = (rows + inside).expand(num_rows, length).flatten()
+    tokens = fed.flatten().float()
+    empty = tokens.new_zeros(num_rows * width)
+    return Sequences(
+        places, tokens, empty.index_add(0, places, token_weights.flatten()), empty.index_add(0, places, tokens)
+    )
+
+
+def balance_sum(logits: Tensor, router: Router, sequences: Sequences) -> Tensor:
+    """The balance losses of one router, each sequence's times its weight, summed: an fp32 scalar.
+
+    Args:
+        logits: [batch * seq, experts], or with further dims in front.
+    """
+    logits = logits.flatten(0, -2).float()
+    num_experts = logits.shape[-1]
+    scores = router.scores(logits)
+    shares = scores / scores.sum(-1, keepdim=True)
+    with torch.no_grad():
+        chosen = logits.topk(router.num_chosen, dim=-1).indices
+        counts = logits.new_zeros(len(sequences.weights) * num_experts)
+        cells = (sequences.places * num_experts)[:, None] + chosen
+        ones = sequences.fed[:, None].expand_as(chosen)
+        counts.scatter_add_(0, cells.flatten(), ones.flatten())
+        scale = num_experts / router.num_chosen * sequences.weights / sequences.lengths.clamp(min=1).square()
+        factors = (counts.view(-1, num_experts) * scale[:, None])[sequences.places] * sequences.fed[:, None]
+    return (shares * factors).sum()
+
+
+class RouterTap:
+    """Brings the logits of routers out of decoder layers, whatever is done to the layers in between.
+
+    Activation checkpointing runs a layer twice and compilation runs it as a graph. So logits leave a layer as one of
+    its results, past both: `open_inside` before they are applied, `open_outside` after.
+    """
+
+    def __init__(self, model: nn.Module, routers: Sequence[Router]) -> None:
+        self.routers = tuple(routers)
+        self._modules = {router.name: model.get_submodule(router.name) for router in routers}
+        self._collected: list[Tensor] | None = None
+
+    def open_inside(self, layers: Iterable[nn.Module]) -> None:
+        """Make each layer's forward return its routers' logits beside its own result."""
+        for layer in layers:
+            inside = {id(module) for module in layer.modules()}
+            held: list[Tensor] = []
+            for router in self.routers:
+                module = self._modules[router.name]
+                if id(module) in inside:
+                    module.forward = functools.partial(_record, module.forward, router.index, held)
+            layer.forward = functools.partial(_deliver, layer.forward, held)
+
+    def open_outside(self, layers: Iterable[nn.Module]) -> None:
+        """Make each layer's forward return its own result again, and keep the logits where they are collected."""
+        for layer in layers:
+            layer.forward = functools.partial(self._receive, layer.forward)
+
+    def _receive(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output, logits = forward(*args, **kwargs)
+        if self._collected is not None:
+            self._collected.extend(logits)
+        return output
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Tensor]]:
+        """The logits of every router that runs in this scope, in the order of `routers`."""
+        self._collected = collected = []
+        try:
+            yield collected
+        finally:
+            self._collected = None
+
+
+def _record(forward: Callable[..., Any], index: int, held: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+    output = forward(*args, **kwargs)
+    held.append(output[index] if isinstance(output, tuple) else output)
+    return output
+
+
+def _deliver(forward: Callable[..., Any], held: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+    held.clear()
+    try:
+        return forward(*args, **kwargs), tuple(held)
+    finally:
+        held.clear()  # what a recomputation leaves would keep the whole layer's activations alive
+
+
+def find_routers(model: PreTrainedModel) -> list[Router]:
+    """The routers of a model on meta, by what `transformers` says of where their logits come out; may be none."""
+    found: dict[str, tuple[nn.Module, int]] = {}
+    for prefix, part in model.named_modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            wanted = getattr(recorder, "target_class", recorder)
+            if not isinstance(wanted, type):
+                continue
+            for name, module in part.named_modules(prefix=prefix):
+                layer_name = getattr(recorder, "layer_name", None)
+                if isinstance(module, wanted) and (layer_name is None or f".{layer_name}." in f".{name}."):
+                    found[name] = (module, getattr(recorder, "index", 1))
+    innermost = [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
+    text = model.config.get_text_config()
+    routers = []
+    for name in innermost:
+        module, index = found[name]
+        num_chosen = getattr(module, "top_k", None) or getattr(text, "num_experts_per_tok", None)
+        if isinstance(num_chosen, int) and num_chosen > 0:
+            routers.append(Router(name, index, num_chosen, _find_scores(module, index, text.hidden_size)))
+    return routers
+
+
+@torch.no_grad()
+def _find_scores(router: nn.Module, index: int, hidden_size: int) -> Scores:
+    """Which scores a router weights experts by, seen on a copy of it: weights in proportion to them. Else a softmax."""
+    module = copy.deepcopy(router).to_empty(device="cpu").float().eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * hidden_size**-0.5)
+    for buffer in module.buffers():
+        buffer.zero_()
+    try:
+        outputs = module(torch.randn(_PROBE_TOKENS, hidden_size, generator=generator))
+        chosen = next(each for each in outputs if isinstance(each, Tensor) and not each.is_floating_point())
+        weights = next(each for each in outputs if isinstance(each, Tensor) and each.shape == chosen.shape
+                       and each.is_floating_point())  # fmt: skip
+        for scores in _SCORES:
+            ratios = weights.float() / scores(outputs[index].float()).gather(-1, chosen)
+            if torch.allclose(ratios, ratios[:, :1].expand_as(ratios), rtol=1e-3):
+                return scores
+    except Exception:  # of whatever a router wants beside hidden states
+        return _softmax
+    return _softmax
+
+
+def check_routers(model: PreTrainedModel) -> None:
+    """Refuse a mixture of experts in which a token goes to more experts than there are.
+
+    Raises:
+        ConfigError: naming the field and what would do.
+    """
+    fields = vars(model.config.get_text_config())
+    counts = {name: fields[name] for name in EXPERT_COUNTS if isinstance(fields.get(name), int)}
+    chosen = fields.get("num_experts_per_tok")
+    if not counts or not isinstance(chosen, int):
+        return
+    name, count = next(iter(counts.items()))
+    if chosen > count > 1:
+        raise ConfigError(
+            f"model.config.num_experts_per_tok={chosen} is more than the {count} experts of model.config.{name}; use "
+            f"{count} or less."
+        )
+
+
+def find_coefficient(config: PretrainedConfig) -> tuple[str, float] | None:
+    """The field of a config that asks for a router loss, and its value; None where none does."""
+    fields = vars(config.get_text_config())
+    for name in sorted(fields):
+        value = fields[name]
+        if "aux_loss" in name and isinstance(value, float | int) and not isinstance(value, bool) and value > 0:
+            return name, float(value)
+    return None
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """What the router loss of a run is: its routers, and what the mean of their balance losses is multiplied by."""
+
+    field: str
+    coefficient: float
+    routers: tuple[Router, ...]
+
+    @property
+    def strength(self) -> float:
+        """The factor on the mean over routers, so that a config's field means what it means to those who named it.
+
+        `aux_loss_alpha` is DeepSeek's, which adds up its layers. Any other is that of `transformers`, whose sum over
+        experts is K times DeepSeek's.
+        """
+        if self.field.endswith("alpha"):
+            return self.coefficient * len(self.routers)
+        return self.coefficient * sum(router.num_chosen for router in self.routers) / len(self.routers)
+
+
+@dataclass(frozen=True)
+class RouterChoice:
+    """What becomes of the router loss in a run: the loss that is trained, or None, and a line that says so.
+
+    `line` is None for a model whose config asks for no router loss, or that has no experts.
+    """
+
+    loss: RouterLoss | None
+    line: str | None
+
+
+def choose_router_loss(skeleton: PreTrainedModel, model: nn.Module) -> RouterChoice:
+    """The router loss that the model's config asks for, where it can be trained.
+
+    Args:
+        skeleton: the model on meta, untouched.
+        model: the one that trains, with its adapter where it has one.
+    """
+    asked = find_coefficient(skeleton.config)
+    if asked is None or not has_experts(skeleton):
+        return RouterChoice(None, None)
+    routers = tuple(find_routers(skeleton))
+    why = f"router loss: none, though the model's {asked[0]} is {asked[1]:g}:"
+    if not routers:
+        return RouterChoice(None, f"{why} no router can be found in a {type(skeleton).__name__}")
+    modules = (model.get_submodule(router.name) for router in routers)
+    if not any(parameter.requires_grad for module in modules for parameter in module.parameters()):
+        return RouterChoice(None, f"{why} the adapter leaves the routers as they are")
+    loss = RouterLoss(*asked, routers)
+    return RouterChoice(
+        loss,
+        f"router loss: {loss.strength:g} ({asked[0]} {asked[1]:g}) times the balance of a sequence's tokens over the "
+        f"experts of {len(routers)} routers; router_loss in metrics.jsonl is that balance, 1 where it is even",
+    )
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether a model is a mixture: its config gives it several experts, and some of its weights are called so."""
+    fields = vars(model.config.get_text_config())
+    is_several = any(isinstance(fields.get(name), int) and fields[name] > 1 for name in EXPERT_COUNTS)
+    return is_several and any("expert" in name for name, _ in model.named_parameters())

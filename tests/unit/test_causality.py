@@ -1,0 +1,124 @@
+"""What sees the tokens that follow is refused by trying it, and nothing that is causal is."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import echelon.model.causality as causality
+from echelon.errors import ConfigError
+from echelon.model.build import load_config
+from echelon.model.causality import check_is_causal
+from families import EXTRA, small_config
+
+ENCODER = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+           "num_attention_heads": 4}  # fmt: skip
+NOT_CAUSAL = {
+    "bert": {},
+    "roberta": {},
+    "electra": {"embedding_size": 64},
+    "xlnet": {},
+    "gemma3_text": {"use_bidirectional_attention": True, "num_key_value_heads": 2, "head_dim": 16},
+    "llama": {"is_causal": False},
+}
+# Of what transformers 5 has: a prefix LM, one that reads a text in both directions, the decoder of an n-gram predictor,
+# and encoders whose default is not to be a decoder.
+REFUSED = {
+    "bert", "bert-generation", "big_bird", "camembert", "cpmant", "data2vec-text", "electra", "ernie", "megatron-bert",
+    "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta",
+    "xlm-roberta-xl", "xlnet",
+}  # fmt: skip
+
+
+def config_of(model_type, **fields):
+    return load_config({"model_type": model_type, **ENCODER, **fields})
+
+
+@pytest.mark.parametrize("model_type", NOT_CAUSAL)
+def test_what_looks_ahead_is_refused(model_type):
+    fields = NOT_CAUSAL[model_type]
+    config = config_of(model_type, **{name: value for name, value in fields.items() if name != "is_causal"})
+    if "is_causal" in fields:
+        config.is_causal = False
+    with pytest.raises(ConfigError, match="a position sees the tokens that follow it") as refused:
+        check_is_causal(config)
+    fix = {"bert": "set is_decoder: true", "gemma3_text": "set use_bidirectional_attention: false"}
+    assert fix.get(model_type, "use a causal family") in str(refused.value)
+
+
+@pytest.mark.parametrize("family", EXTRA)
+def test_what_looks_back_passes(family):
+    check_is_causal(load_config(small_config(family)))
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "electra"])
+def test_an_encoder_that_is_made_a_decoder_passes(model_type):
+    check_is_causal(config_of(model_type, is_decoder=True, **NOT_CAUSAL[model_type]))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("bloom", {"n_layer": 2, "n_head": 4, "hidden_size": 64}),  # ALiBi
+        ("mamba", {"hidden_size": 64, "num_hidden_layers": 2}),  # a state space
+        ("mistral", {**ENCODER, "num_key_value_heads": 2, "sliding_window": 4}),
+    ],
+)
+def test_other_ways_to_look_back_pass(model_type, fields):
+    check_is_causal(load_config({"model_type": model_type, "vocab_size": 256, **fields}))
+
+
+def test_a_large_model_is_tried_in_small():
+    """Eight experts of 14336, and a width of 4096, are 46 billion parameters; what is tried is below the limit."""
+    tried = []
+    measure = causality._measure_leak
+    causality._sees_what_follows.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causality, "_measure_leak", lambda *given: tried.append(given[0]) or measure(*given))
+        check_is_causal(load_config({"model_type": "mixtral"}))
+        check_is_causal(load_config({"model_type": "mixtral"}))
+        with pytest.raises(ConfigError):
+            check_is_causal(load_config({"model_type": "bert"}))
+    assert tried[0].num_hidden_layers == 8 and tried[0].hidden_size < 4096
+    assert [each.model_type for each in tried].count("mixtral") == 1, "once a config"
+
+
+def test_a_model_whose_forward_pass_fails_is_refused_in_words():
+    config = load_config(small_config("mixtral"))
+    config.num_experts_per_tok = 9
+    with pytest.raises(ConfigError, match=r"a forward pass of this mixtral model fails .*; correct model.config"):
+        check_is_causal(config)
+
+
+def test_an_encoder_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not to be\n" * 200)
+    model = (
+        '{"model_type":"bert","hidden_size":64,"intermediate_size":128,"num_hidden_layers":2,"num_attention_heads":4}'
+    )
+    (tmp_path / "recipe.yaml").write_text(
+        f"run: {{name: encoder}}\nmodel: {{config: {model}}}\ntokenizer: bytes\n"
+        "data: {train: [{path: text.txt}], sequence_len: 32}\ntrain: {steps: 2, global_batch_size: 2}\n"
+    )
+    command = [sys.executable, "-m", "echelon", "train", "recipe.yaml", "--nproc", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "set is_decoder: true in model.config" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_architecture_of_transformers(model_type):
+    """Their default configs: only what is known to look ahead is refused. Some have no default that can be built."""
+    try:
+        config = load_config({"model_type": model_type})
+        causality.build_on_meta(config)
+    except ConfigError:
+        pytest.skip("its default config makes no model")
+    if model_type in REFUSED:
+        with pytest.raises(ConfigError, match="a position sees the tokens that follow it"):
+            check_is_causal(config)
+    else:
+        check_is_causal(config)
