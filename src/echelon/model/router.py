@@ -225,16 +225,13 @@ def check_routers(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: naming the field and what would do.
     """
-    fields = vars(model.config.get_text_config())
-    counts = {name: fields[name] for name in EXPERT_COUNTS if isinstance(fields.get(name), int)}
-    chosen = fields.get("num_experts_per_tok")
-    if not counts or not isinstance(chosen, int):
-        return
-    name, count = next(iter(counts.items()))
-    if chosen > count > 1:
+    text = model.config.get_text_config()
+    count = next((count for name in EXPERT_COUNTS if (count := getattr(text, name, None))), None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    if isinstance(count, int) and isinstance(chosen, int) and chosen > count > 1:
         raise ConfigError(
-            f"model.config.num_experts_per_tok={chosen} is more than the {count} experts of model.config.{name}; use "
-            f"{count} or less."
+            f"model.config.num_experts_per_tok={chosen}: a token cannot go to more experts than the {count} there are; "
+            f"use {count} or less."
         )
 
 
@@ -306,6 +303,8 @@ def choose_router_loss(skeleton: PreTrainedModel, model: nn.Module) -> RouterCho
 
 def has_experts(model: PreTrainedModel) -> bool:
     """Whether a model is a mixture: its config gives it several experts, and some of its weights are called so."""
-    fields = vars(model.config.get_text_config())
-    is_several = any(isinstance(fields.get(name), int) and fields[name] > 1 for name in EXPERT_COUNTS)
-    return is_several and any("expert" in name for name, _ in model.named_parameters())
+    text = model.config.get_text_config()
+    counts = [getattr(text, name, None) for name in EXPERT_COUNTS]
+    return any(isinstance(count, int) and count > 1 for count in counts) and any(
+        "expert" in name for name, _ in model.named_parameters()
+    )
