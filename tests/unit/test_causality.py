@@ -1,6 +1,6 @@
 """What sees the tokens that follow is refused by trying it, and nothing that is causal is."""
 
-import os
+import json
 import subprocess
 import sys
 
@@ -94,15 +94,17 @@ def test_a_model_whose_forward_pass_fails_is_refused_in_words():
 
 def test_an_encoder_is_refused_before_anything_is_written(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 200)
-    model = (
-        '{"model_type":"bert","hidden_size":64,"intermediate_size":128,"num_hidden_layers":2,"num_attention_heads":4}'
-    )
-    (tmp_path / "recipe.yaml").write_text(
-        f"run: {{name: encoder}}\nmodel: {{config: {model}}}\ntokenizer: bytes\n"
-        "data: {train: [{path: text.txt}], sequence_len: 32}\ntrain: {steps: 2, global_batch_size: 2}\n"
-    )
+    recipe = {
+        "run": {"name": "encoder"},
+        "model": {"config": {"model_type": "bert", **ENCODER}},
+        "tokenizer": "bytes",
+        "data": {"train": [{"path": "text.txt"}], "sequence_len": 32},
+        "train": {"steps": 2, "global_batch_size": 2},
+        "optim": {"learning_rate": 1e-3},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     command = [sys.executable, "-m", "echelon", "train", "recipe.yaml", "--nproc", "1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "set is_decoder: true in model.config" in done.stderr
     assert not (tmp_path / "runs").exists()

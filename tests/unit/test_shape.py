@@ -131,3 +131,14 @@ def test_known_families_need_no_torch():
         "build_shape({'model_type': 'qwen3'}); assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_experts_that_a_token_passes_by_cost_nothing():
+    """Worked by hand: two layers of 8 experts of three 64 by 32 matrices, of which a token goes to 2."""
+    shape = build_shape(small_config("qwen3_moe"))
+    experts = 2 * 8 * 3 * 64 * 32
+    assert shape.num_expert_parameters == experts and shape.num_idle_parameters == experts * 6 // 8
+    active = shape.num_matmul_parameters - shape.num_idle_parameters
+    assert shape.flops_per_token(32) == 6 * active + 12 * 2 * 64 * 32
+    assert shape.flops_per_token(32, 100) == 4 * active + 2 * 100 + 12 * 2 * 64 * 32
+    assert build_shape(small_config("stablelm")).num_idle_parameters == 0
