@@ -14,10 +14,12 @@ from echelon.model.quantization import QuantizedLinear
 from echelon.plan import AdapterPlan, ParallelPlan, Precision
 from echelon.planner.adapters import build_adapter_plan, frozen_bytes
 from echelon.planner.memory import estimate_memory
-from echelon.recipe import AdapterConfig
+from echelon.recipe import AdapterConfig, load_recipe
 from echelon.shape import build_shape
+from families import small_config
 from recipe_samples import SMALL as SMALL_RECIPE
 from recipe_samples import load_text
+from training import Row, resolve, write_recipe
 
 BF16 = Precision(compute="bfloat16")
 LLAMA3_8B = {
@@ -225,3 +227,19 @@ def test_new_tokens_are_rows_that_train():
 def test_a_target_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="no linear layer named 'q_prj'; did you mean q_proj"):
         planned(SMALL, method="lora", target_modules=["q_prj"])
+
+
+def test_experts_that_no_adapter_reaches_are_named(tmp_path):
+    """With the share that PEFT leaves out, in the plan's own lines; a dense model has no such line."""
+    row = Row(adapter="lora", family="qwen3_moe")
+    recipe, _ = load_recipe(write_recipe(row, tmp_path, tmp_path / "text.txt", steps=4))
+    lines = [line for line in resolve(row, recipe, 1000).describe() if "experts:" in line]
+    model = build_on_meta(AutoConfig.for_model(**small_config("qwen3_moe")))
+    experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
+    total = sum(each.numel() for each in model.parameters())
+    apply_adapter(model, recipe.adapter)
+    assert not any(".experts." in name and each.requires_grad for name, each in model.named_parameters())
+    assert len(lines) == 1 and f"{experts / total:.0%} of the model's parameters are not reached" in lines[0]
+    dense = Row(adapter="lora")
+    recipe, _ = load_recipe(write_recipe(dense, tmp_path / "dense", tmp_path / "text.txt", steps=4))
+    assert not any("experts" in line for line in resolve(dense, recipe, 1000).describe())

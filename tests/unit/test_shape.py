@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echelon.errors import ConfigError
 from echelon.shape import build_shape, resolve_vocab_size
+from families import small_config
 
 LLAMA_LIKE = {
     "vocab_size": 129,
