@@ -19,7 +19,7 @@ NOT_CAUSAL = {
     "bert": {},
     "roberta": {},
     "electra": {"embedding_size": 64},
-    "xlnet": {"d_head": 16},
+    "roformer": {},
     "gemma3_text": {"use_bidirectional_attention": True, "num_key_value_heads": 2, "head_dim": 16},
     "llama": {"is_causal": False},
 }
