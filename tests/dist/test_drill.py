@@ -1,13 +1,13 @@
 """The drill as its user runs it: every fault is done, noticed and survived, and nothing is left behind."""
 
 import json
+import os
 import signal
-import time
 
-import psutil
 import pytest
 
-from command import MARK, CommandLine, assert_no_orphan, await_line, finish, marked_processes, start, write_recipe
+from command import MARK, CommandLine, assert_no_orphan, await_line, finish, start, write_recipe
+from echelon.run_folder import RunFolder
 
 pytestmark = pytest.mark.dist
 
@@ -21,34 +21,25 @@ def folder(monkeypatch, tmp_path):
     assert_no_orphan()
 
 
-def await_suspended(job):
-    """Wait until some rank is suspended."""
-    deadline = time.monotonic() + 400
-    while not any(process.status() == psutil.STATUS_STOPPED for process in marked_processes()):
-        assert job.poll() is None and time.monotonic() < deadline, job.communicate()
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     ("number", "moment"),
     [
         (signal.SIGTERM, "pilot"),
         pytest.param(signal.SIGINT, "whole", marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, "a rank hangs", marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, "a-rank-killed", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_ends_the_drill_and_all_it_has_started(folder, number, moment):
+    """Also a rank that is suspended at that moment, and so cannot see that it is alone."""
     job = start("drill", "recipe.json", "--nproc", "2", cwd=folder)
-    place = folder / "runs" / "tiny-drill"
-    if moment == "a rank hangs":
-        await_suspended(job)
-    else:
-        await_line(place / moment / "metrics.jsonl", '"step": 2,', job, 400)
+    run = RunFolder(folder / "runs" / "tiny-drill" / moment)
+    await_line(run.metrics_path, '"step": 2,', job, 600)
+    os.kill(run.read_pids()[1], signal.SIGSTOP)
     job.send_signal(number)
-    ending = finish(job, 60)
+    ending = finish(job, 120)
     assert_no_orphan(0.1)
     assert (ending.code, ending.err) == (1, f"echelon: stopped by {number.name}; nothing of the drill runs any more\n")
-    assert not place.exists()
+    assert not run.path.parent.exists()
 
 
 @pytest.mark.slow
