@@ -164,7 +164,9 @@ class Session:
 
 
 # Pages of which the same is run by other tests too: `make slow` runs these.
-SLOW_PAGES = {"adapters.md", "checkpoints.md", "evaluation.md", "optimization.md", "schedules.md", "tracking.md"}
+SLOW_PAGES = {
+    "adapters.md", "checkpoints.md", "evaluation.md", "hub.md", "optimization.md", "schedules.md", "tracking.md",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
