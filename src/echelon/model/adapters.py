@@ -101,8 +101,7 @@ def find_saved(model: Any, adapter: AdapterConfig) -> dict[str, nn.Module]:
     ends = sorted({name.rpartition(".")[2] for name in leaves})
     for wanted in adapter.modules_to_save:
         if wanted not in ends:
-            near = difflib.get_close_matches(wanted, ends, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(ends)}."
+            hint = _suggest(wanted, ends)
             raise ConfigError(f"adapter.modules_to_save: the model has no module with weights named {wanted!r}; {hint}")
     saved = {name: each for name, each in leaves.items() if name.rpartition(".")[2] in adapter.modules_to_save}
     weights = {id(each) for module in saved.values() for each in module.parameters()}
@@ -131,10 +130,15 @@ def find_targets(model: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
     ends = sorted({name.rpartition(".")[2] for name in linear})
     for wanted in adapter.target_modules:
         if wanted not in ends:
-            near = difflib.get_close_matches(wanted, ends, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(ends)}, or all-linear."
+            hint = _suggest(wanted, [*ends, "all-linear"])
             raise ConfigError(f"adapter.target_modules: the model has no linear layer named {wanted!r}; {hint}")
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in adapter.target_modules}
+
+
+def _suggest(wanted: str, names: Sequence[str]) -> str:
+    """The name that was probably meant, or all there are."""
+    near = difflib.get_close_matches(wanted, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"use some of {', '.join(names)}."
 
 
 def check_packages(adapter: AdapterConfig) -> None:
