@@ -287,6 +287,10 @@ def _render_value(value: Any) -> str:
 
 def main() -> None:
     """The console script: every error becomes one message and the exit code of the contract."""
+    if sys.getfilesystemencoding() != "utf-8":  # libraries take no path with a letter that the locale has not
+        from echelon.runtime import restart_in_utf8
+
+        restart_in_utf8()
     try:
         app()
     except EchelonError as error:

@@ -189,6 +189,8 @@ class RunFolder:
         """
         self.create()
         try:
+            if not os.access(self.path, os.W_OK | os.X_OK):  # a lock that is there already would open all the same
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise self._explain("written to", error) from error

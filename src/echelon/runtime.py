@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.host_agent import ADDRESS_VARIABLE, HOST_VARIABLE, SHARED_VARIABLE
@@ -260,6 +260,12 @@ def keep_hub_cache_beside(run_dir: Path) -> None:
     """
     if "KUBERNETES_SERVICE_HOST" in os.environ and not HUB_PLACES & os.environ.keys():
         os.environ["HF_HOME"] = str((run_dir.parent / "huggingface").absolute())
+
+
+def restart_in_utf8() -> NoReturn:
+    """Start this program anew, and so what it starts, with paths in UTF-8 whatever the locale says."""
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], environment)
 
 
 def use_one_tokenizer_thread() -> None:

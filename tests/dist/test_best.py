@@ -97,6 +97,10 @@ def check_choice_of_checkpoints(echelon, run, evals):
     assert echelon("generate", "out", *sample[2:]).out == texts[0]
     ending = echelon("eval", run, "--checkpoint", "2")
     assert ending.code == 2 and "--checkpoint 2: use newest, best or a step" in ending.err and "steps 1, 4" in ending.err
+    given = [echelon("eval", *each, "--data", "text.txt", "--json").out for each in ((run, "--checkpoint", "best"), ("out",))]
+    ours, exported = map(json.loads, given)
+    assert exported["sequence_len"] == ours["sequence_len"] == 32
+    assert exported["tokens"] == ours["tokens"] and exported["loss"] == pytest.approx(ours["loss"], rel=1e-6)
     ending = echelon("eval", "out", "--data", "text.txt", "--checkpoint", "best")
     assert ending.code == 2 and "is an HF folder and has no checkpoints" in ending.err
 

@@ -123,7 +123,7 @@ def check_eval(echelon, run):
     ending = echelon("eval", run.path, "--json")
     result = json.loads(ending.out)
     assert set(result) == {
-        "loss", "perplexity", "bits_per_byte", "unigram_entropy", "tokens", "data", "sets",
+        "loss", "perplexity", "bits_per_byte", "unigram_entropy", "tokens", "data", "sequence_len", "sets",
     }  # fmt: skip
     assert result["tokens"] < whole["tokens"]
     assert echelon("eval", run.path).out.splitlines()[0] == f"loss: {result['loss']:.4f}"

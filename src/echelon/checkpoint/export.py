@@ -24,8 +24,12 @@ from echelon.manifest import MANIFEST
 from echelon.model.build import materialize, parameter_names
 from echelon.model.folder import run_model_dir
 from echelon.model.weights import initialize_buffers
+from echelon.run_folder import write_json
 
 SHARD_BYTES = 4 * 2**30
+TRAINING = "echelon.json"
+"""Of an exported folder: how its model was trained, as far as `echelon eval` goes by it."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -74,6 +78,7 @@ def export_run(
         else:
             _write_weights(adapted.merged, skeleton, writing, dtype)
         _write_sidecars(run_model_dir(run), writing, dtype)
+        write_json(writing / TRAINING, {"sequence_len": read_run_recipe(run).data.sequence_len})
         (writing / "README.md").write_text(render_card(run, checkpoint.step), encoding="utf-8")
         if out.exists():
             out.rmdir()

@@ -149,7 +149,8 @@ class RouterTap:
     @contextmanager
     def collecting(self) -> Iterator[list[Tensor]]:
         """The logits of every router that runs in this scope, in the order of `routers`."""
-        self._collected = collected = []
+        collected: list[Tensor] = []
+        self._collected = collected
         try:
             yield collected
         finally:

@@ -23,7 +23,7 @@ def _norm_on_host(gradients: list[Tensor]) -> Tensor:
     PyTorch's norm of a tensor on the CPU adds up in fp32 from end to end: of 40 million, GPT-2's embedding,
     it is off by 1e-4, which is what its gradients would be clipped by. On a GPU it adds up in a tree.
     """
-    norms = []
+    norms: list[Tensor] = []
     for gradient in gradients:
         rows = torch.linalg.vector_norm(gradient, dim=-1) if gradient.dim() > 1 else gradient
         norms.append(torch.linalg.vector_norm(rows))

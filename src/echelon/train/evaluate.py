@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.checkpoint.adapted import read_run_recipe
+from echelon.checkpoint.export import TRAINING
 from echelon.data.loader import Microbatch, build_microbatch, trim_padding
 from echelon.data.prepared import PreparedData, ValidationSet
 from echelon.data.shards import Dataset, unigram_entropy
@@ -23,6 +24,7 @@ from echelon.data.source import PYTHON_STDLIB
 from echelon.engines import Evaluation
 from echelon.errors import ConfigError
 from echelon.loss import IGNORE
+from echelon.manifest import read_json
 from echelon.mesh import Meshes
 from echelon.model.build import is_model_folder
 from echelon.objective import CausalLM, Objective, ObjectiveModule, build_objective
@@ -260,8 +262,9 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
 
     Returns:
         loss (nats per token), perplexity, bits_per_byte, unigram_entropy (what a model of token frequencies alone would
-        reach on the same text), tokens, data, and sets: the same of each named set. The first ones are of all sets. Of
-        pairs: loss, reward_accuracy and reward_margin per pair, pairs and tokens.
+        reach on the same text), tokens, data, sequence_len (tokens of a sequence), and sets: the same of each named
+        set. The first ones are of all sets. Of pairs: loss, reward_accuracy and reward_margin per pair, pairs and
+        tokens.
 
     Raises:
         ConfigError: an HF folder without `data`, or a run that holds nothing out.
@@ -272,7 +275,7 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
         raise ConfigError(f"{target} is an HF folder and holds no text; give the text with --data PATH.")
     device = find_device()
     model, tokenizer = load_target(target, device, checkpoint)
-    sequence_len = _sequence_len(target, model)
+    sequence_len = _find_window(target, model)
     objective: Objective = CausalLM()
     with ExitStack() as stack:
         if data is None:
@@ -293,6 +296,7 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
     return {
         **_render(results.whole, entropy),
         "data": source,
+        "sequence_len": sequence_len,
         "sets": {name: _render(result, entropies[name]) for name, result in results.sets.items()},
     }
 
@@ -326,10 +330,17 @@ def _evaluate_set(
     return build_result(objective, sums.tolist(), given.bytes_per_token)
 
 
-def _sequence_len(target: Path, model: PreTrainedModel) -> int:
-    if is_model_folder(target):
-        return min(1024, getattr(model.config, "max_position_embeddings", 1024))
-    return read_run_recipe(target).data.sequence_len
+def _find_window(target: Path, model: PreTrainedModel) -> int:
+    """The tokens of a sequence: as trained, where the run or what was exported of it says so."""
+    if not is_model_folder(target):
+        return read_run_recipe(target).data.sequence_len
+    try:
+        length = read_json(target / TRAINING)["sequence_len"]
+    except (OSError, ValueError, KeyError, TypeError):
+        length = None  # another tool wrote this folder
+    if isinstance(length, int) and length > 0:
+        return length
+    return min(1024, getattr(model.config, "max_position_embeddings", 1024))
 
 
 def _read_all(dataset: Dataset, batch: int, device: torch.device) -> Iterator[Microbatch]:

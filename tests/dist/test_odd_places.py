@@ -1,0 +1,62 @@
+"""Folders that are odd: one that may not be written to, one whose name the locale cannot write, and runs without a best."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from command import read_lines, write_recipe
+from echelon.checkpoint.folder import checkpoint_of
+from echelon.data.tokenizer import build_bytes_tokenizer
+from echelon.errors import ConfigError
+from echelon.run_folder import RunFolder
+
+pytestmark = pytest.mark.dist
+
+LOCK = """
+import os, sys
+from pathlib import Path
+from echelon.errors import EchelonError
+from echelon.run_folder import RunFolder
+if os.getuid() == 0:
+    os.setuid(65534)
+try:
+    RunFolder(Path(sys.argv[1])).lock()
+except EchelonError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def test_a_run_folder_that_may_not_be_written_to_is_refused(tmp_path):
+    run = tmp_path / "run"
+    RunFolder(run).create()
+    (run / ".lock").touch()
+    (run / ".lock").chmod(0o666)  # of a run that was there before: the lock alone can be had
+    run.chmod(0o555)
+    for place in (tmp_path, *tmp_path.parents[:2]):
+        place.chmod(place.stat().st_mode | 0o055)
+    done = subprocess.run([sys.executable, "-c", LOCK, str(run)], capture_output=True, text=True, check=False)
+    run.chmod(0o755)
+    assert done.returncode == 2 and f"run.dir={run} cannot be written to" in done.stderr, done
+
+
+def test_a_locale_without_utf8_reads_every_path(tmp_path):
+    build_bytes_tokenizer().save_pretrained(tmp_path / "wörter")
+    write_recipe(tmp_path, tokenizer="wörter")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon", "plan", "recipe.json", "--devices", "2xH100"],
+        capture_output=True, check=False, cwd=tmp_path, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0 and b"vocab_size 256" in done.stdout, done
+
+
+def test_best_is_refused_where_nothing_says_which_it_is(echelon, tmp_path):
+    write_recipe(tmp_path, data={"train": "text.txt", "sequence_len": 32, "validation_fraction": 0})
+    assert echelon("train", "recipe.json", "--nproc", "1").code == 0
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    assert not [row for row in read_lines(run.metrics_path) if row["kind"] == "eval"]
+    with pytest.raises(ConfigError, match=r"no evaluation of this run says which is best; .* has steps 3, 6"):
+        checkpoint_of(run.path, "best")
