@@ -24,7 +24,7 @@ from echelon.manifest import MANIFEST
 from echelon.model.build import materialize, parameter_names
 from echelon.model.folder import run_model_dir
 from echelon.model.weights import initialize_buffers
-from echelon.run_folder import write_json
+from echelon.stored import write_json
 
 SHARD_BYTES = 4 * 2**30
 TRAINING = "echelon.json"

@@ -182,10 +182,12 @@ def find_routers(model: PreTrainedModel) -> list[Router]:
             wanted = getattr(recorder, "target_class", recorder)
             if not isinstance(wanted, type):
                 continue
+            layer_name, index = getattr(recorder, "layer_name", None), getattr(recorder, "index", 1)
+            name: str
+            module: nn.Module
             for name, module in part.named_modules(prefix=prefix):
-                layer_name = getattr(recorder, "layer_name", None)
                 if isinstance(module, wanted) and (layer_name is None or f".{layer_name}." in f".{name}."):
-                    found[name] = (module, getattr(recorder, "index", 1))
+                    found[name] = (module, index)
     innermost = [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
     text = model.config.get_text_config()
     routers = []

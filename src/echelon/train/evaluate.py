@@ -24,12 +24,12 @@ from echelon.data.source import PYTHON_STDLIB
 from echelon.engines import Evaluation
 from echelon.errors import ConfigError
 from echelon.loss import IGNORE
-from echelon.manifest import read_json
 from echelon.mesh import Meshes
 from echelon.model.build import is_model_folder
 from echelon.objective import CausalLM, Objective, ObjectiveModule, build_objective
 from echelon.recipe import Recipe
 from echelon.stopping import StopRequest, agreed_stop
+from echelon.stored import read_json
 from echelon.train.held_out import open_held_out, prepare_given
 from echelon.train.sampler import encode_prompts
 from echelon.train.target import find_device, load_first_weights, load_target
