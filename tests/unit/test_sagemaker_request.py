@@ -200,6 +200,13 @@ def test_what_a_user_writes_is_text_and_nothing_else(tmp_path):
     assert ran.stdout == f"a  'b' $c 1 {bundle.ENTRY}\n"
 
 
+def test_a_template_in_the_recipe_goes_with_it(tmp_path):
+    """Also one that is longer than any path can be."""
+    text = "{% for message in messages %}" + "{{ message['content'] }}" * 300 + "{% endfor %}"
+    staging = build_submission(make_job(tmp_path, f"data.chat_template={json.dumps(text)}")).staging
+    assert staging.recipe.data.chat_template == text
+
+
 def test_paths_of_the_container(tmp_path):
     """Folders, globs, pairs of Megatron's, models and templates: each where the container will have it."""
     for name in ("ids.bin", "ids.idx", "chat.jinja", "base/config.json", "base/model.safetensors", "base/.cache/x"):

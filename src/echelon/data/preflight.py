@@ -21,6 +21,7 @@ from echelon.data.templates import NAMED_TEMPLATES, load_template, own_template
 from echelon.data.tokenizer import EOS, separator_id
 from echelon.errors import ConfigError
 from echelon.recipe.data_formats import PAIR_FORMATS, PROMPTS
+from echelon.recipe.inputs import is_template
 from echelon.recipe.render import plain_value
 from echelon.recipe.yaml_text import show_value
 
@@ -104,7 +105,7 @@ def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
             "rejected_response, name your fields in data.train.0.fields, or set objective.name=causal_lm."
         )
     given = {
-        "train_on": options.train_on != "assistant",
+        "train_on": options.train_on == "last",  # of a plain text, all is learned anyway
         "system_prompt": options.system_prompt,
         "eot_tokens": options.eot_tokens,
     }
@@ -133,7 +134,8 @@ def _choose_template(
 ) -> tuple[str | None, str]:
     """The template, and what it is called in messages. Raises ConfigError where there is none and must be one."""
     if options.chat_template is not None:
-        return load_template(options.chat_template), f"data.chat_template={options.chat_template}"
+        named = "" if is_template(options.chat_template) else f"={options.chat_template}"
+        return load_template(options.chat_template), f"data.chat_template{named}"
     own = own_template(tokenizer)
     if own is not None:
         return own, "the tokenizer's chat_template"

@@ -60,10 +60,12 @@ def _choose_fields(source: "Source", records: Sequence[SourceFile]) -> Fields | 
 
 
 def _recognise(source: "Source", records: Sequence[SourceFile]) -> str | None:
+    """The format of the first record. Of several that it could be, the one whose fields the recipe names."""
     names = _own_names(source.fields, _first_names(records))
     if source.format == "tokens":
         return "tokens" if "labels" in names else None
-    return recognise_format(names)
+    meant = [name for name, row in RECORD_FORMATS.items() if source.fields and set(row.required) <= set(source.fields)]
+    return next((name for name in meant if set(source.fields) & set(names)), None) or recognise_format(names)
 
 
 def _first_names(records: Sequence[SourceFile]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
+from echelon.recipe.inputs import is_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -172,12 +173,14 @@ NAMED_TEMPLATES: dict[str, NamedTemplate] = {
 
 
 def load_template(choice: str) -> str:
-    """The text of the template that `data.chat_template` names: one of the table, or a file.
+    """The text of the template that `data.chat_template` is: that of a name of the table, of a file, or its own.
 
-    Raises ConfigError for what is neither.
+    Raises ConfigError for what is none of them.
     """
     if choice in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[choice].text
+    if is_template(choice):
+        return choice
     path = Path(choice).expanduser()
     try:
         return path.read_text(encoding="utf-8")

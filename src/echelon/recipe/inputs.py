@@ -221,6 +221,11 @@ class SourceConfig(Section):
         return path
 
 
+def is_template(text: str) -> bool:
+    """Whether a chat template is given as its text, and neither by name nor by path."""
+    return "{{" in text or "{%" in text
+
+
 def expand_sources(value: Any) -> Any:
     """Write the shorthands `train: some/path` and `train: [some/path]` out as a list of `{path: ...}`."""
     sources = [value] if isinstance(value, str | dict | SourceConfig) else value
@@ -256,7 +261,7 @@ class DataConfig(Section):
         "joined, else on.",
     )
     chat_template: str | None = Field(
-        None, description="Template of conversations: a file (Jinja), or a name. Default: the tokenizer's."
+        None, description="Template of conversations: a file (Jinja), its text, or a name. Default: the tokenizer's."
     )
     eot_tokens: tuple[str, ...] = Field(
         (),

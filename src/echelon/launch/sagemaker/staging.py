@@ -15,6 +15,7 @@ from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker import bundle
 from echelon.launch.shell import needs_shell
 from echelon.recipe import Recipe, SourceConfig, render_recipe
+from echelon.recipe.inputs import is_template
 from echelon.recipe.render import plain_value, recipe_mapping
 
 DATA_DIR = PurePosixPath("/opt/ml/input/data")
@@ -162,9 +163,9 @@ class _Stage:
         return self._place(key, name, channel, "File")
 
     def place_template(self, template: str) -> str:
-        """A template's file goes with the code; the name of one stays."""
+        """A template's file goes with the code; a template itself, or the name of one, stays."""
         local = self.job.workdir / Path(template).expanduser()
-        if not local.is_file():
+        if is_template(template) or not local.is_file():
             return template
         self.uploads.append(Upload(f"{self._prefix}/{CODE_CHANNEL}/{_TEMPLATE}", local, template))
         return str(DATA_DIR / CODE_CHANNEL / _TEMPLATE)
