@@ -13,7 +13,14 @@ def import_file(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A file of Axolotl, HF (TRL, PEFT) or LLaMA-Factory.")],
     out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="The recipe to write. Default: stdout.")] = None,
     tool: Annotated[
-        str | None, typer.Option("--from", metavar="axolotl|hf|llamafactory", help="Default: told from its keys.")
+        str | None,
+        typer.Option(
+            "--from", metavar="TOOL", help="axolotl, hf, llamafactory or llamafactory-v1. Default: told from its keys."
+        ),
+    ] = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option("--trainer", metavar="sft|dpo|transformers", help="Of HF's files: the trainer it is for."),
     ] = None,
     devices: Annotated[
         int | None, typer.Option("--devices", min=1, metavar="N", help="GPUs it ran on: the global batch follows.")
@@ -27,7 +34,7 @@ def import_file(
 
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists already; name another file, or remove it.")
-    imported = import_recipe(path, tool, Amounts(devices, samples))
+    imported = import_recipe(path, tool, Amounts(devices, samples), trainer)
     typer.echo(f"import: {path} is read as a file of {imported.tool}", err=True)
     for note in imported.notes:
         typer.echo(note, err=True)

@@ -10,11 +10,18 @@ from echelon.recipe.aliases import spellings
 from echelon.recipe.yaml_text import show_value
 from echelon.redaction import redact
 
-Fate = Literal["carried", "differs", "lost", "needless", "off"]
-"""carried: in the recipe with the same meaning. differs: in the recipe, with a difference that is told. lost: not in
-the recipe. needless: echelon does so by itself. off: null, false or the tool's own default, which asks for nothing."""
+Fate = Literal["carried", "differs", "lost", "needless", "off", "refused"]
+"""carried: in the recipe with the same meaning. differs: in the recipe, with a small difference that is told. lost: not
+in the recipe, and what is trained does not depend on it. needless: echelon does so by itself. off: null, false or the
+tool's own default, which asks for nothing. refused: without it the training would be another."""
+
+_WEIGHT: Mapping[Fate, int] = {"refused": 3, "lost": 2}
 
 _OFF: tuple[Any, ...] = (None, False, "", (), [], {})
+_UNKNOWN = (
+    "what it does is not known here; if the training is the same without it, take it out of the file, and import it "
+    "again."
+)
 
 
 @dataclass(frozen=True)
@@ -123,8 +130,12 @@ class Ledger:
         self._tell(name, "differs", text)
 
     def lose(self, name: str, text: str) -> None:
-        """The key is not in the recipe."""
+        """The key is not in the recipe, and the training is the same without it."""
         self._tell(name, "lost", text)
+
+    def refuse(self, name: str, text: str) -> None:
+        """The training would be another: no recipe can come of the file."""
+        self._tell(name, "refused", text)
 
     def need_not(self, name: str, text: str) -> None:
         """The key is not in the recipe, and nothing is lost."""
@@ -134,8 +145,16 @@ class Ledger:
         """Something to know that belongs to no key of the file."""
         self.remarks.append(text)
 
-    def close(self, defaults: Mapping[str, Any], needless: Mapping[str, str], lost: Mapping[str, str]) -> None:
-        """Account for what is left: by the tool's defaults and the tables of reasons."""
+    def close(
+        self,
+        defaults: Mapping[str, Any],
+        needless: Mapping[str, str],
+        lost: Mapping[str, str],
+        refused: Mapping[str, str],
+        settings: tuple[str, ...],
+    ) -> None:
+        """Account for what is left: by the tools' defaults and the tables of reasons. `settings`: how the names begin
+        of what does nothing by itself. A key that nobody knows may make another training, and is refused."""
         for full, value in self.given.items():
             if full in self.entries:
                 continue
@@ -144,8 +163,12 @@ class Ledger:
                 self._enter(full, "off")
             elif name in needless:
                 self._enter(full, "needless", needless[name])
+            elif name in lost:
+                self._enter(full, "lost", lost[name])
+            elif name not in refused and name.startswith(settings):
+                self._enter(full, "needless", "it is a setting of what another key asks for, and nothing by itself.")
             else:
-                self._enter(full, "lost", lost.get(name, "a recipe has no such key."))
+                self._enter(full, "refused", refused.get(name, _UNKNOWN))
 
     def by_fate(self, fate: Fate) -> Iterator[Entry]:
         """The entries of one fate, in the order of the file."""
@@ -155,6 +178,8 @@ class Ledger:
         full = name if name in self.given else self.find(name)
         if full is None:  # accounted for already: say more about it
             full = next((each for each in self.entries if each == name or each.endswith("." + name)), None)
+        if full is None and fate == "refused":
+            raise ConfigError(f"{name}: {text}")
         if full is None:
             self.remark(f"{name}: {text}")
         else:
@@ -164,5 +189,5 @@ class Ledger:
         before = self.entries.get(full)
         if before is not None and before.text:
             text = f"{before.text} {text}".strip()
-            fate = "lost" if "lost" in (before.fate, fate) else fate
+            fate = max(fate, before.fate, key=lambda each: _WEIGHT.get(each, 0))
         self.entries[full] = Entry(full, self.given[full], fate, text)

@@ -3,16 +3,21 @@
 from typing import Any
 
 from echelon.recipe.aliases import read_value, spellings
+from echelon.recipe.foreign.defaults import Defaults, put_default
 from echelon.recipe.foreign.ledger import Ledger
 from echelon.recipe.foreign.reading import Tool
 from echelon.recipe.yaml_text import show_value
 
 _PLACE_OF_MODEL = "path/to/model"
+# Attention that computes the same by other code; where the recipe is silent, transformers takes the fastest it has.
+_ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+_CAUSAL = ("CausalLM", "LMHeadModel")
 
 
 def carry_model(ledger: Ledger, tool: Tool) -> None:
     """The model, its code, its attention, its tokenizer and the tokens added to it."""
-    if ledger.move("model.checkpoint", "base_model_name_or_path") is None:
+    names: tuple[str, ...] = ("model",) if tool == "llamafactory-v1" else ("base_model_name_or_path",)
+    if ledger.move("model.checkpoint", *names) is None:
         ledger.put("model.checkpoint", _PLACE_OF_MODEL, "not in the file")
         ledger.remark(f"the file names no model: set model.checkpoint, {_PLACE_OF_MODEL} for now.")
     if ledger.peek("trust_remote_code"):
@@ -22,13 +27,24 @@ def carry_model(ledger: Ledger, tool: Tool) -> None:
         ledger.take(*names)
     else:
         ledger.move("tokenizer", *names)
+    kind = ledger.peek("model_type", "cls_model_config")
+    if kind is not None and not str(kind).endswith(_CAUSAL):
+        ledger.refuse("model_type", "the model is none that predicts the next token of a text.")
+    revision = ledger.find("model_revision", "revision_of_model")
+    if revision is not None and ledger.take(revision) != "main":
+        ledger.refuse(revision, "a hub id is read at its newest revision; fetch the one you mean, and give its folder.")
+    if ledger.peek("output_router_logits") is True:
+        ledger.differ("output_router_logits", "the router loss is that of each sequence here, not of the batch.")
     _carry_attention(ledger)
     _carry_tokens(ledger)
 
 
 def _carry_attention(ledger: Ledger) -> None:
     if (full := ledger.find("attn_implementation")) is not None:
-        ledger.put("model.attn_implementation", ledger.take(full), f"{full}: {ledger.given[full]}")
+        if ledger.given[full] in _ATTENTION:
+            ledger.put("model.attn_implementation", ledger.take(full), f"{full}: {ledger.given[full]}")
+        else:
+            ledger.need_not(full, "attention is computed by transformers' fastest code; what it computes is the same.")
         return
     full = ledger.find("flash_attn", "flash_attention", "sdp_attention", "eager_attention")
     if full is None or ledger.given[full] in (False, "auto"):
@@ -51,17 +67,21 @@ def _carry_tokens(ledger: Ledger) -> None:
     if isinstance(special := ledger.peek("special_tokens"), dict):
         ledger.expand("special_tokens", special)
         for name in special:
-            ledger.lose(
-                f"special_tokens.{name}",
-                "the roles of tokens are the tokenizer's own; one that the vocabulary lacks goes to model.new_tokens.",
-            )
+            full = f"special_tokens.{name}"
+            if special[name] and name == "eos_token":
+                ledger.differ(full, "it ends texts and answers that no chat template ends; the tokenizer's own stays.")
+            elif special[name] and name == "pad_token":
+                ledger.need_not(full, "padding is never learned, whichever token it is.")
+            elif special[name]:
+                ledger.differ(full, "the tokenizer's own is used, which must be the same.")
 
 
-def carry_adapter(ledger: Ledger, tool: Tool) -> None:
+def carry_adapter(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
     """Which parameters are trained: the method, its rank and scale, the modules it is beside, the 4-bit weights."""
     method = _find_method(ledger, tool)
     if method is None:
-        for name in ("lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"):
+        for name in ("lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
+                     "lora_modules_to_save", "lora_target"):  # fmt: skip
             if ledger.find(name) is not None:
                 ledger.need_not(name, "every parameter is trained, no adapter is made.")
         return
@@ -71,20 +91,28 @@ def carry_adapter(ledger: Ledger, tool: Tool) -> None:
     if rank is not None:
         ledger.put("adapter.r", rank, f"{full}: {rank:g}")
     else:
-        rank = {"hf": 16 if ledger.given.get("use_peft") else 8}.get(tool, 8)
-        ledger.put("adapter.r", rank, f"the default of {tool}")
+        rank = defaults.rank
+        put_default(ledger, defaults, "adapter.r", rank)
     if ledger.move("adapter.alpha") is None:
-        alpha = {"llamafactory": 2 * rank, "axolotl": 2 * rank}.get(tool, 32 if ledger.given.get("use_peft") else 8)
-        ledger.put("adapter.alpha", alpha, f"the default of {tool}")
+        put_default(ledger, defaults, "adapter.alpha", _default_alpha(defaults, tool, rank))
     if ledger.move("adapter.dropout") is None:
-        dropout = 0.05 if tool == "hf" and ledger.given.get("use_peft") else 0.0
-        ledger.put("adapter.dropout", dropout, f"the default of {tool}")
-    _carry_targets(ledger)
+        put_default(ledger, defaults, "adapter.dropout", defaults.dropout)
+    _carry_targets(ledger, defaults)
+    saved = ledger.find("lora_modules_to_save", "modules_to_save", "additional_target")
+    if saved is not None:
+        ledger.put("adapter.modules_to_save", ledger.words(saved), f"{saved}: {show_value(ledger.given[saved])}")
     if ledger.peek("use_rslora", "peft_use_rslora"):
         ledger.move("adapter.rslora", "use_rslora", "peft_use_rslora")
     _carry_initial_values(ledger, method)
     if method == "qlora":
-        _carry_quantisation(ledger, tool)
+        _carry_quantisation(ledger, defaults)
+
+
+def _default_alpha(defaults: Defaults, tool: Tool, rank: float) -> float:
+    """PEFT's own is 8, whatever the rank."""
+    if defaults.alpha is not None:
+        return defaults.alpha
+    return defaults.alpha_of_rank * rank if tool == "llamafactory" else 8
 
 
 def _reason(ledger: Ledger, *names: str) -> str:
@@ -100,67 +128,81 @@ def _find_method(ledger: Ledger, tool: Tool) -> str | None:
     bits = ledger.peek("quantization_bit")
     four = bool(ledger.peek("load_in_4bit", "use_4bit")) or bits == 4
     eight = bool(ledger.peek("load_in_8bit", "use_8bit")) or bits == 8
-    word = ledger.take("adapter", "finetuning_type", "peft_type")
     peft = ledger.take("use_peft", "use_lora")
+    named = ledger.find("adapter", "finetuning_type", "peft_type", "peft_config.name")
+    word = ledger.take("adapter", "finetuning_type", "peft_type", "peft_config.name")
     dora = bool(ledger.take("use_dora", "peft_use_dora"))
     has_config = ledger.find("lora_r", "lora_rank", "r", "lora_alpha", "target_modules") is not None
     wanted = str(word).lower() if word else "lora" if peft or (tool == "hf" and has_config and peft is None) else None
     if tool == "llamafactory" and not word:
         wanted = "lora"
-    if wanted in (None, "full"):
-        if four or eight:
-            for name in ("load_in_4bit", "load_in_8bit", "quantization_bit", "use_4bit", "use_8bit"):
-                if ledger.peek(name):
-                    ledger.lose(
-                        name, "quantised weights cannot be trained without an adapter; set adapter.method=qlora."
-                    )
+    if wanted in (None, "full", "none"):
+        for name in ("load_in_4bit", "load_in_8bit", "quantization_bit", "use_4bit", "use_8bit"):
+            if (four or eight) and ledger.peek(name):
+                ledger.refuse(name, "quantised weights cannot be trained without an adapter; name one, or take it out.")
         return None
     if wanted not in ("lora", "qlora", "dora"):
-        name = "adapter" if "adapter" in ledger.given else "finetuning_type"
-        ledger.differ(
-            name, "echelon has lora, qlora and dora, and lora is written; look whether that is what you want."
+        assert named is not None
+        ledger.refuse(named, "echelon trains all parameters (full), or adapters: lora, qlora, dora.")
+        ledger.take("quantization_bit")
+        ledger.take("quantization_method")
+        return None
+    if dora and (four or wanted == "qlora"):
+        ledger.refuse(
+            ledger.find("load_in_4bit", "quantization_bit") or str(named), "dora is not beside 4-bit weights here."
         )
-    if dora:
-        if four or wanted == "qlora":
-            ledger.lose(ledger.find("load_in_4bit", "quantization_bit") or "adapter", "dora has no 4-bit weights here.")
-        return "dora"
     ledger.take("load_in_4bit", "use_4bit")
     if eight:
         full = ledger.find("load_in_8bit", "use_8bit", "quantization_bit")
-        ledger.lose(full or "load_in_8bit", "frozen weights stay in bf16 here, or take 4 bits: adapter.method=qlora.")
+        ledger.differ(str(full), "frozen weights are kept in 16 bits, of which 8 are a rounding: more memory.")
     elif bits == 4:
         ledger.take("quantization_bit")
-    return "qlora" if four or wanted == "qlora" else "lora"
+    elif bits is not None:
+        ledger.refuse("quantization_bit", "frozen weights take 4 bits (bitsandbytes), or none less than 16.")
+    quantiser = ledger.take("quantization_method", "quant_config.name")
+    if quantiser not in (None, "bnb", "bitsandbytes"):
+        ledger.refuse(
+            ledger.find("quant_config.name") or "quantization_method", "4-bit weights are bitsandbytes' here."
+        )
+    return "dora" if dora else "qlora" if four or wanted == "qlora" else wanted
 
 
-def _carry_targets(ledger: Ledger) -> None:
+def _carry_targets(ledger: Ledger, defaults: Defaults) -> None:
     linear = ledger.peek("lora_target_linear")
-    full = ledger.find("lora_target_modules", "lora_target", "target_modules")
-    value: Any = ledger.take("lora_target_modules", "lora_target", "target_modules")
+    names = ("lora_target_modules", "lora_target", "target_modules")
+    full = ledger.find(*names)
+    value: Any = ledger.take(*names)
     if linear:
         ledger.move("adapter.target_modules", "lora_target_linear")
         ledger.put("adapter.target_modules", "all-linear", "lora_target_linear: true")
-        if full is not None and value:
-            ledger.need_not(full, "lora_target_linear takes all of them.")
+        if full is not None and value and value != "all-linear":
+            named = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+            if any("embed" in name or "head" in name for name in named):
+                ledger.refuse(full, "embeddings and the head get no adapter; train them whole: lora_modules_to_save.")
+            else:
+                ledger.need_not(full, "lora_target_linear takes every linear layer.")
         return
     if isinstance(value, str) and value not in ("all", "all-linear") and not any(mark in value for mark in "*|()\\[^$"):
         value = [name.strip() for name in value.split(",")]
-    if value in ("all", "all-linear") or value == ["all-linear"]:
+    if value in ("all", "all-linear", ["all"], ["all-linear"]):
         value = "all-linear"
     elif isinstance(value, str):
         assert full is not None
-        ledger.differ(
-            full, "modules are named by the last parts of their names, not by a pattern; all-linear is written."
-        )
-        value = "all-linear"
-    if not value:
+        ledger.refuse(
+            full, "modules are named by the last parts of their names, not by a pattern; write them as a list, such as "
+            "[q_proj, v_proj]."
+        )  # fmt: skip
+        return
+    if value:
+        ledger.put("adapter.target_modules", value, f"{full}: {show_value(value)}")
+    elif defaults.targets is not None:
+        put_default(ledger, defaults, "adapter.target_modules", defaults.targets)
+    else:
         ledger.put("adapter.target_modules", ["q_proj", "v_proj"], "PEFT's default for most models")
         ledger.remark(
             "the file names no target modules: PEFT takes q_proj and v_proj of most models, and they are written; "
             "adapter.target_modules: all-linear learns more for little."
         )
-    else:
-        ledger.put("adapter.target_modules", value, f"{full}: {show_value(value)}")
 
 
 def _carry_initial_values(ledger: Ledger, method: str) -> None:
@@ -168,25 +210,31 @@ def _carry_initial_values(ledger: Ledger, method: str) -> None:
     if full is None:
         return
     value = ledger.take(full)
-    if value is True and full != "pissa_init":
+    if not value or (value is True and full != "pissa_init"):
         return
-    if "pissa" in str(value) or full == "pissa_init":
-        if value and method == "lora":
-            ledger.put("adapter.init", "pissa", f"{full}: {show_value(value)}")
-            if "niter" in str(value):
-                ledger.differ(full, "pissa is computed by a whole singular value decomposition.")
-        elif value:
-            ledger.lose(full, f"pissa changes the frozen weights, which adapter.method={method} does not allow.")
+    if not ("pissa" in str(value) or full == "pissa_init"):
+        ledger.refuse(full, "first values of an adapter are PEFT's default or pissa.")
+    elif method != "lora":
+        ledger.refuse(full, f"pissa changes the frozen weights, which adapter.method={method} does not allow.")
     else:
-        ledger.lose(full, "first values are PEFT's default or pissa.")
+        ledger.put("adapter.init", "pissa", f"{full}: {show_value(value)}")
+        steps = ledger.take("pissa_iter")
+        if "niter" in str(value) or (full == "pissa_init" and steps != -1):
+            ledger.differ(full, "pissa is computed by a whole singular value decomposition, not by an approximation.")
 
 
-def _carry_quantisation(ledger: Ledger, tool: Tool) -> None:
-    kind = ledger.peek("bnb_4bit_quant_type", "quantization_type")
-    if kind is not None:
+def _carry_quantisation(ledger: Ledger, defaults: Defaults) -> None:
+    if ledger.peek("bnb_4bit_quant_type", "quantization_type") is not None:
         ledger.move("adapter.quant_type", "bnb_4bit_quant_type", "quantization_type")
+    if isinstance(more := ledger.peek("bnb_config_kwargs"), dict):
+        ledger.expand("bnb_config_kwargs", more)
+        for name in more:
+            if name not in ("bnb_4bit_use_double_quant", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype"):
+                ledger.refuse(
+                    f"bnb_config_kwargs.{name}", "of bitsandbytes' settings a recipe has quant_type and double_quant."
+                )
     names = ("bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quantization")
     if ledger.move("adapter.double_quant", *names) is None:
-        ledger.put("adapter.double_quant", tool != "hf", f"the default of {tool}")
+        put_default(ledger, defaults, "adapter.double_quant", defaults.double_quant)
     if (full := ledger.find("bnb_4bit_compute_dtype")) is not None:
         ledger.need_not(full, "4-bit weights are computed with in train.precision.")

@@ -1,4 +1,4 @@
-"""Objective, sharding, saving, evaluation, logging and the run's name, of another tool's file."""
+"""Sharding, saving, evaluation, logging and the run's name, of another tool's file."""
 
 import json
 import math
@@ -6,19 +6,18 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from echelon.errors import ConfigError
 from echelon.recipe.aliases import read_value
+from echelon.recipe.foreign.defaults import Defaults, put_default
 from echelon.recipe.foreign.ledger import Ledger
-from echelon.recipe.foreign.reading import Tool
+from echelon.recipe.foreign.reading import find_beside
 from echelon.recipe.training import ParallelName
 from echelon.recipe.yaml_text import show_value
 
 _TRACKERS = ("tensorboard", "mlflow", "wandb")
-_SEED = 42
 STRATEGY_NAMES = get_args(ParallelName)
 
 
-def carry_run(ledger: Ledger, path: Path) -> None:
+def carry_run(ledger: Ledger, defaults: Defaults, path: Path) -> None:
     """The run's name, folder and seed."""
     out = ledger.peek("output_dir")
     name = ledger.take("run_name", "wandb_name", "mlflow_run_name") or (Path(str(out)).name if out else "") or path.stem
@@ -27,36 +26,7 @@ def carry_run(ledger: Ledger, path: Path) -> None:
     if out:
         ledger.move("run.dir")
     if ledger.move("run.seed") is None:
-        ledger.put("run.seed", _SEED, "the tool's default")
-
-
-def carry_objective(ledger: Ledger, tool: Tool) -> None:
-    """What is minimised. Raises ConfigError for an objective that echelon does not have."""
-    full = ledger.find("stage", "rl")
-    wanted = ledger.take("stage", "rl")
-    if wanted is None and tool == "hf" and ledger.find("beta", "ref_model_init_kwargs", "precompute_ref_log_probs"):
-        wanted = "dpo"
-    if wanted in (None, "sft", "pt", False):
-        return
-    if wanted not in ("dpo", "ipo"):
-        raise ConfigError(
-            f"{full}: {wanted} is a training that echelon does not have; it has causal_lm (pt, sft) and dpo (dpo, ipo)."
-        )
-    ledger.put("objective.name", "dpo", f"{full}: {wanted}" if full else "a DPO configuration")
-    ledger.move("objective.beta", "pref_beta", "rl_beta", "dpo_beta", "beta")
-    loss = ledger.find("pref_loss", "loss_type")
-    value = ledger.take("pref_loss", "loss_type") or ("ipo" if wanted == "ipo" else "sigmoid")
-    value = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if value in ("orpo", "simpo", "kto"):
-        raise ConfigError(
-            f"{loss}: {value} is a training without a reference, which echelon does not have; it has dpo."
-        )
-    if value in ("sigmoid", "ipo"):
-        ledger.put("objective.loss", value, f"{loss}: {value}" if loss else "the tool's default")
-    else:
-        ledger.lose(str(loss), "echelon has the losses sigmoid and ipo; sigmoid is written.")
-    if ledger.peek("dpo_label_smoothing", "label_smoothing"):
-        ledger.move("objective.label_smoothing", "dpo_label_smoothing", "label_smoothing")
+        put_default(ledger, defaults, "run.seed", defaults.seed)
 
 
 def carry_parallel(ledger: Ledger, folder: Path) -> int | None:
@@ -64,12 +34,14 @@ def carry_parallel(ledger: Ledger, folder: Path) -> int | None:
     degrees make, where they are given."""
     shard, replicate = ledger.number("dp_shard_size"), ledger.number("dp_replicate_size")
     for name in ("tensor_parallel_size", "tp_size", "context_parallel_size", "cp_size", "sequence_parallel_degree",
-                 "expert_parallel_size", "ep_size", "pp_size"):  # fmt: skip
+                 "expert_parallel_size", "ep_size", "pp_size", "tensor_model_parallel_size",
+                 "pipeline_model_parallel_size",
+                 "expert_model_parallel_size"):  # fmt: skip
         if (ledger.peek(name) or 1) == 1:
             if ledger.find(name):
                 ledger.need_not(name, "one is no division.")
         else:
-            ledger.lose(name, "echelon divides the batch alone; use dp_shard in its place.")
+            ledger.lose(name, "how the work is divided is chosen anew; what is computed is the same.")
     if (full := ledger.find("deepspeed")) is not None and ledger.given[full]:
         _carry_deepspeed(ledger, full, folder)
     elif (ledger.peek("fsdp") or ledger.peek("fsdp_config")) and _carry_fsdp(ledger):
@@ -101,7 +73,8 @@ def _carry_deepspeed(ledger: Ledger, full: str, folder: Path) -> None:
         ledger.differ(full, "parameters and optimizer state are both in host memory, and sharded as ZeRO-3 does.")
     else:
         ledger.put("parallel", strategy, f"{full}: ZeRO-{stage}")
-    left = sorted(set(content or {}) - {"zero_optimization", "bf16", "fp16"})
+    _check_deepspeed(ledger, full, content or {})
+    left = sorted(set(content or {}) - {"zero_optimization", "bf16", "fp16", "optimizer", "scheduler"})
     left = [key for key in left if (content or {})[key] not in ("auto", False, None)]
     if left:
         ledger.differ(full, f"of DeepSpeed's own settings, {', '.join(left)} could not be carried over.")
@@ -112,14 +85,21 @@ def _device(offload: Any) -> bool:
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
-    for path in (folder / name, Path(name)):
-        if path.is_file():
-            try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:
-                return None
-            return content if isinstance(content, dict) else None
-    return None
+    path = find_beside(folder, name)
+    if path is None or not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _check_deepspeed(ledger: Ledger, full: str, content: dict[str, Any]) -> None:
+    """Refuse an optimizer or a schedule of DeepSpeed's file other than the Trainer's own."""
+    for part, same in (("optimizer", ("AdamW", "Adam")), ("scheduler", ())):
+        if isinstance(content.get(part), dict) and content[part].get("type") not in same:
+            ledger.refuse(full, f"its {part}, {content[part].get('type')}, goes before the file's; take it out of it.")
 
 
 def _carry_fsdp(ledger: Ledger) -> bool:
@@ -158,78 +138,86 @@ def _carry_fsdp(ledger: Ledger) -> bool:
     return True
 
 
-def carry_operation(ledger: Ledger, tool: Tool, steps: int | None, epochs: float | None) -> None:
+def carry_operation(ledger: Ledger, defaults: Defaults, steps: int | None) -> None:
     """When the run is logged, evaluated and saved, and where its metrics go."""
-    default = 1 if tool == "axolotl" else 500
-    every = _steps(ledger, "logging_steps", ledger.number("logging_steps") or default, steps)
-    ledger.put("train.log_every", every or 1, "logging_steps")
-    _carry_evaluation(ledger, tool, steps, epochs)
-    _carry_saving(ledger, steps, epochs)
-    _carry_tracking(ledger, tool)
+    every, full = ledger.number("logging_steps"), "logging_steps"
+    if every and every < 1:
+        every = None if steps is None else max(1, round(every * steps))
+        if every is None:
+            ledger.lose(full, "how many steps the run has is not known here; every step is logged.")
+    why = full if full in {name.rpartition(".")[2] for name in ledger.given} else f"the default of {defaults.name}"
+    ledger.put("train.log_every", int(every or defaults.log_every or 1), why)
+    _carry_evaluation(ledger, defaults, steps)
+    _carry_saving(ledger, defaults, steps)
+    _carry_tracking(ledger)
 
 
-_UNKNOWN = "how many steps the run has is not known here; import with --samples N, or set the steps."
+def _put_rhythm(ledger: Ledger, key: str, per_epoch: str, value: float, name: str, steps: int | None) -> None:
+    """A number of steps, or, below 1, a share of the run: as steps where they are known, else as so many an epoch."""
+    epochs = ledger.values.get("train.epochs")
+    if value >= 1:
+        ledger.put(key, int(value), f"{name}: {value:g}")
+    elif steps is not None:
+        ledger.put(key, max(1, math.ceil(value * steps)), f"{name}: {value:g} of {steps} steps")
+    elif epochs:
+        ledger.put(per_epoch, float(f"{1 / (value * epochs):.6g}"), f"{name}: {value:g} of {epochs:g} epochs")
 
 
-def _steps(ledger: Ledger, name: str, value: float | None, steps: int | None) -> int | None:
-    """A number of steps, or a share of the run; None where the share is of an unknown run, which is told."""
-    if not value or value >= 1:
-        return int(value) if value else None
-    if steps is None:
-        ledger.lose(name, _UNKNOWN)
-        return None
-    return max(1, round(value * steps))
+_EVALUATION = ("train.eval_every", "train.evals_per_epoch")
+_SAVING = ("checkpoint.every_steps", "checkpoint.saves_per_epoch")
 
 
-def _of_epoch(ledger: Ledger, name: str, times: float, steps: int | None, epochs: float | None) -> int | None:
-    if steps is not None and epochs:
-        return max(1, round(steps / epochs / times))
-    ledger.lose(name, _UNKNOWN)
-    return None
-
-
-def _carry_evaluation(ledger: Ledger, tool: Tool, steps: int | None, epochs: float | None) -> None:
-    strategy_name = ledger.find("eval_strategy", "evaluation_strategy")
+def _carry_evaluation(ledger: Ledger, defaults: Defaults, steps: int | None) -> None:
+    named = ledger.find("eval_strategy", "evaluation_strategy")
     strategy = ledger.take("eval_strategy", "evaluation_strategy")
     holds_out = bool(ledger.values.get("data.validation") or ledger.values.get("data.validation_fraction"))
-    every = ledger.number("eval_steps")
-    silent = strategy is None and every is None and tool != "axolotl"
-    if strategy == "no" or silent or not holds_out:
-        ledger.put("train.eval_every", None, f"{strategy_name}: no" if strategy == "no" else "nothing is evaluated")
-        if strategy not in (None, "no") and not holds_out:
-            ledger.lose(str(strategy_name), "the file names no data to evaluate on; set data.validation.")
+    every, times = ledger.number("eval_steps"), ledger.number("evals_per_epoch")
+    # Only Axolotl takes eval_steps for a strategy.
+    asked = every or times if defaults.name == "Axolotl" and strategy is None else strategy
+    if strategy == "no" or not asked or not holds_out:
+        ledger.put("train.eval_every", None, f"{named}: no" if strategy == "no" else "nothing is evaluated")
+        if asked not in (None, "no", 0) and not holds_out and named is not None:
+            ledger.lose(named, "the file names no data to evaluate on; set data.validation.")
         return
-    times = ledger.number("evals_per_epoch")
-    if times or strategy == "epoch" or (every is None and strategy is None):
-        name = "evals_per_epoch" if times else strategy_name or "eval_strategy"
-        every = _of_epoch(ledger, name, times or 1, steps, epochs)
-    if found := _steps(ledger, "eval_steps", every, steps):
-        ledger.put("train.eval_every", found, "eval_steps" if not times else f"evals_per_epoch: {times}")
+    if times or strategy == "epoch":
+        why = f"evals_per_epoch: {times:g}" if times else f"{named}: epoch"
+        ledger.put("train.evals_per_epoch", times or 1, why)
+    else:
+        _put_rhythm(ledger, *_EVALUATION, every or ledger.values["train.log_every"], "eval_steps", steps)
 
 
-def _carry_saving(ledger: Ledger, steps: int | None, epochs: float | None) -> None:
-    strategy_name, strategy = ledger.find("save_strategy"), ledger.take("save_strategy")
+def _carry_saving(ledger: Ledger, defaults: Defaults, steps: int | None) -> None:
+    named, strategy = ledger.find("save_strategy"), ledger.take("save_strategy")
     times, every = ledger.number("saves_per_epoch"), ledger.number("save_steps")
+    epochs = ledger.number("save_epochs")
     if strategy == "no":
-        ledger.differ("save_strategy", "a run is always saved, at its end and every checkpoint.every_steps.")
-    elif times or strategy == "epoch":
-        name = "saves_per_epoch" if times else str(strategy_name)
-        every = _of_epoch(ledger, name, times or 1, steps, epochs)
+        ledger.differ(str(named), "a run is always saved, at its end and every checkpoint.every_steps.")
     elif strategy == "best":
         ledger.put("checkpoint.keep_best", True, "save_strategy: best")
-    if found := _steps(ledger, "save_steps", every, steps):
-        ledger.put("checkpoint.every_steps", found, "save_steps" if not times else f"saves_per_epoch: {times}")
-    ledger.move("checkpoint.keep_last")
+    elif times or epochs or strategy == "epoch":
+        why = f"saves_per_epoch: {times:g}" if times else f"save_epochs: {epochs:g}" if epochs else f"{named}: epoch"
+        ledger.put("checkpoint.saves_per_epoch", times or float(f"{1 / (epochs or 1):.6g}"), why)
+    elif every:
+        _put_rhythm(ledger, *_SAVING, every, "save_steps", steps)
+    elif defaults.saves == "epoch":
+        put_default(ledger, defaults, "checkpoint.saves_per_epoch", 1)
+    elif defaults.saves is not None:
+        put_default(ledger, defaults, "checkpoint.every_steps", defaults.saves)
+    if ledger.move("checkpoint.keep_last") is None and defaults.keep_last is not None:
+        put_default(ledger, defaults, "checkpoint.keep_last", defaults.keep_last)
     if ledger.peek("load_best_model_at_end"):
         ledger.take("load_best_model_at_end")
         ledger.put("checkpoint.keep_best", True, "load_best_model_at_end: true")
         ledger.differ("load_best_model_at_end", "the best is kept; take it with --checkpoint best.")
-        if (metric := ledger.find("metric_for_best_model")) and ledger.given[metric] in ("loss", "eval_loss"):
-            ledger.take(metric)
-    ledger.move("evaluate.early_stopping", "early_stopping_patience")
+    metric = ledger.find("metric_for_best_model")
+    if metric is not None and ledger.given[metric] in ("loss", "eval_loss"):
+        ledger.need_not(metric, "the best is the one with the least evaluation loss.")
+    elif metric is not None and ledger.find("early_stopping_patience", "early_stopping_steps"):
+        ledger.refuse(metric, "a run is stopped early by its evaluation loss alone.")
+    ledger.move("evaluate.early_stopping", "early_stopping_patience", "early_stopping_steps")
 
 
-def _carry_tracking(ledger: Ledger, tool: Tool) -> None:
+def _carry_tracking(ledger: Ledger) -> None:
     full = ledger.find("report_to")
     value = ledger.peek("report_to")
     wanted = ledger.words("report_to")
@@ -242,7 +230,7 @@ def _carry_tracking(ledger: Ledger, tool: Tool) -> None:
         ledger.lose(str(full), f"metrics go to {', '.join(_TRACKERS)}, not to {', '.join(unknown)}.")
     if ledger.peek("wandb_project"):
         ledger.move("wandb.project", "wandb_project")
-        wanted += ["wandb"] if tool == "axolotl" else []
+        wanted.append("wandb")
     if ledger.peek("wandb_entity"):
         ledger.move("wandb.entity", "wandb_entity")
     if ledger.peek("wandb_mode") in ("online", "offline"):

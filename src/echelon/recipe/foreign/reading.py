@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from echelon.errors import ConfigError
-from echelon.recipe.yaml_text import parse_yaml
+from echelon.recipe.yaml_text import parse_yaml, show_value
 
-Tool = Literal["axolotl", "hf", "llamafactory"]
+Tool = Literal["axolotl", "hf", "llamafactory", "llamafactory-v1"]
 TOOLS: tuple[Tool, ...] = get_args(Tool)
 
-# Keys that no other of the three has.
+# Keys that none of the others has.
 _SIGNS: Mapping[Tool, str] = {
     "axolotl": "base_model micro_batch_size num_epochs sequence_len sample_packing val_set_size lora_target_linear "
     "pad_to_sequence_len eval_sample_packing special_tokens wandb_project dataset_prepared_path train_on_inputs "
     "datasets optimizer lr_scheduler evals_per_epoch saves_per_epoch",
     "llamafactory": "stage finetuning_type do_train cutoff_len template dataset_dir lora_rank lora_target val_size "
     "quantization_bit pref_beta pref_loss neat_packing flash_attn overwrite_cache preprocessing_num_workers plot_loss",
+    "llamafactory-v1": "train_dataset dist_config init_config kernel_config quant_config model_class sample_backend "
+    "batching_strategy optim_config lr_scheduler_config custom_chat_template enable_activation_checkpointing",
     "hf": "per_device_train_batch_size num_train_epochs lr_scheduler_type eval_strategy save_strategy optim "
     "max_length max_seq_length dataset_name use_peft lora_r assistant_only_loss dataset_text_field max_steps "
     "output_dir learning_rate lora_alpha",
@@ -26,15 +28,28 @@ _SIGNS: Mapping[Tool, str] = {
 _DECISIVE: Mapping[Tool, str] = {
     "axolotl": "base_model micro_batch_size num_epochs sample_packing val_set_size",
     "llamafactory": "stage finetuning_type cutoff_len template dataset_dir quantization_bit",
+    "llamafactory-v1": "train_dataset model_class",
     "hf": "per_device_train_batch_size num_train_epochs lr_scheduler_type dataset_name model_name_or_path",
 }
 # The mappings into which scripts sort the arguments of several classes, and PEFT and bitsandbytes write their own.
 _GROUPS = (
     "model_args", "model_arguments", "model_config", "data_args", "data_arguments", "dataset_args", "script_args",
     "script_arguments", "training_args", "training_arguments", "train_args", "trainer", "sft_config", "dpo_config",
-    "peft", "peft_config", "lora", "lora_config", "quantization_config", "bnb_config",
+    "peft_config", "lora", "lora_config", "quantization_config", "bnb_config", "quant_config", "optim_config",
+    "accelerator_config", "dataset_kwargs",
 )  # fmt: skip
 _OURS = ("run", "model", "data", "train")
+# Files that these tools are started with and that train nothing, by the keys that tell them.
+_NO_TRAINING: tuple[tuple[str, str], ...] = (
+    ("distributed_type", "settings of accelerate say how a job is spread over processes; write parallel and launch "
+     "in a recipe"),
+    ("zero_optimization", "settings of DeepSpeed say how a job is spread over processes; write parallel in a recipe"),
+    ("infer_backend", "it is for answering, and trains nothing: use echelon generate"),
+    ("export_dir", "it merges or exports a model, and trains nothing: use echelon export"),
+    ("peft_config.export_dir", "it merges or exports a model, and trains nothing: use echelon export"),
+    ("n_shot", "it measures a model, and trains nothing: use echelon eval"),
+    ("do_predict", "it writes answers, and trains nothing: use echelon eval or echelon generate"),
+)  # fmt: skip
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle")
 
 
@@ -62,7 +77,17 @@ def read_foreign(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} holds no mapping of keys; import reads the file a training tool is started with.")
     if all(isinstance(given.get(key), dict) for key in _OURS):
         raise ConfigError(f"{path} is an echelon recipe already; train it with: echelon train {path}")
-    return _flatten(given)
+    flat = _flatten(given)
+    _check_training(flat, path)
+    return flat
+
+
+def _check_training(given: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError for a file that trains nothing."""
+    trains = given.get("do_train") or (given.get("stage") and not given.get("do_predict"))
+    for key, reason in _NO_TRAINING:
+        if given.get(key) and not trains:
+            raise ConfigError(f"{path}: {key}: {show_value(given[key])}: {reason}.")
 
 
 def _parse(text: str, path: Path) -> Any:
@@ -94,12 +119,21 @@ def _flatten(given: Mapping[Any, Any]) -> dict[str, Any]:
     return flat
 
 
+def find_beside(folder: Path, name: str) -> Path | None:
+    """A path as a tool is given it, from where it is started: here, beside its file in `folder`, or above that."""
+    return next(
+        (place / name for place in (Path(), folder, *folder.resolve().parents) if (place / name).exists()), None
+    )
+
+
 def detect_tool(given: Mapping[str, Any], path: Path) -> Tool:
     """The tool a file's keys are of. Raises ConfigError where they do not tell."""
     names = {name.rpartition(".")[2] for name in given}
     decisive = {tool: len(names & set(_DECISIVE[tool].split())) for tool in TOOLS}
     score = {tool: len(names & set(_SIGNS[tool].split())) for tool in TOOLS}
-    # The other two write TrainingArguments too: hf is what is left.
+    if decisive["llamafactory-v1"]:  # it has keys of Axolotl's too
+        return "llamafactory-v1"
+    # The others write TrainingArguments too: hf is what is left.
     own: tuple[Tool, Tool] = ("axolotl", "llamafactory")
     for tool in sorted(own, key=lambda each: -score[each]):
         if decisive[tool]:

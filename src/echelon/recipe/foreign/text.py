@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from echelon.errors import ConfigError
 from echelon.recipe.foreign.ledger import Fate, Ledger
-from echelon.recipe.yaml_text import LONGEST_SHOWN, render_inline
+from echelon.recipe.yaml_text import LONGEST_SHOWN, parse_yaml, render_inline
 
 _SECTIONS = (
     "run", "model", "tokenizer", "adapter", "data", "objective", "train", "optim", "parallel", "checkpoint", "evaluate",
@@ -30,11 +31,32 @@ def render_imported(ledger: Ledger, source: str) -> str:
 
 def _render(key: str, value: Any, reason: str, indent: str) -> Iterator[str]:
     comment = f"  # {' '.join(reason.split())}" if reason else ""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
+    if isinstance(value, str) and (block := _block(value, indent)):
+        yield f"{indent}{key}: |-{comment}"
+        yield from block
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
         yield f"{indent}{key}:{comment}"
         yield from (f"{indent}  - {render_inline(item)}" for item in value)
     else:
         yield f"{indent}{key}: {render_inline(value)}".ljust(_COLUMN if comment else 0) + comment
+
+
+def _block(text: str, indent: str) -> list[str]:
+    """A text of several lines as those of a YAML block; none where it is no such text, or would be read as another."""
+    lines = [f"{indent}  {line}" for line in text.split("\n")]
+    try:
+        same = "\n" in text and parse_yaml("text: |-\n" + "\n".join(lines) + "\n", "")[0] == {"text": text}
+    except ConfigError:
+        return []
+    return lines if same else []
+
+
+def render_refusal(ledger: Ledger, path: str) -> str:
+    """Every key for which no recipe can come of the file, and why."""
+    refused = [str(entry) for entry in ledger.by_fate("refused")]
+    if len(refused) == 1:
+        return f"{path} is no training that echelon has: {refused[0]}"
+    return f"{path} is no training that echelon has:\n" + "\n".join(f"  {entry}" for entry in refused)
 
 
 def render_notes(ledger: Ledger, source: str) -> list[str]:

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
+from echelon.errors import ConfigError
 from echelon.recipe.aliases import read_value, spellings
+from echelon.recipe.foreign.defaults import Defaults, put_default
 from echelon.recipe.foreign.ledger import Ledger
 from echelon.recipe.foreign.reading import Tool
 from echelon.recipe.training import OptimConfig
@@ -15,13 +17,23 @@ from echelon.recipe.yaml_text import show_value
 _DIFFERENCES: Mapping[str, str] = {
     "adamw_bnb_8bit": "Its blocks of 8-bit moments are torchao's, not bitsandbytes'.",
     "adamw_8bit": "Its blocks of 8-bit moments are torchao's, not bitsandbytes'.",
+    "adamw_torch_4bit": "Its moments are kept in 8 bits.",
     "lion_8bit": "Its moment is kept in 32 bits.",
-    "adafactor": "Its learning rate is relative to each parameter's size.",
-    "cosine_with_restarts": "There are no restarts.",
+}
+# Optimizers of other names whose steps are those of one of ours.
+_MORE_OPTIMIZERS: Mapping[str, str] = {"adamw_torch_4bit": "adamw_8bit", "adamw": "adamw"}
+# Of the same name, but with other steps.
+_OTHER_OPTIMIZERS: Mapping[str, str] = {
+    "adafactor": "its learning rate is taken as it is there, and relative to each parameter's size here.",
+    "muon": "its updates are scaled in another way there.",
 }
 _OPTIMIZERS: tuple[str, ...] = get_args(OptimConfig.model_fields["name"].annotation)
 _SCHEDULES: tuple[str, ...] = get_args(OptimConfig.model_fields["schedule"].annotation)
-_BETAS = (0.9, 0.999)
+# Degrees among which the processes are divided that do not see other data.
+_DIVISIONS = (
+    "tensor_parallel_size", "tp_size", "context_parallel_size", "cp_size", "sequence_parallel_degree", "pp_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,98 +44,118 @@ class Amounts:
     samples: int | None = None
 
 
-def carry_training(ledger: Ledger, tool: Tool, amounts: Amounts) -> int | None:
+def carry_training(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amounts) -> int | None:
     """How long, how much at a time, in which precision; returns the number of steps where it is known."""
-    batch = _carry_batch(ledger, tool, amounts)
-    steps = _carry_length(ledger, tool, batch, amounts.samples)
-    _carry_precision(ledger, tool)
+    batch = _carry_batch(ledger, tool, defaults, amounts)
+    steps = _carry_length(ledger, defaults, batch, amounts.samples)
+    _carry_precision(ledger, defaults)
     if ledger.peek("torch_compile") not in (None, False):
         ledger.move("train.compile")
     else:
         ledger.put("train.compile", False, "not asked for")
-    _carry_recomputation(ledger, tool)
+    _carry_recomputation(ledger, defaults)
     if ledger.peek("full_determinism"):
         ledger.move("train.deterministic")
     return steps
 
 
-def _carry_batch(ledger: Ledger, tool: Tool, amounts: Amounts) -> int:
-    micro = ledger.number(*spellings("train.micro_batch_size"))
-    if micro is None:
-        micro = 1 if tool == "axolotl" else 8
+def _carry_batch(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amounts) -> int:
+    whole = ledger.number("global_batch_size") if tool == "llamafactory-v1" else None
+    micro = ledger.number(*spellings("train.micro_batch_size")) or defaults.micro_batch_size
+    ledger.put("train.micro_batch_size", micro, "as in the file; `auto` takes what fits")
+    if whole is not None:
+        ledger.put("train.global_batch_size", whole, f"global_batch_size: {whole:g}")
+        return int(whole)
     full = ledger.find("gradient_accumulation_steps")
     accumulation = ledger.number("gradient_accumulation_steps") or 1
-    devices = amounts.devices or 1
+    if tool == "axolotl" and full is None and (name := ledger.find("batch_size")) is not None:
+        full, accumulation = name, (ledger.number(name) or micro) // micro
+    divided = math.prod(
+        int(value) for name in _DIVISIONS if isinstance(value := _degree(ledger, name), int) and value > 1
+    )
+    devices = max(1, (amounts.devices or 1) // divided)
     batch = int(micro * accumulation * devices)
-    arithmetic = f"{micro} a device x {accumulation} accumulated x {devices} device{'s' if devices > 1 else ''}"
+    arithmetic = f"{micro:g} a device x {accumulation:g} accumulated x {devices} device{'s' if devices > 1 else ''}"
+    if divided > 1 and amounts.devices is not None:
+        arithmetic += f" ({amounts.devices}, of which {divided} see the same data)"
     ledger.put("train.global_batch_size", batch, arithmetic)
-    ledger.put("train.micro_batch_size", micro, "as in the file; `auto` takes what fits")
     if full is not None and accumulation > 1:
         ledger.differ(full, f"accumulation is derived from the global batch: {arithmetic} = {batch}.")
     if amounts.devices is None:
         ledger.remark(
-            f"the file's batch is {micro * accumulation} for each GPU, and 1 GPU was assumed: for N of them import "
+            f"the file's batch is {micro * accumulation:g} for each GPU, and 1 GPU was assumed: for N of them import "
             f"with --devices N, or multiply train.global_batch_size={batch} by N."
         )
     return batch
 
 
-def _carry_length(ledger: Ledger, tool: Tool, batch: int, samples: int | None) -> int | None:
+def _degree(ledger: Ledger, name: str) -> object:
+    return next((value for full, value in ledger.given.items() if full.rpartition(".")[2] == name), None)
+
+
+def _carry_length(ledger: Ledger, defaults: Defaults, batch: int, samples: int | None) -> int | None:
     steps = ledger.number("max_steps")
     epochs = ledger.find(*spellings("train.epochs"))
+    value = ledger.number(*spellings("train.epochs"))
     if steps is not None and steps > 0:
         ledger.put("train.steps", steps, f"max_steps: {steps:g}")
         if epochs is not None:
-            ledger.need_not(epochs, f"max_steps={steps} goes first, there as here.")
+            ledger.need_not(epochs, f"max_steps={steps:g} goes first, there as here.")
         return int(steps)
     if steps is not None:
         ledger.need_not("max_steps", "the run's length is that of its epochs.")
-    value = ledger.number(*spellings("train.epochs")) or (1 if tool == "axolotl" else 3)
-    ledger.put("train.epochs", value, f"{epochs}: {value}" if epochs else f"the default of {tool}")
+    value = value or defaults.epochs
+    ledger.put("train.epochs", value, f"{epochs}: {value:g}" if epochs else f"the default of {defaults.name}")
     if epochs is not None:
         ledger.differ(epochs, "the last batch of the last epoch is filled from the next one, and nothing is dropped.")
     return None if samples is None else math.ceil(value * samples / batch)
 
 
-def _carry_precision(ledger: Ledger, tool: Tool) -> None:
-    full16, half = ledger.find("fp16", "float16"), ledger.find("bf16", "bfloat16")
-    if (pure := ledger.find("pure_bf16")) is not None and ledger.take(pure):
+def _carry_precision(ledger: Ledger, defaults: Defaults) -> None:
+    full16 = next((name for name in ("fp16", "float16") if ledger.peek(name)), None)
+    half = next((name for name in ("bf16", "bfloat16", "fp16") if ledger.find(name) is not None), None)
+    if ledger.peek("fp8"):
+        ledger.move("train.precision", "fp8")
+        ledger.put("train.precision", "fp8", "fp8: true")
+    elif (pure := ledger.find("pure_bf16")) is not None and ledger.take(pure):
         ledger.put("train.precision", "bf16", f"{pure}: true")
         ledger.differ(
             pure, "weights stay fp32 beside bf16 arithmetic; train.master_weights=bf16_kahan saves their half."
         )
-    elif full16 is not None and ledger.given[full16] is True:
-        ledger.take(full16)
+    elif full16 is not None and not ledger.peek("bf16", "bfloat16"):
+        ledger.take("float16")
+        ledger.take("fp16")
         ledger.put("train.precision", "fp16", f"{full16}: true")
-    elif half is not None:
+    elif half in ("bf16", "bfloat16"):
         value = ledger.take(half)
         ours = "bf16" if value == "full" else read_value("bf16", value)
         ledger.put("train.precision", ours, f"{half}: {show_value(value)}")
         if value == "full":
             ledger.differ(half, "weights stay fp32 beside bf16 arithmetic.")
-    elif tool == "axolotl" or _is_trl(ledger):
-        ledger.put("train.precision", "auto", f"the default of {'axolotl' if tool == 'axolotl' else 'TRL'}")
     else:
-        ledger.put("train.precision", "fp32", "neither bf16 nor fp16")
+        # LLaMA-Factory keeps frozen weights in the checkpoint's own type, and computes in it.
+        adapts = defaults.name == "LLaMA-Factory" and "adapter.method" in ledger.values
+        put_default(ledger, defaults, "train.precision", "auto" if adapts else defaults.precision)
+    while (again := ledger.find("bf16", "bfloat16")) is not None:
+        ledger.need_not(again, f"train.precision={ledger.values['train.precision']} says it.")
+    dtype = ledger.find("torch_dtype", "dtype")
+    if dtype is not None and "16" in str(ledger.given[dtype]) and "adapter.method" not in ledger.values:
+        ledger.differ(
+            dtype, "weights stay fp32 beside 16-bit arithmetic; train.master_weights=bf16_kahan saves their half."
+        )
+    elif dtype is not None:
+        ledger.need_not(dtype, "frozen weights are kept in the type that is computed with, others in fp32.")
 
 
-def _is_trl(ledger: Ledger) -> bool:
-    """Whether a file of the HF family is of TRL, whose defaults are others than those of TrainingArguments."""
-    signs = {"max_length", "packing", "dataset_text_field", "assistant_only_loss", "completion_only_loss", "beta",
-             "use_peft", "dataset_num_proc", "eos_token", "loss_type"}  # fmt: skip
-    return bool(signs & {name.rpartition(".")[2] for name in ledger.given})
-
-
-def _carry_recomputation(ledger: Ledger, tool: Tool) -> None:
-    full = ledger.find("gradient_checkpointing", "activation_checkpointing")
+def _carry_recomputation(ledger: Ledger, defaults: Defaults) -> None:
+    full = ledger.find("gradient_checkpointing", "activation_checkpointing", "enable_activation_checkpointing")
     if "train.activation_checkpointing" in ledger.values:  # FSDP's settings said so
-        ledger.take("gradient_checkpointing", "activation_checkpointing")
+        ledger.take("gradient_checkpointing", "activation_checkpointing", "enable_activation_checkpointing")
         return
     if full is None:
-        if (off := ledger.find("disable_gradient_checkpointing")) is not None and ledger.take(off):
-            return
-        if tool == "llamafactory" or (tool == "hf" and _is_trl(ledger)):
-            ledger.put("train.activation_checkpointing", "full", "on by default there")
+        off = ledger.find("disable_gradient_checkpointing")
+        recomputes = defaults.recomputes and not (off is not None and ledger.take(off))
+        put_default(ledger, defaults, "train.activation_checkpointing", "full" if recomputes else "none")
         return
     value = ledger.take(full)
     ledger.put("train.activation_checkpointing", "full" if value else "none", f"{full}: {show_value(value)}")
@@ -131,77 +163,103 @@ def _carry_recomputation(ledger: Ledger, tool: Tool) -> None:
         ledger.differ(full, "activations are recomputed and not moved to host memory.")
 
 
-def carry_optimizer(ledger: Ledger, tool: Tool, steps: int | None) -> None:
-    """The optimizer, its numbers, and the schedule; a share of the run becomes steps where `steps` is known."""
-    name = _carry_rule(ledger)
-    learning_rate = ledger.find(*spellings("optim.learning_rate"))
+def carry_optimizer(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None) -> None:
+    """The optimizer, its numbers, and the schedule."""
+    name = _carry_rule(ledger, tool)
+    if tool == "llamafactory-v1" and name == "muon":  # its MuonOptimizer has other defaults than AdamW's
+        defaults = replace(defaults, weight_decay=0.1, betas=(0.9, 0.95))
+    full = ledger.find(*spellings("optim.learning_rate"))
     rate = ledger.number(*spellings("optim.learning_rate"))
-    if learning_rate is not None:
-        ledger.put("optim.learning_rate", rate, f"{learning_rate}: {rate}")
+    if full is not None:
+        ledger.put("optim.learning_rate", rate, f"{full}: {rate}")
+    elif defaults.learning_rate is None:
+        raise ConfigError(f"the file has no learning_rate, and {defaults.name} no default of it; add one.")
     else:
-        rate = 1e-6 if _is_dpo(ledger) and tool == "hf" else 2e-5 if tool == "hf" and _is_trl(ledger) else 5e-5
-        ledger.put("optim.learning_rate", rate, "the tool's default")
-    if ledger.move("optim.weight_decay") is None:
-        ledger.put("optim.weight_decay", 0.0, "the tool's default")
-    betas = [ledger.take("adam_beta1"), ledger.take("adam_beta2")]
-    if name in ("adamw", "adamw_8bit", "lion", "muon"):
-        chosen = [default if value is None else value for value, default in zip(betas, _BETAS, strict=True)]
-        ledger.put("optim.betas", chosen, "adam_beta1, adam_beta2" if any(betas) else "the tool's default")
-    ledger.move("optim.eps")
+        rate = defaults.learning_rate
+        put_default(ledger, defaults, "optim.learning_rate", rate)
+    if ledger.move("optim.weight_decay", "optim_config.wd") is None:
+        put_default(ledger, defaults, "optim.weight_decay", defaults.weight_decay)
+    if name == "sgd" and ledger.values["optim.weight_decay"]:
+        ledger.refuse(
+            str(ledger.find("weight_decay") or "optimizer"), "the decay of SGD is decoupled from its step here."
+        )
+    if defaults.decays_all:
+        put_default(ledger, defaults, "optim.no_decay", [])
+    _carry_moments(ledger, defaults, name)
     if ledger.peek("max_grad_norm") == 0:
         ledger.take("max_grad_norm")
         ledger.put("optim.max_grad_norm", None, "max_grad_norm: 0")
-    else:
-        ledger.move("optim.max_grad_norm")
+    elif ledger.move("optim.max_grad_norm") is None:
+        put_default(ledger, defaults, "optim.max_grad_norm", defaults.max_grad_norm)
     ratio = ledger.find("loraplus_lr_ratio")
     if ratio is not None and (value := ledger.take(ratio)):
         ledger.put("optim.learning_rate_multipliers", {"*lora_B*": value}, f"{ratio}: {value}")
-    _carry_schedule(ledger, tool, steps)
+    _carry_schedule(ledger, tool, defaults, steps)
 
 
-def _is_dpo(ledger: Ledger) -> bool:
-    return ledger.values.get("objective.name") == "dpo"
+def _carry_moments(ledger: Ledger, defaults: Defaults, name: str) -> None:
+    """Betas, epsilon and momentum, where the optimizer has them."""
+    pair = ledger.take("adamw_betas")
+    given = [ledger.number("adam_beta1"), ledger.number("adam_beta2")]
+    if name in ("adamw", "adamw_8bit", "lion", "muon"):
+        chosen = [default if value is None else value for value, default in zip(given, defaults.betas, strict=True)]
+        said = pair is not None or any(value is not None for value in given)
+        ledger.put("optim.betas", pair or chosen, "as in the file" if said else f"the default of {defaults.name}")
+    if name in ("adamw", "adamw_8bit", "muon") and ledger.move("optim.eps", "adamw_eps") is None:
+        put_default(ledger, defaults, "optim.eps", defaults.eps)
+    momentum = ledger.number("momentum")
+    if name == "muon":
+        ledger.put("optim.momentum", momentum or 0.95, "the default of its Muon" if momentum is None else "momentum")
+    elif name == "sgd":
+        ledger.put("optim.momentum", momentum or 0.0, "torch.optim.SGD's default" if momentum is None else "momentum")
 
 
-def _carry_rule(ledger: Ledger) -> str:
-    full = ledger.find("optimizer", "optim")
+def _carry_rule(ledger: Ledger, tool: Tool) -> str:
+    full = ledger.find("optim_config.name") or ledger.find("optimizer", "optim")
+    if ledger.peek("use_muon"):
+        ledger.take("use_muon")
+        ledger.put("optim.name", "muon", "use_muon: true")
+        if full is not None:
+            ledger.need_not(full, "use_muon goes first.")
+        return "muon"
     if full is None:
+        ledger.put("optim.name", "adamw", "the tool's default")
         return "adamw"
     value = str(ledger.take(full))
-    paged = value.startswith("paged_")
-    ours = read_value("optim.name", value.removeprefix("paged_"))
-    difference = _DIFFERENCES.get(value.removeprefix("paged_"), "")
-    if ours not in _OPTIMIZERS:
-        ledger.put("optim.name", "adamw", f"{full}: {value}")
-        ledger.lose(full, f"echelon has {', '.join(_OPTIMIZERS)}; adamw is written.")
+    plain = value.removeprefix("paged_")
+    ours = _MORE_OPTIMIZERS.get(plain, read_value("optim.name", plain))
+    is_other = plain in _OTHER_OPTIMIZERS and not (tool == "llamafactory-v1" and plain == "muon")
+    if is_other or ours not in _OPTIMIZERS:
+        known = ", ".join(name for name in _OPTIMIZERS if name != "adafactor")
+        ledger.refuse(full, _OTHER_OPTIMIZERS.get(plain, f"of what the tools have, echelon has {known}."))
         return "adamw"
     ledger.put("optim.name", ours, f"{full}: {value}")
-    if paged or difference:
-        ledger.differ(full, f"{'Its state is not paged to host memory. ' if paged else ''}{difference}".strip())
+    difference = _DIFFERENCES.get(plain, "")
+    if plain != value or difference:
+        ledger.differ(
+            full, f"{'Its state is not paged to host memory. ' if plain != value else ''}{difference}".strip()
+        )
     return str(ours)
 
 
-def _carry_schedule(ledger: Ledger, tool: Tool, steps: int | None) -> None:
+def _carry_schedule(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None) -> None:
     full = ledger.find("lr_scheduler", "lr_scheduler_type")
-    value = str(ledger.take(full)) if full is not None else ("cosine" if tool == "axolotl" else "linear")
+    value = str(ledger.take(full)) if full is not None else defaults.schedule
     ours = read_value("optim.schedule", value.removesuffix("_with_restarts"))
-    difference = _DIFFERENCES.get(value, "")
-    if ours not in _SCHEDULES:
-        assert full is not None
-        ledger.lose(full, f"echelon has {', '.join(_SCHEDULES)}; cosine is written.")
-        ours = "cosine"
-    elif difference and full is not None:
-        ledger.differ(full, difference)
     extra = ledger.peek("lr_scheduler_kwargs")
     if isinstance(extra, dict):
-        name = ledger.find("lr_scheduler_kwargs")
-        assert name is not None
-        ledger.expand(name, extra)
-    warmup = _carry_warmup(ledger, tool, steps, value)
+        ledger.expand(str(ledger.find("lr_scheduler_kwargs")), extra)
+    if ours not in _SCHEDULES:
+        ledger.refuse(str(full), f"echelon has {', '.join(_SCHEDULES)}.")
+        return
+    warmup = _carry_warmup(ledger, tool, defaults, steps, value)
+    if ours == "wsd" and ledger.take("decay_type") != "1-sqrt":
+        ledger.refuse(str(full), "its fall is 1 - sqrt here, which is decay_type: 1-sqrt in lr_scheduler_kwargs.")
     if ours == "inverse_sqrt" and not warmup:
-        ledger.lose(full or "lr_scheduler_type", "inverse_sqrt needs optim.warmup_steps; cosine is written.")
-        ours = "cosine"
-    ledger.put("optim.schedule", ours, f"{full}: {value}" if full else f"the default of {tool}")
+        ledger.refuse(str(full), "it falls with the root of its warm-up's length here; add warmup_steps.")
+    if (cycles := ledger.number("num_cycles")) is not None and cycles not in (1, 0.5):
+        ledger.refuse("num_cycles", "there are no restarts here.")
+    ledger.put("optim.schedule", ours, f"{full}: {value}" if full else f"the default of {defaults.name}")
     if ours != "constant":
         _carry_floor(ledger, ours, steps)
 
@@ -210,44 +268,46 @@ def _carry_floor(ledger: Ledger, schedule: str, steps: int | None) -> None:
     rate = ledger.values["optim.learning_rate"]
     floor = ledger.number("cosine_min_lr_ratio", "min_lr_rate", "min_lr_ratio")
     least = ledger.number("min_lr", "lr_end")
+    if floor is None and least is None and schedule == "polynomial":
+        least = 1e-7  # transformers' own lr_end
     if floor is None:
         floor = least / rate if least and rate else 0.0
     ledger.put("optim.min_learning_rate_fraction", float(f"{floor:.6g}"), "where the tool's schedule ends")
     if schedule == "polynomial":
         ledger.put("optim.polynomial_power", ledger.number("power") or 1.0, "power of lr_scheduler_kwargs")
-    if schedule == "wsd" and (decay := ledger.number("num_decay_steps")):
-        if steps is None:
-            ledger.lose("num_decay_steps", "how many steps the run has is not known here; set optim.decay_fraction.")
-        else:
-            ledger.put("optim.decay_fraction", round(decay / steps, 6), f"num_decay_steps: {decay} of {steps}")
-
-
-def _carry_warmup(ledger: Ledger, tool: Tool, steps: int | None, schedule: str) -> int:
-    count, ratio = ledger.find("warmup_steps"), ledger.find("warmup_ratio")
-    value = ledger.number("warmup_steps")
-    if schedule == "constant":
-        if count is not None and value:
-            ledger.need_not(count, "the schedule `constant` of transformers does not warm up.")
-        return 0
-    if value and value >= 1:
-        ledger.put("optim.warmup_steps", int(value), f"warmup_steps: {value}")
-        if ratio is not None:
-            ledger.need_not(ratio, f"warmup_steps={value} goes first, there as here.")
-        return int(value)
-    name = count if value else ratio
-    share = value or ledger.number("warmup_ratio")
-    if share is None and tool == "axolotl" and value is None:
-        share, name = 0.03, "warmup_ratio"
-    if not share:
-        return 0
+    decay = ledger.find("num_decay_steps")
+    if schedule != "wsd" or decay is None:
+        return
     if steps is None:
-        text = (
-            f"{share:g} of the steps are warm-up there{'' if name in ledger.given else ' by default'}, and how many "
-            f"steps the epochs have is not known here; import with --samples N, the number of training sequences, or "
-            f"set optim.warmup_steps."
-        )
-        ledger.lose(name or "warmup_ratio", text)
-        return 0
-    warmup = math.ceil(share * steps)
-    ledger.put("optim.warmup_steps", warmup, f"{name}: {share:g} of {steps} steps")
-    return warmup
+        ledger.refuse(decay, "it is a share of the run here, and how many steps that has is not known; add max_steps.")
+    else:
+        ledger.put("optim.decay_fraction", round((ledger.number(decay) or 0) / steps, 6), f"{decay} of {steps}")
+
+
+def _carry_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None, schedule: str) -> bool:
+    """The warm-up, in steps or as a share of the run; whether there is one."""
+    count, ratio = ledger.find("warmup_steps"), ledger.find("warmup_ratio")
+    value, share = ledger.number("warmup_steps"), ledger.number("warmup_ratio")
+    if schedule == "constant":
+        for name in (count, ratio):
+            if name is not None and ledger.given[name]:
+                ledger.need_not(name, "the schedule `constant` does not warm up.")
+        return False
+    if value and value >= 1:
+        ledger.put("optim.warmup_steps", int(value), f"{count}: {value:g}")
+        if ratio is not None:
+            ledger.need_not(ratio, f"warmup_steps={value:g} goes first, there as here.")
+        return True
+    named = count if value else ratio
+    share = value or share
+    if share is None and value is None:
+        share, named = defaults.warmup, None
+    if not share:
+        return False
+    if tool == "axolotl" and named is None and steps is not None:
+        ledger.put("optim.warmup_steps", min(int(share * steps), 100), f"the default of Axolotl, of {steps} steps")
+        return True
+    ledger.put("optim.warmup_fraction", share, f"{named}: {share:g}" if named else f"the default of {defaults.name}")
+    if tool == "axolotl" and named is None:
+        ledger.remark("Axolotl's own warm-up, 0.03 of the steps, is never longer than 100 steps.")
+    return True
