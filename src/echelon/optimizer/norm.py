@@ -27,4 +27,5 @@ def _norm_on_host(gradients: list[Tensor]) -> Tensor:
     for gradient in gradients:
         rows = torch.linalg.vector_norm(gradient, dim=-1) if gradient.dim() > 1 else gradient
         norms.append(torch.linalg.vector_norm(rows))
-    return torch.linalg.vector_norm(torch.stack(norms))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
