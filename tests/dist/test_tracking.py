@@ -183,7 +183,10 @@ def test_killing_the_server_in_the_middle_of_a_run_loses_nothing(echelon, tmp_pa
     assert len(read_lines(run.metrics_path)) < 1200, "the run was over before its rank was suspended"
     os.kill(run.read_pids()[1], signal.SIGCONT)
     if returns:
+        await_line(run.metrics_path, '"step": 100,', process, seconds=300)
+        os.kill(run.read_pids()[1], signal.SIGSTOP)  # however long the server takes to come back
         server.start()
+        os.kill(run.read_pids()[1], signal.SIGCONT)
     ending = finish(process, 500)
     assert ending.code == 0, ending
     rows = read_lines(run.metrics_path)
