@@ -7,13 +7,13 @@ from echelon.recipe.launching import Target
 # How a secret gets to the processes of each target without standing in what is submitted.
 _WAYS: dict[Target, str] = {
     "local": "set it as a variable where `echelon launch` is run; the job inherits them",
-    "torchrun": "keep it in a file of each machine, and read it in launch.setup: `export NAME=$(cat FILE)`",
+    "torchrun": "keep it in a file of each machine, and read it in launch.setup: `NAME=$(cat FILE)`, `export NAME`",
     "slurm": "set it as a variable where `echelon launch` is run, which sbatch passes on, or read it in launch.setup "
-    "from a file that only you can read: `export NAME=$(cat FILE)`",
+    "from a file that only you can read: `NAME=$(cat FILE)`, `export NAME`",
     "kubernetes": "put it into a Secret of the cluster, and name that in launch.kubernetes.env_from_secrets or in "
     "launch.kubernetes.volumes",
-    "sagemaker": "read it in launch.setup from AWS Secrets Manager: `export NAME=$(aws secretsmanager "
-    "get-secret-value --secret-id ID --query SecretString --output text)`",
+    "sagemaker": "read it in launch.setup from AWS Secrets Manager: `NAME=$(aws secretsmanager "
+    "get-secret-value --secret-id ID --query SecretString --output text)`, `export NAME`",
 }
 
 
