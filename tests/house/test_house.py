@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = {
     "errors": 0, "recipe": 0, "hardware": 0, "shape": 0, "plan": 0, "run_folder": 0, "planner": 0, "launch": 0,
     "batch": 0, "schedule": 0, "stopping": 0, "environment": 0, "manifest": 0, "instances": 0, "cost": 0,
-    "stored": 0, "run_opening": 0, "progress": 0, "redaction": 0,
+    "stored": 0, "run_opening": 0, "progress": 0, "redaction": 0, "measured_shape": 0,
     "runtime": 1, "detection": 1, "mesh": 1,
     "machine": 1, "network": 1,
     "model": 2, "data": 2, "objective": 2, "loss": 2, "optim": 2, "optimizer": 2,
@@ -34,6 +34,7 @@ TORCH_FREE = {
     "instances",
     "cost",
     "shape",
+    "measured_shape",
     "plan",
     "run_folder",
     "environment",
