@@ -173,7 +173,7 @@ def _deliver(forward: Callable[..., Any], held: list[Tensor], *args: Any, **kwar
 
 def find_routers(model: PreTrainedModel) -> list[Router]:
     """The routers of a model on meta, by what `transformers` says of where their logits come out; may be none."""
-    found: dict[str, tuple[nn.Module, int]] = {}
+    found: dict[str, tuple[Any, int]] = {}
     for prefix, part in model.named_modules():
         if not isinstance(part, PreTrainedModel):
             continue
