@@ -404,6 +404,10 @@ BASE = "base_model: m\ndatasets: [{path: a.jsonl, type: chat_template}]\nmicro_b
         ("gradient_checkpointing: false\nfsdp: true\nfsdp_config: {activation_checkpointing: true}",
          "train.activation_checkpointing", "full"),
         ("gradient_checkpointing: offload", "train.activation_checkpointing", "full"),
+        ("num_epochs: 2", "objective.router_loss", False),
+        ("model_config: {output_router_logits: false}", "objective.router_loss", False),
+        ("model_config: {output_router_logits: true}", "objective.router_loss", True),
+        ("adapter: lora", "objective.router_loss", True),
     ],
 )  # fmt: skip
 def test_a_key_of_axolotl(tmp_path: Path, extra: str, key: str, value: object) -> None:

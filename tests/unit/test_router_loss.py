@@ -226,6 +226,8 @@ def test_what_cannot_be_trained_is_said():
         choice = choose_router_loss(skeleton, skeleton)
     assert choice.loss is None and "no router can be found in a MixtralForCausalLM" in choice.line
     assert "router_aux_loss_coef 0.1" in choose_router_loss(skeleton, skeleton).line
+    unwanted = choose_router_loss(skeleton, skeleton, is_wanted=False)
+    assert unwanted.loss is None and unwanted.line.endswith("objective.router_loss is false")
     dense = {
         "model_type": "doge",
         "hidden_size": 64,

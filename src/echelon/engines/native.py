@@ -242,7 +242,7 @@ def build_native_engine(
     if recipe.adapter.is_adapter:
         apply_adapter(model, recipe.adapter, new_token_ids)
     store_parameters(model, plan.precision)
-    router = choose_router_loss(skeleton, model)
+    router = choose_router_loss(skeleton, model, recipe.objective.router_loss)
     routers = () if router.loss is None else router.loss.routers
     module = shard_model(model, plan, meshes, compile_backend, routers)
     materialize(module, "cpu" if plan.cpu_offload else device)

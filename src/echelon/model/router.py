@@ -279,18 +279,21 @@ class RouterChoice:
     line: str | None
 
 
-def choose_router_loss(skeleton: PreTrainedModel, model: nn.Module) -> RouterChoice:
+def choose_router_loss(skeleton: PreTrainedModel, model: nn.Module, is_wanted: bool = True) -> RouterChoice:
     """The router loss that the model's config asks for, where it can be trained.
 
     Args:
         skeleton: the model on meta, untouched.
         model: the one that trains, with its adapter where it has one.
+        is_wanted: `objective.router_loss` of the recipe.
     """
     asked = find_coefficient(skeleton.config)
     if asked is None or not has_experts(skeleton):
         return RouterChoice(None, None)
-    routers = tuple(find_routers(skeleton))
     why = f"router loss: none, though the model's {asked[0]} is {asked[1]:g}:"
+    if not is_wanted:
+        return RouterChoice(None, f"{why} objective.router_loss is false")
+    routers = tuple(find_routers(skeleton))
     if not routers:
         return RouterChoice(None, f"{why} no router can be found in a {type(skeleton).__name__}")
     modules = (model.get_submodule(router.name) for router in routers)

@@ -367,6 +367,9 @@ class ObjectiveConfig(Section):
     label_smoothing: Number = Field(
         0.0, ge=0, lt=0.5, description="Of `dpo`: the probability that a preference is the wrong way round."
     )
+    router_loss: Flag = Field(
+        True, description="Of mixtures of experts: add the router loss that the model's config asks for."
+    )
 
     @model_validator(mode="after")
     def _every_key_means_something(self) -> Self:

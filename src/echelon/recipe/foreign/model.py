@@ -34,7 +34,10 @@ def carry_model(ledger: Ledger, tool: Tool) -> None:
     if revision is not None and ledger.take(revision) != "main":
         ledger.refuse(revision, "a hub id is read at its newest revision; fetch the one you mean, and give its folder.")
     if ledger.peek("output_router_logits") is True:
+        ledger.put("objective.router_loss", True, "output_router_logits: true")
         ledger.differ("output_router_logits", "the router loss is that of each sequence here, not of the batch.")
+    elif ledger.find("output_router_logits") is not None:
+        ledger.take("output_router_logits")
     _carry_attention(ledger)
     _carry_tokens(ledger)
 
@@ -84,6 +87,8 @@ def carry_adapter(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
                      "lora_modules_to_save", "lora_target"):  # fmt: skip
             if ledger.find(name) is not None:
                 ledger.need_not(name, "every parameter is trained, no adapter is made.")
+        if "objective.router_loss" not in ledger.values:  # beside an adapter routers are frozen, here as there
+            put_default(ledger, defaults, "objective.router_loss", False)
         return
     ledger.put("adapter.method", method, _reason(ledger, "adapter", "finetuning_type", "use_peft", "peft_type"))
     full = ledger.find(*spellings("adapter.r"), "r")
