@@ -1,12 +1,13 @@
 """Building a trainer from a recipe and a plan, in one rank, and running it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TextIO
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from echelon.checkpoint.adapter_folder import write_adapter
 from echelon.checkpoint.carrier import Carrier
@@ -216,13 +217,8 @@ def build_trainer(
         num_machines = -(-runtime.world_size // runtime.local_world_size)
         journal.meter = CostMeter(recipe, folder, find_price_here(recipe, read_environment()), num_machines)
         journal.add_couriers(start_trackers(recipe, folder, state.step, journal.say))
-        special = f"pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}"
-        ends = [f"{each} ({data.tokenizer.convert_ids_to_tokens(each)})" for each in stops]
-        journal.say(f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}")
-        if first.documents is not None:
-            journal.say(describe_document_mask(config, recipe.model.attn_implementation))
-        if engine.router.line is not None:
-            journal.say(engine.router.line)
+        for line in _describe_model(config, recipe, data, stops, first.documents is not None, engine.router.line):
+            journal.say(line)
         journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")
         if sampler is not None:
             journal.say(sampler.describe())
@@ -252,6 +248,24 @@ def build_trainer(
         state=state,
         book=book,
     )
+
+
+def _describe_model(
+    config: PretrainedConfig,
+    recipe: Recipe,
+    data: PreparedData,
+    stops: Sequence[int],
+    has_documents: bool,
+    router_line: str | None,
+) -> Iterator[str]:
+    """Lines about the model that is trained: its special tokens, its masks, its router loss."""
+    special = f"pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}"
+    ends = [f"{each} ({data.tokenizer.convert_ids_to_tokens(each)})" for each in stops]
+    yield f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}"
+    if has_documents:
+        yield describe_document_mask(config, recipe.model.attn_implementation)
+    if router_line is not None:
+        yield router_line
 
 
 def open_book(folder: RunFolder, saved: SavedState | None) -> TimeBook:
