@@ -367,10 +367,3 @@ def test_a_recipe_says_what_is_prepared(tmp_path):
     assert (spec.tokenizer, spec.validation_fraction, spec.workers, spec.sequence_len) == (270, 0.0, None, 32)
     prepared = prepare_data(recipe, silent)
     assert prepared.tokenizer.decode(all_tokens(prepared.train)) == POEM + "<|endoftext|>"
-
-
-def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(example, "docs/data.md", "exec"), {"__name__": "__main__"})

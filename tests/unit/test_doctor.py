@@ -11,6 +11,7 @@ import pytest
 from echelon import machine
 from echelon.errors import LaunchError
 from echelon.launch.probing import Examination, Probe, probe_script, rounds
+from echelon.launch.shell import guard_setup
 from echelon.launch.speed import Speed, find_slow
 from echelon.launch.verdict import judge
 from echelon.recipe import LaunchConfig
@@ -197,7 +198,7 @@ def test_what_runs_on_a_host_is_prepared_as_training_is():
     assert probe_script(launch, Path("/work dir")).splitlines() == [
         "cd '/work dir' || exit 2",
         """export A='it'"'"'s'""",
-        "module load cuda",
+        *guard_setup(("module load cuda",)),
         "exec '/opt/a b/python' -m echelon.network",
     ]
 

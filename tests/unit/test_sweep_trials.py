@@ -164,8 +164,8 @@ def test_another_sweep_is_refused_and_a_longer_one_goes_on(here: Path, monkeypat
         run(here, monkeypatch, StubLauncher(), other, sampler="random", trials=2)
     with pytest.raises(ConfigError, match=r"sweep.trials: 2 -> 1"):
         run(here, monkeypatch, StubLauncher(), RANDOM, sampler="random", trials=1)
-    text = SMALL.replace("hidden_size: 64", "hidden_size: 32")
-    with pytest.raises(ConfigError, match=r"recipe.yaml: model.config.hidden_size: 64 -> 32"):
+    text = SMALL.replace("hidden_size: 64", "hidden_size: 128")
+    with pytest.raises(ConfigError, match=r"recipe.yaml: model.config.hidden_size: 64 -> 128"):
         run(here, monkeypatch, StubLauncher(), RANDOM, text=text, sampler="random", trials=3)
     longer = StubLauncher()
     _, results, _ = run(here, monkeypatch, longer, RANDOM, sampler="random", trials=3, parallel=1)

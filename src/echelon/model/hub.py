@@ -319,12 +319,11 @@ def _downloading(name: str, commit: str, files: list[str]) -> Iterator[None]:
     threads = [threading.Thread(target=work, name="hub", daemon=True) for _ in files[:_CONNECTIONS]]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(_LOOK_SECONDS)
-            if not failures.empty():
-                raise failures.get()
-            yield
+    while failures.empty() and (running := [thread for thread in threads if thread.is_alive()]):
+        running[0].join(_LOOK_SECONDS)
+        yield
+    if not failures.empty():
+        raise failures.get()
 
 
 def _count_bytes(folder: Path) -> int:
