@@ -226,4 +226,7 @@ def test_a_run_that_cannot_be_is_refused_before_any_worker_starts(tmp_path, monk
     prepare_plain = echelon.data.prepare.prepare_data
     monkeypatch.setattr(echelon.data.prepare, "prepare_data", lambda *args: pack(prepare_plain(*args), "packed"))
     with pytest.raises(ConfigError, match=r"model_type is stablelm; set data\.document_mask=false"):
-        prepare("model.config={model_type: stablelm, hidden_size: 64, num_attention_heads: 4, num_hidden_layers: 2}")
+        prepare(
+            "model.config={model_type: stablelm, hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 4, "
+            "num_hidden_layers: 2}"
+        )

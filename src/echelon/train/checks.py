@@ -139,6 +139,7 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
         if not elsewhere or not isinstance(error.__cause__, ImportError):
             raise
         left.append(f"model.attn_implementation: the package of {attention} (it is not installed here)")
+        config = load_config(recipe.model.checkpoint or fields, trusted)  # the first one was given that attention
         model = build_on_meta(config, None, trusted)
     check_routers(model)
     check_is_causal(config, trusted)
