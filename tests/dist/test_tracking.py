@@ -104,7 +104,7 @@ def test_a_server_that_is_not_there_stops_nothing(echelon, tmp_path):
     ending = finish(start("train", "recipe.json", "--nproc", "1", MLFLOW_TRACKING_URI=address))
     assert ending.code == 0, ending
     [line] = [line for line in ending.out.splitlines() if "mlflow fails" in line]
-    assert "training goes on" in line and "http://***@127.0.0.1" in line
+    assert "training goes on" in line and "***@127.0.0.1" in line
     assert "track: mlflow lacks 4 of 4 rows; the same command sends it again" in ending.out
     assert len(read_lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")) == 4
     files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
@@ -194,8 +194,9 @@ def test_killing_the_server_in_the_middle_of_a_run_loses_nothing(echelon, tmp_pa
     if not returns:
         assert "track: mlflow lacks" in ending.out and "the same command sends it again" in ending.out
         server.start()
+    if "track: mlflow lacks" in ending.out:  # also where the server is too slow to take all before the run ends
         ending = echelon("train", "recipe.json")
-    assert ending.code == 0, ending
+    assert ending.code == 0 and "track: mlflow lacks" not in ending.out, ending
 
     client = open_client(server.uri)
     [found] = client.search_runs([client.get_experiment_by_name("echelon").experiment_id])
