@@ -359,9 +359,10 @@ def test_the_first_records_of_a_source_are_as_a_source_of_them(tmp_path, workers
     (record, *_), (same, *_) = found.manifest.streams["train"], expected.manifest.streams["train"]
     assert (record.documents, record.num_broken) == (same.documents, same.num_broken)
     assert record.num_broken == 1 and record.documents + found.manifest.validation[0].documents == FIRST - 1
-    # 3 of the 6 MB are beyond the first task: reading ended early.
-    told = next(line for line in lines if line.startswith("tokenizing: ") and " in all" in line)
-    assert float(told.split(" ")[1]) < 2.5 < path.stat().st_size / 1e6
+    if workers == 1:  # several may have begun the next task by then
+        # 3 of the 6 MB are beyond the first task: reading ended early.
+        told = next(line for line in lines if line.startswith("tokenizing: ") and " in all" in line)
+        assert float(told.split(" ")[1]) < 2.5 < path.stat().st_size / 1e6
     again = prepare(build_spec(tmp_path, replace(limited, max_samples=FIRST - 1), **options), silent)
     assert again.path != found.path and again.content_digest != found.content_digest
 
