@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -29,16 +31,17 @@ except EchelonError as error:
 """
 
 
-def test_a_run_folder_that_may_not_be_written_to_is_refused(tmp_path):
-    run = tmp_path / "run"
-    RunFolder(run).create()
-    (run / ".lock").touch()
-    (run / ".lock").chmod(0o666)  # of a run that was there before: the lock alone can be had
-    run.chmod(0o555)
-    for place in (tmp_path, *tmp_path.parents[:2]):
-        place.chmod(place.stat().st_mode | 0o055)
-    done = subprocess.run([sys.executable, "-c", LOCK, str(run)], capture_output=True, text=True, check=False)
-    run.chmod(0o755)
+def test_a_run_folder_that_may_not_be_written_to_is_refused():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # which anybody may reach, unlike those of pytest
+        place = Path(folder)
+        place.chmod(0o755)
+        run = place / "run"
+        RunFolder(run).create()
+        (run / ".lock").touch()
+        (run / ".lock").chmod(0o666)  # of a run that was there before: the lock alone can be had
+        run.chmod(0o555)
+        done = subprocess.run([sys.executable, "-c", LOCK, str(run)], capture_output=True, text=True, check=False)
+        run.chmod(0o755)
     assert done.returncode == 2 and f"run.dir={run} cannot be written to" in done.stderr, done
 
 

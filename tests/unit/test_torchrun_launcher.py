@@ -76,7 +76,7 @@ def await_lines(path, count):
 
 
 def await_end(pid):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
