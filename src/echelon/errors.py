@@ -69,6 +69,11 @@ class TrainingError(EchelonError):
     """Training itself failed: a loss or a gradient norm that is not finite."""
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says, cut to the start of its first line; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 def render_traceback(error: BaseException) -> str:
     """The traceback of an error nobody foresaw, as Python prints it, without what looks like a secret."""
     return redact_text("".join(traceback.format_exception(error)))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from echelon.errors import ConfigError, EchelonError
+from echelon.errors import ConfigError, EchelonError, first_line
 from echelon.model.attention import choose_attention
 from echelon.model.config import build_config
 from echelon.model.folder import find_model_dir
@@ -46,15 +46,11 @@ def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
         raise
     except Exception as error:  # in a damaged file transformers raises whatever it trips over
         raise ConfigError(
-            f"model.checkpoint={source}: no config of a model can be read there ({_first_line(error)}); give one with "
+            f"model.checkpoint={source}: no config of a model can be read there ({first_line(error)}); give one with "
             "config.json and safetensors, or a hub id."
         ) from error
     assert isinstance(config, PretrainedConfig)
     return config
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def build_on_meta(

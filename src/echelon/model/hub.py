@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableError, is_disk_full
+from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableError, first_line, is_disk_full
 from echelon.progress import Progress
 from echelon.recipe import Recipe, SourceConfig
 from echelon.run_folder import RunFolder
@@ -414,7 +414,7 @@ def _explained(where: str, kind: str, page: str) -> Iterator[None]:
         ) from error
     except RevisionNotFoundError as error:
         raise ConfigError(
-            f"{where}: the hub no longer has the commit that this run began with ({_first_line(error)}); copy the "
+            f"{where}: the hub no longer has the commit that this run began with ({first_line(error)}); copy the "
             "cache of a machine that has it, or pass --fresh to begin with the newest."
         ) from error
     except RepositoryNotFoundError as error:
@@ -425,7 +425,7 @@ def _explained(where: str, kind: str, page: str) -> Iterator[None]:
     except Exception as error:  # the client raises whatever its HTTP library does
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             raise ConfigError(
-                f"{where}: the hub does not accept the token on {platform.node()} ({_first_line(error)}); set HF_TOKEN "
+                f"{where}: the hub does not accept the token on {platform.node()} ({first_line(error)}); set HF_TOKEN "
                 "there to one that is valid, or unset it."
             ) from error
         if is_disk_full(error):
@@ -433,10 +433,6 @@ def _explained(where: str, kind: str, page: str) -> Iterator[None]:
                 f"{where}: the disk of {platform.node()} is full; free space, or set HF_HOME to a folder with more."
             ) from error
         raise EchelonError(
-            f"{where} could not be fetched from the hub to {platform.node()} ({_first_line(error)}); start the same "
+            f"{where} could not be fetched from the hub to {platform.node()} ({first_line(error)}); start the same "
             "command again, and files that are whole are not fetched again."
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -3,6 +3,7 @@
 import re
 
 from echelon.errors import ConfigError
+from echelon.launch.sagemaker.enter import OLDEST_PYTHON
 
 # PyTorch 2.13.0, Python 3.12, CUDA 13.3, NCCL 2.30.7, EFA 1.49: AWS Deep Learning Containers, changelog of 2026-07-20.
 _GPU_TAG = "2.13-cu133-amzn2023-sagemaker"
@@ -31,7 +32,6 @@ def find_image(region: str, has_gpus: bool) -> str:
 
 # What echelon needs; pyproject.toml says it to pip.
 OLDEST_TORCH = (2, 11)
-OLDEST_PYTHON = (3, 11)
 
 
 def check_image(image: str) -> None:
