@@ -97,9 +97,9 @@ def prepare(scratch, size, row):
     """Base weights, tokenizer and text once; of a row, its echelon run and the peer's rows of the same tokens."""
     from echelon.data.order import SampleOrder
     from echelon.data.prepared import open_prepared
-    from echelon.detection import detect_cluster
+    from echelon.hardware.detection import detect_cluster
+    from echelon.lifecycle.setup import prepare_run
     from echelon.recipe import load_recipe
-    from echelon.train.setup import prepare_run
 
     name = next(key for key, value in ROWS.items() if value == row)
     folder = scratch / name
@@ -262,12 +262,12 @@ def reset_peak():
 
 def run_echelon(run_dir, steps):
     """echelon's trainer in this process, as a worker runs it."""
+    from echelon.distributed.runtime import start_runtime, stop_runtime
+    from echelon.lifecycle.assemble import build_trainer
+    from echelon.lifecycle.setup import read_plan
     from echelon.model.quantization import import_bitsandbytes
     from echelon.recipe import load_recipe
-    from echelon.run_folder import RunFolder
-    from echelon.runtime import start_runtime, stop_runtime
-    from echelon.train.assemble import build_trainer
-    from echelon.train.setup import read_plan
+    from echelon.runs.run_folder import RunFolder
 
     import_bitsandbytes()
     import_what_both_use()

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from echelon.data.loader import Microbatch
+from echelon.distributed.mesh import build_mesh
+from echelon.distributed.runtime import start_runtime, stop_runtime
 from echelon.engines.native import build_native_engine
-from echelon.mesh import build_mesh
 from echelon.model.build import load_config
-from echelon.objective import CausalLM
-from echelon.plan import ParallelPlan, Precision
+from echelon.objectives.objective import CausalLM
 from echelon.planner.memory import MemoryEstimate, estimate_memory
+from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
-from echelon.runtime import start_runtime, stop_runtime
-from echelon.shape import build_shape
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 

@@ -21,12 +21,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echelon.data.prepared import open_prepared
-from echelon.detection import detect_cluster
+from echelon.distributed.runtime import start_runtime, stop_runtime
+from echelon.hardware.detection import detect_cluster
+from echelon.lifecycle.assemble import build_trainer
+from echelon.lifecycle.setup import prepare_run
 from echelon.model.build import load_config
 from echelon.recipe import load_recipe
-from echelon.runtime import start_runtime, stop_runtime
-from echelon.train.assemble import build_trainer
-from echelon.train.setup import prepare_run
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tinyshakespeare.yaml"
 TEXT = Path(pydoc_data.topics.__file__)  # real text that every machine has

@@ -99,15 +99,15 @@ def evaluate(
     if harness is None and (include_path is not None or limit is not None):
         raise ConfigError("--include-path and --limit go with --lm-eval TASK; add it, or leave them out.")
     if task is not None:
-        from echelon.train.tasks import evaluate_task
+        from echelon.inference.tasks import evaluate_task
 
         result = evaluate_task(target, task, checkpoint)
     elif harness is not None:
-        from echelon.train.harness import evaluate_with_harness
+        from echelon.inference.harness import evaluate_with_harness
 
         result = evaluate_with_harness(target, harness.split(","), include_path, limit, checkpoint)
     else:
-        from echelon.train.evaluate import evaluate_model
+        from echelon.inference.evaluate import evaluate_model
 
         result = evaluate_model(target, data_path, checkpoint)
     for line in [json.dumps(result, default=str)] if as_json else _render_lines(result):
@@ -153,8 +153,8 @@ def generate(
     """Sample from a run or an HF folder."""
     require_folder(target)
     _fetch_base(target)
-    from echelon.train.chat import Chat
-    from echelon.train.generate import Sampling, generate_samples, read_prompts, render_sample
+    from echelon.inference.chat import Chat
+    from echelon.inference.generate import Sampling, generate_samples, read_prompts, render_sample
 
     if (prompt is None) == (prompts_path is None):
         raise ConfigError("generate needs one of --prompt TEXT and --prompts FILE; give one.")
@@ -195,7 +195,7 @@ def export(
     _fetch_base(run)
     from echelon.checkpoint.adapted import read_run_recipe
     from echelon.checkpoint.export import export_adapter, export_run
-    from echelon.train.merging import merge_run
+    from echelon.inference.merging import merge_run
 
     if merge:
         merge_run(run, out, dtype or "fp32", checkpoint, say)
@@ -288,7 +288,7 @@ def _render_value(value: Any) -> str:
 def main() -> None:
     """The console script: every error becomes one message and the exit code of the contract."""
     if sys.getfilesystemencoding() != "utf-8":  # libraries take no path with a letter that the locale has not
-        from echelon.runtime import restart_in_utf8
+        from echelon.distributed.runtime import restart_in_utf8
 
         restart_in_utf8()
     try:

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 from echelon.errors import ConfigError
-from echelon.launch.workers import Workers
-from echelon.launch.agent import LocalAgent
-from echelon.run_folder import RunFolder
-from echelon.runtime import exported, start_runtime, start_watchdog, stop_runtime, worker_environment
-from echelon.train.worker import OutcomeReport, leave, leave_after_peers, redirect_output
+from echelon.supervise.workers import Workers
+from echelon.supervise.agent import LocalAgent
+from echelon.runs.run_folder import RunFolder
+from echelon.distributed.runtime import exported, start_runtime, start_watchdog, stop_runtime, worker_environment
+from echelon.lifecycle.worker import OutcomeReport, leave, leave_after_peers, redirect_output
 
 
 def run_parent(run_dir, count, mode, restarts):

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from echelon.stored import write_json, write_text
 from echelon.errors import ConfigError, EchelonError
-from echelon.plan import ParallelPlan
+from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe, render_recipe
-from echelon.run_folder import RunFolder
-from echelon.train import session
-from echelon.train.setup import PreparedRun
+from echelon.runs.run_folder import RunFolder
+from echelon.lifecycle import session
+from echelon.lifecycle.setup import PreparedRun
 
 RECIPE = Recipe.model_validate(
     {
@@ -50,7 +50,7 @@ def train(recipe, plan, folder, runtime, console, stop, heart):
 if __name__ == "__main__":
     session.prepare_run = prepare
     session._VISIBLE_SECONDS = 1.0
-    sys.modules["echelon.train.assemble"] = types.SimpleNamespace(run_training=train)
+    sys.modules["echelon.lifecycle.assemble"] = types.SimpleNamespace(run_training=train)
     try:
         sys.exit(session.train_as_rank(RECIPE, False, print).code)
     except EchelonError as error:

@@ -30,7 +30,7 @@ from command import (
     start,
     write_recipe,
 )
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.dist
 

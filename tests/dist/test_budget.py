@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from command import EXACT, read_lines, write_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from training import equal_tensors, tensors_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

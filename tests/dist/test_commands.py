@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from command import CommandLine, assert_no_orphan, read_lines, write_recipe
 from echelon.checkpoint.export import load_run_model
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.dist
 

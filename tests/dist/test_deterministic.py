@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from command import LAUNCHER_KEYS, finish, start, write_recipe
-from echelon.run_folder import RunFolder
-from echelon.runtime import worker_environment
+from echelon.runs.run_folder import RunFolder
+from echelon.distributed.runtime import worker_environment
 
 pytestmark = pytest.mark.dist
 
@@ -17,10 +17,10 @@ PROBE = """
 import json, os, sys
 from pathlib import Path
 import torch
-import echelon.train.assemble as assemble
-from echelon.run_folder import RunFolder
+import echelon.lifecycle.assemble as assemble
+from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest
-from echelon.train.worker import run_rank
+from echelon.lifecycle.worker import run_rank
 
 def look_around(*arguments):
     flags = [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic]

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from command import MARK, CommandLine, assert_no_orphan, await_line, finish, start, write_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.dist
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from command import CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from training import LOSS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from command import MARK, assert_no_orphan, await_line, find_listeners, finish, marked_processes, start, write_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from hostile import hostile_pickle
 
 pytestmark = pytest.mark.dist

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from command import EXACT, await_line, finish, read_lines, start
 from echelon.checkpoint.export import load_run_model
 from echelon.data.tokenizer import train_tokenizer
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from command import finish, read_lines, start, write_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from hub_server import HubServer, push_model
 from training import LOSS
 

@@ -16,7 +16,7 @@ from command import EXACT, MARK, CommandLine, assert_no_orphan, await_line, fini
 from echelon.checkpoint.folder import find_checkpoints
 from echelon.checkpoint.store import CheckpointStore
 from echelon.errors import CheckpointError
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist

@@ -152,7 +152,7 @@ def launched_environment(rank, world_size, port):
 
 
 def test_taken_port_is_named_with_its_remedy():
-    code = "from echelon.runtime import open_store; open_store(10)"
+    code = "from echelon.distributed.runtime import open_store; open_store(10)"
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         env = launched_environment(0, 2, port)
@@ -163,7 +163,7 @@ def test_taken_port_is_named_with_its_remedy():
 
 
 def test_absent_peer_is_named_with_its_remedy():
-    code = "from echelon.runtime import open_store; open_store(2)"
+    code = "from echelon.distributed.runtime import open_store; open_store(2)"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     env = launched_environment(0, 2, port)

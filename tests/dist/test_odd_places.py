@@ -12,7 +12,7 @@ from command import read_lines, write_recipe
 from echelon.checkpoint.folder import checkpoint_of
 from echelon.data.tokenizer import build_bytes_tokenizer
 from echelon.errors import ConfigError
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.dist
 
@@ -20,7 +20,7 @@ LOCK = """
 import os, sys
 from pathlib import Path
 from echelon.errors import EchelonError
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 if os.getuid() == 0:
     os.setuid(65534)
 try:

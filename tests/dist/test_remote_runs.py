@@ -11,7 +11,7 @@ import pytest
 
 from command import MARK, CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
 from echelon.checkpoint.object_store import ObjectStore
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from object_server import BUCKET, ObjectServer
 from training import equal_tensors, tensors_of
 

@@ -4,8 +4,8 @@ import pytest
 import psutil
 
 from command import EXACT, CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
-from echelon.launch.memory import PLACE
-from echelon.run_folder import RunFolder
+from echelon.supervise.snapshot_memory import PLACE
+from echelon.runs.run_folder import RunFolder
 from training import equal_tensors, tensors_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(not PLACE.is_dir(), reason="no /dev/shm here")]

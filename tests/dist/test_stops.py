@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from command import EXACT, CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist

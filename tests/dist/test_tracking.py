@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from command import CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.dist
 

@@ -72,7 +72,7 @@ def read_commands(text: str) -> Iterator[tuple[str, str]]:
 
 
 WARM: Any = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["echelon.cli", "echelon.train.assemble", "echelon.train.evaluate"])
+WARM.set_forkserver_preload(["echelon.cli", "echelon.lifecycle.assemble", "echelon.inference.evaluate"])
 
 
 def run_command(

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from echelon.hardware import parse_devices
-from echelon.plan import ParallelPlan, resolve_plan
+from echelon.hardware.accelerators import parse_devices
 from echelon.planner.memory import estimate_memory
+from echelon.planner.plan import ParallelPlan, resolve_plan
+from echelon.planner.shape import build_shape
 from echelon.recipe import RESUMABLE, load_recipe
-from echelon.run_folder import RunFolder
-from echelon.shape import build_shape
+from echelon.runs.run_folder import RunFolder
 from echelon.train.metrics import StepMetrics, train_row
 from parity_rows import COVERING, FULL
 from traffic import expect_traffic

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from command import EXACT, TEXT, finish, marked_processes, read_lines, start, write_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from training import equal_tensors, tensors_of
 
 PHASES = ("data preparation", "start", "step", "save", "publish", "evaluation")

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from damage import HUGE, damage_bytes
-from echelon.hardware import Cluster, parse_devices
-from echelon.plan import ParallelPlan, resolve_plan
+from echelon.hardware.accelerators import Cluster, parse_devices
+from echelon.lifecycle.model_checks import check_model
+from echelon.lifecycle.setup import describe_steps
 from echelon.planner.memory import estimate_memory
+from echelon.planner.plan import ParallelPlan, resolve_plan
 from echelon.recipe import Recipe, load_recipe, render_recipe
 from echelon.recipe.keys import recipe_keys
-from echelon.train.checks import check_model
-from echelon.train.setup import describe_steps
 from recipe_samples import SMALL
 
 MIXTURE = """\

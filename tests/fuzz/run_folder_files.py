@@ -20,17 +20,17 @@ from echelon.checkpoint.export import export_run
 from echelon.checkpoint.folder import clear_out, list_checkpoints
 from echelon.checkpoint.remote import write_run_name
 from echelon.checkpoint.remote_start import describe_remote
-from echelon.cost import Spending, write_spending
-from echelon.launch.outcome import report, write_outcome
-from echelon.manifest import find_faults
+from echelon.inference.held_out import open_held_out
+from echelon.lifecycle.assemble import build_trainer
+from echelon.lifecycle.setup import prepare_run
 from echelon.recipe import load_recipe
-from echelon.run_folder import RunFolder
+from echelon.reporting.trackers.courier import Courier, Ledger
+from echelon.reporting.trackers.tracker import Opened
+from echelon.runs.checksums import find_faults
+from echelon.runs.cost import Spending, write_spending
+from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_text
-from echelon.train.assemble import build_trainer
-from echelon.train.held_out import open_held_out
-from echelon.train.setup import prepare_run
-from echelon.train.trackers.courier import Courier, Ledger
-from echelon.train.trackers.tracker import Opened
+from echelon.supervise.outcome import report, write_outcome
 from stored_files import MACHINE, Parts, StoredFiles, describe_target, digest
 
 # The files that the loaders of `stored_files` read damaged: a checkpoint's and the model's.

@@ -20,19 +20,19 @@ from damage import damage_bytes, damage_header, damage_json, foreign_files
 from echelon.checkpoint.export import export_run
 from echelon.checkpoint.folder import find_checkpoints
 from echelon.data.prepared import open_prepared
+from echelon.distributed.runtime import Runtime
 from echelon.errors import EchelonError
-from echelon.hardware import Accelerator, Cluster
-from echelon.manifest import MANIFEST, describe_files
+from echelon.hardware.accelerators import Accelerator, Cluster
+from echelon.inference.target import load_target
+from echelon.lifecycle.assemble import build_trainer, load_newest
+from echelon.lifecycle.model_checks import check_weights, find_model_fields
+from echelon.lifecycle.setup import prepare_run
 from echelon.model.build import build_on_meta, load_config
 from echelon.model.weights import load_pretrained
-from echelon.plan import resolve_plan
+from echelon.planner.plan import resolve_plan
+from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
-from echelon.runtime import Runtime
-from echelon.shape import build_shape
-from echelon.train.assemble import build_trainer, load_newest
-from echelon.train.checks import check_weights, find_model_fields
-from echelon.train.setup import prepare_run
-from echelon.train.target import load_target
+from echelon.runs.checksums import MANIFEST, describe_files
 
 MACHINE = Cluster(Accelerator("test machine", 2**33, None, None, None, "-"), 1, 1, "cpu")
 Parts = dict[str, str]

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from echelon.runtime import start_runtime, stop_runtime
+from echelon.distributed.runtime import start_runtime, stop_runtime
 from training import train
 
 

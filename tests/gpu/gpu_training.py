@@ -10,13 +10,13 @@ import echelon.parallel
 from echelon.data.loader import BatchLoader
 from echelon.data.mixture import build_order
 from echelon.data.prepare import prepare_data
-from echelon.hardware import Accelerator, Cluster
-from echelon.parallel.data import Replicated, autocast_scope
-from echelon.plan import ParallelPlan, resolve_plan
+from echelon.hardware.accelerators import Accelerator, Cluster
+from echelon.lifecycle.assemble import build_trainer
+from echelon.parallel.data_parallel import Replicated, autocast_scope
+from echelon.planner.plan import ParallelPlan, resolve_plan
+from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe, render_recipe
-from echelon.run_folder import RunFolder
-from echelon.shape import build_shape
-from echelon.train.assemble import build_trainer
+from echelon.runs.run_folder import RunFolder
 from training import GLOBAL_BATCH, Masked, Row, read_rows, write_recipe
 
 GPU = Accelerator("test GPU", 2**36, bf16_flops=1e15, fp32_flops=5e13, memory_bandwidth=None, source="-")

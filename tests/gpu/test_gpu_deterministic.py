@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from echelon.runtime import use_deterministic_algorithms
+from echelon.distributed.runtime import use_deterministic_algorithms
 from gpu_training import Case, train_on_gpu
 from training import Row, equal_tensors, tensors_of
 

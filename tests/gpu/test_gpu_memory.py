@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 
-from echelon.loss import chunked_loss_sum
 from echelon.model.parts import HeadArithmetic
+from echelon.objectives.loss import chunked_loss_sum
 from echelon.planner.memory import estimate_memory
-from echelon.shape import build_shape
+from echelon.planner.shape import build_shape
 from gpu_training import OFFLOAD, Case, model_overrides, trainer_on_gpu
 from training import Row
 

@@ -20,7 +20,7 @@ from command import (
     start,
     write_recipe,
 )
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from hostile import hostile_pickle
 from training import LOSS
 

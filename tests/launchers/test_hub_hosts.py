@@ -14,7 +14,7 @@ import pytest
 
 import hub_server
 from command import read_lines, write_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from namespaces import machines, namespaces_allowed
 from training import LOSS
 

@@ -19,7 +19,7 @@ from echelon.launch.kubernetes import KubernetesLauncher
 from echelon.launch.kubernetes.kinds import KINDS, JobKind
 from echelon.launch.kubernetes.pod import RECIPE_PATH
 from echelon.launch.records import make_job, submit_job
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from kube_cluster import GUEST, missing_programs, real_cluster
 from kubernetes_jobs import NAME, make_kubernetes_job
 from recipe_samples import load_text

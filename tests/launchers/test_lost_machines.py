@@ -9,7 +9,7 @@ import time
 import pytest
 
 from command import await_line, read_lines, write_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from namespaces import machines, namespaces_allowed
 from training import LOSS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from command import LAUNCHER_KEYS, read_lines, write_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from namespaces import machines, namespaces_allowed
 from secure_shell import serve_ssh, ssh_missing
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from echelon.data.prepare import PreparedData
 from echelon.data.shards import NO_LABEL, Samples
-from echelon.plan import ParallelPlan
-from echelon.train import assemble
+from echelon.lifecycle import assemble
+from echelon.planner.plan import ParallelPlan
 from training import train_rank
 from workers import WorkerPool
 

@@ -16,7 +16,7 @@ from echelon.engines.native import NativeEngine
 from echelon.errors import TrainingError
 from echelon.model.sharding import local_part
 from echelon.recipe import load_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from echelon.train.trainer import Trainer
 from training import (
     Row,

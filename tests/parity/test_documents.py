@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.train import evaluate, held_out
+from echelon.inference import evaluate, held_out
 from packed import PackedPool, pack
 from training import Row, bounds, difference, equal_tensors, hashes, tensors_of, train, with_ranks
 

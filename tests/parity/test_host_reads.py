@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.data.prepare import prepare_data
+from echelon.distributed.runtime import Runtime
+from echelon.lifecycle.assemble import build_trainer
 from echelon.recipe import ObjectiveConfig, load_recipe, render_recipe
-from echelon.run_folder import RunFolder
-from echelon.runtime import Runtime
-from echelon.train.assemble import build_trainer
+from echelon.runs.run_folder import RunFolder
 from packed import packed_samples
 from training import Row, resolve, with_ranks, write_recipe
 

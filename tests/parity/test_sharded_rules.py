@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from echelon.errors import ConfigError
 from echelon.model.sharding import local_slices
 from echelon.optimizer.groups import Member
-from echelon.optimizer.layout import Layout
 from echelon.optimizer.rounding import random_bits
+from echelon.optimizer.sharded_parameter import Layout
 from echelon.optimizer.stepper import Group, Optimizer, Slot, choose_rule
 from echelon.recipe import OptimConfig
 

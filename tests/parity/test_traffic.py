@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from echelon.data.loader import Microbatch
+from echelon.distributed.mesh import build_mesh
 from echelon.engines.native import build_native_engine
-from echelon.mesh import build_mesh
 from echelon.model.build import load_config
-from echelon.objective import CausalLM
-from echelon.plan import ParallelPlan, Precision
+from echelon.objectives.objective import CausalLM
+from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
-from echelon.shape import build_shape
 from families import small_config
 from traffic import TrafficCounter, expect_traffic
 from training import Row, write_recipe

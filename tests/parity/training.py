@@ -17,15 +17,15 @@ from echelon.data.mixture import build_order
 from echelon.data.order import DataOrder, SampleOrder
 from echelon.data.prepare import prepare_data
 from echelon.data.shards import NO_LABEL, Samples
-from echelon.hardware import Accelerator, Cluster
+from echelon.distributed.runtime import Runtime
+from echelon.hardware.accelerators import Accelerator, Cluster
+from echelon.lifecycle.assemble import build_trainer
 from echelon.model.router import RouterLoss
-from echelon.plan import ParallelPlan, resolve_plan
+from echelon.planner.plan import ParallelPlan, resolve_plan
+from echelon.planner.shape import build_shape
 from echelon.recipe import ObjectiveConfig, load_recipe, render_recipe
-from echelon.run_folder import RunFolder
-from echelon.runtime import Runtime
-from echelon.shape import build_shape
+from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_json
-from echelon.train.assemble import build_trainer
 from echelon.train.trainer import Trainer
 from families import small_config
 from workers import WorkerPool
@@ -223,7 +223,7 @@ def mutations(name: str, world_size: int) -> list[Any]:
     if name == "average again":
         from torch.distributed.fsdp import FSDPModule
 
-        import echelon.parallel.data as data
+        import echelon.parallel.data_parallel as data
 
         summed = data.sum_gradients
 
@@ -238,14 +238,14 @@ def mutations(name: str, world_size: int) -> list[Any]:
             ),
         ]
     if name == "local matrices":
-        from echelon.optimizer.layout import Layout
+        from echelon.optimizer.sharded_parameter import Layout
 
         return [
             mock.patch.object(Layout, "gather", lambda self, part: part),
             mock.patch.object(Layout, "keep_part", lambda self, whole: whole),
         ]
     if name == "local statistics":
-        from echelon.optimizer.layout import Layout
+        from echelon.optimizer.sharded_parameter import Layout
 
         return [mock.patch.object(Layout, "add_up", lambda self, partial, dim=None: partial)]
     if name == "a router loss of every rank":

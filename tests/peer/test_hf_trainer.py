@@ -13,10 +13,10 @@ from echelon.checkpoint.adapter_folder import write_adapter
 from echelon.data.order import SampleOrder
 from echelon.data.prepare import prepare_data
 from echelon.data.prepared import open_prepared
+from echelon.distributed.runtime import Runtime
+from echelon.lifecycle.assemble import build_trainer
 from echelon.recipe import load_recipe
-from echelon.run_folder import RunFolder
-from echelon.runtime import Runtime
-from echelon.train.assemble import build_trainer
+from echelon.runs.run_folder import RunFolder
 from families import small_config, small_model
 from training import GLOBAL_BATCH, SEQUENCE_LEN, Row, read_rows, resolve, with_ranks, write_recipe
 

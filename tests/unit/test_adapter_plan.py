@@ -11,11 +11,11 @@ from echelon.errors import ConfigError, PlanError
 from echelon.model.adapters import apply_adapter
 from echelon.model.build import build_on_meta
 from echelon.model.quantization import QuantizedLinear
-from echelon.plan import AdapterPlan, ParallelPlan, Precision
-from echelon.planner.adapters import build_adapter_plan, frozen_bytes
+from echelon.planner.adapter_plan import build_adapter_plan, frozen_bytes
 from echelon.planner.memory import estimate_memory
+from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision
+from echelon.planner.shape import build_shape
 from echelon.recipe import AdapterConfig, load_recipe
-from echelon.shape import build_shape
 from families import small_config
 from recipe_samples import SMALL as SMALL_RECIPE
 from recipe_samples import load_text

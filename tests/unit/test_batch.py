@@ -5,9 +5,9 @@ from fractions import Fraction
 
 import pytest
 
-from echelon.batch import Rhythm, constant_batch, ramp_batch
 from echelon.errors import ConfigError
 from echelon.recipe import render_recipe
+from echelon.recipe.batches import Rhythm, constant_batch, ramp_batch
 from recipe_samples import SMALL, load_text
 
 

@@ -14,7 +14,7 @@ from echelon.checkpoint.folder import find_checkpoints, publish
 from echelon.checkpoint.safety import read_metadata
 from echelon.checkpoint.store import CheckpointStore, load_alone
 from echelon.errors import CheckpointError
-from echelon.manifest import check_files
+from echelon.runs.checksums import check_files
 
 
 @pytest.fixture(autouse=True)

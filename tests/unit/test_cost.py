@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from echelon.batch import constant_batch
 from echelon.cli import app
-from echelon.cost import (
+from echelon.errors import ConfigError, StoppedError
+from echelon.recipe import load_recipe
+from echelon.recipe.batches import constant_batch
+from echelon.reporting import budget as budget_module
+from echelon.reporting.budget import CostMeter
+from echelon.reporting.journal import Journal
+from echelon.runs.cost import (
     Rate,
     Spending,
     check_budget,
@@ -21,13 +26,8 @@ from echelon.cost import (
     refuse_used_up,
     write_spending,
 )
-from echelon.errors import ConfigError, StoppedError
-from echelon.recipe import load_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest
-from echelon.train import budget as budget_module
-from echelon.train.budget import CostMeter
-from echelon.train.journal import Journal
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.yaml"
 
@@ -142,7 +142,7 @@ def test_all_starts_count_together(folder, clock, monkeypatch):
 
 
 def budget_module_end(when):
-    from echelon.runtime import LastEnd
+    from echelon.distributed.runtime import LastEnd
 
     return LastEnd(when, detection_seconds=1.0)
 
@@ -185,7 +185,7 @@ def test_what_is_said_before(folder):
 
 
 def test_the_console_and_the_rows_know_the_cost(folder, clock, monkeypatch):
-    from echelon.train import journal as journal_module
+    from echelon.reporting import journal as journal_module
 
     monkeypatch.setattr(journal_module, "time", clock)
     console = io.StringIO()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from echelon.reporting.trackers import courier as courier_module
+from echelon.reporting.trackers.courier import Courier, Ledger, RowReader
+from echelon.reporting.trackers.tracker import Opened, scalars
 from echelon.stored import write_text
-from echelon.train.trackers import courier as courier_module
-from echelon.train.trackers.courier import Courier, Ledger, RowReader
-from echelon.train.trackers.tracker import Opened, scalars
 
 
 class Shelf:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.batch import BatchSchedule, constant_batch, ramp_batch
 from echelon.data.loader import BatchLoader, Microbatch, StepBatch, hash_sequences
 from echelon.data.order import Permutation, SampleOrder
 from echelon.data.shards import ShardWriter, TokenDataset, TokenStore
 from echelon.errors import DataError
+from echelon.recipe.batches import BatchSchedule, constant_batch, ramp_batch
 
 GLOBAL_BATCH = 12
 TWELVE, FOUR = constant_batch(12, 8), constant_batch(4, 8)

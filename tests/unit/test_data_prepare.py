@@ -19,9 +19,9 @@ from echelon.data.shards import TokenDataset
 from echelon.data.source import PYTHON_STDLIB, Source
 from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.errors import ConfigError, DataError, EchelonError
-from echelon.manifest import write_manifest
 from echelon.progress import Progress
 from echelon.recipe import load_recipe
+from echelon.runs.checksums import write_manifest
 
 POEM = "Über allen Gipfeln\nIst Ruh,\nIn allen Wipfeln\nSpürest du\nKaum einen Hauch;\n"
 

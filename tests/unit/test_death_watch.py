@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from echelon.launch.outcome import FAILED, STOPPED, report, write_outcome
-from echelon.launch.restart import deaths_watched, forget_ended
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
+from echelon.supervise.outcome import FAILED, STOPPED, report, write_outcome
+from echelon.supervise.restart import deaths_watched, forget_ended
 
 
 @pytest.fixture

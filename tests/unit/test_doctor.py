@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from echelon import machine
+from echelon.doctor import machine
+from echelon.doctor.probing import Examination, Probe, probe_script, rounds
+from echelon.doctor.speed import Speed, find_slow
+from echelon.doctor.verdict import judge
 from echelon.errors import LaunchError
-from echelon.launch.probing import Examination, Probe, probe_script, rounds
 from echelon.launch.shell import guard_setup
-from echelon.launch.speed import Speed, find_slow
-from echelon.launch.verdict import judge
 from echelon.recipe import LaunchConfig
 
 ROOT = Path(__file__).parents[2]
@@ -199,7 +199,7 @@ def test_what_runs_on_a_host_is_prepared_as_training_is():
         "cd '/work dir' || exit 2",
         """export A='it'"'"'s'""",
         *guard_setup(("module load cuda",)),
-        "exec '/opt/a b/python' -m echelon.network",
+        "exec '/opt/a b/python' -m echelon.doctor.network",
     ]
 
 
@@ -231,7 +231,7 @@ def test_command_prints_lines_or_json_and_leaves_with_one(monkeypatch):
     from typer.testing import CliRunner
 
     from echelon.cli import app
-    from echelon.launch.verdict import Finding
+    from echelon.doctor.verdict import Finding
 
     lines = [Finding("python", "3.11"), Finding("disk", "0.1 GiB free", "free space")]
     monkeypatch.setattr(machine, "examine_machine", lambda _: iter(lines))

@@ -21,24 +21,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
 from echelon.data.loader import Microbatch
+from echelon.distributed.mesh import build_mesh
 from echelon.engines.native import place_buffers, store_parameters
-from echelon.hardware import parse_devices
-from echelon.mesh import build_mesh
+from echelon.hardware.accelerators import parse_devices
+from echelon.lifecycle.model_checks import find_model_fields
 from echelon.model.adapters import apply_adapter
 from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta
 from echelon.model.quantization import _code_books
 from echelon.model.sharding import local_part
-from echelon.objective import CausalLM
+from echelon.objectives.objective import CausalLM
 from echelon.optimizer import build_optimizer
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.step import SingleStage
-from echelon.plan import ParallelPlan, resolve_plan
-from echelon.planner.adapters import frozen_bytes
+from echelon.planner.adapter_plan import frozen_bytes
 from echelon.planner.memory import MemoryEstimate, estimate_memory
+from echelon.planner.plan import ParallelPlan, resolve_plan
+from echelon.planner.shape import ModelShape, build_shape
 from echelon.recipe import Recipe, load_recipe
-from echelon.shape import ModelShape, build_shape
-from echelon.train.checks import find_model_fields
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "fine-tuning-recipes.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.errors import ConfigError
-from echelon.train.generate import RowNoise, Sampling, TextStream, build_processors, generate_samples, read_prompts
+from echelon.inference.generate import RowNoise, Sampling, TextStream, build_processors, generate_samples, read_prompts
 from families import small_config
 
 TEXT = "The café serves naïve résumés, 東京 and 👍🏽 to all. " * 20

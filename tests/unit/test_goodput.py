@@ -5,9 +5,10 @@ import time
 
 import pytest
 
-from echelon.run_folder import RunFolder
-from echelon.train import assemble, goodput
-from echelon.train.goodput import TimeBook
+from echelon.lifecycle import assemble
+from echelon.reporting import goodput
+from echelon.reporting.goodput import TimeBook
+from echelon.runs.run_folder import RunFolder
 from echelon.train.state import BookState, SavedState, TrainState
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from echelon.errors import PlanError
-from echelon.hardware import ACCELERATORS, Cluster, find_accelerator, parse_devices
+from echelon.hardware.accelerators import ACCELERATORS, Cluster, find_accelerator, parse_devices
 
 
 def test_published_constants():

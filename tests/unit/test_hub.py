@@ -8,7 +8,7 @@ import pytest
 from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableError
 from echelon.model import hub
 from echelon.recipe import Recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from hub_server import HubServer, push_model
 
 NAME = "team/tiny"

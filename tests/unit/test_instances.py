@@ -3,8 +3,8 @@
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.hardware import ACCELERATORS
-from echelon.instances import INSTANCES, cluster_of, efa_environment, find_instance, nearest_gpu_instance
+from echelon.hardware.accelerators import ACCELERATORS
+from echelon.hardware.instances import INSTANCES, cluster_of, efa_environment, find_instance, nearest_gpu_instance
 
 
 @pytest.mark.parametrize(

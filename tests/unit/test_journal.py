@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from echelon.batch import BatchSchedule, constant_batch, ramp_batch
-from echelon.run_folder import RunFolder
-from echelon.train import journal as journal_module
-from echelon.train.journal import Journal
+from echelon.recipe.batches import BatchSchedule, constant_batch, ramp_batch
+from echelon.reporting import journal as journal_module
+from echelon.reporting.journal import Journal
+from echelon.runs.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import echelon.loss
+import echelon.objectives.loss
 from echelon.data.loader import Microbatch
-from echelon.objective import CausalLM, ObjectiveModule
+from echelon.objectives.objective import CausalLM, ObjectiveModule
 from families import EXTRA, random_batch, small_model
 from watch import Watch
 
@@ -25,7 +25,7 @@ def gradients(model):
 @pytest.mark.parametrize("family", EXTRA)
 @pytest.mark.parametrize("chunk", [10, 10_000], ids=["chunks of 10 tokens", "one chunk"])
 def test_chunked_loss_equals_the_models_own_logits(family, tied, chunk, monkeypatch):
-    monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: chunk)
+    monkeypatch.setattr(echelon.objectives.loss, "logits_chunk_tokens", lambda vocab_size: chunk)
     model = small_model(family, tied)
     inputs, labels = random_batch()
     loss = ObjectiveModule(model)(microbatch(inputs, labels), CausalLM().loss_sum)
@@ -53,24 +53,28 @@ def test_a_microbatch_without_targets_gives_zero_and_reaches_every_parameter():
 
 def test_logits_never_exist_whole_in_fp32(monkeypatch):
     """Vocabulary 4096, 512 tokens, chunks of 64: the largest tensor made while the loss runs stays below 1/4 of it."""
-    monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: 64)
+    monkeypatch.setattr(echelon.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 64)
     hidden = torch.randn(2, 256, 16, requires_grad=True)
     weight = torch.randn(4096, 16, requires_grad=True)
     labels = torch.randint(0, 4096, (2, 256))
     with Watch() as watch:
-        echelon.loss.chunked_loss_sum(hidden, labels, weight, None, echelon.loss.HeadArithmetic()).backward()
+        echelon.objectives.loss.chunked_loss_sum(
+            hidden, labels, weight, None, echelon.objectives.loss.HeadArithmetic()
+        ).backward()
     assert watch.largest == 64 * 4096
 
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["frozen", "evaluating"])
 def test_a_head_that_is_not_trained_gets_no_gradient(evaluates, monkeypatch):
     """Nothing of the weight's size is made: chunks of 2 tokens are smaller than it."""
-    monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: 2)
+    monkeypatch.setattr(echelon.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 2)
     hidden = torch.randn(1, 8, 16, requires_grad=True)
     weight = torch.randn(512, 16, requires_grad=evaluates)
     labels = torch.randint(0, 512, (1, 8))
     with Watch() as watch, torch.set_grad_enabled(not evaluates):
-        loss = echelon.loss.chunked_loss_sum(hidden, labels, weight, None, echelon.loss.HeadArithmetic())
+        loss = echelon.objectives.loss.chunked_loss_sum(
+            hidden, labels, weight, None, echelon.objectives.loss.HeadArithmetic()
+        )
     expected = F.cross_entropy(F.linear(hidden[0], weight), labels[0], reduction="sum")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     if not evaluates:
@@ -82,9 +86,11 @@ def test_a_head_that_is_not_trained_gets_no_gradient(evaluates, monkeypatch):
 
 
 def test_bf16_autocast_runs_the_head_in_bf16_and_the_softmax_in_fp32(monkeypatch):
-    dtypes, loss_of = [], echelon.loss.token_loss_sum
+    dtypes, loss_of = [], echelon.objectives.loss.token_loss_sum
     monkeypatch.setattr(
-        echelon.loss, "token_loss_sum", lambda logits, labels: dtypes.append(logits.dtype) or loss_of(logits, labels)
+        echelon.objectives.loss,
+        "token_loss_sum",
+        lambda logits, labels: dtypes.append(logits.dtype) or loss_of(logits, labels),
     )
     model = small_model("llama")
     inputs, labels = random_batch()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from echelon.loss import chunked_loss_sum, gradient_factor
 from echelon.model.parts import HeadArithmetic
+from echelon.objectives.loss import chunked_loss_sum, gradient_factor
 from echelon.optimizer.loss_scale import GROWTH_STEPS, INITIAL, LossScale
 
 

@@ -9,13 +9,13 @@ from typer.testing import CliRunner
 from echelon.cli import app
 from echelon.commands.launch import find_target_cluster, settle_instance
 from echelon.errors import PlanError
-from echelon.instances import INSTANCES, cluster_of
-from echelon.plan import resolve_plan
+from echelon.hardware.instances import INSTANCES, cluster_of
 from echelon.planner import machines
 from echelon.planner.machines import choose_instance
+from echelon.planner.plan import resolve_plan
+from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
 from echelon.recipe.training import ParallelConfig
-from echelon.shape import build_shape
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "pretrain-1.3b.yaml"
 # 1,345,423,360 parameters, 16 bytes each: 21.5 GB of states alone need more than a T4's 16 or an L4's 24 with the rest.

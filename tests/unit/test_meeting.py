@@ -4,9 +4,10 @@ import socket
 
 import pytest
 
+from echelon.distributed.runtime import find_host_group, launch_role
 from echelon.errors import ConfigError, LaunchError
-from echelon.launch import hosts
-from echelon.launch.hosts import (
+from echelon.supervise import hosts
+from echelon.supervise.hosts import (
     HostGroup,
     await_name,
     find_interface,
@@ -15,10 +16,9 @@ from echelon.launch.hosts import (
     owns_address,
     parse_group,
 )
-from echelon.launch.meeting import HostReport, decide
-from echelon.launch.outcome import DONE, FAILED, REFUSED, STOPPED, Weight
-from echelon.launch.restart import Restarts
-from echelon.runtime import find_host_group, launch_role
+from echelon.supervise.meeting import HostReport, decide
+from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Weight
+from echelon.supervise.restart import Restarts
 
 BAD = [("0", "a:1"), ("4:2", "a:1"), ("two", "a:1"), ("2", "a"), ("2", "a:99999"), ("2", "a b:1")]
 FIXED, ELASTIC = HostGroup(2, 2, "a", 29400), HostGroup(1, 2, "a", 29400)

@@ -12,11 +12,11 @@ from echelon.model.adapters import apply_adapter
 from echelon.model.attention import choose_attention
 from echelon.model.build import build_on_meta
 from echelon.optimizer import build_optimizer
-from echelon.plan import ParallelPlan, Precision
-from echelon.planner.adapters import build_adapter_plan
+from echelon.planner.adapter_plan import build_adapter_plan
 from echelon.planner.memory import estimate_memory
+from echelon.planner.plan import ParallelPlan, Precision
+from echelon.planner.shape import build_shape
 from echelon.recipe import AdapterConfig, OptimConfig
-from echelon.shape import build_shape
 from families import small_model
 
 BF16 = Precision(compute="bfloat16")

@@ -3,7 +3,7 @@
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.launch.nodelist import expand_nodelist
+from echelon.supervise.nodelist import expand_nodelist
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
+from echelon.distributed import openmpi
+from echelon.distributed.openmpi import find_meeting
 from echelon.errors import ConfigError
-from echelon.launch import openmpi
-from echelon.launch.openmpi import find_meeting
 
 SIZES = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 FOUR = {

@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 from echelon.errors import CheckpointError, ConfigError, LaunchError
-from echelon.launch.outcome import (
+from echelon.supervise.outcome import (
     DONE,
     FAILED,
     REFUSED,

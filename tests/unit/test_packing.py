@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from echelon.optimizer import build_optimizer
-from echelon.optimizer.packing import BLOCK, code_values, num_blocks, pack, unpack
+from echelon.optimizer.eight_bit import BLOCK, code_values, num_blocks, pack, unpack
 from echelon.recipe import OptimConfig
 from test_optimizer import YES, one_layer
 

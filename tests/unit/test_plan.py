@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from echelon.batch import constant_batch, ramp_batch
 from echelon.errors import ConfigError, PlanError
-from echelon.hardware import ACCELERATORS, Cluster, parse_devices
-from echelon.plan import ParallelPlan, Precision, resolve_plan
+from echelon.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
+from echelon.planner.plan import ParallelPlan, Precision, resolve_plan
+from echelon.planner.shape import build_shape
 from echelon.recipe import AdapterConfig, BatchRampConfig
-from echelon.shape import build_shape
+from echelon.recipe.batches import constant_batch, ramp_batch
 
 FULL = AdapterConfig()
 TINY = build_shape(

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from command import write_recipe
-from echelon import detection
-from echelon.hardware import parse_devices
-from echelon.plan import resolve_plan
+from echelon.hardware import detection
+from echelon.hardware.accelerators import parse_devices
+from echelon.lifecycle.model_checks import check_model
+from echelon.lifecycle.setup import prepare_run
+from echelon.planner.plan import resolve_plan
 from echelon.recipe import load_recipe
-from echelon.train.checks import check_model
-from echelon.train.setup import prepare_run
 
 
 def plan_on_a_cpu(monkeypatch, tmp_path, bf16_flops, fp32_flops):

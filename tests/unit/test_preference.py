@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import echelon.data.prepare
-import echelon.loss
+import echelon.objectives.loss
 from echelon.data.loader import Microbatch, positions_in_documents
 from echelon.errors import ConfigError
-from echelon.hardware import Cluster
-from echelon.loss import IGNORE, HeadArithmetic, chunked_log_probabilities
-from echelon.objective import DPO, ObjectiveModule, build_objective
-from echelon.train.evaluate import EvalResults, build_result, count_labels
-from echelon.train.setup import prepare_run
+from echelon.hardware.accelerators import Cluster
+from echelon.inference.evaluate import EvalResults, build_result, count_labels
+from echelon.lifecycle.setup import prepare_run
+from echelon.objectives.loss import IGNORE, HeadArithmetic, chunked_log_probabilities
+from echelon.objectives.objective import DPO, ObjectiveModule, build_objective
 from families import EXTRA, random_batch, small_model
 from packed import pack
 from recipe_samples import SMALL, load_text
@@ -91,7 +91,7 @@ def module_of(model, reference):
     ids=["sigmoid", "smoothed", "ipo", "soft-capped"],
 )
 def test_loss_and_gradients_are_those_of_the_formula(family, objective, monkeypatch):
-    monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: 7)
+    monkeypatch.setattr(echelon.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 7)
     model, reference, batch = small_model(family), small_model(family, seed=1), pair_batch()
     loss = module_of(model, reference)(batch, objective.loss_sum)
     loss.backward()
@@ -165,7 +165,7 @@ def test_the_reference_is_the_model_without_its_adapter():
 
 @pytest.mark.parametrize("family", EXTRA)
 def test_log_probabilities_are_those_of_the_models_own_logits(family, monkeypatch):
-    monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: 10)
+    monkeypatch.setattr(echelon.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 10)
     model, (inputs, labels) = small_model(family, tied=True), random_batch()
     weights = torch.randn(labels.shape, generator=torch.Generator().manual_seed(2))
     ids = np.arange(len(inputs))
@@ -186,7 +186,7 @@ def test_log_probabilities_are_those_of_the_models_own_logits(family, monkeypatc
 @pytest.mark.parametrize("trains_head", [True, False])
 def test_log_probabilities_never_hold_all_logits(trains_head, monkeypatch):
     """Vocabulary 2048, 512 tokens, chunks of 32; a frozen head of 16 x 2048 gets no gradient either."""
-    monkeypatch.setattr(echelon.loss, "logits_chunk_tokens", lambda vocab_size: 32 if trains_head else 2)
+    monkeypatch.setattr(echelon.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 32 if trains_head else 2)
     hidden = torch.randn(2, 256 if trains_head else 8, 16, requires_grad=True)
     weight = torch.randn(2048, 16, requires_grad=trains_head)
     labels = torch.randint(0, 2048, hidden.shape[:2])

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.hardware import parse_devices
-from echelon.plan import resolve_plan
+from echelon.hardware.accelerators import parse_devices
+from echelon.planner.plan import resolve_plan
+from echelon.planner.shape import build_shape
 from echelon.recipe import check_built
 from echelon.recipe.scaling import best_batch_tokens, parse_count, render_scaled, scale_recipe
-from echelon.shape import build_shape
 from recipe_samples import load_text
 
 SIZES = [round(10 ** (7 + exponent / 12)) for exponent in range(47)] + [70_000_000_000]

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from echelon.launch.host_agent import HOST_VARIABLE
-from echelon.launch.restart import RESTART_VARIABLE
-from echelon.run_folder import RunFolder
-from echelon.runtime import find_last_end
-from echelon.train.recovery import RecoveryWatch
+from echelon.distributed.runtime import find_last_end
+from echelon.reporting.recovery import RecoveryWatch
+from echelon.runs.run_folder import RunFolder
+from echelon.supervise.host_agent import HOST_VARIABLE
+from echelon.supervise.restart import RESTART_VARIABLE
 
 
 @pytest.fixture

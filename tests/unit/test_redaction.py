@@ -15,8 +15,8 @@ from echelon.launch.secrets import refuse_secrets
 from echelon.launch.targets import TARGETS
 from echelon.recipe import Recipe, find_secret_keys, load_recipe, render_recipe
 from echelon.redaction import find_secrets, redact, redact_text
-from echelon.sweep.document import load_sweep
-from echelon.sweep.folder import SweepFolder
+from echelon.sweep.sweep_file import load_sweep
+from echelon.sweep.sweep_folder import SweepFolder
 from recipe_samples import DEMO, load_text
 
 ROOT = Path(__file__).parents[2]

@@ -17,9 +17,9 @@ from echelon.checkpoint.remote import RemoteRuns, read_run_name
 from echelon.checkpoint.remote_start import RemoteStart, describe_remote
 from echelon.checkpoint.upload import Uploader
 from echelon.errors import CheckpointError, ConfigError, EchelonError
-from echelon.manifest import find_faults
 from echelon.recipe import load_recipe, render_recipe
-from echelon.run_opening import open_run
+from echelon.runs.checksums import find_faults
+from echelon.runs.opening import open_run
 from object_server import BUCKET, ObjectServer
 
 RECIPE = """

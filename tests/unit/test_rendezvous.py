@@ -14,12 +14,12 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from echelon.errors import LaunchError
-from echelon.launch import meeting
-from echelon.launch.hosts import HostGroup, open_keeper
-from echelon.launch.listening import answers_as_store, listen_at
-from echelon.launch.meeting import Meeting
-from echelon.launch.rendezvous import ALONE, TOGETHER, check_state, register_backends
-from echelon.launch.restart import Restarts
+from echelon.supervise import meeting
+from echelon.supervise.hosts import HostGroup, open_keeper
+from echelon.supervise.listening import answers_as_store, listen_at
+from echelon.supervise.meeting import Meeting
+from echelon.supervise.rendezvous import ALONE, TOGETHER, check_state, register_backends
+from echelon.supervise.restart import Restarts
 from hostile import hostile_pickle
 
 

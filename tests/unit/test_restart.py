@@ -1,9 +1,9 @@
 """Which failures are restarted, how often, and what is said when one is not."""
 
 from echelon.errors import CheckpointError, ConfigError, LaunchError, TrainingError
-from echelon.launch.outcome import FAILED, Outcome, is_final
-from echelon.launch.restart import Restarts
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
+from echelon.supervise.outcome import FAILED, Outcome, is_final
+from echelon.supervise.restart import Restarts
 
 
 def killed(rank, pid=100):

@@ -11,7 +11,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralPreTrainedModel,
 
 from echelon.data.loader import Microbatch, positions_in_documents
 from echelon.errors import ConfigError
-from echelon.loss import IGNORE
 from echelon.model.build import build_on_meta, load_config
 from echelon.model.parts import find_parts
 from echelon.model.router import (
@@ -25,7 +24,8 @@ from echelon.model.router import (
     find_routers,
     number_sequences,
 )
-from echelon.objective import DPO, CausalLM, ObjectiveModule, training_sums
+from echelon.objectives.loss import IGNORE
+from echelon.objectives.objective import DPO, CausalLM, ObjectiveModule, training_sums
 from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
 from families import random_batch, small_config, small_model
 

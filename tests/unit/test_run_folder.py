@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from echelon.environment import describe_environment
 from echelon.errors import ConfigError, DataError
 from echelon.launch.job import JobSpec
 from echelon.launch.records import write_job
 from echelon.recipe import Recipe, render_recipe
-from echelon.run_folder import RunFolder
-from echelon.run_opening import open_run
+from echelon.runs.environment import describe_environment
+from echelon.runs.opening import open_run
+from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_json, write_text
-from echelon.sweep.folder import SweepFolder
+from echelon.sweep.sweep_folder import SweepFolder
 
 
 def build_recipe(directory, steps=10, learning_rate=1e-3, log_every=1):

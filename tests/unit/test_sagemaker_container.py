@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from echelon.errors import ConfigError, LaunchError
-from echelon.launch.outcome import Outcome
 from echelon.launch.sagemaker import container, enter
 from echelon.recipe import load_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
+from echelon.supervise.outcome import Outcome
 
 # As real jobs log it, but for the order of hosts, which is nowhere promised.
 RESOURCES = {

@@ -15,12 +15,13 @@ import yaml
 
 from echelon.commands.launch import check_job, settle_instance
 from echelon.errors import ConfigError, DataError
-from echelon.instances import INSTANCES
-from echelon.launch.sagemaker import SageMakerLauncher, bundle
+from echelon.hardware.instances import INSTANCES
+from echelon.launch.sagemaker import SageMakerLauncher
+from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.sagemaker.images import OLDEST_PYTHON, OLDEST_TORCH, check_image, find_image
 from echelon.launch.sagemaker.request import METRICS, build_submission
 from echelon.launch.targets import find_launcher
-from echelon.train.console import render_evaluation, render_step
+from echelon.reporting.console import render_evaluation, render_step
 from recipe_samples import load_text
 from sagemaker_jobs import RECIPE, make_job
 

@@ -13,14 +13,14 @@ import yaml
 from botocore.exceptions import ClientError, ReadTimeoutError
 
 from echelon.commands.launch import check_job, status
-from echelon.cost import Spending, write_spending
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord, JobStatus, Submitted
 from echelon.launch.records import find_job, record_job, submit_job
 from echelon.launch.sagemaker import SageMakerLauncher
 from echelon.launch.sagemaker.service import LOG_GROUP, Service, read_status
 from echelon.launch.sagemaker.staging import Upload
-from echelon.run_folder import RunFolder
+from echelon.runs.cost import Spending, write_spending
+from echelon.runs.run_folder import RunFolder
 from object_server import ObjectServer
 from sagemaker_jobs import make_job
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from echelon.batch import constant_batch, ramp_batch
 from echelon.errors import ConfigError
 from echelon.recipe import OptimConfig, render_recipe
-from echelon.schedule import build_schedule, find_fault, find_warmup, render_schedule
+from echelon.recipe.batches import constant_batch, ramp_batch
+from echelon.recipe.schedule import build_schedule, find_fault, find_warmup, render_schedule
 from recipe_samples import SMALL, load_text
 
 EIGHT = constant_batch(8, 64)

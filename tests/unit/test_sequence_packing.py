@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from bytes_encoding import BytesEncoding
-from echelon.batch import constant_batch
 from echelon.data import prepare as prepare_module
 from echelon.data import tokenize, writing
 from echelon.data.catalog import load_manifest
@@ -26,6 +25,7 @@ from echelon.data.sinks import fit_lengths
 from echelon.data.source import Source
 from echelon.data.tokenizer import train_tokenizer
 from echelon.errors import ConfigError, DataError
+from echelon.recipe.batches import constant_batch
 
 _ = NO_LABEL
 

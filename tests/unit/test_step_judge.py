@@ -8,7 +8,7 @@ import torch
 
 from echelon.engines import Finding
 from echelon.recipe import FaultConfig
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from echelon.train.bad_steps import StepJudge
 from echelon.train.diagnosis import _merge
 from echelon.train.rollback import _read_suppressed

@@ -12,9 +12,9 @@ import yaml
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.launch.records import record_job, write_job
-from echelon.sweep import session
+from echelon.sweep import conduct as session
+from echelon.sweep.conduct import check_sweep, plan_arrays, render_first_array
 from echelon.sweep.conductor import Ending
-from echelon.sweep.session import check_sweep, plan_arrays, render_first_array
 from echelon.sweep.space import Values
 from echelon.sweep.trials import Trials
 from recipe_samples import SMALL

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.sweep.document import load_sweep
-from echelon.sweep.session import check_sweep
+from echelon.sweep.conduct import check_sweep
 from echelon.sweep.space import Space
+from echelon.sweep.sweep_file import load_sweep
 from recipe_samples import SMALL
 
 HEAD = "sweep: {name: lr, trials: 4}\nrecipe: recipe.yaml\n"

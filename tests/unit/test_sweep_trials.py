@@ -10,9 +10,9 @@ import pytest
 from echelon.errors import ConfigError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
 from echelon.recipe import load_recipe
-from echelon.sweep import session
+from echelon.sweep import conduct as session
+from echelon.sweep.conduct import check_sweep
 from echelon.sweep.conductor import Ending, StopWord
-from echelon.sweep.session import check_sweep
 from echelon.sweep.slots import _share, share_machine
 from recipe_samples import SMALL
 from sweep_jobs import EVERY, RANDOM, Killed, StubLauncher, loss_of, run, values_of

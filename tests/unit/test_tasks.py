@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from echelon.data.tokenizer import train_tokenizer
 from echelon.errors import ConfigError
-from echelon.train.tasks import (
+from echelon.inference.tasks import (
     Scored,
     cut_left,
     encode_pair,
@@ -148,7 +148,7 @@ def test_files_without_examples_are_refused(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
 def test_without_lm_eval_its_extra_is_named(folder):
-    from echelon.train.harness import evaluate_with_harness
+    from echelon.inference.harness import evaluate_with_harness
 
     with pytest.raises(ConfigError, match=r"pip install 'echelon\[lm-eval\]'"):
         evaluate_with_harness(folder, ["hellaswag"])
@@ -170,7 +170,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 def test_lm_eval_finds_the_same(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    from echelon.train.harness import evaluate_with_harness
+    from echelon.inference.harness import evaluate_with_harness
 
     words = TEXT.split()[:14]
     drawn = random.Random(0)

@@ -17,7 +17,7 @@ from echelon.data.limits import LimitError, run_limited
 from echelon.data.rendering import ChatTemplate
 from echelon.data.templates import NAMED_TEMPLATES
 from echelon.errors import ConfigError, EchelonError
-from echelon.train.chat import Chat
+from echelon.inference.chat import Chat
 
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 GREEDY = {

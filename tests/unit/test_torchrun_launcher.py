@@ -12,7 +12,7 @@ import pytest
 
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.records import make_job, submit_job
-from echelon.launch.torchrun import TorchrunLauncher
+from echelon.launch.ssh_launcher import TorchrunLauncher
 from echelon.recipe.load import parse_recipe
 from recipe_samples import DEMO
 

@@ -9,8 +9,8 @@ import pytest
 
 from echelon.errors import ConfigError
 from echelon.recipe import render_recipe
-from echelon.run_folder import RunFolder
-from echelon.train.trackers import check_trackers
+from echelon.reporting.trackers import check_trackers
+from echelon.runs.run_folder import RunFolder
 from recipe_samples import SMALL, load_text
 
 SECRET = "hf_AbCdEf0123456789"
@@ -54,7 +54,7 @@ def no_store(monkeypatch):
 def test_mlflow_holds_the_run_once_however_often_it_is_opened(store, no_store):
     from mlflow import MlflowClient
 
-    from echelon.train.trackers.mlflow import Mlflow
+    from echelon.reporting.trackers.mlflow import Mlflow
 
     overrides = [f"model.config.note={LONG}", f"model.config.hf_token={SECRET}"]
     recipe, run = build_run(store, *overrides, "mlflow.system_metrics=false")
@@ -91,7 +91,7 @@ def test_mlflow_holds_the_run_once_however_often_it_is_opened(store, no_store):
 
 
 def test_another_key_is_another_run(store, no_store):
-    from echelon.train.trackers.mlflow import Mlflow
+    from echelon.reporting.trackers.mlflow import Mlflow
 
     recipe, run = build_run(store, "mlflow.system_metrics=false")
     tracker = Mlflow(recipe, run)
@@ -101,7 +101,7 @@ def test_another_key_is_another_run(store, no_store):
 
 
 def test_the_tracking_uri_is_the_recipes_then_the_environments_then_beside_the_run(tmp_path, monkeypatch):
-    from echelon.train.trackers.mlflow import find_tracking_uri
+    from echelon.reporting.trackers.mlflow import find_tracking_uri
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://one:1")
     recipe, run = build_run(tmp_path)
@@ -114,7 +114,7 @@ def test_the_tracking_uri_is_the_recipes_then_the_environments_then_beside_the_r
 
 
 def test_parameters_have_names_and_lengths_that_mlflow_takes():
-    from echelon.train.trackers.mlflow import flatten
+    from echelon.reporting.trackers.mlflow import flatten
 
     values = {"a": {"b": [1, "x"], "empty": {}}, r"layers\.[0-9]+": 2.0, "n" * 300: None, "t": True}
     assert list(flatten(values)) == [
@@ -123,7 +123,7 @@ def test_parameters_have_names_and_lengths_that_mlflow_takes():
 
 
 def test_wandb_keeps_one_run_in_files_across_resumes(tmp_path, no_store):
-    from echelon.train.trackers.wandb import WeightsAndBiases
+    from echelon.reporting.trackers.wandb import WeightsAndBiases
 
     recipe, run = build_run(tmp_path, "wandb.mode=offline", f"model.config.hf_token={SECRET}", "wandb.project=mine")
     first = WeightsAndBiases(recipe, run)
@@ -199,6 +199,8 @@ def test_a_missing_package_is_refused_with_the_extra_that_installs_it(tmp_path, 
 def test_a_command_that_tracks_nothing_imports_no_tracker(tmp_path):
     import subprocess
 
-    code = "import sys, echelon.cli, echelon.train.setup; print({'mlflow', 'wandb', 'tensorboard'} & set(sys.modules))"
+    code = (
+        "import sys, echelon.cli, echelon.lifecycle.setup; print({'mlflow', 'wandb', 'tensorboard'} & set(sys.modules))"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert result.stdout.strip() == "set()", result

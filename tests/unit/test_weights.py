@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from echelon.data.tokenizer import build_bytes_tokenizer
 from echelon.errors import CheckpointError, ConfigError
+from echelon.inference.target import load_target
 from echelon.model.build import build_on_meta, load_config
 from echelon.model.seeds import derive_seed
 from echelon.model.weights import load_pretrained
-from echelon.train.target import load_target
 from families import EXTRA, small_config, small_model
 
 

@@ -17,12 +17,12 @@ from echelon.checkpoint.store import load_alone
 from echelon.errors import ConfigError
 from echelon.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
 from echelon.model.build import build_on_meta, is_model_folder, load_config, materialize
-from echelon.model.folder import run_model_dir
 from echelon.model.hub import fetch_models, find_commits, read_commits, with_copies
+from echelon.model.model_folder import run_model_dir
 from echelon.model.pissa import PrincipalParts
-from echelon.plan import load_plan
+from echelon.planner.plan import load_plan
 from echelon.recipe import Recipe, load_recipe
-from echelon.run_folder import RunFolder, is_run
+from echelon.runs.run_folder import RunFolder, is_run
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from echelon.checkpoint.read_back import check_weights
 from echelon.errors import CheckpointError
-from echelon.manifest import MANIFEST
 from echelon.model.adapters import ADAPTER, plain_name
 from echelon.model.pissa import PrincipalParts
+from echelon.runs.checksums import MANIFEST
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -4,7 +4,7 @@ import zipfile
 from pathlib import Path
 
 from echelon.errors import CheckpointError
-from echelon.run_folder import RunFolder, is_row_up_to
+from echelon.runs.run_folder import RunFolder, is_row_up_to
 from echelon.stored import whole_lines, write_text
 
 # In the order in which they come back: a folder with a recipe counts as a run, so that is the last.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.checkpoint.folder import Checkpoint
-from echelon.manifest import MANIFEST, find_faults
+from echelon.runs.checksums import MANIFEST, find_faults
 from echelon.stored import sync_path
 
 CHUNK_BYTES = 64 * 2**20

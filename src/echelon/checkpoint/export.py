@@ -20,10 +20,10 @@ from echelon.checkpoint.read_back import check_weights
 from echelon.checkpoint.safety import read_metadata
 from echelon.checkpoint.store import load_alone
 from echelon.errors import CheckpointError, ConfigError
-from echelon.manifest import MANIFEST
 from echelon.model.build import materialize, parameter_names
-from echelon.model.folder import run_model_dir
+from echelon.model.model_folder import run_model_dir
 from echelon.model.weights import initialize_buffers
+from echelon.runs.checksums import MANIFEST
 from echelon.stored import write_json
 
 SHARD_BYTES = 4 * 2**30

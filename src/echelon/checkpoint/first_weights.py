@@ -19,7 +19,7 @@ from echelon.model.weights import (
     weight_places,
 )
 from echelon.recipe import Recipe
-from echelon.run_folder import is_run
+from echelon.runs.run_folder import is_run
 
 
 def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Recipe) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import CheckpointError, ConfigError
-from echelon.manifest import MANIFEST, check_files, find_faults, write_manifest
-from echelon.run_folder import is_run, sweep_checkpoints
+from echelon.runs.checksums import MANIFEST, check_files, find_faults, write_manifest
+from echelon.runs.run_folder import is_run, sweep_checkpoints
 from echelon.stored import parse_json, read_json, sync_path, write_json
 
 STATE = "state.json"

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from echelon.recipe import Recipe, load_recipe
-from echelon.run_folder import RunFolder, is_run
+from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stored import read_as, read_json
 
 _MODEL_LINES = [

@@ -14,9 +14,9 @@ from echelon.checkpoint.object_store import ObjectStore, ObjectStoreError, retri
 from echelon.checkpoint.remote import BUNDLE, Owner, RemoteCheckpoint, RemoteRuns, read_run_name, write_run_name
 from echelon.checkpoint.upload import Uploader
 from echelon.errors import CheckpointError, ConfigError, EchelonError, explain_storage_error
-from echelon.manifest import find_faults
 from echelon.recipe import Recipe, blocking_differences, load_recipe, render_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.checksums import find_faults
+from echelon.runs.run_folder import RunFolder
 from echelon.stored import sync_path
 
 Say = Callable[[str], None]

@@ -35,8 +35,8 @@ from echelon.checkpoint.rehearsal import rehearse_save
 from echelon.checkpoint.safety import SafeReader, read_metadata
 from echelon.checkpoint.upload import Uploader
 from echelon.errors import CheckpointError, is_disk_full
-from echelon.manifest import check_files, describe_files, find_faults
-from echelon.run_folder import sweep_checkpoints
+from echelon.runs.checksums import check_files, describe_files, find_faults
+from echelon.runs.run_folder import sweep_checkpoints
 
 MAX_FAILURES = 3
 

@@ -15,7 +15,7 @@ from echelon.checkpoint.folder import Checkpoint
 from echelon.checkpoint.object_store import ObjectStore, describe_failure
 from echelon.checkpoint.remote import Owner, RemoteRuns, read_run_name
 from echelon.errors import CheckpointError, EchelonError
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 
 PATIENCE_SECONDS = 300.0
 """For how long the end of a run awaits an upload that fails all the time."""

@@ -35,7 +35,7 @@ def verify(run: RunArgument) -> None:
     require_folder(run)
     from echelon.checkpoint.folder import list_checkpoints, require_run
     from echelon.checkpoint.remote_start import describe_remote
-    from echelon.manifest import find_faults
+    from echelon.runs.checksums import find_faults
 
     require_run(run)
     found = list_checkpoints(run)
@@ -63,7 +63,7 @@ def prune(
     """Remove all but the newest N whole checkpoints and the best one, and what is damaged or half-written."""
     require_folder(run)
     from echelon.checkpoint.folder import clear_out, require_run
-    from echelon.run_folder import RunFolder
+    from echelon.runs.run_folder import RunFolder
 
     require_run(run)
     folder = RunFolder(run)

@@ -24,7 +24,7 @@ def data(
     from echelon.data.mixture import build_order, describe_mixture, describe_repeats
     from echelon.data.prepare import prepare_data
     from echelon.data.survey import count_sources, first_documents
-    from echelon.train.checks import find_model_fields
+    from echelon.lifecycle.model_checks import find_model_fields
 
     recipe = read_recipe(recipe_path, overrides)
     with stops_told():

@@ -14,8 +14,8 @@ from echelon.commands import complain, parse_hosts, say
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
-    from echelon.launch.probing import Examination
-    from echelon.launch.verdict import Finding
+    from echelon.doctor.probing import Examination
+    from echelon.doctor.verdict import Finding
     from echelon.recipe import LaunchConfig
 
 
@@ -32,7 +32,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
     """Check this machine, or several and the network between them; exit code 1 when something is wrong."""
-    from echelon.machine import examine_machine
+    from echelon.doctor.machine import examine_machine
 
     launch = _read_launch(words or [], hosts)
     measured: dict[str, Any] = {}
@@ -77,9 +77,9 @@ def _read_launch(words: list[str], hosts: str | None) -> "LaunchConfig":
 
 
 def _examine_hosts(launch: "LaunchConfig", quiet: bool) -> "tuple[Examination, list[Finding]]":
-    from echelon.launch.probing import examine, probe_script, probes_over_ssh
+    from echelon.doctor.probing import examine, probe_script, probes_over_ssh
+    from echelon.doctor.verdict import judge
     from echelon.launch.ssh import check_hosts, find_ssh
-    from echelon.launch.verdict import judge
 
     check_hosts(launch)
     torchrun = launch.torchrun

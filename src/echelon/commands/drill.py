@@ -48,7 +48,7 @@ def _choose_num_processes() -> int:
     """One rank alone has no peer that could notice anything; but a GPU takes one rank."""
     from torch.cuda import is_available
 
-    from echelon.runtime import default_num_processes
+    from echelon.distributed.runtime import default_num_processes
 
     return default_num_processes() if is_available() else max(2, default_num_processes())
 

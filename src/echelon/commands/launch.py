@@ -15,11 +15,11 @@ from echelon.errors import ConfigError, EchelonError, HubUnreachableError, Launc
 from echelon.redaction import redact_text
 
 if TYPE_CHECKING:
-    from echelon.hardware import Cluster
+    from echelon.hardware.accelerators import Cluster
     from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher
+    from echelon.planner.shape import ModelShape
     from echelon.recipe import LaunchConfig, Recipe
-    from echelon.run_folder import RunFolder
-    from echelon.shape import ModelShape
+    from echelon.runs.run_folder import RunFolder
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, its folder, or its id at the target.")]
 
@@ -146,12 +146,12 @@ def check_job(job: "JobSpec", tell: Callable[[str], None] = say) -> "tuple[Launc
 
     `tell` gets lines about what will be done. Raises ConfigError or PlanError naming the key.
     """
-    from echelon.cost import check_budget, describe_cost, find_price_at_target
     from echelon.data.corpus import list_corpus
     from echelon.data.prepare import prepare_spec
     from echelon.launch.secrets import refuse_secrets
     from echelon.launch.targets import TARGETS, find_launcher
     from echelon.model.hub import find_commits
+    from echelon.runs.cost import check_budget, describe_cost, find_price_at_target
 
     recipe = job.recipe
     if recipe.launch.to is None:
@@ -218,8 +218,8 @@ def settle_instance(recipe: "Recipe") -> "Recipe":
     """The recipe with the type of its machines in the place of `auto`, which is said and why. Raises PlanError."""
     if recipe.launch.to != "sagemaker" or recipe.launch.sagemaker.instance_type != "auto":
         return recipe
+    from echelon.lifecycle.model_checks import check_model, find_checkpoint_out_of_reach
     from echelon.planner.machines import choose_instance
-    from echelon.train.checks import check_model, find_checkpoint_out_of_reach
 
     if (why := find_checkpoint_out_of_reach(recipe)) is not None:
         raise ConfigError(f"launch.sagemaker.instance_type=auto: {why}, so its size is not known; name a type.")
@@ -238,8 +238,8 @@ def settle_instance(recipe: "Recipe") -> "Recipe":
 
 def find_target_cluster(recipe: "Recipe") -> "Cluster | None":
     """The hardware the recipe will run on, as far as the recipe says it. Raises ConfigError if it says half of it."""
-    from echelon.hardware import parse_devices
-    from echelon.instances import find_instance
+    from echelon.hardware.accelerators import parse_devices
+    from echelon.hardware.instances import find_instance
     from echelon.planner.machines import find_cluster
 
     launch = recipe.launch
@@ -300,7 +300,7 @@ def _check_model(recipe: "Recipe", cluster: "Cluster | None") -> list[str]:
 
     Raises ConfigError, DataError or PlanError for a model that the target would refuse, or that does not fit there.
     """
-    from echelon.train.checks import check_model, find_checkpoint_out_of_reach
+    from echelon.lifecycle.model_checks import check_model, find_checkpoint_out_of_reach
 
     elsewhere = recipe.launch.to != "local"
     if elsewhere and (why := find_checkpoint_out_of_reach(recipe)) is not None:
@@ -313,8 +313,8 @@ def _check_model(recipe: "Recipe", cluster: "Cluster | None") -> list[str]:
 def _check_plan(recipe: "Recipe", shape: "ModelShape", cluster: "Cluster") -> str:
     """A line about the memory the plan needs there. Raises PlanError where it does not fit."""
     from echelon.errors import PlanError
-    from echelon.plan import resolve_plan
     from echelon.planner.memory import estimate_memory
+    from echelon.planner.plan import resolve_plan
 
     plan = resolve_plan(recipe, shape, cluster)
     needed = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind).total
@@ -340,14 +340,14 @@ def _await_end(launcher: "Launcher", record: "JobRecord") -> "JobStatus":
 def _find_run_folder(target: str, here: Path) -> "RunFolder":
     """The folder of a run at its target. In a container it is another than the one here, which a local run may fill."""
     from echelon.launch.sagemaker.staging import CHECKPOINT_DIR
-    from echelon.run_folder import RunFolder
+    from echelon.runs.run_folder import RunFolder
 
     return RunFolder(Path(CHECKPOINT_DIR) / here.name if target == "sagemaker" else here)
 
 
 def _describe(record: "JobRecord", now: "JobStatus") -> str:
     """One line: the target's word, how far the run is, what it cost by its own count and what the target bills."""
-    from echelon.cost import read_spending
+    from echelon.runs.cost import read_spending
 
     parts: list[Any] = [record.name, record.target, now.state]
     if now.detail:

@@ -9,10 +9,10 @@ from echelon.commands import OverridesArgument, RecipeArgument, read_recipe, say
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
-    from echelon.hardware import Cluster
+    from echelon.hardware.accelerators import Cluster
     from echelon.planner.memory import MemoryEstimate
+    from echelon.planner.shape import ModelShape
     from echelon.recipe import Recipe
-    from echelon.shape import ModelShape
 
 
 def plan(
@@ -32,10 +32,10 @@ def plan(
     ] = None,
 ) -> None:
     """Show how the recipe would run and the memory it needs, or why it would be refused. Downloads no weights."""
-    from echelon.plan import resolve_plan
+    from echelon.lifecycle.model_checks import check_model
+    from echelon.lifecycle.setup import describe_steps
     from echelon.planner.memory import describe_checkpoint, estimate_memory
-    from echelon.train.checks import check_model
-    from echelon.train.setup import describe_steps
+    from echelon.planner.plan import resolve_plan
 
     if devices is not None and instance is not None:
         raise ConfigError(f"--devices {devices} and --instance {instance} are two clusters; give one.")
@@ -63,7 +63,7 @@ def _find_cluster(
     instance: str | None,
     count: int | None,
 ) -> "Cluster":
-    from echelon.hardware import parse_devices
+    from echelon.hardware.accelerators import parse_devices
 
     if devices is not None:
         return parse_devices(devices, devices_per_node)
@@ -74,14 +74,14 @@ def _find_cluster(
             "torch is not installed here, and it is torch that looks at this machine's hardware; install it, or name "
             "the devices, for example --devices 8xH100."
         )
-    from echelon.detection import detect_cluster
-    from echelon.runtime import default_num_processes
+    from echelon.distributed.runtime import default_num_processes
+    from echelon.hardware.detection import detect_cluster
 
     return detect_cluster(default_num_processes())
 
 
 def _find_instances(recipe: "Recipe", shape: "ModelShape", instance: str, count: int | None) -> "Cluster":
-    from echelon.instances import find_instance
+    from echelon.hardware.instances import find_instance
     from echelon.planner.machines import choose_instance, find_cluster
 
     if instance == "auto":

@@ -25,9 +25,9 @@ def sweep(
 ) -> None:
     """Try values of a recipe's keys; the same command goes on where a sweep was stopped or killed."""
     from echelon.commands.launch import check_job
-    from echelon.launch.outcome import STOPPED
+    from echelon.supervise.outcome import STOPPED
+    from echelon.sweep.conduct import check_sweep, describe_sweep, first_job, render_first_array, run_sweep, share_slots
     from echelon.sweep.conductor import StopWord
-    from echelon.sweep.session import check_sweep, describe_sweep, first_job, render_first_array, run_sweep, share_slots
 
     checked = check_sweep(sweep_path)
     slots = share_slots(checked)

@@ -23,8 +23,8 @@ from echelon.errors import ConfigError, EchelonError, explain_storage_error, ren
 from echelon.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from echelon.launch.hosts import HostGroup
-    from echelon.launch.outcome import Outcome
+    from echelon.supervise.hosts import HostGroup
+    from echelon.supervise.outcome import Outcome
 
 # A launcher ends every rank when one has left: the silent ones give the one that speaks the time to do so.
 _SPEAKING_SECONDS = 1.0
@@ -46,7 +46,7 @@ def train(
     ] = None,
 ) -> None:
     """Train; an existing run goes on from its newest good checkpoint."""
-    from echelon.runtime import (
+    from echelon.distributed.runtime import (
         find_host_dir,
         find_host_group,
         find_place,
@@ -70,8 +70,8 @@ def train(
     keep_hub_cache_beside(recipe.run.dir)
     with _faults_logged(recipe.run.dir / "logs" / "parent.log"):
         if role == "worker":
-            from echelon.launch.outcome import Outcome
-            from echelon.train.session import train_as_rank, train_hosted
+            from echelon.lifecycle.session import train_as_rank, train_hosted
+            from echelon.supervise.outcome import Outcome
 
             if (place := find_host_dir()) is not None:
                 train_hosted(recipe, place, say)
@@ -81,7 +81,7 @@ def train(
                 outcome = Outcome(error.exit_code, str(error))
             _finish(outcome, at_once=True)
         if role == "agent":
-            from echelon.train.session import train_on_hosts
+            from echelon.lifecycle.session import train_on_hosts
 
             # A lost keeper is told in one line, not in a C++ trace of every thread that asked for it.
             set_default_variables({"TORCH_CPP_LOG_LEVEL": "ERROR"})
@@ -90,7 +90,7 @@ def train(
             for each in STOP_SIGNALS:  # one that comes now would put its own code in the place of the job's
                 signal.signal(each, signal.SIG_IGN)
             _finish(outcome, silent=not speaks)
-        from echelon.train.session import train_locally
+        from echelon.lifecycle.session import train_locally
 
         with stops_told():
             outcome = train_locally(recipe, num_processes, fresh, say)
@@ -98,7 +98,7 @@ def train(
 
 
 def _read_group(nodes: str | None, rendezvous: str | None, interface: str | None) -> "HostGroup | None":
-    from echelon.launch.hosts import parse_group
+    from echelon.supervise.hosts import parse_group
 
     if nodes is None and rendezvous is None:
         if interface is not None:
@@ -133,7 +133,7 @@ def _finish(outcome: "Outcome", at_once: bool = False, silent: bool = False) -> 
     if outcome.message and not silent:
         complain(outcome.message)
     if at_once:
-        from echelon.train.worker import leave
+        from echelon.lifecycle.worker import leave
 
         leave(outcome.code)
     raise typer.Exit(outcome.code)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from echelon.data.shards import BLOCK_BYTES, DTYPES, ShardRecord
 from echelon.errors import DataError
-from echelon.manifest import file_digest
+from echelon.runs.checksums import file_digest
 from echelon.stored import read_json
 
 FORMAT_VERSION = 7

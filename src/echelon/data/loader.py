@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from echelon.batch import BatchSchedule
 from echelon.data.order import DataOrder, Words, mix
 from echelon.data.shards import NO_LABEL, Dataset, Samples
 from echelon.errors import DataError
+from echelon.recipe.batches import BatchSchedule
 
 _PREFETCH = 2
 _TRIM_TO = 8

@@ -52,9 +52,9 @@ from echelon.data.tokenizer import (
 )
 from echelon.data.writing import CorpusWriter, WritingOptions
 from echelon.errors import ConfigError, DataError, EchelonError
-from echelon.manifest import write_manifest
-from echelon.model.folder import find_model_dir
+from echelon.model.model_folder import find_model_dir
 from echelon.progress import Progress
+from echelon.runs.checksums import write_manifest
 from echelon.stored import sync_path
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from echelon.data.packing import PackedDataset
 from echelon.data.shards import Dataset, TokenDataset, TokenStore
 from echelon.data.tokenizer import fingerprint_json, load_tokenizer, tokenizer_fingerprint
 from echelon.errors import CheckpointError, ConfigError, DataError
-from echelon.manifest import check_files
+from echelon.runs.checksums import check_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

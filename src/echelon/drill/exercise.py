@@ -10,9 +10,9 @@ from echelon.drill.faults import FAULTS, Fault
 from echelon.drill.shrink import SAVES, shrink
 from echelon.drill.trial import Interrupted, Job, Trial
 from echelon.errors import TrainingError
+from echelon.lifecycle.model_checks import check_model
 from echelon.recipe import Recipe
-from echelon.run_folder import RunFolder
-from echelon.train.checks import check_model
+from echelon.runs.run_folder import RunFolder
 
 Say = Callable[[str], None]
 

@@ -18,7 +18,7 @@ from echelon.checkpoint.folder import Checkpoint, list_checkpoints
 from echelon.checkpoint.safety import read_metadata
 from echelon.checkpoint.store import load_alone
 from echelon.errors import EchelonError, TrainingError
-from echelon.run_folder import OWNER_ONLY, RunFolder
+from echelon.runs.run_folder import OWNER_ONLY, RunFolder
 
 # What a run that lost nothing has in common with one that nothing happened to, bit for bit.
 EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")

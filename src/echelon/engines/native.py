@@ -14,10 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
 from echelon.checkpoint.first_weights import fill_weights
 from echelon.data.loader import Microbatch
+from echelon.distributed.mesh import Meshes
 from echelon.engines import Finding
 from echelon.engines.probe import Probe
-from echelon.loss import IGNORE
-from echelon.mesh import Meshes
 from echelon.model.adapters import apply_adapter, initialize_adapter
 from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta, materialize
@@ -25,12 +24,13 @@ from echelon.model.pissa import PrincipalParts
 from echelon.model.quantization import QuantizedLinear
 from echelon.model.router import RouterChoice, choose_router_loss
 from echelon.model.sharding import local_part, whole
-from echelon.objective import Objective, ObjectiveModule
+from echelon.objectives.loss import IGNORE
+from echelon.objectives.objective import Objective, ObjectiveModule
 from echelon.optimizer import LossScale, Optimizer, build_optimizer, global_norm
 from echelon.parallel import parallelize, shard_model
-from echelon.parallel.data import DataParallel
+from echelon.parallel.data_parallel import DataParallel
 from echelon.parallel.step import SingleStage, StepSums
-from echelon.plan import ParallelPlan, Precision
+from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe import Recipe
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
+from echelon.launch.job_logs import Log, name_ending, read_exit_code
 from echelon.launch.shell import limit_command, watched_lines
-from echelon.launch.trace import Log, name_ending, read_exit_code
 from echelon.recipe.launching import LaunchConfig
 
 # All stand in the job's folder.

@@ -10,7 +10,7 @@ from echelon.errors import ConfigError
 from echelon.launch.job import JobRecord, JobSpec, Launcher, Submitted
 from echelon.launch.targets import TARGETS
 from echelon.recipe import Recipe, render_recipe
-from echelon.run_folder import OWNER_ONLY
+from echelon.runs.run_folder import OWNER_ONLY
 from echelon.stored import read_json, write_json, write_text
 
 JOBS = Path("jobs")

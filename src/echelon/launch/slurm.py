@@ -8,7 +8,7 @@ from pathlib import Path
 
 from echelon.errors import LaunchError
 from echelon.launch.job import FINAL_STATES, JobRecord, JobSpec, JobState, JobStatus, Submitted
-from echelon.launch.outcome import DONE, STOPPED
+from echelon.launch.job_logs import Log, rarely, read_exit_code
 from echelon.launch.records import record_job, write_job
 from echelon.launch.slurm_script import (
     ARRAY,
@@ -24,8 +24,8 @@ from echelon.launch.slurm_script import (
     render_batch,
     render_machine,
 )
-from echelon.launch.trace import Log, rarely, read_exit_code
 from echelon.stored import write_text
+from echelon.supervise.outcome import DONE, STOPPED
 
 # Slurm's words; of the others, all mean a failure.
 _STATES: dict[str, JobState] = {

@@ -8,7 +8,7 @@ from echelon.recipe.launching import Target
 # By name, so that launching to one target needs nothing of the others.
 _LAUNCHERS: dict[Target, tuple[str, str]] = {
     "local": ("echelon.launch.local", "LocalLauncher"),
-    "torchrun": ("echelon.launch.torchrun", "TorchrunLauncher"),
+    "torchrun": ("echelon.launch.ssh_launcher", "TorchrunLauncher"),
     "slurm": ("echelon.launch.slurm", "SlurmLauncher"),
     "kubernetes": ("echelon.launch.kubernetes", "KubernetesLauncher"),
     "sagemaker": ("echelon.launch.sagemaker", "SageMakerLauncher"),

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from echelon.errors import ConfigError, EchelonError, first_line
 from echelon.model.attention import choose_attention
 from echelon.model.config import build_config
-from echelon.model.folder import find_model_dir
 from echelon.model.hub import HubModel, Part, fetch, is_hub_name
+from echelon.model.model_folder import find_model_dir
+from echelon.planner.shape import check_depth, resolve_vocab_size
 from echelon.recipe import Recipe
-from echelon.shape import check_depth, resolve_vocab_size
 from echelon.stored import read_json
 
 

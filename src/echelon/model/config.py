@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import ConfigError
-from echelon.shape import check_depth
+from echelon.planner.shape import check_depth
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -22,7 +22,7 @@ from urllib.request import getproxies, proxy_bypass
 from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableError, first_line, is_disk_full
 from echelon.progress import Progress
 from echelon.recipe import Recipe, SourceConfig
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from echelon.stored import read_json, write_json
 
 CONNECT_SECONDS = 5.0

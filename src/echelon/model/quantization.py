@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.loss import autocast_dtype
 from echelon.model.sharding import local_part, write_part
+from echelon.objectives.loss import autocast_dtype
 from echelon.recipe import AdapterConfig
 
 BLOCK = 64

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from echelon.errors import ConfigError
-from echelon.measured_shape import EXPERT_COUNTS
+from echelon.planner.measured_shape import EXPERT_COUNTS
 
 Scores = Callable[[Tensor], Tensor]
 

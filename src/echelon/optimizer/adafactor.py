@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.optimizer.layout import Layout
 from echelon.optimizer.rules import Item, assign
+from echelon.optimizer.sharded_parameter import Layout
 
 EPS = torch.finfo(torch.float32).eps  # below this a root of a second moment counts as this
 SMALLEST_SCALE = 1e-3  # the least root mean square a parameter is taken to have

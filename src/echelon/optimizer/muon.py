@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.optimizer.layout import Layout
 from echelon.optimizer.rules import Item, assign
+from echelon.optimizer.sharded_parameter import Layout
 
 # Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": five quintic steps.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from echelon.optimizer.layout import Layout
+from echelon.optimizer.sharded_parameter import Layout
 
 
 @dataclass(frozen=True)

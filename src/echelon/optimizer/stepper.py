@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from echelon.errors import ConfigError
 from echelon.model.sharding import local_part, local_slices
 from echelon.optimizer.adafactor import Adafactor
+from echelon.optimizer.eight_bit import num_blocks, pack, unpack
 from echelon.optimizer.groups import Member, find_members
-from echelon.optimizer.layout import Layout
 from echelon.optimizer.muon import Muon
-from echelon.optimizer.packing import num_blocks, pack, unpack
 from echelon.optimizer.rounding import random_bits, round_stochastically
 from echelon.optimizer.rules import AdamW, Item, Lion, MomentumSGD, Rule, assign
+from echelon.optimizer.sharded_parameter import Layout
 from echelon.recipe import OptimConfig
 
 # The moments that `adamw_8bit` packs, and whether they have a sign. Vectors are small, and stay as they are.

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from echelon.mesh import Meshes
+from echelon.distributed.mesh import Meshes
 from echelon.model.parts import find_parts
 from echelon.model.router import Router, RouterTap
-from echelon.objective import ObjectiveModule
+from echelon.objectives.objective import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
-from echelon.parallel.data import DataParallel, apply_fully_shard, build_data_parallel
-from echelon.plan import ParallelPlan
+from echelon.parallel.data_parallel import DataParallel, apply_fully_shard, build_data_parallel
+from echelon.planner.plan import ParallelPlan
 
 
 def shard_model(

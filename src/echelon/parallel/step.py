@@ -9,8 +9,8 @@ from torch import Tensor
 
 from echelon.data.loader import Microbatch
 from echelon.model.seeds import derive_seed
-from echelon.objective import Objective, training_sums
-from echelon.parallel.data import DataParallel
+from echelon.objectives.objective import Objective, training_sums
+from echelon.parallel.data_parallel import DataParallel
 
 
 @dataclass(frozen=True)

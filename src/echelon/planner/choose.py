@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
-from echelon.hardware import CPU_BF16_MARGIN, Cluster
-from echelon.plan import AdapterPlan, ParallelPlan, Precision, Rounding
-from echelon.planner.adapters import build_adapter_plan, describe_reach
+from echelon.hardware.accelerators import CPU_BF16_MARGIN, Cluster
+from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
 from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
 from echelon.planner.memory import MemoryEstimate, estimate_memory
-from echelon.shape import ModelShape
+from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, Rounding
+from echelon.planner.shape import ModelShape
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe, TrainConfig
@@ -49,7 +49,7 @@ class _Request:
 def choose_plan(
     recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None, fill: bool
 ) -> ParallelPlan:
-    """See `echelon.plan.resolve_plan`, whose body this is."""
+    """See `echelon.planner.plan.resolve_plan`, whose body this is."""
     _check_positions(recipe, shape)
     precision, precision_why = _choose_precision(recipe.train, cluster)
     compile_model, compile_why = _choose_compile(recipe.train.compile, cluster)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
-from echelon.hardware import Cluster
-from echelon.plan import ReduceGradients
-from echelon.shape import divisors
+from echelon.hardware.accelerators import Cluster
+from echelon.planner.plan import ReduceGradients
+from echelon.planner.shape import divisors
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe

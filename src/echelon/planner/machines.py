@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
-from echelon.hardware import Cluster
-from echelon.instances import INSTANCES, Instance, cluster_of
-from echelon.plan import ParallelPlan, resolve_plan
+from echelon.hardware.accelerators import Cluster
+from echelon.hardware.instances import INSTANCES, Instance, cluster_of
 from echelon.planner.choose import MEMORY_HEADROOM
 from echelon.planner.memory import estimate_memory
-from echelon.shape import ModelShape
+from echelon.planner.plan import ParallelPlan, resolve_plan
+from echelon.planner.shape import ModelShape
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from echelon.batch import BatchSchedule, Rhythm, constant_batch, ramp_batch
+from echelon.recipe.batches import BatchSchedule, Rhythm, constant_batch, ramp_batch
 from echelon.recipe.inputs import (
     AdapterConfig,
     DataConfig,
@@ -26,9 +26,9 @@ from echelon.recipe.operation import (
     Tracker,
     WandbConfig,
 )
+from echelon.recipe.schedule import find_fault
 from echelon.recipe.section import PathOrName, Section
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, SyncConfig, TrainConfig
-from echelon.schedule import find_fault
 
 MAX_RAMP_SIZES = 10_000
 

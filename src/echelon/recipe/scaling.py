@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.errors import ConfigError
+from echelon.planner.shape import VOCAB_MULTIPLE, ModelShape, build_shape
 from echelon.recipe.section import SUFFIXES, read_count
 from echelon.recipe.yaml_text import render_inline
-from echelon.shape import VOCAB_MULTIPLE, ModelShape, build_shape
 
 TOKENS_PER_PARAMETER = 20
 """Chinchilla's rule for the best model of a given compute."""

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from echelon.run_folder import RunFolder, is_metrics_row
+from echelon.runs.run_folder import RunFolder, is_metrics_row
 from echelon.stored import Row, parse_row, whole_lines
-from echelon.sweep.document import SweepSettings
+from echelon.sweep.sweep_file import SweepSettings
 
 # By metric: the kind of row, and the field of it.
 _FIELDS = {

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.sweep.folder import SweepFolder
+from echelon.sweep.sweep_folder import SweepFolder
 
 if TYPE_CHECKING:
     from optuna import Study

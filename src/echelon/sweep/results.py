@@ -9,11 +9,11 @@ from typing import Any
 from echelon.recipe import Recipe, render_recipe
 from echelon.recipe.yaml_text import render_inline
 from echelon.stored import write_json, write_text
-from echelon.sweep.document import Sweep
-from echelon.sweep.folder import SweepFolder
 from echelon.sweep.measure import read_rows, training_hours
 from echelon.sweep.space import Space, Values
 from echelon.sweep.study import MESSAGE, SweepStudy
+from echelon.sweep.sweep_file import Sweep
+from echelon.sweep.sweep_folder import SweepFolder
 
 _STATES = {"COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "unfinished", "WAITING": "unfinished"}
 _LONGEST_MESSAGE = 60

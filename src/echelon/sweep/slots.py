@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from echelon.distributed.runtime import exported, num_cores, read_environment
 from echelon.errors import ConfigError
-from echelon.runtime import exported, num_cores, read_environment
 
 Item = TypeVar("Item")
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.errors import ConfigError
 from echelon.recipe import Recipe
-from echelon.sweep.document import Sweep
 from echelon.sweep.space import Space, Values
+from echelon.sweep.sweep_file import Sweep
 
 if TYPE_CHECKING:
     from optuna import Study, Trial

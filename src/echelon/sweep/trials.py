@@ -10,13 +10,13 @@ from echelon.launch.job import FINAL_STATES, ArrayLauncher, JobRecord, JobSpec, 
 from echelon.launch.records import name_job, submit_job
 from echelon.recipe import Recipe
 from echelon.recipe.launching import Target
-from echelon.run_folder import RunFolder
-from echelon.sweep.document import Sweep
-from echelon.sweep.folder import SweepFolder
+from echelon.runs.run_folder import RunFolder
 from echelon.sweep.measure import MetricsReader, measure, read_rows
 from echelon.sweep.slots import Slot
 from echelon.sweep.space import Space, Values
 from echelon.sweep.study import PRUNED, SLOT, STOPPED, SweepStudy
+from echelon.sweep.sweep_file import Sweep
+from echelon.sweep.sweep_folder import SweepFolder
 
 # What `echelon train` says when a run folder is locked: by the job of a sweep that died before it could note the job.
 _IN_USE = "is in use by a live run"

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.mesh import Meshes
+from echelon.distributed.mesh import Meshes
 from echelon.model.sharding import local_part
-from echelon.plan import ParallelPlan
+from echelon.planner.plan import ParallelPlan
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**22  # numbers hashed at once: 64-bit copies of a whole parameter would need much memory

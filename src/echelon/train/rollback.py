@@ -10,7 +10,7 @@ from echelon.checkpoint.store import CheckpointStore
 from echelon.engines import Engine
 from echelon.errors import TrainingError
 from echelon.recipe import FaultConfig
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from echelon.train.bad_steps import StepJudge
 from echelon.train.diagnosis import Diagnosis, diagnose
 from echelon.train.metrics import StepMetrics, finite

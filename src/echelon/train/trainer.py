@@ -1,6 +1,7 @@
 """The trainer: one loop for every method, strategy and engine.
 
-One step, read in five files: this one, `engines/native.py`, `parallel/step.py`, `objective.py` and `sync/__init__.py`.
+One step, read in five files: this one, `engines/native.py`, `parallel/step.py`, `objectives/objective.py` and
+`sync/__init__.py`.
 """
 
 import time
@@ -12,26 +13,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.batch import Rhythm
 from echelon.checkpoint.snapshot import Snapshots
 from echelon.checkpoint.store import CheckpointStore
-from echelon.cost import name_limit
 from echelon.data.loader import BatchLoader, StepBatch
+from echelon.distributed.mesh import Meshes
 from echelon.engines import Engine
 from echelon.errors import StoppedError, TrainingError
-from echelon.mesh import Meshes
-from echelon.objective import Objective
+from echelon.inference.evaluate import EvalResults, Evaluator
+from echelon.inference.sampler import PromptSampler
+from echelon.objectives.objective import Objective
+from echelon.planner.shape import ModelShape
 from echelon.recipe import Recipe
-from echelon.schedule import Schedule
-from echelon.shape import ModelShape
+from echelon.recipe.batches import Rhythm
+from echelon.recipe.schedule import Schedule
+from echelon.reporting.goodput import TimeBook
+from echelon.reporting.journal import Journal
+from echelon.runs.cost import name_limit
 from echelon.stopping import LIMITS, StopRequest
 from echelon.sync import Synchronizer
 from echelon.train.bad_steps import StepJudge
-from echelon.train.evaluate import EvalResults, Evaluator
-from echelon.train.goodput import TimeBook
 from echelon.train.heartbeat import Heartbeat
 from echelon.train.interval import SaveInterval
-from echelon.train.journal import Journal
 from echelon.train.metrics import (
     PendingMetrics,
     Stamp,
@@ -42,7 +44,6 @@ from echelon.train.metrics import (
 )
 from echelon.train.replicas import compare_replicas, describe_differences
 from echelon.train.rollback import BadStep, pass_over, recover
-from echelon.train.sampler import PromptSampler
 from echelon.train.state import TrainState
 
 

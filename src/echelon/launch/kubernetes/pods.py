@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.launch.job import JobState, JobStatus
-from echelon.launch.outcome import DONE, FAILED, STOPPED
-from echelon.launch.trace import name_ending
+from echelon.launch.job_logs import name_ending
+from echelon.supervise.outcome import DONE, FAILED, STOPPED
 
 # A pod on its way: nothing to tell.
 _STARTING = ("ContainerCreating", "PodInitializing")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.errors import ConfigError
-from echelon.instances import Instance, cluster_of
+from echelon.hardware.instances import Instance, cluster_of
 from echelon.recipe import Recipe
 from echelon.recipe.launching import SageMakerConfig
 

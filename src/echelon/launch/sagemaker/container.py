@@ -21,12 +21,12 @@ from types import FrameType
 from typing import Any
 
 from echelon.errors import ConfigError, LaunchError
-from echelon.launch.nodelist import in_number_order
-from echelon.launch.outcome import DONE, FAILED, STOPPED, Outcome
-from echelon.launch.workers import HUB_PLACES
 from echelon.recipe import Recipe, check_built, load_recipe
-from echelon.run_folder import RunFolder
+from echelon.runs.run_folder import RunFolder
 from echelon.stopping import STOP_SIGNALS
+from echelon.supervise.nodelist import in_number_order
+from echelon.supervise.outcome import DONE, FAILED, STOPPED, Outcome
+from echelon.supervise.workers import HUB_PLACES
 
 Say = Callable[[str], None]
 

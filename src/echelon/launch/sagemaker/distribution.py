@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from echelon.errors import ConfigError
-from echelon.instances import Instance
+from echelon.hardware.instances import Instance
 from echelon.launch.sagemaker.model_parallel import map_parameters
 from echelon.recipe import Recipe
 from echelon.recipe.draft import Draft

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.instances import Instance, efa_environment, find_instance
+from echelon.hardware.instances import Instance, efa_environment, find_instance
 from echelon.launch.job import JobSpec
-from echelon.launch.sagemaker.bundle import ENTRY, START
 from echelon.launch.sagemaker.checks import check_limits, check_settings, find_region
 from echelon.launch.sagemaker.distribution import apply_distribution
 from echelon.launch.sagemaker.images import check_image, find_image
+from echelon.launch.sagemaker.source_bundle import ENTRY, START
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, Staging, run_dir, stage_job
 from echelon.launch.shell import needs_shell
 from echelon.recipe import Recipe
@@ -29,7 +29,7 @@ _NUMBER = "(-?[0-9]+(?:[.][0-9]+)?(?:e[+-]?[0-9]+)?)"
 _STEP = "step +[0-9]+/[0-9]+ .*"
 _EVALUATION = "eval at step [0-9]+: .*"
 
-# Of the lines of train/console.py. A value that is unknown there is a dash, and gives no point.
+# Of the lines of reporting/console.py. A value that is unknown there is a dash, and gives no point.
 METRICS: tuple[tuple[str, str], ...] = (
     ("train:step", "step +([0-9]+)/[0-9]+ +loss "),
     ("train:loss", f"{_STEP} loss {_NUMBER}"),

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import ConfigError, LaunchError
-from echelon.instances import INSTANCES
+from echelon.hardware.instances import INSTANCES
 from echelon.launch.job import FINAL_STATES, JobState, JobStatus
-from echelon.launch.outcome import DONE, FAILED, STOPPED
 from echelon.launch.sagemaker.staging import Upload
+from echelon.supervise.outcome import DONE, FAILED, STOPPED
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from echelon.errors import ConfigError
 from echelon.launch.job import JobSpec
-from echelon.launch.sagemaker import bundle
+from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.shell import needs_shell
 from echelon.recipe import Recipe, SourceConfig, render_recipe
 from echelon.recipe.inputs import is_template

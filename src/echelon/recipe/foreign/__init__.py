@@ -17,7 +17,7 @@ from echelon.recipe.foreign.operation import carry_operation, carry_parallel, ca
 from echelon.recipe.foreign.reading import TOOLS, Tool, detect_tool, read_foreign
 from echelon.recipe.foreign.reasons import DEFAULTS, LOST, NEEDLESS, SETTINGS
 from echelon.recipe.foreign.refusals import REFUSED, refuse_plugins
-from echelon.recipe.foreign.text import render_imported, render_notes, render_refusal
+from echelon.recipe.foreign.result import render_imported, render_notes, render_refusal
 from echelon.recipe.foreign.training import Amounts, carry_optimizer, carry_training
 from echelon.recipe.load import parse_recipe
 from echelon.recipe.unbuilt import check_built

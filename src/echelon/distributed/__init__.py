@@ -1,0 +1,1 @@
+"""Processes: where a launcher put them, their groups and their mesh."""

@@ -1,0 +1,69 @@
+"""Where the ranks of a job that `mpirun` started meet: Open MPI tells them their ranks, but no address.
+
+It does tell where `mpirun` itself runs: Open MPI 4 by the addresses of its first daemon
+(`OMPI_MCA_orte_hnp_uri=4711.0;tcp://10.0.0.1,192.168.0.1:44775`), Open MPI 5 by the job's name
+(`PMIX_NAMESPACE=prterun-node-1-2114@1`). Rank 0 is there, unless the user asked for another place.
+"""
+
+import re
+import socket
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+
+from echelon.errors import ConfigError, LaunchError
+from echelon.supervise.hosts import HostGroup, find_interface, find_own_address
+
+_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
+_CONNECT_SECONDS = 3.0
+
+
+def find_meeting(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torch's rendezvous, and of the network it is on, for one rank of a job of mpirun.
+
+    Raises ConfigError where rank 0's machine cannot be told, and LaunchError where it cannot be reached.
+    """
+    size, local_size = (int(env[f"OMPI_COMM_WORLD_{key}"]) for key in ("SIZE", "LOCAL_SIZE"))
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
+    # Every rank works it out by itself; below the ports that systems give out on their own.
+    port = int(env.get("MASTER_PORT") or _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS)
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if size == local_size else _find_address(env))
+    variables = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    own = find_own_address(HostGroup(1, size, address, port))
+    interface = find_interface(own)
+    if interface is not None and (size == local_size or not own.startswith("127.")):
+        variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    return variables
+
+
+def _find_address(env: Mapping[str, str]) -> str:
+    """That of mpirun's machine."""
+    # Daemons have numbers, the one beside mpirun has 0.
+    daemon = re.search(r"\.(\d+);", env.get("PMIX_SERVER_URI2", ""))
+    if env["OMPI_COMM_WORLD_RANK"] == "0" and daemon is not None and daemon[1] != "0":
+        raise ConfigError(
+            "MASTER_ADDR is not set, and rank 0 runs on another machine than mpirun, so the others do not know where; "
+            "add -x MASTER_ADDR=ADDRESS to mpirun, with the address of rank 0's machine."
+        )
+    if found := re.search(r";tcp://([^:;]+):(\d+)", env.get("OMPI_MCA_orte_hnp_uri", "")):
+        return _find_reachable(found[1].split(","), int(found[2]))
+    if found := re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", env.get("PMIX_NAMESPACE", "")):
+        return found[1]
+    raise ConfigError(
+        "MASTER_ADDR is not set, and this mpirun does not tell where it runs; add -x MASTER_ADDR=ADDRESS to it, with "
+        "the address of rank 0's machine."
+    )
+
+
+def _find_reachable(addresses: list[str], port: int) -> str:
+    """The one of mpirun's addresses that this machine reaches; mpirun listens there."""
+    if len(addresses) == 1:
+        return addresses[0]
+    for address in addresses:
+        with suppress(OSError):
+            socket.create_connection((address, port), _CONNECT_SECONDS).close()
+            return address
+    raise LaunchError(
+        f"no address of mpirun's machine is reached from here ({', '.join(addresses)}); add -x MASTER_ADDR=ADDRESS to "
+        "mpirun, with one that is."
+    )

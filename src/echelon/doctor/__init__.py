@@ -1,0 +1,1 @@
+"""Diagnosis of machines and of the network between them."""

@@ -1,0 +1,146 @@
+"""What `echelon doctor` looks at on this machine, before anything is trained on it."""
+
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from echelon.distributed.runtime import num_cores, read_system_file
+from echelon.doctor.probing import Probe, measure_here
+from echelon.doctor.verdict import Finding
+from echelon.errors import LaunchError
+from echelon.hardware.detection import machine_memory_bytes
+from echelon.runs.environment import find_version
+from echelon.supervise.hosts import address_of
+
+REQUIRED = {"torch": ">=2.11,<2.14", "transformers": ">=5.17,<6"}
+"""As pyproject.toml has it, which a checkout that is not installed cannot be asked for."""
+
+_PYTHON = (3, 11)
+_GIBIBYTE = 2**30
+# Below these, a small model already fails to load, to be saved, or to be fed by several processes.
+_LEAST_MEMORY, _LEAST_DISK, _LEAST_SHARED = 2 * _GIBIBYTE, 5 * _GIBIBYTE, 256 * 2**20
+_CLOCK_SECONDS = 2.0
+# No clock that is set right is before this code was written.
+_EARLIEST = 1_750_000_000.0
+
+
+def examine_machine(folder: Path) -> Iterator[Finding]:
+    """One finding for each thing, in the order of what needs what; `folder` is where runs will be."""
+    yield _judge_python()
+    for package, required in REQUIRED.items():
+        yield _judge_package(package, required)
+    yield from _judge_devices()
+    yield _judge_memory()
+    yield from _judge_shared_memory()
+    yield _judge_disk(folder)
+    yield _judge_clock(folder)
+    yield _judge_interfaces()
+    yield _judge_gloo()
+
+
+def _judge_python() -> Finding:
+    words = f"{platform.python_version()} at {sys.executable}"
+    least = ".".join(map(str, _PYTHON))
+    return Finding("python", words, "" if sys.version_info >= _PYTHON else f"use Python {least} or newer")
+
+
+def _judge_package(package: str, required: str) -> Finding:
+    from packaging.specifiers import SpecifierSet
+
+    version = find_version(package)
+    if version is None:
+        return Finding(package, "not installed", f"pip install '{package}{required}'")
+    is_right = SpecifierSet(required).contains(version, prereleases=True)
+    return Finding(package, version, "" if is_right else f"pip install '{package}{required}'")
+
+
+def _judge_devices() -> Iterator[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # a library of CUDA that is not there is an OSError
+        yield Finding("devices", f"torch cannot be imported: {error}", "install torch again")
+        return
+    if not torch.cuda.is_available():
+        has_driver = Path("/proc/driver/nvidia/version").exists()
+        words = f"{num_cores()} CPU cores" + (", and a GPU that torch does not see" if has_driver else "")
+        what = (
+            "a torch built for CUDA, and a driver that is new enough for it"
+            if torch.version.cuda is None
+            else (f"a driver that is new enough for CUDA {torch.version.cuda}, and CUDA_VISIBLE_DEVICES unset")
+        )
+        yield Finding("devices", words, f"it needs {what}" if has_driver else "")
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        words = f"{torch.cuda.get_device_name(index)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
+        taken = free < total / 2
+        yield Finding("devices", words, "end what uses it: `nvidia-smi` shows that" if taken else "")
+
+
+def _judge_memory() -> Finding:
+    total = machine_memory_bytes()
+    free = min(total, _read_meminfo("MemAvailable") or total)
+    words = f"{free / _GIBIBYTE:.1f} of {total / _GIBIBYTE:.1f} GiB free"
+    return Finding("memory", words, "" if free >= _LEAST_MEMORY else "end other programs, or give the container more")
+
+
+def _judge_shared_memory() -> Iterator[Finding]:
+    if not (place := Path("/dev/shm")).is_dir():
+        return
+    free = shutil.disk_usage(place).free
+    remedy = "start the container with more: docker run --shm-size 8g, launch.kubernetes.shared_memory"
+    yield Finding("/dev/shm", f"{free / _GIBIBYTE:.1f} GiB free", "" if free >= _LEAST_SHARED else remedy)
+
+
+def _judge_disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    words = f"{free / _GIBIBYTE:.1f} GiB free at {folder}"
+    if not os.access(folder, os.W_OK):
+        return Finding("disk", f"{folder} cannot be written to", "start in a folder of yours")
+    return Finding("disk", words, "" if free >= _LEAST_DISK else "free space, or start in a folder on another disk")
+
+
+def _judge_clock(folder: Path) -> Finding:
+    """Beside the clock of whoever keeps the folder's files, which may be a server."""
+    now = time.time()
+    if now < _EARLIEST:
+        return Finding("clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)), "have it set by NTP")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".echelon-doctor-") as file:
+            offset = os.fstat(file.fileno()).st_mtime - now
+    except OSError:
+        return Finding("clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)))
+    words = f"{abs(offset):.1f} s from that of the folder's files"
+    return Finding("clock", words, "" if abs(offset) < _CLOCK_SECONDS else "have both set by NTP")
+
+
+def _judge_interfaces() -> Finding:
+    names = [name for _, name in socket.if_nameindex()]
+    known = [f"{name} {address}" for name in names if (address := address_of(name))]
+    # Where the addresses cannot be asked for, at least the names.
+    return Finding(
+        "interfaces", ", ".join(known or names) or "none", "" if names else "bring up the loopback interface"
+    )
+
+
+def _judge_gloo() -> Finding:
+    command = [sys.executable, "-m", "echelon.doctor.network"]
+    try:
+        speed = measure_here(lambda name: Probe(name, command))
+    except LaunchError as error:
+        return Finding("gloo", f"two processes here cannot add up numbers together: {error}", "see that `lo` is up")
+    return Finding("gloo", f"two processes here: {speed.rate}, {speed.delay} for an all-reduce")
+
+
+def _read_meminfo(key: str) -> int | None:
+    """Bytes."""
+    for line in read_system_file("/proc/meminfo").splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,249 @@
+"""Asking several machines at once about the way between them: what `echelon doctor --hosts` does, over ssh.
+
+On each machine `python -m echelon.doctor.network` answers. Every wait has a limit, and what one machine does not answer
+is found out about by the others.
+"""
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+from echelon.doctor.speed import Pair, Speed, find_slow
+from echelon.errors import LaunchError
+from echelon.launch.shell import join_words, prepare_lines
+from echelon.launch.ssh import Ssh, explain, on_each
+from echelon.recipe.launching import LaunchConfig
+
+MARK = "@echelon "
+"""Begins every line that is an answer, and not the word of some module or profile."""
+
+START_SECONDS = 90.0
+CONNECT_SECONDS = 3.0
+MEASURE_SECONDS = 10.0
+_CLOCK_REPEATS = 5
+
+
+class Probe:
+    """A process on one machine that answers questions. Raises LaunchError, with its reason, where it does not."""
+
+    def __init__(self, host: str, argv: Sequence[str]) -> None:
+        self.host = host
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        self._answers: Queue[str | None] = Queue()
+        self._errors: list[str] = []
+        self._is_given_up = False
+        for read in (self._read_answers, self._read_errors):
+            threading.Thread(target=read, daemon=True).start()
+
+    def ask(self, do: str, seconds: float, **words: Any) -> dict[str, Any]:
+        """The answer to one question."""
+        assert self._process.stdin is not None
+        if self._is_given_up:
+            raise LaunchError("given up, since it has not answered before")
+        with suppress(BrokenPipeError):  # it has ended; what it said last says why
+            self._process.stdin.write(json.dumps({"do": do, **words}) + "\n")
+            self._process.stdin.flush()
+        try:
+            line = self._answers.get(timeout=seconds)
+        except Empty:
+            self._is_given_up = True
+            self.close()
+            raise LaunchError(f"no answer in {seconds:.0f} s") from None
+        if line is None:
+            self._process.wait(5)
+            time.sleep(0.1)  # for the thread that reads why
+            raise LaunchError(explain("".join(self._errors)) or f"it left with code {self._process.returncode}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise LaunchError(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        """End it; on the other machine it ends because nobody can ask any more."""
+        self._process.kill()
+        self._process.wait()
+
+    def _read_answers(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                self._answers.put(line.removeprefix(MARK))
+        self._answers.put(None)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._errors.extend(self._process.stderr)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was found out. A word in place of a value says why there is none.
+
+    `facts`: of each host, as `network.Machine.describe` gives them. `offsets`: seconds that each clock is ahead of this
+    machine's. `blocked`: why the first of a pair does not reach the second, by what it tried: `rendezvous` at the port
+    where all meet, `collective` at one as collectives take them. `pairs`, `whole`: speeds of two hosts, and of all.
+    """
+
+    hosts: tuple[str, ...]
+    port: int
+    facts: Mapping[str, dict[str, Any] | str]
+    offsets: Mapping[str, float] = field(default_factory=dict)
+    blocked: Mapping[Pair, Mapping[str, str]] = field(default_factory=dict)
+    pairs: Mapping[Pair, Speed | str] = field(default_factory=dict)
+    whole: Speed | str | None = None
+
+
+def probe_script(launch: LaunchConfig, workdir: Path) -> str:
+    """What runs on a host: what training runs there first, then the part that answers."""
+    return "\n".join(
+        [*prepare_lines(launch, workdir), f"exec {join_words([launch.python, '-m', 'echelon.doctor.network'])}"]
+    )
+
+
+@contextmanager
+def probes_over_ssh(hosts: Sequence[str], ssh: Ssh, script: str) -> Iterator[dict[str, Probe]]:
+    """A probe on each host; all are ended with the block."""
+    probes: dict[str, Probe] = {}
+    try:
+        for host in hosts:
+            probes[host] = Probe(host, ssh.command(host, ["bash", "-c", script]))
+        yield probes
+    finally:
+        for probe in probes.values():
+            probe.close()
+
+
+def examine(
+    probes: Mapping[str, Probe], port: int, interface: str | None, seen: str | None, say: Callable[[str], None]
+) -> Examination:
+    """Ask everything. Pairs are measured at the same time where they have no host in common."""
+    hosts = tuple(probes)
+    words = {"hosts": hosts, "port": port, "interface": interface, "seen": seen}
+    say(f"asking {len(hosts)} hosts over ssh")
+    described = on_each(hosts, lambda host: probes[host].ask("describe", START_SECONDS, **words))
+    answered = _successes(described)
+    facts = {host: answered.get(host, str(each)) for host, each in described.items()}
+    there = list(answered)
+    backend = "nccl" if all(each["has_gpu"] for each in answered.values()) else "gloo"  # as training chooses
+    offsets = _successes(on_each(there, lambda host: _find_offset(probes[host])))
+    say("connecting every pair, both ways")
+    blocked = _find_blocked(probes, facts, there, port)
+    bad = {tuple(sorted(pair)) for pair in blocked}
+    speeds: dict[tuple[str, ...], Speed | str] = {}
+    for number, round_ in enumerate(rounds(there)):
+        good = [pair for pair in round_ if tuple(sorted(pair)) not in bad]
+        if good:
+            say(f"measuring {', '.join(f'{a}-{b}' for a, b in good)}")
+            speeds |= _measure_apart(probes, facts, good, f"round-{number}", backend)
+    pairs = {(a, b): speed for (a, b), speed in speeds.items()}
+    measured = {pair: speed for pair, speed in pairs.items() if isinstance(speed, Speed)}
+    for pair in find_slow(measured):  # alone this time, and the better of both counts
+        say(f"measuring {pair[0]}-{pair[1]} again")
+        again = _measure_apart(probes, facts, [pair], f"again-{pair[0]}-{pair[1]}", backend)[pair]
+        pairs[pair] = again.better(measured[pair]) if isinstance(again, Speed) else again
+    whole: Speed | str | None = None
+    if len(there) > 2 and not bad and not any(isinstance(each, str) for each in pairs.values()):
+        say("measuring all together")
+        whole = _measure_apart(probes, facts, [tuple(there)], "whole", backend)[tuple(there)]
+    return Examination(hosts, port, facts, offsets, blocked, pairs, whole)
+
+
+def measure_here(start: Callable[[str], Probe]) -> Speed:
+    """The speed of two processes of this machine, which `start` starts. Raises LaunchError where they do not work."""
+    names = ("first", "second")
+    probes = {name: start(name) for name in names}
+    words = {"hosts": ["127.0.0.1"], "port": 1, "interface": None, "seen": None}
+    try:
+        facts = on_each(names, lambda name: probes[name].ask("describe", START_SECONDS, **words))
+        for each in facts.values():
+            if isinstance(each, LaunchError):
+                raise each
+        speed = _measure_apart(probes, facts, [names], "here", "gloo")[names]
+    finally:
+        for probe in probes.values():
+            probe.close()
+    if isinstance(speed, str):
+        raise LaunchError(speed)
+    return speed
+
+
+def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
+    """All pairs, in rounds in which no host has two (the circle method of tournaments)."""
+    places: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
+    found = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        met = zip(places[:half], reversed(places[half:]), strict=True)
+        found.append([(a, b) for a, b in met if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    return found
+
+
+def _successes(answers: Mapping[str, Any]) -> dict[str, Any]:
+    return {host: answer for host, answer in answers.items() if not isinstance(answer, LaunchError)}
+
+
+def _find_offset(probe: Probe) -> float:
+    """Seconds its clock is ahead of this one's, of the quickest of some answers."""
+    best = (float("inf"), 0.0)
+    for _ in range(_CLOCK_REPEATS):
+        before = time.time()
+        there = probe.ask("clock", 5.0)["time"]
+        after = time.time()
+        best = min(best, (after - before, there - (before + after) / 2))
+    return best[1]
+
+
+def _find_blocked(
+    probes: Mapping[str, Probe], facts: Mapping[str, Any], there: Sequence[str], port: int
+) -> dict[Pair, dict[str, str]]:
+    def connect(host: str) -> dict[str, Any]:
+        targets: dict[str, list[Any]] = {}
+        for other in there:
+            if other != host:
+                # By the name, as it is known here, and by the address that collectives are told.
+                targets[f"{other} rendezvous"] = [facts[host]["addresses"][other] or other, port]
+                targets[f"{other} collective"] = [facts[other]["address"], facts[other]["store_port"]]
+        return probes[host].ask("connect", CONNECT_SECONDS + 10, targets=targets, limit=CONNECT_SECONDS)
+
+    blocked: dict[Pair, dict[str, str]] = {}
+    for host, answers in on_each(there, connect).items():
+        if isinstance(answers, LaunchError):
+            blocked |= {(host, other): {"collective": str(answers)} for other in there if other != host}
+            continue
+        for name, reason in answers.items():
+            if reason is not None:
+                other, _, what = name.partition(" ")
+                blocked.setdefault((host, other), {})[what] = reason
+    return blocked
+
+
+def _measure_apart(
+    probes: Mapping[str, Probe], facts: Mapping[str, Any], groups: Sequence[tuple[str, ...]], tag: str, backend: str
+) -> dict[tuple[str, ...], Speed | str]:
+    """The speeds of groups without a host in common, measured at once over gloo or nccl."""
+    places = {host: (group, rank) for group in groups for rank, host in enumerate(group)}
+
+    def measure(host: str) -> dict[str, Any]:
+        group, rank = places[host]
+        first = facts[group[0]]
+        words = {"rank": rank, "size": len(group), "address": first["address"], "port": first["store_port"]}
+        words |= {"backend": backend, "tag": tag, "limit": MEASURE_SECONDS}
+        return probes[host].ask("measure", 4 * MEASURE_SECONDS, **words)
+
+    answers = on_each(list(places), measure)
+    found: dict[tuple[str, ...], Speed | str] = {}
+    for group in groups:
+        first = answers[group[0]]
+        failed = [answer for answer in (answers[host] for host in group) if isinstance(answer, LaunchError)]
+        found[group] = str(failed[0]) if isinstance(first, LaunchError) or failed else Speed(**first)
+    return found

@@ -1,0 +1,1 @@
+"""What hardware there is: known accelerators and machine types, and what this machine has."""

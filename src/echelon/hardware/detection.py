@@ -1,0 +1,147 @@
+"""The hardware of this machine, detected and where need be measured."""
+
+import os
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
+from echelon.distributed.runtime import find_place, read_system_file
+from echelon.errors import ConfigError
+from echelon.hardware.accelerators import Accelerator, Cluster, find_accelerator
+
+if TYPE_CHECKING:
+    import torch
+
+_TURNS = 4
+
+
+def detect_cluster(num_processes: int) -> Cluster:
+    """The hardware of this machine as `num_processes` processes will use it, with figures for one process each.
+
+    Raises ConfigError when there are fewer GPUs than processes.
+    """
+    import torch
+
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else num_processes
+    if num_processes > visible:
+        raise ConfigError(
+            f"--nproc {num_processes} is more than the {visible} GPUs of this machine; use --nproc {visible} or less."
+        )
+    return _describe_cluster(num_processes, num_processes)
+
+
+def detect_launched_cluster() -> Cluster:
+    """The hardware under a foreign launcher: machines like this one, as many as the world size needs."""
+    place = find_place()
+    return _describe_cluster(place.world_size, min(place.local_world_size, place.world_size))
+
+
+def _describe_cluster(num_devices: int, devices_per_node: int) -> Cluster:
+    import torch
+
+    if torch.cuda.is_available():
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return Cluster(_describe_gpu(), num_devices, devices_per_node, "cuda", has_bf16)
+    return Cluster(_describe_cpu(devices_per_node), num_devices, devices_per_node, "cpu")
+
+
+def _describe_gpu() -> Accelerator:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    known = find_accelerator(properties.name, properties.total_memory)
+    if known is None:
+        rates = measure_matmul_flops("bfloat16"), measure_matmul_flops("float32")
+        return Accelerator(properties.name, properties.total_memory, *rates, None, "measured when the run started")
+    return Accelerator(
+        known.name,
+        properties.total_memory,
+        known.bf16_flops,
+        known.fp32_flops,
+        known.memory_bandwidth,
+        f"{known.source}; memory as the driver reports it",
+    )
+
+
+def _describe_cpu(num_processes: int) -> Accelerator:
+    """One process's share of the machine's memory, and of its cores at the matmul rates measured on one of them."""
+    import torch
+
+    cores = torch.get_num_threads() / num_processes
+    bf16_flops, fp32_flops = (cores * rate for rate in measure_core_flops())
+    memory = machine_memory_bytes() // num_processes
+    return Accelerator("cpu", memory, bf16_flops, fp32_flops, None, "measured on one core when the run started")
+
+
+@cache
+def measure_core_flops() -> tuple[float, float]:
+    """FLOP/s of one core of this CPU in bf16 and in fp32: the best of a few square matmuls of each, by turns.
+
+    In seconds of the processor, so that other work on the machine does not decide which of the two is faster. Small
+    enough to be over in a second where bf16 is emulated.
+    """
+    import torch
+
+    size = 512
+    factors = [torch.ones(size, size, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    best = [float("inf")] * len(factors)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            for _ in range(_TURNS):
+                for place, factor in enumerate(factors):
+                    started = time.thread_time()
+                    torch.mm(factor, factor)
+                    best[place] = min(best[place], time.thread_time() - started)
+    finally:
+        torch.set_num_threads(threads)
+    bf16_seconds, fp32_seconds = best
+    return 2.0 * size**3 / bf16_seconds, 2.0 * size**3 / fp32_seconds
+
+
+def find_peak_flops(device: "torch.device", compute_dtype: str) -> float:
+    """The peak that MFU is stated against, FLOP/s of this process's device: from the table, else measured now.
+
+    On a CPU every process measures its own share at the same time, so call it on all ranks together.
+    """
+    if device.type == "cuda":
+        peak = _describe_gpu().peak_flops(compute_dtype)
+        if peak is not None:
+            return peak
+    return measure_matmul_flops(compute_dtype)
+
+
+def describe_peak(device: "torch.device") -> str:
+    """Where the figure of `find_peak_flops` comes from."""
+    return "its vendor's figure" if device.type == "cuda" else "the matmul rate measured now"
+
+
+def machine_memory_bytes() -> int:
+    """The machine's memory, or the container's limit where that is smaller."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        limit = read_system_file(path).strip()
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total
+
+
+def measure_matmul_flops(dtype_name: str, budget_seconds: float = 0.15) -> float:
+    """FLOP/s of the best of a few square matmuls on this machine's device, with the threads torch has now."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = 8192 if device.type == "cuda" else 1024
+    left = torch.ones(size, size, dtype=getattr(torch, dtype_name), device=device)
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    best = float("inf")
+    deadline = time.perf_counter() + budget_seconds
+    with torch.no_grad():
+        while best == float("inf") or time.perf_counter() < deadline:
+            started = time.perf_counter()
+            torch.mm(left, left)
+            wait()
+            best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best

@@ -1,0 +1,264 @@
+"""Machine types of Amazon SageMaker training: what is in one, how it talks to others, and what it costs where known.
+
+Counts, memory, cores and network are EC2's own, as DescribeInstanceTypes tells them; links between GPUs are those of
+AWS's product pages. A price is for one machine on demand, and stands here only with where, when and from whom; without
+one it is unknown, and `budget.usd_per_hour` says it.
+"""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from echelon.errors import ConfigError
+from echelon.hardware.accelerators import ACCELERATORS, Cluster
+
+Link = Literal["PCIe", "NVLink", "NVSwitch", "NeuronLink"]
+
+
+@dataclass(frozen=True)
+class Price:
+    """Dollars an hour for one machine, on demand; what is billed depends on region and contract."""
+
+    usd_per_hour: float
+    region: str
+    date: str
+    source: str
+
+    def describe(self) -> str:
+        """For a person: `$63.296/h (us-west-2, 2026-09-01)`."""
+        return f"${self.usd_per_hour:g}/h ({self.region}, {self.date})"
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One machine type. None: it has no such thing, or nothing is known.
+
+    Attributes:
+        name: as SageMaker spells it, `ml.p5.48xlarge`.
+        gpus: GPUs of one machine; 0 for a CPU type and for Trainium.
+        accelerator: what it computes with, a name of `hardware.ACCELERATORS`; `cpu` for a CPU type.
+        gpu_memory_gib: of one accelerator, as EC2 tells it; plans go by the smaller figure of its datasheet.
+        link: what joins the accelerators of one machine, and link_gigabytes_per_s how fast one of them sends and
+            receives together.
+        network_gbits: of one machine; for small types the most it may reach for a while.
+        efa_interfaces: network cards that EFA can use; 0: no EFA.
+        efa_rdma: whether those read and write GPU memory by themselves.
+        neuron_devices: Trainium chips.
+        own_disks: whether it has NVMe disks of its own, of fixed size and encrypted by the machine itself; SageMaker
+            then provides no volume.
+    """
+
+    name: str
+    gpus: int
+    accelerator: str | None
+    gpu_memory_gib: float | None
+    link: Link | None
+    link_gigabytes_per_s: float | None
+    network_gbits: float
+    efa_interfaces: int
+    vcpus: int
+    ram_gib: int
+    price: Price | None = None
+    efa_rdma: bool = False
+    neuron_devices: int = 0
+    own_disks: bool = True
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that training starts on one machine: one per GPU, else one per two cores and at least one."""
+        return self.gpus or max(1, self.vcpus // 2)
+
+
+_WEST = ("us-west-2", "2026-09-01", "AWS price list, Studio JupyterLab meter of the type, as quoted publicly")
+_EAST = ("us-east-1", "2026-08", "AWS price list, training rate, as quoted publicly")
+
+# In dollars an hour. Where both were found, the training rate stands.
+_PRICES: dict[str, Price] = {
+    f"ml.{name}": Price(usd, *where)
+    for where, prices in (
+        (
+            _WEST,
+            {
+                "p4d.24xlarge": 25.2513, "p5.48xlarge": 63.296, "g4dn.xlarge": 0.7364,
+                "g5.xlarge": 1.41, "g5.24xlarge": 10.18, "g5.48xlarge": 20.36,
+                "g6.xlarge": 1.127, "g6.24xlarge": 8.344, "g6.48xlarge": 16.688,
+                "g7e.2xlarge": 4.2039, "g7e.12xlarge": 10.3576, "g7e.24xlarge": 20.7152, "g7e.48xlarge": 41.4304,
+            },
+        ),
+        (
+            _EAST,
+            {
+                "g5.2xlarge": 1.515, "g5.12xlarge": 7.09, "g6.2xlarge": 1.222, "g6.12xlarge": 5.752,
+                "g6e.2xlarge": 2.80, "g6e.12xlarge": 13.12,
+            },
+        ),
+    )
+    for name, usd in prices.items()
+}  # fmt: skip
+
+# Types whose EFA cards reach GPU memory; on others the provider refuses to start when it is asked for.
+_RDMA = ("p4d.", "p4de.", "p5.48", "p5e.", "p5en.", "p6-", "trn1.32", "trn1n.", "trn2.")
+
+# Families without disks of their own.
+_NO_DISKS = ("p3", "m5", "c5")
+
+# size: GPUs, Gbit/s, EFA interfaces, cores, GiB of RAM
+_Sizes = dict[str, tuple[int, float, int, int, int]]
+
+_G5_SIZES: _Sizes = {
+    "xlarge": (1, 10, 0, 4, 16), "2xlarge": (1, 10, 0, 8, 32), "4xlarge": (1, 25, 0, 16, 64),
+    "8xlarge": (1, 25, 1, 32, 128), "16xlarge": (1, 25, 1, 64, 256), "12xlarge": (4, 40, 1, 48, 192),
+    "24xlarge": (4, 50, 1, 96, 384), "48xlarge": (8, 100, 1, 192, 768),
+}  # fmt: skip
+
+# family: accelerator, GiB of one, link of several, its GB/s, sizes
+_FAMILIES: dict[str, tuple[str, float | None, Link | None, float | None, _Sizes]] = {
+    "p3": ("V100", 16, "NVLink", 300, {
+        "2xlarge": (1, 10, 0, 8, 61), "8xlarge": (4, 10, 0, 32, 244), "16xlarge": (8, 25, 0, 64, 488),
+    }),
+    "p3dn": ("V100-32", 32, "NVLink", 300, {"24xlarge": (8, 100, 1, 96, 768)}),
+    "p4d": ("A100-40", 40, "NVSwitch", 600, {"24xlarge": (8, 400, 4, 96, 1152)}),
+    "p4de": ("A100-80", 80, "NVSwitch", 600, {"24xlarge": (8, 400, 4, 96, 1152)}),
+    "p5": ("H100", 80, "NVSwitch", 900, {"4xlarge": (1, 100, 1, 16, 256), "48xlarge": (8, 3200, 32, 192, 2048)}),
+    "p5e": ("H200", 141, "NVSwitch", 900, {"48xlarge": (8, 3200, 32, 192, 2048)}),
+    "p5en": ("H200", 141, "NVSwitch", 900, {"48xlarge": (8, 3200, 16, 192, 2048)}),
+    "p6-b200": ("B200", 179, "NVSwitch", 1800, {"48xlarge": (8, 3200, 8, 192, 2048)}),
+    "p6-b300": ("B300", 268.6, "NVSwitch", 1800, {"48xlarge": (8, 6400, 16, 192, 4096)}),
+    "g4dn": ("T4", 16, "PCIe", None, {
+        "xlarge": (1, 25, 0, 4, 16), "2xlarge": (1, 25, 0, 8, 32), "4xlarge": (1, 25, 0, 16, 64),
+        "8xlarge": (1, 50, 1, 32, 128), "12xlarge": (4, 50, 1, 48, 192), "16xlarge": (1, 50, 1, 64, 256),
+    }),
+    "g5": ("A10G", 22.4, "PCIe", None, _G5_SIZES),
+    "g6": ("L4", 22.4, "PCIe", None, _G5_SIZES),
+    "g6e": ("L40S", 44.7, "PCIe", None, {
+        "xlarge": (1, 20, 0, 4, 32), "2xlarge": (1, 20, 0, 8, 64), "4xlarge": (1, 20, 0, 16, 128),
+        "8xlarge": (1, 25, 1, 32, 256), "16xlarge": (1, 35, 1, 64, 512), "12xlarge": (4, 100, 1, 48, 384),
+        "24xlarge": (4, 200, 2, 96, 768), "48xlarge": (8, 400, 4, 192, 1536),
+    }),
+    "g7e": ("RTXPRO6000", 96, "PCIe", None, {
+        "2xlarge": (1, 50, 0, 8, 64), "4xlarge": (1, 50, 0, 16, 128), "8xlarge": (1, 100, 1, 32, 256),
+        "12xlarge": (2, 400, 1, 48, 512), "24xlarge": (4, 800, 2, 96, 1024), "48xlarge": (8, 1600, 4, 192, 2048),
+    }),
+    "m5": ("cpu", None, None, None, {
+        "large": (0, 10, 0, 2, 8), "xlarge": (0, 10, 0, 4, 16), "2xlarge": (0, 10, 0, 8, 32),
+        "4xlarge": (0, 10, 0, 16, 64), "12xlarge": (0, 12, 0, 48, 192), "24xlarge": (0, 25, 0, 96, 384),
+    }),
+    "c5": ("cpu", None, None, None, {
+        "xlarge": (0, 10, 0, 4, 8), "2xlarge": (0, 10, 0, 8, 16), "4xlarge": (0, 10, 0, 16, 32),
+        "9xlarge": (0, 12, 0, 36, 72), "18xlarge": (0, 25, 0, 72, 144),
+    }),
+}  # fmt: skip
+
+# family: GiB of one chip, and of each size the chips, Gbit/s, EFA interfaces, cores, GiB of RAM
+_TRAINIUM: dict[str, tuple[float, _Sizes]] = {
+    "trn1": (32, {"2xlarge": (1, 12.5, 0, 8, 32), "32xlarge": (16, 800, 8, 128, 512)}),
+    "trn1n": (32, {"32xlarge": (16, 1600, 16, 128, 512)}),
+    "trn2": (96, {"48xlarge": (16, 3200, 16, 192, 2048)}),
+}
+
+
+def _build_instances() -> Iterator[Instance]:
+    for family, (accelerator, memory, link, speed, sizes) in _FAMILIES.items():
+        for size, (gpus, network, efa, vcpus, ram) in sizes.items():
+            name = f"ml.{family}.{size}"
+            joined = (link, speed) if gpus > 1 else (None, None)
+            rdma = f"{family}.{size}".startswith(_RDMA)
+            yield Instance(
+                name,
+                gpus,
+                accelerator,
+                memory,
+                *joined,
+                network,
+                efa,
+                vcpus,
+                ram,
+                _PRICES.get(name),
+                rdma,
+                own_disks=family not in _NO_DISKS,
+            )
+    for family, (memory, sizes) in _TRAINIUM.items():
+        for size, (chips, network, efa, vcpus, ram) in sizes.items():
+            yield Instance(
+                f"ml.{family}.{size}",
+                gpus=0,
+                accelerator=None,
+                gpu_memory_gib=memory,
+                link="NeuronLink" if chips > 1 else None,
+                link_gigabytes_per_s=None,
+                network_gbits=network,
+                efa_interfaces=efa,
+                vcpus=vcpus,
+                ram_gib=ram,
+                efa_rdma=f"{family}.{size}".startswith(_RDMA),
+                neuron_devices=chips,
+            )
+
+
+INSTANCES: dict[str, Instance] = {instance.name: instance for instance in _build_instances()}
+
+
+def find_instance(name: str) -> Instance:
+    """The type of this name, with or without `ml.`. Raises ConfigError with the nearest names there are."""
+    wanted = name.strip().lower().removeprefix("ml.")
+    if f"ml.{wanted}" in INSTANCES:
+        return INSTANCES[f"ml.{wanted}"]
+    near = difflib.get_close_matches(f"ml.{wanted}", INSTANCES, n=3)
+    family = [known for known in INSTANCES if known.startswith(f"ml.{wanted.split('.')[0]}.")]
+    hint = ", ".join(family or near)
+    raise ConfigError(
+        f"launch.sagemaker.instance_type={name} is not in the catalogue of instances; "
+        + (f"use one of {hint}." if hint else f"use one such as {', '.join(list(_PRICES)[:3])}, or auto.")
+    )
+
+
+def cluster_of(instance: Instance, count: int, num_processes: int | None = None) -> Cluster:
+    """The cluster that `count` of these machines are, with `num_processes` on each (default: the type's own number).
+
+    Raises ConfigError for Trainium, and where a machine has fewer GPUs than processes.
+    """
+    if instance.neuron_devices:
+        raise ConfigError(
+            f"launch.sagemaker.instance_type={instance.name}: echelon does not train on Trainium; the nearest GPU "
+            f"instance is {nearest_gpu_instance(instance).name}."
+        )
+    per_machine = num_processes or instance.num_processes
+    if instance.gpus and per_machine > instance.gpus:
+        raise ConfigError(
+            f"launch.nproc_per_node={per_machine} is more than the {instance.gpus} GPUs of an {instance.name}; use "
+            f"{instance.gpus} or fewer, or auto."
+        )
+    assert instance.accelerator is not None
+    accelerator, memory = ACCELERATORS[instance.accelerator], instance.ram_gib * 2**30
+    if not instance.gpus:
+        return Cluster(
+            replace(accelerator, memory_bytes=memory // per_machine), count * per_machine, per_machine, "cpu"
+        )
+    return Cluster(accelerator, count * per_machine, per_machine, "cuda", host_memory_bytes=memory)
+
+
+def nearest_gpu_instance(trainium: Instance) -> Instance:
+    """The GPU type with the least memory in all that has at least as much; of equal ones, the nearest network."""
+    assert trainium.neuron_devices and trainium.gpu_memory_gib is not None
+    needed = trainium.neuron_devices * trainium.gpu_memory_gib
+    candidates = [
+        (instance.gpus * (instance.gpu_memory_gib or 0), abs(instance.network_gbits - trainium.network_gbits), instance)
+        for instance in INSTANCES.values()
+        if instance.gpus
+    ]
+    return min((each for each in candidates if each[0] >= needed), key=lambda each: each[:2])[2]
+
+
+def efa_environment(instance: Instance) -> dict[str, str]:
+    """Variables that have libfabric use the machine's EFA cards; empty for a type without any.
+
+    SageMaker's own launchers set them for a list of types that lacks p5en, p6, trn2, g6, g6e, g7e and some of g5; set
+    twice they do no harm.
+    """
+    if not instance.efa_interfaces:
+        return {}
+    variables = {"FI_PROVIDER": "efa"}
+    if instance.efa_rdma:
+        variables |= {"FI_EFA_USE_DEVICE_RDMA": "1", "RDMAV_FORK_SAFE": "1"}
+    return variables

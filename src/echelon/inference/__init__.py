@@ -1,0 +1,1 @@
+"""Evaluation and generation: models used without training them."""

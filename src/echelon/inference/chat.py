@@ -1,0 +1,42 @@
+"""A prompt as what a user says: rendered by the tokenizer's chat template, up to where the answer begins."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from echelon.checkpoint.adapted import read_run_recipe
+from echelon.data.readers.record import BrokenRecordError
+from echelon.data.rendering import ChatTemplate
+from echelon.data.templates import own_template
+from echelon.errors import ConfigError
+from echelon.runs.run_folder import is_run
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Prompts are messages of a user. `system`: the message before each; None: what a run was trained with."""
+
+    system: str | None = None
+
+    def encode(self, target: Path, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+        """The ids of a message, with the beginning of an answer. Raises ConfigError where no template renders it."""
+        text = own_template(tokenizer)
+        if text is None:
+            raise ConfigError(
+                f"--chat: the tokenizer of {target} has no chat template; leave it out, and write the prompt as the "
+                "model was trained on it."
+            )
+        special_tokens = {name: each for name, each in tokenizer.special_tokens_map.items() if isinstance(each, str)}
+        system = self.system
+        if system is None and is_run(target):
+            system = read_run_recipe(target).data.system_prompt
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": prompt})
+        template = ChatTemplate(text, special_tokens, name=f"--chat: the chat template of {target}")
+        try:
+            rendered = template.prompt(messages, generate=True)
+        except BrokenRecordError as error:
+            raise ConfigError(f"--chat: the prompt {prompt!r} {error}; leave --chat out, or --system.") from error
+        ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return ids

@@ -1,0 +1,348 @@
+"""Loss on held-out text: during training over all ranks, and by command over a run or an HF folder."""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from glob import has_magic
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from echelon.checkpoint.adapted import read_run_recipe
+from echelon.checkpoint.export import TRAINING
+from echelon.data.loader import Microbatch, build_microbatch, trim_padding
+from echelon.data.prepared import PreparedData, ValidationSet
+from echelon.data.shards import Dataset, unigram_entropy
+from echelon.data.source import PYTHON_STDLIB
+from echelon.distributed.mesh import Meshes
+from echelon.engines import Evaluation
+from echelon.errors import ConfigError
+from echelon.inference.held_out import open_held_out, prepare_given
+from echelon.inference.sampler import encode_prompts
+from echelon.inference.target import find_device, load_first_weights, load_target
+from echelon.model.build import is_model_folder
+from echelon.objectives.loss import IGNORE
+from echelon.objectives.objective import CausalLM, Objective, ObjectiveModule, build_objective
+from echelon.recipe import Recipe
+from echelon.stopping import StopRequest, agreed_stop
+from echelon.stored import read_json
+
+EVAL_TOKENS = 8192  # tokens of one forward pass of `echelon eval`
+DEFAULT_BATCHES = 200
+ROUNDS_PER_LOOK = 16  # how many microbatches a stop waits for at most
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Mean loss in nats per target token, and what follows from it; of pairs, mean loss and rewards per pair."""
+
+    loss: float
+    num_targets: int
+    bytes_per_token: float | None
+    num_pairs: int | None = None
+    reward_accuracy: float | None = None
+    """Share of the pairs whose chosen answer has the larger reward."""
+    reward_margin: float | None = None
+    """What the chosen answer's reward is larger by."""
+
+    @property
+    def count(self) -> int:
+        """How many terms the means are of: target tokens, or pairs."""
+        return self.num_targets if self.num_pairs is None else self.num_pairs
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(loss); infinite where that overflows. None of pairs, whose loss is no token's."""
+        if self.num_pairs is not None:
+            return None
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """loss / ln 2 * tokens / bytes, which models with different tokenizers can be compared by; None if unknown."""
+        if not self.bytes_per_token or self.num_pairs is not None:
+            return None
+        return self.loss / math.log(2) / self.bytes_per_token
+
+    def row(self) -> dict[str, float | int | None]:
+        """JSON values."""
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "target_tokens": self.num_targets,
+            "pairs": self.num_pairs,
+            "reward_accuracy": self.reward_accuracy,
+            "reward_margin": self.reward_margin,
+        }
+
+
+@dataclass(frozen=True)
+class EvalResults:
+    """The result of each named validation set."""
+
+    sets: dict[str, EvalResult]
+
+    @property
+    def whole(self) -> EvalResult:
+        """All sets as one text: every target token, or pair, counts once."""
+        results = list(self.sets.values())
+        num_targets = sum(each.num_targets for each in results)
+        pairs = [each.num_pairs for each in results if each.num_pairs is not None]
+        sizes = [each.num_targets * each.bytes_per_token for each in results if each.bytes_per_token is not None]
+        known = num_targets > 0 and len(sizes) == len(self.sets)
+        return EvalResult(
+            _mean(results, [each.loss for each in results]) or 0.0,
+            num_targets,
+            sum(sizes) / num_targets if known else None,
+            sum(pairs) if pairs else None,
+            _mean(results, [each.reward_accuracy for each in results]),
+            _mean(results, [each.reward_margin for each in results]),
+        )
+
+    def select(self, name: str | None) -> EvalResult:
+        """The set that `evaluate.select_by` names; None: all of them."""
+        return self.whole if name is None else self.sets[name]
+
+    def row(self, step: int) -> dict[str, Any]:
+        """The row of metrics.jsonl."""
+        sets = {name: result.row() for name, result in self.sets.items()}
+        return {"kind": "eval", "step": step, **self.whole.row(), "sets": sets}
+
+
+def _mean(results: Sequence[EvalResult], values: Sequence[float | None]) -> float | None:
+    """The mean over the terms of all results; None where it is unknown of any."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(results):
+        return None
+    counts = [each.count for each in results]
+    return sum(value * count for value, count in zip(known, counts, strict=True)) / max(1, sum(counts))
+
+
+def count_labels(objective: Objective, batch: Microbatch) -> Tensor:
+    """What a microbatch adds to the sums of an evaluation before it is run: terms of the loss, and labels; fp64."""
+    return torch.stack([objective.count(batch), (batch.labels != IGNORE).sum()]).double()
+
+
+def build_result(objective: Objective, sums: Sequence[float], bytes_per_token: float | None) -> EvalResult:
+    """The result of a set from sums over it: those of `count_labels`, then those of `Objective.evaluation_sums`."""
+    count, num_labels, *totals = sums
+    loss, *measures = [total / max(1.0, count) for total in totals]
+    pairs = int(count) if objective.unit == "pairs" else None
+    rewards = dict(zip(objective.measures, measures, strict=True))
+    return EvalResult(loss, int(num_labels), bytes_per_token, pairs, **rewards)
+
+
+class Evaluator:
+    """The same held-out sequences of every set each time, in order, shared out over the ranks."""
+
+    def __init__(
+        self,
+        sets: Sequence[ValidationSet],
+        objective: Objective,
+        num_sequences: int,
+        micro_batch_size: int,
+        meshes: Meshes,
+        device: torch.device,
+    ) -> None:
+        """`num_sequences`: of each set, at most."""
+        self.stopped_by: str | None = None
+        """The signal that ended an evaluation before its end."""
+        self._sets = sets
+        self._objective = objective
+        self._num_sequences = num_sequences
+        self._micro_batch_size = micro_batch_size
+        self._meshes = meshes
+        self._device = device
+
+    def run(
+        self, evaluation: Evaluation, stop: StopRequest, beat: Callable[[], None] = lambda: None
+    ) -> EvalResults | None:
+        """Evaluate; None when a rank was asked to stop meanwhile, by the signal `stopped_by`.
+
+        `beat` is called before each forward pass.
+        Collective: every rank runs the same number of forward passes, the last ones partly empty.
+        """
+        width = 3 + len(self._objective.measures)
+        sums = torch.zeros(len(self._sets), width, dtype=torch.float64, device=self._device)
+        for index, each in enumerate(self._sets):
+            for number, microbatch in enumerate(self._microbatches(each.dataset), start=1):
+                if number % ROUNDS_PER_LOOK == 0:
+                    self.stopped_by = self._agree_to_stop(stop)
+                    if self.stopped_by is not None:
+                        return None
+                beat()
+                sums[index, :2] += count_labels(self._objective, microbatch)
+                sums[index, 2:] += evaluation.sums(microbatch)
+        dist.all_reduce(sums, group=self._meshes.loss)
+        return EvalResults(
+            {
+                each.name: build_result(self._objective, values, each.bytes_per_token)
+                for each, values in zip(self._sets, sums.tolist(), strict=True)
+            }
+        )
+
+    def _agree_to_stop(self, stop: StopRequest) -> str | None:
+        flags = torch.tensor(stop.flags(), dtype=torch.float64, device=self._device)
+        dist.all_reduce(flags, group=self._meshes.loss)
+        return agreed_stop(flags.tolist())
+
+    def _microbatches(self, dataset: Dataset) -> Iterator[Microbatch]:
+        per_round = self._micro_batch_size * self._meshes.data_size
+        stop = min(self._num_sequences, dataset.num_samples)
+        for first in range(0, stop, per_round):
+            start = first + self._meshes.data_rank * self._micro_batch_size
+            yield read_in_order(dataset, start, self._micro_batch_size, stop).to(self._device)
+
+
+def check_evaluation(recipe: Recipe, data: PreparedData) -> None:
+    """Raise ConfigError for what `evaluate` and `checkpoint.keep_best` ask of validation sets or prompts in vain."""
+    wanted, sets = recipe.evaluate, data.validation
+    names = [each.name for each in sets]
+    if wanted.select_by is not None and wanted.select_by not in names:
+        have = f"use one of {', '.join(names)}" if names else "there is none; hold some text out"
+        raise ConfigError(f"evaluate.select_by={wanted.select_by}: no validation set has this name; {have}.")
+    for key, value in (
+        ("checkpoint.keep_best", recipe.checkpoint.keep_best),
+        ("evaluate.early_stopping", wanted.early_stopping),
+        ("evaluate.prompts", wanted.prompts),
+    ):
+        if value and not sets:
+            raise ConfigError(
+                f"{key} goes with evaluations, and no text is held out to evaluate on; set data.validation_fraction, "
+                "or give data.validation."
+            )
+    if wanted.early_stopping and recipe.train.eval_every is None and recipe.train.evals_per_epoch is None:
+        raise ConfigError(
+            "evaluate.early_stopping needs evaluations on the way, and train.eval_every is null; set "
+            "train.eval_every to a number of steps, or train.evals_per_epoch."
+        )
+    if wanted.prompts:
+        _check_prompts(recipe, data)
+
+
+def _check_prompts(recipe: Recipe, data: PreparedData) -> None:
+    wanted = recipe.evaluate
+    room = recipe.data.sequence_len - wanted.prompt_tokens
+    for prompt, ids in zip(wanted.prompts, encode_prompts(wanted.prompts, data.tokenizer), strict=True):
+        if len(ids) > room:
+            raise ConfigError(
+                f"evaluate.prompts: {prompt[:40]!r} has {len(ids)} tokens; with evaluate.prompt_tokens="
+                f"{wanted.prompt_tokens} more it is longer than data.sequence_len={recipe.data.sequence_len}; shorten "
+                "the prompt or lower evaluate.prompt_tokens."
+            )
+
+
+def read_in_order(dataset: Dataset, start: int, count: int, stop: int, *, trim: bool = True) -> Microbatch:
+    """Sequences start..start+count of a dataset; those at or beyond `stop` repeat the first one without targets.
+
+    `trim`: without the padding that all of them end with.
+    """
+    ids = np.arange(start, start + count, dtype=np.int64)
+    inside = ids < stop
+    samples = dataset.read_samples(np.where(inside, ids, 0))
+    samples.labels[~inside] = IGNORE
+    return build_microbatch(trim_padding(samples) if trim else samples, ids, ids)
+
+
+def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | None = None) -> dict[str, Any]:
+    """Loss of a checkpoint of a run, or of an HF folder, in fp32 in this process.
+
+    Args:
+        target: a run folder or an HF folder.
+        data: text to evaluate on; None takes all of a run's held-out text, set by set.
+        checkpoint: newest, best or a step of a run; None: the newest.
+
+    Returns:
+        loss (nats per token), perplexity, bits_per_byte, unigram_entropy (what a model of token frequencies alone would
+        reach on the same text), tokens, data, sequence_len (tokens of a sequence), and sets: the same of each named
+        set. The first ones are of all sets. Of pairs: loss, reward_accuracy and reward_margin per pair, pairs and
+        tokens.
+
+    Raises:
+        ConfigError: an HF folder without `data`, or a run that holds nothing out.
+    """
+    if data is not None and not data.exists() and not has_magic(str(data)) and str(data) != PYTHON_STDLIB:
+        raise ConfigError(f"--data {data}: no such file or folder, seen from {Path.cwd()}; give text to evaluate on.")
+    if data is None and is_model_folder(target):
+        raise ConfigError(f"{target} is an HF folder and holds no text; give the text with --data PATH.")
+    device = find_device()
+    model, tokenizer = load_target(target, device, checkpoint)
+    sequence_len = _find_window(target, model)
+    objective: Objective = CausalLM()
+    with ExitStack() as stack:
+        if data is None:
+            sets, source = open_held_out(target), "held-out text of the run"
+            objective = build_objective(read_run_recipe(target))
+        else:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            given, pairs = prepare_given(target, data, model, tokenizer, sequence_len, scratch)
+            sets, source = [given], str(data)
+            objective = build_objective(read_run_recipe(target)) if pairs else objective
+        module = ObjectiveModule(model).eval()
+        if objective.needs_reference and not read_run_recipe(target).adapter.is_adapter:
+            module.refer_to(ObjectiveModule(load_first_weights(target, device)).eval())
+        batch = max(1, EVAL_TOKENS // sequence_len)
+        results = EvalResults({each.name: _evaluate_set(module, objective, each, batch, device) for each in sets})
+        entropy = unigram_entropy([each.dataset for each in sets])
+        entropies = {each.name: unigram_entropy([each.dataset]) for each in sets}
+    return {
+        **_render(results.whole, entropy),
+        "data": source,
+        "sequence_len": sequence_len,
+        "sets": {name: _render(result, entropies[name]) for name, result in results.sets.items()},
+    }
+
+
+def _render(result: EvalResult, entropy: float) -> dict[str, Any]:
+    if result.num_pairs is not None:
+        return {
+            "loss": result.loss,
+            "reward_accuracy": result.reward_accuracy,
+            "reward_margin": result.reward_margin,
+            "pairs": result.num_pairs,
+            "tokens": result.num_targets,
+        }
+    return {
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte,
+        "unigram_entropy": entropy,
+        "tokens": result.num_targets,
+    }
+
+
+@torch.no_grad()
+def _evaluate_set(
+    module: ObjectiveModule, objective: Objective, given: ValidationSet, batch: int, device: torch.device
+) -> EvalResult:
+    sums = torch.zeros(3 + len(objective.measures), dtype=torch.float64, device=device)
+    for microbatch in _read_all(given.dataset, batch, device):
+        sums[:2] += count_labels(objective, microbatch)
+        sums[2:] += module(microbatch, objective.evaluation_sums)
+    return build_result(objective, sums.tolist(), given.bytes_per_token)
+
+
+def _find_window(target: Path, model: PreTrainedModel) -> int:
+    """The tokens of a sequence: as trained, where the run or what was exported of it says so."""
+    if not is_model_folder(target):
+        return read_run_recipe(target).data.sequence_len
+    try:
+        length = read_json(target / TRAINING)["sequence_len"]
+    except (OSError, ValueError, KeyError, TypeError):
+        length = None  # another tool wrote this folder
+    if isinstance(length, int) and length > 0:
+        return length
+    return min(1024, getattr(model.config, "max_position_embeddings", 1024))
+
+
+def _read_all(dataset: Dataset, batch: int, device: torch.device) -> Iterator[Microbatch]:
+    for start in range(0, dataset.num_samples, batch):
+        yield read_in_order(dataset, start, batch, dataset.num_samples).to(device)

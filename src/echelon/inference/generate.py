@@ -1,0 +1,354 @@
+"""Sampling from a run or an HF folder: one prompt or many, at once or as a stream."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from echelon.errors import ConfigError
+from echelon.inference.chat import Chat
+from echelon.inference.target import find_device, load_target, load_target_tokenizer
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for a character of which a byte is missing
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+        temperature: 0 takes the likeliest token each time; the three limits below then have no effect.
+        top_k: sample among this many likeliest tokens; 0 for all.
+        top_p: sample among the fewest likeliest tokens that together have this probability (Holtzman et al. 2020).
+        min_p: leave out tokens less likely than this share of the likeliest (Nguyen et al. 2024).
+        repetition_penalty: divides the score of a token seen before; 1 for none (Keskar et al. 2019).
+        stop: texts that end a sample; they are not part of it.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    num_samples: int = 1
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation. `text` starts with the prompt, but for an answer; `ended_by` is length, eos or stop."""
+
+    prompt: str
+    text: str
+    sample: int
+    ended_by: str
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """The prompts of a file: the lines of a .txt that are not blank, or .jsonl records with a `prompt` field.
+
+    Raises:
+        ConfigError: naming the file, and the line that cannot be used.
+    """
+    if path.suffix not in (".txt", ".jsonl"):
+        raise ConfigError(f"--prompts {path}: give a .txt with one prompt a line, or a .jsonl with a `prompt` field.")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path} cannot be read: {error}; give a text file in UTF-8.") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            records.append({"prompt": line} if path.suffix == ".txt" else _parse_record(path, number, line))
+    if not records:
+        raise ConfigError(f"--prompts {path} holds no prompt; give at least one line.")
+    return records
+
+
+def _parse_record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"--prompts {path}, line {number} is not JSON: {error}; correct that line.") from error
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        raise ConfigError(f'--prompts {path}, line {number} has no text `prompt`; write {{"prompt": "..."}}.')
+    return record
+
+
+def render_sample(record: dict[str, Any], sample: Sample) -> str:
+    """A sample as one line of JSON, with whatever else its prompt's record holds."""
+    row = {**record, "text": sample.text, "sample": sample.sample, "ended_by": sample.ended_by}
+    return json.dumps(row)
+
+
+def generate_samples(
+    target: Path,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    checkpoint: str | None = None,
+    batch_size: int = 8,
+    write: Callable[[str], None] | None = None,
+    chat: Chat | None = None,
+) -> Iterator[Sample]:
+    """Continue prompts, `sampling.num_samples` times each, in order.
+
+    A sample depends on its prompt, its number and the seed, not on the prompts beside it: every row of a batch has a
+    random generator of its own. (Sums over another batch round otherwise; a near tie may tip.)
+
+    Args:
+        checkpoint: newest, best or a step of a run; None: the newest.
+        batch_size: samples generated at a time.
+        write: takes the text as it comes, prompt first; samples are then made one at a time.
+        chat: prompts are messages of a user, and the text of a sample is the answer alone.
+
+    Raises:
+        ConfigError: a prompt holds no token, or is too long for the model; no template for a chat.
+    """
+    device = find_device()
+    # Before the model, which may take long to load.
+    tokenizer = load_target_tokenizer(target, checkpoint)
+    encode = partial(_encode, tokenizer) if chat is None else partial(chat.encode, target, tokenizer)
+    rows = [_Row(prompt, number, encode(prompt)) for prompt in prompts for number in range(sampling.num_samples)]
+    model, tokenizer = load_target(target, device, checkpoint)
+    _check_positions(model, rows, sampling.max_tokens)
+    size = batch_size if write is None else 1
+    for start in range(0, len(rows), size):
+        batch = rows[start : start + size]
+        stream = None
+        if write is not None:
+            if chat is None:
+                write(tokenizer.decode(batch[0].ids, skip_special_tokens=True))
+            stream = TextStream(_Decoder(tokenizer, batch[0].ids), sampling.stop, write)
+        yield from _continue(model, tokenizer, batch, sampling, stream, chat is None)
+
+
+@dataclass(frozen=True)
+class _Row:
+    prompt: str
+    number: int
+    ids: list[int]
+
+
+def row_seed(seed: int, prompt: str, number: int) -> int:
+    """The seed of a prompt's sample, whatever stands beside it."""
+    text = f"{seed}\0{number}\0{prompt}"
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little") >> 1
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    ids: list[int] = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise ConfigError(f"--prompt {prompt!r} holds no token; give at least one to go on from.")
+    return ids
+
+
+def _check_positions(model: PreTrainedModel, rows: Sequence[_Row], max_tokens: int) -> None:
+    """Learned positions end; rotary ones do not."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    words = model.get_input_embeddings()
+    learned = any(isinstance(module, nn.Embedding) and module is not words for module in model.modules())
+    longest = max(len(row.ids) for row in rows)
+    if learned and limit is not None and longest + max_tokens > limit:
+        raise ConfigError(
+            f"--max-tokens {max_tokens}: a prompt of {longest} tokens and as many new ones are more than the "
+            f"{limit} positions of the model; use --max-tokens {max(1, limit - longest)} or less, or a shorter prompt."
+        )
+
+
+@torch.inference_mode()
+def _continue(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[_Row],
+    sampling: Sampling,
+    stream: "TextStream | None",
+    with_prompt: bool,
+) -> list[Sample]:
+    width = max(len(row.ids) for row in rows)
+    eos = _eos_ids(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (eos or [0])[0]
+    ids = torch.tensor([[pad] * (width - len(row.ids)) + row.ids for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in rows], device=model.device)
+    decoders = [_Decoder(tokenizer, row.ids) for row in rows]
+    config = GenerationConfig(
+        max_new_tokens=sampling.max_tokens, do_sample=False, num_beams=1, pad_token_id=pad, eos_token_id=eos or None
+    )
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        generation_config=config,
+        logits_processor=build_processors(
+            sampling, [row_seed(sampling.seed, row.prompt, row.number) for row in rows], mask
+        ),
+        stopping_criteria=StoppingCriteriaList([_StopTexts(decoders, width, sampling.stop)] if sampling.stop else []),
+        streamer=stream,
+    )
+    samples = []
+    for row, decoder, new in zip(rows, decoders, output[:, width:].tolist(), strict=True):
+        end = next((place for place, token in enumerate(new) if token in eos), len(new))
+        text = decoder(new[:end])
+        kept = cut_at_stop(text, sampling.stop)
+        ended_by = "stop" if len(kept) < len(text) else "eos" if end < len(new) else "length"
+        samples.append(Sample(row.prompt, decoder.head + kept if with_prompt else kept, row.number, ended_by))
+    return samples
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    given = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if given is None:
+        given = tokenizer.eos_token_id
+    return [] if given is None else given if isinstance(given, list) else [given]
+
+
+class _Decoder:
+    """Text of what follows a prompt. Decoded with the prompt: some tokenizers drop the space that begins a text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_ids = prompt_ids
+        self.head = self._decode(prompt_ids)
+
+    def __call__(self, new_ids: list[int]) -> str:
+        """The continuation alone."""
+        return self._decode(self._prompt_ids + new_ids)[len(self.head) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of the stop texts in it."""
+    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
+
+
+class _StopTexts(StoppingCriteria):  # type: ignore[misc]
+    """Ends a row once its continuation holds a stop text, however the tokens cut it."""
+
+    def __init__(self, decoders: Sequence[_Decoder], width: int, stop: Sequence[str]) -> None:
+        self._decoders = decoders
+        self._width = width
+        self._stop = stop
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        texts = [
+            decoder(row) for decoder, row in zip(self._decoders, input_ids[:, self._width :].tolist(), strict=True)
+        ]
+        ended = [any(each in text for each in self._stop) for text in texts]
+        return torch.tensor(ended, device=input_ids.device)
+
+
+class TextStream(BaseStreamer):  # type: ignore[misc]
+    """Hands on text token by token; holds back characters that are not whole yet, and what may become a stop text."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], write: Callable[[str], None]) -> None:
+        self._decode = decode
+        self._stop = stop
+        self._write = write
+        self._ids: list[int] | None = None
+        self._written = 0
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt's ids first, which are left out, then each new token."""
+        if self._ids is None:
+            self._ids = []
+            return
+        self._ids += value.flatten().tolist()
+        text = self._decode(self._ids)
+        whole = cut_at_stop(text, self._stop)
+        self._advance(whole if len(whole) < len(text) else self._settled(text))
+
+    def end(self) -> None:
+        """Hand on what was held back."""
+        self._advance(cut_at_stop(self._decode(self._ids or []), self._stop))
+
+    def _settled(self, text: str) -> str:
+        text = text.rstrip(_INCOMPLETE)
+        for length in range(max((len(each) for each in self._stop), default=0), 0, -1):
+            if any(each.startswith(text[-length:]) for each in self._stop if len(text) >= length):
+                return text[:-length]
+        return text
+
+    def _advance(self, text: str) -> None:
+        if len(text) > self._written:
+            self._write(text[self._written :])
+            self._written = len(text)
+
+
+def build_processors(sampling: Sampling, seeds: Sequence[int], mask: Tensor) -> LogitsProcessorList:
+    """What is done to the scores [batch, vocabulary] before the highest is taken, in the order of `transformers`.
+
+    Args:
+        seeds: one for each row.
+        mask: [batch, seq] of the prompts, 0 where they are padded.
+    """
+    processors = LogitsProcessorList()
+    if sampling.repetition_penalty != 1.0:
+        processors.append(RowRepetitionPenalty(sampling.repetition_penalty, mask))
+    if sampling.temperature == 0:
+        return processors
+    processors.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k > 0:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0.0:
+        processors.append(MinPLogitsWarper(sampling.min_p))
+    processors.append(RowNoise(seeds, mask.device))
+    return processors
+
+
+class RowRepetitionPenalty(RepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
+    """The penalty of `transformers`, which would also count a padded row's pads as seen."""
+
+    def __init__(self, penalty: float, mask: Tensor) -> None:
+        super().__init__(penalty)
+        self._mask = mask.bool()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [batch, vocabulary] with the penalty applied."""
+        ids = input_ids.clone()
+        prompts = ids[:, : self._mask.shape[1]]
+        prompts.copy_(torch.where(self._mask, prompts, prompts[:, -1:]))  # the last token of a prompt is no pad
+        penalised: Tensor = super().__call__(ids, scores)
+        return penalised
+
+
+class RowNoise(LogitsProcessor):  # type: ignore[misc]
+    """Adds Gumbel noise from a generator of each row's own; the highest score is then a draw from the softmax.
+
+    The Gumbel-max trick (Maddison et al. 2014, arXiv:1411.0030). In fp64: a fp32 uniform is 0 once in 2^24 draws, and
+    a vocabulary has many.
+    """
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [batch, vocabulary] plus noise, fp64."""
+        noise = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
+        for row, generator in zip(noise, self._generators, strict=True):
+            row.exponential_(generator=generator)
+        return scores.double() - noise.log()

@@ -1,0 +1,59 @@
+"""Handing a run or an HF folder over to EleutherAI's lm-eval, where that is installed."""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import ConfigError
+from echelon.inference.target import find_device, load_target
+
+
+def evaluate_with_harness(
+    target: Path,
+    tasks: Sequence[str],
+    include_path: Path | None = None,
+    limit: int | None = None,
+    checkpoint: str | None = None,
+) -> dict[str, Any]:
+    """Run tasks of lm-eval on the model as it stands, without an export.
+
+    Args:
+        include_path: a folder with task files of one's own.
+        limit: examples of each task; None: all.
+
+    Returns:
+        For each task, the numbers that lm-eval reports, under its names.
+
+    Raises:
+        ConfigError: lm-eval is not installed, or knows no such task.
+    """
+    manager, models, evaluator = _import_harness()
+    known = manager.TaskManager(include_path=None if include_path is None else str(include_path))
+    if missing := [task for task in tasks if not known.match_tasks([task])]:
+        raise ConfigError(
+            f"--lm-eval {missing[0]}: lm-eval knows no such task; `lm-eval ls tasks` lists its own, and --include-path "
+            "FOLDER adds task files."
+        )
+    device = find_device()
+    model, tokenizer = load_target(target, device, checkpoint)
+    wrapped = models.HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=8)
+    report = evaluator.simple_evaluate(wrapped, tasks=list(tasks), task_manager=known, limit=limit, log_samples=False)
+    return {task: dict(_numbers(values)) for task, values in report["results"].items()}
+
+
+def _numbers(values: dict[str, Any]) -> list[tuple[str, Any]]:
+    """lm-eval names a metric `acc,none`: the metric, and the filter of the answers."""
+    return [(key.removesuffix(",none"), value) for key, value in values.items() if isinstance(value, int | float)]
+
+
+def _import_harness() -> tuple[Any, Any, Any]:
+    try:
+        return tuple(
+            importlib.import_module(f"lm_eval.{name}") for name in ("tasks", "models.huggingface", "evaluator")
+        )  # type: ignore[return-value]
+    except ImportError as error:
+        raise ConfigError(
+            f"--lm-eval needs a package that is not installed ({error.name}); pip install 'echelon[lm-eval]', or score "
+            "choices from a local file with --tasks FILE.jsonl."
+        ) from error

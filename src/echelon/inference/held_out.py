@@ -1,0 +1,109 @@
+"""The text that `echelon eval` measures on: what a run held out, or what is given, read as the run reads its own."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from echelon.checkpoint.adapted import read_run_recipe
+from echelon.data.preflight import InstructionOptions
+from echelon.data.prepare import PrepareSpec, prepare, prepare_spec
+from echelon.data.prepared import PreparedData, ValidationSet, open_prepared
+from echelon.data.readers.record import ExampleFields
+from echelon.data.source import Source, list_files
+from echelon.errors import ConfigError, DataError
+from echelon.model.attention import check_document_mask
+from echelon.recipe import Recipe
+from echelon.recipe.data_formats import PAIR_FORMATS
+from echelon.runs.run_folder import RunFolder, is_run
+
+
+def open_run_text(run: Path) -> PreparedData:
+    """The text that a run reads, as it reads it. Raises DataError where it is no longer there."""
+    data = read_run_recipe(run).data
+    return open_prepared(RunFolder(run).read_prepared_path(), data.sequence_len, data.document_mask)
+
+
+def open_held_out(run: Path) -> Sequence[ValidationSet]:
+    """A run's own sets. Raises ConfigError where it holds nothing out."""
+    prepared = open_run_text(run)
+    if not prepared.validation:
+        raise ConfigError(f"{run} holds no text out (data.validation_fraction is 0); give some with --data PATH.")
+    return prepared.validation
+
+
+def prepare_given(
+    target: Path, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, scratch: Path
+) -> tuple[ValidationSet, bool]:
+    """Text that is given, in sequences as a run makes its own; those of an HF folder as a recipe's defaults are.
+
+    Conversations are rendered by the tokenizer's template, which is the run's.
+
+    Args:
+        target: a run folder or an HF folder, of which the model is.
+        length: tokens of a sequence.
+        scratch: where the tokens are written.
+
+    Returns:
+        The set, and whether it is of preference pairs.
+
+    Raises:
+        ConfigError: pairs for what does not compare them, conversations without a template, or documents that share a
+            sequence for a model that cannot keep them apart.
+        DataError: the text cannot be used.
+    """
+    recipe = read_run_recipe(target) if is_run(target) else None
+    source = _find_source(path, recipe)
+    formats = {file.fields.format for file in list_files(source) if isinstance(file.fields, ExampleFields)}
+    pairs = not PAIR_FORMATS.isdisjoint(formats)
+    if pairs and (recipe is None or recipe.objective.name != "dpo"):
+        raise ConfigError(
+            f"--data {path} holds preferences (chosen, rejected), and only a run with objective.name=dpo is measured "
+            "on such; give text or conversations."
+        )
+    tokenizer.save_pretrained(scratch / "tokenizer")
+    spec = PrepareSpec(
+        train=(source,),
+        validation=(),
+        validation_fraction=0.0,
+        tokenizer=str(scratch / "tokenizer"),
+        checkpoint=None,
+        prepared_dir=scratch / "prepared",
+        sequence_len=length,
+    )
+    prepared = prepare(spec if recipe is None else _as_own(spec, recipe, formats), lambda line: None)
+    if prepared.apart:
+        check_document_mask(model.config, None)
+    [record] = prepared.manifest.streams["train"]
+    density = None if record.text_bytes is None else record.text_bytes / max(1, record.tokens)
+    return ValidationSet(path.name or str(path), prepared.train, density), pairs
+
+
+def _find_source(path: Path, recipe: Recipe | None) -> Source:
+    """The text, its fields named as those of the run's sources where they have one naming and the text is so named."""
+    plain = Source("--data", str(path))
+    namings = {tuple(sorted(each.fields.items())) for each in recipe.data.train} if recipe is not None else set()
+    if len(namings) == 1 and (named := replace(plain, fields=dict(namings.pop()))).fields:
+        with suppress(ConfigError, DataError):  # then it is read by the formats' own names
+            if any(isinstance(file.fields, ExampleFields) for file in list_files(named)):
+                return named
+    return plain
+
+
+def _as_own(spec: PrepareSpec, recipe: Recipe, formats: set[str]) -> PrepareSpec:
+    """What a run's recipe says of its sequences; of conversations nothing, where the text has none."""
+    own = prepare_spec(recipe)
+    instruction = InstructionOptions(separator=own.separator)
+    if formats:
+        instruction = replace(own.instruction, chat_template=None, preferences=not PAIR_FORMATS.isdisjoint(formats))
+    return replace(
+        spec,
+        separator=own.separator,
+        packing=own.packing,
+        document_mask=own.document_mask,
+        on_overlong=own.on_overlong,
+        max_broken_fraction=own.max_broken_fraction,
+        instruction=instruction,
+    )

@@ -1,0 +1,171 @@
+"""Multiple-choice tasks from a local file: which choice the model finds likeliest. Scored as lm-eval scores them."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from echelon.errors import ConfigError
+from echelon.inference.target import find_device, load_target
+from echelon.planner.shape import logits_chunk_tokens
+
+CONTEXT_FIELDS = ("context", "question", "prompt")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One line of a task: a context, choices to go on with, and the place of the right one."""
+
+    line: int
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A sequence of which the tokens from `start` on are scored."""
+
+    ids: tuple[int, ...]
+    start: int
+
+
+def read_task(path: Path) -> list[Example]:
+    """The examples of a .jsonl file: `context` (or `question`, `prompt`), `choices`, and `answer`, a place or a text.
+
+    Raises:
+        ConfigError: naming the file, and the first line that cannot be used.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--tasks {path} cannot be read: {error}; give a .jsonl file in UTF-8.") from error
+    examples = [_parse_example(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not examples:
+        raise ConfigError(f"--tasks {path} holds no example; give at least one line.")
+    return examples
+
+
+def _parse_example(path: Path, number: int, line: str) -> Example:
+    where = f"--tasks {path}, line {number}"
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}; correct that line.") from error
+    fields = [name for name in CONTEXT_FIELDS if isinstance(record, dict) and name in record]
+    if len(fields) != 1 or not isinstance(record[fields[0]], str) or not record[fields[0]].strip():
+        raise ConfigError(f"{where} needs exactly one text of {', '.join(CONTEXT_FIELDS)}, and it must not be empty.")
+    choices = record.get("choices")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(each, str) and each for each in choices):
+        raise ConfigError(f"{where}: `choices` must be a list of two texts or more, none of them empty.")
+    answer = record.get("answer")
+    if isinstance(answer, str) and choices.count(answer) == 1:
+        answer = choices.index(answer)
+    if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
+        raise ConfigError(
+            f"{where}: `answer` is {record.get('answer')!r}; give the place of the right choice, 0 to "
+            f"{len(choices) - 1}, or its text."
+        )
+    return Example(number, record[fields[0]], tuple(choices), answer)
+
+
+def evaluate_task(target: Path, path: Path, checkpoint: str | None = None) -> dict[str, Any]:
+    """Score a task's choices by their log-likelihood after the context.
+
+    Returns:
+        task, examples, and three accuracies, each with its standard error: acc by log-likelihood, acc_norm by
+        log-likelihood per character of the choice, acc_bytes per UTF-8 byte; and random, what guessing would reach.
+
+    Raises:
+        ConfigError: the file cannot be used, or a choice is too long for the model.
+    """
+    examples = read_task(path)
+    device = find_device()
+    model, tokenizer = load_target(target, device, checkpoint)
+    pairs = [
+        encode_pair(tokenizer, each.context, f" {choice}", f"--tasks {path}, line {each.line}")
+        for each in examples
+        for choice in each.choices
+    ]
+    limit = getattr(model.config, "max_position_embeddings", None)
+    scores = iter(score_continuations(model, [cut_left(pair, limit) for pair in pairs]))
+    by_choice = [[next(scores) for _ in each.choices] for each in examples]
+    right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
+    for example, found in zip(examples, by_choice, strict=True):
+        lengths = {
+            "acc": [1] * len(found),
+            "acc_norm": [len(choice) for choice in example.choices],
+            "acc_bytes": [len(choice.encode("utf-8", "surrogatepass")) for choice in example.choices],
+        }
+        for name, divisors in lengths.items():
+            normed = [score / divisor for score, divisor in zip(found, divisors, strict=True)]
+            right[name].append(normed.index(max(normed)) == example.answer)
+    result: dict[str, Any] = {"task": path.stem, "examples": len(examples)}
+    for name, hits in right.items():
+        result[name] = sum(hits) / len(hits)
+        result[f"{name}_stderr"] = standard_error(hits)
+    return result | {"random": sum(1 / len(each.choices) for each in examples) / len(examples)}
+
+
+def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, where: str) -> Scored:
+    """Encode a context and what follows it together, and split by the length of the context encoded alone.
+
+    Spaces that end the context go to the continuation first: most tokenizers put a space with the word after it. That
+    is how lm-eval splits (`TemplateLM._encode_pair`).
+    """
+    stripped = context.rstrip()
+    continuation = context[len(stripped) :] + continuation
+    start = len(tokenizer(stripped, add_special_tokens=False)["input_ids"])
+    ids = tokenizer(stripped + continuation, add_special_tokens=False)["input_ids"]
+    if not 0 < start < len(ids):
+        raise ConfigError(f"{where}: the context or a choice holds no token of its own; write them longer.")
+    return Scored(tuple(ids), start)
+
+
+def cut_left(pair: Scored, limit: int | None) -> Scored:
+    """The pair without the beginning of its context that the model has no positions for."""
+    excess = 0 if limit is None else max(0, len(pair.ids) - 1 - limit)  # the last token is only a target
+    if excess >= pair.start:
+        raise ConfigError(
+            f"--tasks: a choice of {len(pair.ids) - pair.start} tokens is longer than the model's {limit}."
+        )
+    return Scored(pair.ids[excess:], pair.start - excess)
+
+
+def score_continuations(model: PreTrainedModel, pairs: Sequence[Scored]) -> list[float]:
+    """The log-likelihood, in nats, of the tokens from `start` on of each sequence. Longest first, in batches."""
+    order = sorted(range(len(pairs)), key=lambda index: -len(pairs[index].ids))
+    scores = [0.0] * len(pairs)
+    room = logits_chunk_tokens(model.get_output_embeddings().weight.shape[0])
+    while order:
+        size = max(1, room // len(pairs[order[0]].ids))
+        batch, order = order[:size], order[size:]
+        for index, score in zip(batch, _score_batch(model, [pairs[index] for index in batch]), strict=True):
+            scores[index] = score
+    return scores
+
+
+@torch.inference_mode()
+def _score_batch(model: PreTrainedModel, pairs: Sequence[Scored]) -> Iterator[float]:
+    width = max(len(pair.ids) for pair in pairs) - 1
+    # What stands to the right of a row's end cannot be seen from it.
+    rows = [[*pair.ids[:-1], *pair.ids[-1:] * (width - len(pair.ids) + 1)] for pair in pairs]
+    logits: Tensor = model(input_ids=torch.tensor(rows, device=model.device), use_cache=False).logits
+    for pair, row in zip(pairs, logits, strict=True):
+        chosen = row[pair.start - 1 : len(pair.ids) - 1].float().log_softmax(-1)
+        targets = torch.tensor(pair.ids[pair.start :], device=chosen.device)
+        yield float(chosen.gather(1, targets[:, None]).sum())
+
+
+def standard_error(hits: Sequence[bool]) -> float | None:
+    """Of the mean, from the sample's standard deviation; None for a single example."""
+    if len(hits) < 2:
+        return None
+    mean = sum(hits) / len(hits)
+    return math.sqrt(sum((hit - mean) ** 2 for hit in hits) / (len(hits) - 1) / len(hits))

@@ -1,0 +1,200 @@
+"""`--to torchrun`: an agent on each of several machines, started by ssh in the working directory that they share."""
+
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from echelon.errors import ConfigError, LaunchError
+from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
+from echelon.launch.job_logs import Log, name_ending, rarely, read_exit_code
+from echelon.launch.shell import join_words, limit_command, prepare_lines, watched_lines
+from echelon.launch.ssh import Ssh, check_hosts, find_ssh, on_each
+from echelon.supervise.outcome import DONE, STOPPED
+
+_LOOK_SECONDS = 1.0
+# Whether an agent lives is asked by ssh, which is dear; that it has ended, its file says.
+_ASK_SECONDS = 15.0
+# Stand in the job's folder, which every machine sees.
+_AGENT, _START, _PASTE = "agent.sh", "start.sh", "by-hand.txt"
+# Another process may have the number by now.
+_FIND = f'group=$(cat "$0/host-$1.pid") && grep -qsaF "$0/{_AGENT}" "/proc/$group/cmdline"'
+_LOOK = f"if {_FIND}; then echo lives; else echo gone; fi"
+_STOP = f'if {_FIND}; then kill -TERM -- "-$group" && echo asked; else echo gone; fi'
+
+
+class TorchrunLauncher:
+    """Starts an agent on each host. The job's folder holds each one's output, process and exit code."""
+
+    def check(self, job: JobSpec) -> list[str]:
+        """See Launcher."""
+        launch = job.recipe.launch
+        hosts = launch.torchrun.hosts
+        check_hosts(launch)
+        fewest, most = job.nodes
+        if not fewest <= len(hosts) <= most:
+            raise ConfigError(
+                f"launch.nodes={launch.nodes} does not fit the {len(hosts)} hosts of launch.torchrun.hosts; use "
+                f"launch.nodes={len(hosts)}, or 1:{len(hosts)} for a run that goes on without those that are lost."
+            )
+        workdir = _workdir(job)
+        if not workdir.is_absolute():
+            raise ConfigError(f"launch.torchrun.workdir={workdir} is not absolute; begin it with a slash.")
+        return [
+            f"{len(hosts)} hosts, which must share {workdir}, meet at {hosts[0]}:{launch.torchrun.port}",
+            f"output goes to {job.folder}/host-NAME.log",
+        ]
+
+    def render(self, job: JobSpec) -> dict[str, str]:
+        """See Launcher: what is run from here, what that runs on each host, and the same to be pasted there."""
+        ssh = find_ssh(job.recipe.launch)
+        hosts = job.recipe.launch.torchrun.hosts
+        starts = [shlex.join(ssh.command(host, _start_words(job, host))) for host in hosts]
+        return {
+            _START: "\n".join(starts) + "\n",
+            _AGENT: _render_agent(job),
+            _PASTE: _render_lines(job),
+        }
+
+    def submit(self, job: JobSpec) -> Submitted:
+        """See Launcher: what has started is ended again where a host cannot be reached."""
+        launch = job.recipe.launch
+        ssh, hosts = find_ssh(launch), launch.torchrun.hosts
+        place = {
+            "hosts": ",".join(hosts),
+            "folder": str(_folder(job)),
+            "ssh_options": shlex.join(ssh.options),
+            **({} if ssh.user is None else {"user": ssh.user}),
+        }
+        answers = on_each(hosts, lambda host: ssh.run(host, _start_words(job, host)))
+        failed = [answer for answer in answers.values() if isinstance(answer, LaunchError)]
+        if failed:
+            started = [host for host, answer in answers.items() if not isinstance(answer, LaunchError)]
+            on_each(started, lambda host: ssh.run(host, ["bash", "-c", _STOP, place["folder"], host]))
+            raise failed[0]
+        return Submitted(job.name, place)
+
+    def status(self, record: JobRecord) -> JobStatus:
+        """See Launcher: a host that left no exit code is asked whether its agent lives."""
+        hosts = record.place["hosts"].split(",")
+        codes = {host: code for host in hosts if (code := _read_code(record, host)) is not None}
+        silent = [host for host in hosts if host not in codes]
+        answers = on_each(silent, lambda host: _ask(record, host, _LOOK)) if silent else {}
+        live = [host for host, answer in answers.items() if answer == "lives"]
+        unreached = {host: str(answer) for host, answer in answers.items() if isinstance(answer, LaunchError)}
+        codes |= {host: code for host in silent if (code := _read_code(record, host)) is not None}  # ended in between
+        words = [f"{host}: exit code {code}" for host, code in codes.items()]
+        words += [f"{host}: runs" for host in live if host not in codes]
+        words += [f"{host}: {reason}" for host, reason in unreached.items()]
+        words += [f"{host}: lost" for host in silent if host not in {*codes, *live, *unreached}]
+        detail = "; ".join(words)
+        if any(host not in codes for host in live):
+            return JobStatus("running", detail)
+        if not codes:
+            return JobStatus("unknown" if unreached else "failed", detail)
+        # Machines that were lost on the way left a failure or nothing; those that stayed to the end agree.
+        ending = next((code for code in (DONE, STOPPED) if code in codes.values()), max(codes.values()))
+        return JobStatus(name_ending(ending), detail, ending)
+
+    def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
+        """See Launcher: each line after its host's name."""
+        hosts = record.place["hosts"].split(",")
+        width = max(map(len, hosts))
+        logs = {host: Log(record.folder / f"host-{host}.log") for host in hosts}
+        is_over = rarely(lambda: self.status(record).state != "running", _ASK_SECONDS)
+        while True:
+            ended = not follow or all(_read_code(record, host) is not None for host in hosts) or is_over()
+            for host, log in logs.items():
+                yield from (f"{host:<{width}} | {line}" for line in log.read(ended))
+            if ended:
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def cancel(self, record: JobRecord) -> None:
+        """See Launcher: one machine that hears it is enough for all of them to save."""
+        hosts = record.place["hosts"].split(",")
+        answers = on_each(hosts, lambda host: _ask(record, host, _STOP))
+        if "asked" in answers.values():
+            return
+        for answer in answers.values():
+            if isinstance(answer, LaunchError):
+                raise answer
+        raise LaunchError(f"{record.name} has ended already.")
+
+
+def agent_command(job: JobSpec) -> tuple[str, ...]:
+    """What runs on each machine: `echelon train` as the agent of that machine."""
+    launch = job.recipe.launch
+    torchrun = launch.torchrun
+    meeting = ("--nodes", str(launch.nodes), "--rendezvous", f"{torchrun.hosts[0]}:{torchrun.port}")
+    interface = () if torchrun.interface is None else ("--interface", torchrun.interface)
+    return limit_command(launch, (*job.train_command(str(_folder(job) / "recipe.yaml")), *meeting, *interface))
+
+
+def torchrun_command(job: JobSpec) -> tuple[str, ...]:
+    """The same under torchrun itself, which makes its own restarts; see docs/elastic.md."""
+    launch = job.recipe.launch
+    torchrun = launch.torchrun
+    nproc = str(launch.nproc_per_node)
+    conf = "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=5"
+    names = () if torchrun.interface is None else ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    interface = (f"{name}={torchrun.interface}" for name in names)
+    return limit_command(launch, (
+        "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *interface, launch.python, "-m", "torch.distributed.run",
+        "--nnodes", str(launch.nodes), "--nproc-per-node", nproc, "--max-restarts", str(job.recipe.fault.max_restarts),
+        "--rdzv-backend", "c10d", "--rdzv-id", job.name, "--rdzv-endpoint", f"{torchrun.hosts[0]}:{torchrun.port}",
+        "--rdzv-conf", conf, "-m", "echelon", "train", str(_folder(job) / "recipe.yaml"),
+    ))  # fmt: skip
+
+
+def _workdir(job: JobSpec) -> Path:
+    """The shared folder, by its name on the hosts."""
+    workdir = job.recipe.launch.torchrun.workdir
+    return job.workdir if workdir is None else Path(workdir)
+
+
+def _folder(job: JobSpec) -> Path:
+    """The job's folder, by its name on the hosts."""
+    return _workdir(job) / job.folder
+
+
+def _start_words(job: JobSpec, host: str) -> list[str]:
+    return ["bash", str(_folder(job) / _AGENT), host]
+
+
+def _render_agent(job: JobSpec) -> str:
+    lines = (
+        "#!/bin/bash",
+        "# agent.sh HOST starts this host's agent: in the background, in a session of its own, which outlives ssh.",
+        f"files={shlex.quote(str(_folder(job)))}/host-$1",
+        'if [ "$2" != here ]; then',
+        '  setsid bash "$0" "$1" here < /dev/null > "$files.log" 2>&1 &',
+        '  echo $! > "$files.pid"',
+        "  exit",
+        "fi",
+        *watched_lines(job.recipe.launch, _workdir(job), agent_command(job), '"$files.code"'),
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _render_lines(job: JobSpec) -> str:
+    launch = job.recipe.launch
+    lines = (
+        f"# To start it without ssh, paste this on each of {', '.join(launch.torchrun.hosts)}. The recipe stands",
+        f"# in {job.folder} once the job was launched; any other copy of it that all see does as well.",
+        *prepare_lines(launch, _workdir(job)),
+        join_words(agent_command(job)),
+        "",
+        "# The same under torchrun, in place of the last line:",
+        join_words(torchrun_command(job)),
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _ask(record: JobRecord, host: str, script: str) -> str:
+    ssh = Ssh(record.place.get("user"), tuple(shlex.split(record.place["ssh_options"])))
+    return ssh.run(host, ["bash", "-c", script, record.place["folder"], host], seconds=30).strip()
+
+
+def _read_code(record: JobRecord, host: str) -> int | None:
+    return read_exit_code(record.folder / f"host-{host}.code")

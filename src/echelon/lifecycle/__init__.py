@@ -1,0 +1,1 @@
+"""The life of `echelon train`: checks, preparation, the processes, the end."""

@@ -1,0 +1,283 @@
+"""What is refused before any text is read or file written: one list of checks, for every command that takes a recipe.
+
+`train`, `plan`, `launch`, `drill` and `sweep` all call `check_model`. Nothing here needs torch to be installed, so that
+a recipe can be planned and launched from a machine without it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from echelon.data.mixture import divide_slots
+from echelon.errors import ConfigError, HubUnreachableError
+from echelon.model.model_folder import find_model_dir
+from echelon.planner.shape import FAMILIES, ModelShape, build_shape, resolve_vocab_size
+from echelon.recipe import Recipe, TrainedTokenizerConfig, load_recipe
+from echelon.reporting.trackers import check_trackers
+from echelon.runs.run_folder import RunFolder, is_run
+from echelon.stored import read_json
+
+# Targets whose machines have folders of their own, named in the recipe by paths that mean nothing here.
+_APART = ("kubernetes", "sagemaker")
+
+# Fields of every family of `echelon.planner.shape` that have been checked once its parameters are counted, and fields
+# that any such number above 0 will do for. A model of these alone builds, so that it need not be tried.
+_COUNTED = {
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "attention_dropout",
+}  # fmt: skip
+_NUMBERS: dict[str, tuple[type, ...]] = {"rope_theta": (int, float), "rms_norm_eps": (float,)}
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """The model of a recipe against which nothing speaks, as far as it could be looked at.
+
+    Attributes:
+        shape: of the model with its vocabulary size.
+        vocabulary: a line about that size.
+        left: the checks that this machine could not make, a line each with the reason; `train` makes them.
+    """
+
+    shape: ModelShape
+    vocabulary: str
+    left: tuple[str, ...] = ()
+
+
+def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -> CheckedModel:
+    """Refuse what the recipe alone, its tokenizer and its model rule out on any cluster. Writes nothing.
+
+    Args:
+        elsewhere: another machine will train, which may have the packages and files that this one lacks. A check that
+            needs them is then named in `left`; without `elsewhere` the lack itself is refused.
+        weights: whether those of a local `model.checkpoint` are looked at; the copy of a model of the hub has none yet.
+
+    Raises:
+        ConfigError, PlanError or DataError: naming the key.
+    """
+    if recipe.data.is_mixture:
+        divide_slots(recipe.data.weights)
+    _check_deterministic(recipe)
+    left: list[str] = []
+    if not elsewhere:
+        check_trackers(recipe)
+    elif recipe.track:
+        left.append(f"track: the packages and keys of {', '.join(recipe.track)}")
+    fields, line = find_model_fields(recipe, _find_vocabulary(recipe, elsewhere, left))
+    shape = build_shape(fields)
+    _check_positions(recipe, shape)
+    if weights and _find_missing("transformers", "torch") is None:
+        check_weights(recipe.model.checkpoint)
+    _check_built(recipe, fields, elsewhere, left)
+    return CheckedModel(shape, line, tuple(left))
+
+
+def find_checkpoint_out_of_reach(recipe: Recipe) -> str | None:
+    """`model.checkpoint` and why it cannot be read here though the machines that train may; None: it can be.
+
+    A model of the hub is not looked at: what reads it raises HubUnreachableError.
+    """
+    checkpoint = recipe.model.checkpoint
+    why = None if checkpoint is None else _find_out_of_reach(recipe, checkpoint)
+    return None if why is None else f"model.checkpoint={checkpoint} {why}"
+
+
+def _find_out_of_reach(recipe: Recipe, source: str) -> str | None:
+    """The same of any folder."""
+    is_elsewhere = recipe.launch.to in _APART and source.startswith(("s3://", "/"))
+    return "is not on this machine" if is_elsewhere and not Path(source).exists() else None
+
+
+def _find_vocabulary(recipe: Recipe, elsewhere: bool, left: list[str]) -> int | None:
+    """How many ids the tokenizer has; None, and a line in `left`, where that cannot be known here."""
+    size = _find_vocab_size(recipe)
+    if size is not None:
+        return size
+    assert not isinstance(recipe.tokenizer, TrainedTokenizerConfig)
+    source = recipe.tokenizer or recipe.model.checkpoint
+    if not elsewhere or source is None:
+        return _load_vocab_size(recipe)
+    why = _find_missing("transformers")
+    if why is None and (place := _find_out_of_reach(recipe, source)) is not None:
+        why = f"{source} {place}"
+    if why is None:
+        try:
+            return _load_vocab_size(recipe)
+        except HubUnreachableError as error:
+            why = error.reason
+    left.append(f"tokenizer: whether the model's vocabulary holds its ids ({why})")
+    return None
+
+
+def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> None:
+    """Refuse what only shows when the model is built, without memory; a line in `left` for what cannot be tried here.
+
+    This is where every check of a model stands. Importing torch takes seconds, so it waits until it is needed.
+    """
+    if _is_counted(recipe, fields):
+        return
+    if why := _find_missing("transformers", "torch"):
+        if recipe.model.checkpoint is None and find_spec("transformers") is not None:
+            from echelon.model.config import build_config
+
+            build_config(fields)
+        left += [f"{check} ({why})" for check in _list_built_checks(recipe)]
+        return
+    from echelon.model.adapters import apply_adapter, check_adapter, check_packages
+    from echelon.model.build import build_on_meta, load_config, parameter_names
+    from echelon.model.causality import check_is_causal
+    from echelon.model.router import check_routers
+    from echelon.optimizer import check_groups
+
+    attention, trusted = recipe.model.attn_implementation, recipe.model.trust_remote_code
+    config = load_config(recipe.model.checkpoint or fields, trusted)
+    try:
+        model = build_on_meta(config, attention, trusted)
+    except ConfigError as error:
+        if not elsewhere or not isinstance(error.__cause__, ImportError):
+            raise
+        left.append(f"model.attn_implementation: the package of {attention} (it is not installed here)")
+        config = load_config(recipe.model.checkpoint or fields, trusted)  # the first one was given that attention
+        model = build_on_meta(config, None, trusted)
+    check_routers(model)
+    check_is_causal(config, trusted)
+    if recipe.adapter.is_adapter:
+        check_adapter(model, recipe.adapter)
+        try:
+            check_packages(recipe.adapter)
+        except ConfigError:
+            if not elsewhere:
+                raise
+            left.append(f"adapter: the packages of {recipe.adapter.method}, and optim with it (they are not all here)")
+            return
+        apply_adapter(model, recipe.adapter)
+    check_groups((name for name, each in parameter_names(model).items() if each.requires_grad), recipe.optim)
+
+
+def _is_counted(recipe: Recipe, fields: dict[str, Any]) -> bool:
+    """Whether counting the model's parameters by formula has checked all that the recipe says about it."""
+    asks_more = recipe.model.attn_implementation or recipe.adapter.is_adapter or recipe.optim.learning_rate_multipliers
+    if recipe.model.config is None or asks_more or fields["model_type"] not in FAMILIES:
+        return False
+    return all(
+        value is not None if name in _COUNTED else type(value) in _NUMBERS.get(name, ()) and value > 0
+        for name, value in fields.items()
+    )
+
+
+def _list_built_checks(recipe: Recipe) -> Iterator[str]:
+    """What `_check_built` looks at, for people: of the recipe's keys those that it needs the model for."""
+    if recipe.model.checkpoint is not None:
+        yield "model.checkpoint: whether its weights can be read"
+    elif find_spec("transformers") is None:
+        yield "model.config: whether transformers knows these fields"
+    yield "model: whether transformers can build it, and its attention is causal"
+    if recipe.model.attn_implementation is not None:
+        yield f"model.attn_implementation: whether {recipe.model.attn_implementation} can run it"
+    if recipe.adapter.is_adapter:
+        yield f"adapter: whether the model has layers for {recipe.adapter.method}, and its packages"
+    if recipe.optim.learning_rate_multipliers:
+        yield "optim.learning_rate_multipliers: whether each matches a parameter"
+
+
+def _find_missing(*packages: str) -> str | None:
+    """`torch is not installed here` for the first of these packages that is not."""
+    return next((f"{package} is not installed here" for package in packages if find_spec(package) is None), None)
+
+
+def _check_deterministic(recipe: Recipe) -> None:
+    """Flash attention's packages add up the gradients of a query in whatever order its blocks finish."""
+    attention = recipe.model.attn_implementation or ""
+    if recipe.train.deterministic and "flash" in attention:
+        raise ConfigError(
+            f"train.deterministic=true: the backward pass of model.attn_implementation={attention} does not repeat bit "
+            "for bit; use sdpa or eager, or set train.deterministic=false."
+        )
+
+
+def _check_positions(recipe: Recipe, shape: ModelShape) -> None:
+    """Rotary positions have no end, but a new model must not tell its users less than it was trained on."""
+    length, positions = recipe.data.sequence_len, shape.max_positions
+    if recipe.model.config is not None and positions is not None and length > positions:
+        raise ConfigError(
+            f"data.sequence_len={length} is longer than model.config.max_position_embeddings={positions}, beyond which "
+            f"the exported model would not be used; set model.config.max_position_embeddings={length}, or use a "
+            f"data.sequence_len of {positions} or less."
+        )
+
+
+def check_weights(checkpoint: str | None) -> None:
+    """Raise unless a local `model.checkpoint` has readable weights; a hub id is looked at when it is fetched."""
+    if checkpoint is None:
+        return
+    from echelon.checkpoint.folder import newest_of
+    from echelon.model.weights import SafetensorsFolder
+
+    path = Path(checkpoint)
+    if is_run(path):
+        if load_recipe(RunFolder(path).recipe_path)[0].adapter.is_adapter:
+            raise ConfigError(
+                f"model.checkpoint={checkpoint}: this run trained an adapter; write the whole model with `echelon "
+                f"export {checkpoint} OUT --merge` and give model.checkpoint=OUT."
+            )
+        newest_of(path, checksums=True)
+    elif path.is_dir():
+        SafetensorsFolder(path)
+
+
+def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple[dict[str, Any], str]:
+    """The HF config fields of the recipe's model with its vocabulary size, and a line about that size.
+
+    None as the tokenizer's size means that it is not known yet: the config's own stands, or its family's default.
+    Raises ConfigError when the model's vocabulary is smaller than the tokenizer's.
+    """
+    source = "model.config"
+    if recipe.model.config is not None:
+        fields = dict(recipe.model.config)
+    else:
+        assert recipe.model.checkpoint is not None
+        source = f"model.checkpoint={recipe.model.checkpoint}"
+        fields = _read_checkpoint_fields(recipe.model.checkpoint, recipe.model.trust_remote_code)
+    if tokenizer_vocab_size is None:
+        return fields, "vocab_size: as configured; the tokenizer is not known before the data is prepared"
+    may_grow = bool(recipe.model.new_tokens) and recipe.model.checkpoint is not None
+    size, line = resolve_vocab_size(fields, tokenizer_vocab_size, source, may_grow)
+    return {**fields, "vocab_size": size}, line
+
+
+def _find_vocab_size(recipe: Recipe) -> int | None:
+    """The tokenizer's size as far as the recipe alone tells it."""
+    if recipe.tokenizer == "bytes":
+        return 256
+    if recipe.tokenizer is None or isinstance(recipe.tokenizer, str):
+        return None
+    return recipe.tokenizer.train.vocab_size
+
+
+def _load_vocab_size(recipe: Recipe) -> int:
+    from echelon.data.tokenizer import build_tokenizer, vocabulary_size
+
+    assert not isinstance(recipe.tokenizer, TrainedTokenizerConfig)
+    checkpoint = recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint)
+    tokenizer = build_tokenizer(recipe.tokenizer, checkpoint, recipe.model.trust_remote_code)
+    return vocabulary_size(tokenizer.backend_tokenizer)
+
+
+def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[str, Any]:
+    """The config of a folder as it stands; that of a hub id through transformers, which fetches config.json alone."""
+    path = Path(find_model_dir(checkpoint)) / "config.json"
+    if path.is_file():
+        try:
+            fields = read_json(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.checkpoint={checkpoint}: {path} cannot be read ({error}); give a whole model folder."
+            ) from error
+        if not isinstance(fields, dict):
+            raise ConfigError(f"model.checkpoint={checkpoint}: {path} is not the config of a model.")
+        return fields
+    from echelon.model.build import load_config
+
+    return dict(load_config(checkpoint, trust_remote_code).to_dict())

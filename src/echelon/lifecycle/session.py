@@ -1,0 +1,322 @@
+"""`echelon train` as a whole: on this machine with workers of its own, or as one rank under another launcher."""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from echelon.distributed.runtime import (
+    default_num_processes,
+    exported,
+    find_host_dir,
+    find_host_group,
+    find_place,
+    hosted_environment,
+    is_elastic,
+    open_store,
+    read_environment,
+    shares_agent_store,
+    shares_files,
+    start_watchdog,
+    use_deterministic_algorithms,
+    worker_environment,
+)
+from echelon.errors import ConfigError, EchelonError, LaunchError
+from echelon.hardware.detection import detect_cluster, detect_launched_cluster
+from echelon.lifecycle.apart import await_ready, mark_ready, receive_run, send_run
+from echelon.lifecycle.fetching import announce_commits, await_fetched, fetch_announced
+from echelon.lifecycle.setup import PreparedRun, digest_run, prepare_run
+from echelon.recipe import Recipe
+from echelon.runs.run_folder import RunFolder, is_run
+from echelon.stopping import StopRequest
+from echelon.supervise.agent import LocalAgent, worker_argv
+from echelon.supervise.host_agent import HostAgent
+from echelon.supervise.hosts import HostGroup, owns_address
+from echelon.supervise.outcome import (
+    DONE,
+    FAILED,
+    REFUSED,
+    STOPPED,
+    Outcome,
+    is_final,
+    is_secondary,
+    report,
+    write_outcome,
+)
+from echelon.supervise.restart import forget_ended
+from echelon.supervise.snapshot_memory import memory_held
+from echelon.supervise.workers import Workers
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+Say = Callable[[str], None]
+
+_READY_KEY = "echelon/run"
+_POLL_SECONDS = 0.5
+# How long a shared file system may take to show another machine's files.
+_VISIBLE_SECONDS = 15.0
+# How long the rank 0 of a machine that was lost may outlive it, beside which torchrun has started another one.
+_PATIENCE_SECONDS = 15.0
+_SHARED_STORE = (
+    "torchrun: its workers share the store of an agent, which keeps addresses of earlier starts, so that restarts may "
+    "fail; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started"
+)
+
+
+def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: Say) -> Outcome:
+    """Prepare the run here, start its workers on this machine, and wait for them; None means one per device."""
+    count = default_num_processes() if num_processes is None else num_processes
+    run = prepare_run(recipe, fresh, lambda: detect_cluster(count), read_environment(), say)
+    if run is None:
+        return Outcome(DONE)
+    folder = run.folder
+    try:
+        with memory_held(recipe.checkpoint.snapshot_every_steps is not None) as memory:
+            job = Workers(
+                worker_argv("echelon.lifecycle.worker", str(folder.path)),
+                count,
+                folder.path,
+                worker_environment(count, recipe.train.deterministic, memory),
+                recipe.fault.max_restarts,
+                recipe.fault.notice_seconds,
+                memory,
+            )
+            outcome = LocalAgent(exported, say).submit(job)
+        if outcome.code == DONE or not is_run(folder.path):  # without a folder there is nothing to sweep or to note
+            return outcome
+        folder.sweep()
+        return _describe_ending(folder, outcome)
+    finally:
+        folder.unlock()
+
+
+def _describe_ending(folder: RunFolder, outcome: Outcome) -> Outcome:
+    """Note a failure in events.jsonl, and tell a stopped run where it can go on."""
+    if outcome.code == DONE:
+        return outcome
+    stopped, budget = outcome.message.startswith("stopped by"), outcome.message.startswith("stopped by budget")
+    step = folder.newest_step()
+    with suppress(OSError):  # a full disk may be what ended it, and takes no event either
+        folder.append_event(
+            "budget" if budget else "signal" if stopped else "failure",
+            step=step,
+            code=outcome.code,
+            message=outcome.message,
+        )
+    if not stopped or budget:
+        return outcome
+    if step is None:
+        return Outcome(outcome.code, f"{outcome.message}; no checkpoint was saved yet")
+    return Outcome(
+        outcome.code, f"{outcome.message}; the newest checkpoint is step {step}, and the same command resumes from it"
+    )
+
+
+def train_on_hosts(
+    recipe: Recipe, arguments: Sequence[str], group: HostGroup, num_processes: int | None, fresh: bool, say: Say
+) -> tuple[Outcome, bool]:
+    """Be the agent of this machine, one of several: start its ranks with `arguments`, and wait for the end of all.
+
+    Returns how the job ended, the same on every machine, and whether this one tells the user. Machines that share no
+    files have logs of their own, and each tells.
+    """
+    _refuse_snapshots(recipe)
+    count = default_num_processes() if num_processes is None else num_processes
+    agent = HostAgent(group, exported, say)
+    folder = RunFolder(recipe.run.dir)
+    if fresh and (not group.shares_files or group.keeps or (group.keeps is None and owns_address(group))):
+        _move_aside(folder, say)
+    environment = {**agent.variables(), **hosted_environment(count, recipe.train.deterministic)}
+    job = Workers(
+        worker_argv("echelon", "train", *arguments),
+        count,
+        folder.path,
+        environment,
+        recipe.fault.max_restarts,
+        recipe.fault.notice_seconds,
+    )
+    outcome = agent.submit(job)
+    if agent.keeps_journal and is_run(folder.path):
+        outcome = _describe_ending(folder, outcome)
+    return outcome, agent.speaks or not group.shares_files
+
+
+def _move_aside(folder: RunFolder, say: Say) -> None:
+    """Before any machine can start a rank, which would resume the old run."""
+    if is_run(folder.path):
+        folder.lock()
+        target = folder.move_aside()
+        folder.unlock()
+        say(f"run: the old run is now in {target}")
+
+
+def _refuse_snapshots(recipe: Recipe) -> None:
+    if recipe.checkpoint.snapshot_every_steps is not None:
+        raise ConfigError(
+            f"checkpoint.snapshot_every_steps={recipe.checkpoint.snapshot_every_steps}: a launcher that is not "
+            "echelon's own holds no memory for its ranks; leave this key out, or start with echelon train alone."
+        )
+
+
+def train_hosted(recipe: Recipe, place: Path, say: Say) -> NoReturn:
+    """Be one rank that echelon's agent of this machine started: how it ends stands in `place`, for the agent to tell.
+
+    Leaves with 0 when the job is done. Collective: every rank calls it.
+    """
+    from echelon.lifecycle.worker import leave, leave_after_peers, listen_for_stops
+
+    start_watchdog()
+    folder = RunFolder(recipe.run.dir, place)
+    rank = find_place().rank
+    stop = listen_for_stops(folder)
+    forget_ended(folder)
+    leave_after_peers(folder)
+    try:
+        outcome = train_as_rank(recipe, False, say, stop)
+    except EchelonError as error:
+        outcome = Outcome(error.exit_code, str(error))
+        write_outcome(place, report(rank, error.exit_code, str(error), is_secondary(error), is_final(error)))
+    leave(0 if outcome.code == DONE else 1)
+
+
+def train_as_rank(recipe: Recipe, fresh: bool, say: Say, stop: StopRequest | None = None) -> Outcome:
+    """Be one rank of a job that torchrun, mpirun or srun started, or, with `stop`, echelon's agent of this machine.
+
+    Rank 0 prepares the run while the others poll a store for its word: no collective is open, so no timeout of one
+    can strike while text is tokenized. Collective: every rank calls it.
+    """
+    _refuse_snapshots(recipe)
+    # Imported first, so that the watchdog and the log are ready before anything slow.
+    from echelon.lifecycle.worker import listen_for_stops, redirect_output, run_rank
+
+    start_watchdog()
+    if recipe.train.deterministic:
+        use_deterministic_algorithms()
+    store = open_store()
+    rank = find_place().rank
+    folder = RunFolder(recipe.run.dir, find_host_dir())
+    with _stopped_early(folder, stop):
+        if rank == 0:
+            run = _prepare_for_all(recipe, fresh, store, say)
+            if isinstance(run, Outcome):
+                return run
+        elif (ending := _follow_rank_zero(recipe, folder, store, say)) is not None:
+            return ending
+    console, errors = redirect_output(folder)
+    outcome = run_rank(folder, console, stop or listen_for_stops(folder), store)
+    if stop is not None:  # the agent tells
+        return Outcome(outcome.code)
+    # A refusal or a stop is the same on every rank, so one of them says it.
+    if not outcome.secondary and (rank == 0 or outcome.code not in (REFUSED, STOPPED)):
+        ending = _describe_ending(folder, Outcome(outcome.code, outcome.message))
+        if ending.message:
+            errors.write(f"echelon: {ending.message}\n")
+    errors.flush()
+    return Outcome(outcome.code)
+
+
+@contextmanager
+def _stopped_early(folder: RunFolder, stop: StopRequest | None) -> Iterator[None]:
+    """End this process when it is asked to stop during the block, in which there is nothing to save yet."""
+    from echelon.lifecycle.worker import leave
+
+    over = threading.Event()
+
+    def watch(stop: StopRequest) -> None:
+        while not over.wait(_POLL_SECONDS):
+            if stop.name is not None:
+                message = f"stopped by {stop.name} before training began"
+                write_outcome(folder.outcomes_dir, report(find_place().rank, FAILED, message, final=True))
+                leave(1)
+
+    if stop is not None:
+        threading.Thread(target=watch, args=(stop,), name="early-stop", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> PreparedRun | Outcome:
+    """Rank 0's part: prepare, then tell the others how it went, also when it went wrong. An Outcome ends all ranks."""
+    word: dict[str, int] = {"code": FAILED, "digest": 0}
+    commits: dict[str, str] = {}
+
+    def announce(found: Mapping[str, str]) -> None:
+        commits.update(found)
+        announce_commits(found, store)
+
+    try:
+        if not shares_files() and not find_host_group().keeps:  # the run's checkpoints would be on another machine
+            raise LaunchError("rank 0 is not on the first machine of the job; start the same command again.")
+        patience = _PATIENCE_SECONDS if is_elastic() else 0.0
+        if patience and shares_agent_store():
+            say(_SHARED_STORE)
+        run = prepare_run(recipe, fresh, detect_launched_cluster, read_environment(), say, patience, announce)
+        if commits and (code := await_fetched(store)) is not None:  # the rank that failed says why
+            word["code"] = code
+            return Outcome(code)
+        if run is not None and (place := find_host_dir()) is not None and not shares_files():
+            send_run(run.folder, store)
+            mark_ready(store, place)
+        word = {"code": DONE, "digest": digest_run(run.folder) if run else 0}
+    except EchelonError as error:
+        word["code"] = error.exit_code
+        # Said before the others leave: a launcher ends this rank too as soon as one has left.
+        if (place := find_host_dir()) is not None:
+            write_outcome(place, report(0, error.exit_code, str(error), final=is_final(error)))
+        else:
+            print(f"echelon: {error}", file=sys.stderr, flush=True)
+        return Outcome(error.exit_code)
+    finally:
+        store.set(_READY_KEY, json.dumps(word))
+        if not word["digest"]:
+            # This process may keep the store: give the others the time to read the word.
+            time.sleep(3 * _POLL_SECONDS)
+    return Outcome(DONE) if run is None else run
+
+
+def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store", say: Say) -> Outcome | None:
+    """Wait until this rank can train; an Outcome instead ends it."""
+    word: dict[str, int] = {}
+
+    def await_word() -> bool:
+        word.update(_await_rank_zero(store))
+        return word["code"] == DONE and word["digest"] != 0
+
+    place = None if shares_files() else find_host_dir()
+    here = fetch_announced(recipe, store, lambda: store.check([_READY_KEY]), say)
+    if here is not None and place is not None and find_place().local_rank == 0:
+        goes_on = receive_run(here, folder, store, await_word)
+        mark_ready(store, place)
+    else:
+        goes_on = await_word()
+        if goes_on and place is not None:
+            await_ready(store, place)
+    if not goes_on:
+        return Outcome(word["code"])
+    _await_files(folder, word["digest"])
+    return None
+
+
+def _await_rank_zero(store: "Store") -> dict[str, int]:
+    """Wait, as long as it takes, for rank 0's word: {"code", "digest"}. Raises LaunchError when rank 0 is gone."""
+    try:
+        while not store.check([_READY_KEY]):
+            time.sleep(_POLL_SECONDS)
+        word: dict[str, int] = json.loads(store.get(_READY_KEY))
+    except RuntimeError as error:
+        raise LaunchError("rank 0 ended before the run was prepared; see its message.") from error
+    return word
+
+
+def _await_files(folder: RunFolder, digest: int) -> None:
+    """Give the file system a moment to show rank 0's files; `load_agreed_run` refuses when it does not."""
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while digest_run(folder) != digest and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,296 @@
+"""From a recipe to a run folder that workers can start from: data, shape, plan, and the files that explain them."""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from echelon.errors import ConfigError, EchelonError, PlanError
+from echelon.hardware.accelerators import Cluster
+from echelon.lifecycle.model_checks import check_model, check_weights, find_model_fields
+from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
+from echelon.planner.plan import ParallelPlan, load_plan, resolve_plan
+from echelon.planner.shape import ModelShape, build_shape
+from echelon.recipe import Recipe, find_secret_keys, render_recipe
+from echelon.recipe.schedule import find_fault, find_warmup, render_schedule
+from echelon.reporting.trackers import catch_up, check_trackers
+from echelon.runs.cost import check_budget, describe_cost, find_price_here, forget_damaged_spending, refuse_used_up
+from echelon.runs.environment import describe_environment
+from echelon.runs.opening import OpenedRun, open_run
+from echelon.runs.run_folder import RunFolder, describe_gone
+from echelon.stored import read_as, write_json, write_text
+
+if TYPE_CHECKING:
+    from echelon.data.prepared import PreparedData
+
+# A resumed run keeps the choices made at its start, unless one of these was changed by hand.
+_PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch")
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A locked run folder with everything in it that a worker needs."""
+
+    folder: RunFolder
+    plan: ParallelPlan
+
+
+def prepare_run(
+    recipe: Recipe,
+    fresh: bool,
+    find_cluster: Callable[[], Cluster],
+    variables: Mapping[str, str],
+    say: Callable[[str], None],
+    patience_seconds: float = 0.0,
+    announce: Callable[[Mapping[str, str]], None] = lambda commits: None,
+) -> PreparedRun | None:
+    """Open the run folder, prepare the data, resolve the plan, write all of it down; None when the run has finished.
+
+    No process group may exist: the others wait without a collective, however long the data takes. `variables` is
+    the environment, of which an allow-list is written down. The folder stays locked by this process;
+    `patience_seconds` is how long another one that holds it may take to end. `announce` gets the commits of what the
+    run takes from the hub before any weights are fetched: other machines fetch the same.
+    """
+    from echelon.checkpoint.remote_start import RemoteStart
+    from echelon.data.prepare import prepare_data
+    from echelon.inference.evaluate import check_evaluation
+    from echelon.model.hub import fetch_models, find_commits, read_commits, write_commits
+
+    find_cluster = cache(find_cluster)
+    rate = find_price_here(recipe, variables)
+    check_budget(recipe, rate)
+    remote = RemoteStart(recipe, say)
+    commits: dict[str, str] = {}
+
+    def check() -> None:
+        commits.update(find_commits(recipe, {}))
+        check_weights(recipe.model.checkpoint)
+        checked = check_model(_with_small_copies(recipe, commits, say), weights=False)
+        resolve_plan(recipe, checked.shape, find_cluster())
+        remote.reach()
+
+    opened = open_run(recipe, fresh, say, check, remote.bring_back, patience_seconds)
+    folder = opened.folder
+    if opened.state == "finished":
+        catch_up(recipe, folder, say)
+        remote.send_rest(folder)
+        return None
+    with _unlocked_by_failure(folder):
+        remote.claim(folder)
+        check_trackers(recipe)
+        if line := forget_damaged_spending(recipe, folder):
+            say(f"cost: {line}")
+        refuse_used_up(recipe, folder, rate, find_cluster().num_nodes)
+        began_with = {text.digest for text in folder.read_texts()} if opened.state == "resumed" else set()
+        folder.append_event("prepare")
+        commits = find_commits(recipe, commits | read_commits(folder))
+        announce(commits)
+        here = _with_small_copies(recipe, commits, say)
+        data = prepare_data(here, say)
+        folder.append_event("prepared")
+        _refuse_other_text(folder, began_with, data.content_digest)
+        num_steps = recipe.num_steps(data.train.num_samples)
+        if fault := find_fault(recipe.optim, num_steps, recipe.batches):
+            raise ConfigError(fault)
+        check_evaluation(recipe, data)
+        fields, line = find_model_fields(here, data.vocab_size)
+        say(f"model: {line}")
+        _check_masks(here, data, fields)
+        shape = build_shape(fields)
+        cluster = find_cluster()
+        plan = _find_plan(opened, recipe, shape, cluster, data.train.num_samples, say)
+        estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
+        folder.write_prepared_path(data.path, data.content_digest)
+        fetch_models(recipe, commits, say)  # last, when nothing else can be refused any more
+        write_commits(folder, commits)
+        write_run(folder, recipe, plan, estimate, num_steps, cluster, variables)
+    cost = describe_cost(recipe, folder, rate, cluster.num_nodes, num_steps)
+    for line in (*_describe_start(recipe, opened, commits, data, plan), describe_checkpoint(shape, plan), *cost):
+        say(line)
+    return PreparedRun(folder, plan)
+
+
+@contextmanager
+def _unlocked_by_failure(folder: RunFolder) -> Iterator[None]:
+    """Whatever the block raises unlocks the folder; one that is gone meanwhile raises EchelonError, which says so."""
+    try:
+        yield
+    except BaseException as error:
+        folder.unlock()
+        if isinstance(error, FileNotFoundError) and not folder.path.exists():
+            raise EchelonError(describe_gone(folder.path)) from error
+        raise
+
+
+def _describe_start(
+    recipe: Recipe, opened: OpenedRun, commits: Mapping[str, str], data: "PreparedData", plan: ParallelPlan
+) -> Iterator[str]:
+    """Lines about what is trained, how, and on what."""
+    from echelon.data.mixture import describe_mixture, describe_repeats
+    from echelon.model.hub import describe_commits
+
+    yield from describe_commits(commits)
+    yield from plan.describe()
+    yield from describe_mixture(recipe, data)
+    yield from describe_steps(recipe, data.train.num_samples)
+    yield from _describe_longer_warmup(recipe, opened, data.train.num_samples)
+    yield from describe_repeats(recipe, data)
+    for key in find_secret_keys(recipe):
+        yield f"recipe: {key} looks like a secret; the run folder, and so the processes that train, have *** instead"
+
+
+def _with_small_copies(recipe: Recipe, commits: Mapping[str, str], say: Callable[[str], None]) -> Recipe:
+    """The recipe with this machine's copies of what comes from the hub, which have no weights yet."""
+    from echelon.model.hub import fetch_models, with_copies
+
+    fetch_models(recipe, commits, say, weights=False)
+    return with_copies(recipe, commits, weights=False)
+
+
+def describe_steps(recipe: Recipe, num_samples: int | None) -> list[str]:
+    """Lines about the run's steps: how the batch grows, where it does, the learning rate, and what is counted by epoch.
+
+    `num_samples`, the sequences of an epoch, is None before the data is prepared.
+    """
+    lines = [recipe.batches.describe()] if recipe.train.batch_ramp is not None else []
+    if num_samples is None and recipe.train.epochs is not None:
+        lines.append(
+            f"schedule: {recipe.optim.schedule}; how many steps an epoch has is known once the data is prepared"
+        )
+    else:
+        lines.append(render_schedule(recipe.optim, recipe.num_steps(num_samples or 0), recipe.batches))
+    for key, share, find_rhythm in (
+        ("checkpoint.saves_per_epoch", recipe.checkpoint.saves_per_epoch, recipe.save_rhythm),
+        ("train.evals_per_epoch", recipe.train.evals_per_epoch, recipe.evaluation_rhythm),
+    ):
+        if share is not None and num_samples is None:
+            lines.append(f"{key}={share:g}: after which steps is known once the data is prepared")
+        elif share is not None and num_samples is not None:
+            first = ", ".join(f"{step:,}" for step in find_rhythm(num_samples).first_steps(3))
+            lines.append(f"{key}={share:g}: of {num_samples:,} sequences an epoch; after the steps {first}, ...")
+    return lines
+
+
+def _describe_longer_warmup(recipe: Recipe, opened: OpenedRun, num_samples: int) -> list[str]:
+    """A line where a run that grew longer has a longer warm-up, which is a share of it."""
+    if opened.state != "resumed" or opened.before is None or recipe.optim.warmup_fraction is None:
+        return []
+    before, now = (
+        find_warmup(each.optim, each.num_steps(num_samples), each.batches) for each in (opened.before, recipe)
+    )
+    if before == now:
+        return []
+    return [
+        f"optim.warmup_fraction={recipe.optim.warmup_fraction:g} is of the longer run: the warm-up was {before:,} "
+        f"{recipe.optim.schedule_unit}, and is {now:,}; the rate goes on on the curve of the longer run"
+    ]
+
+
+def _check_masks(recipe: Recipe, data: "PreparedData", fields: Mapping[str, Any]) -> None:
+    """Refuse a model that cannot keep the documents of a sequence apart, where the samples have several."""
+    from echelon.model.attention import check_document_mask
+    from echelon.model.build import load_config
+
+    if data.apart:
+        config = load_config(recipe.model.checkpoint or fields, recipe.model.trust_remote_code)
+        check_document_mask(config, recipe.model.attn_implementation)
+
+
+def _refuse_other_text(folder: RunFolder, before: Collection[str | None], digest: str) -> None:
+    """The order of the samples is a function of the text: a run cannot go on with another one."""
+    if before and not {digest, None}.intersection(before):
+        raise ConfigError(
+            f"data.train: the text is not what the run in {folder.path} began with: its tokens differ; restore the "
+            "text, pass --fresh to start anew, or choose another run.name."
+        )
+
+
+def write_run(
+    folder: RunFolder,
+    recipe: Recipe,
+    plan: ParallelPlan,
+    estimate: MemoryEstimate,
+    num_steps: int,
+    cluster: Cluster,
+    variables: Mapping[str, str],
+) -> None:
+    """Write recipe.yaml, plan.json, estimate.json and environment.json, and forget how earlier attempts ended."""
+    folder.clear_outcomes()
+    write_json(folder.environment_path, describe_environment(variables) | {"cluster": asdict(cluster)})
+    warmup = find_warmup(recipe.optim, num_steps, recipe.batches)
+    steps = {"steps": num_steps, f"warmup_{recipe.optim.schedule_unit}": warmup}
+    write_json(folder.estimate_path, {"memory": asdict(estimate), "schedule": steps})
+    write_json(folder.plan_path, plan.to_dict())
+    # Last: a folder with a recipe counts as a run, so everything else is there by then.
+    write_text(folder.recipe_path, render_recipe(recipe))
+
+
+def digest_run(folder: RunFolder) -> int:
+    """A positive 63-bit digest of recipe.yaml, plan.json and hub.json as this rank sees them; 0 when it does not."""
+    try:
+        text = folder.recipe_path.read_bytes() + b"\0" + folder.plan_path.read_bytes()
+        text += b"\0" + folder.hub_path.read_bytes() if folder.hub_path.exists() else b""
+    except OSError:
+        return 0
+    return max(1, int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)
+
+
+@dataclass(frozen=True)
+class _PlannedFor:
+    """Of environment.json: the hardware that the plan was made for."""
+
+    cluster: Cluster
+
+
+def _find_plan(
+    opened: OpenedRun,
+    recipe: Recipe,
+    shape: ModelShape,
+    cluster: Cluster,
+    num_samples: int,
+    say: Callable[[str], None],
+) -> ParallelPlan:
+    """The plan the run goes on with, or a new one. A run that goes on must do so on whatever processes are left."""
+    began = _read_beginning(opened, say)
+    if began is not None:
+        before, plan = began
+        changed = any(each.key.startswith(_PLAN_KEYS) for each in opened.differences)
+        fits = plan.world_size == cluster.num_devices and plan.global_batch_size == recipe.global_batch_size
+        if fits and not changed and _are_alike(before, cluster):
+            return plan
+        recipe = _keep_precision(recipe, before, plan, cluster)
+    return resolve_plan(recipe, shape, cluster, num_samples=num_samples, fill=opened.state == "resumed")
+
+
+def _read_beginning(opened: OpenedRun, say: Callable[[str], None]) -> tuple[Cluster, ParallelPlan] | None:
+    """The cluster and the plan that a resumed run ran with before; None, and a line, where they cannot be read."""
+    if opened.state != "resumed":
+        return None
+    folder = opened.folder
+    try:
+        return read_as(folder.environment_path, _PlannedFor).cluster, load_plan(folder.plan_path)
+    except (OSError, ValueError, PlanError) as error:
+        say(f"plan: made anew, since that of the start cannot be read ({error})")
+        return None
+
+
+def _are_alike(one: Cluster, other: Cluster) -> bool:
+    return (one.kind, one.num_devices, one.devices_per_node, one.accelerator.name) == (
+        other.kind,
+        other.num_devices,
+        other.devices_per_node,
+        other.accelerator.name,
+    )
+
+
+def _keep_precision(recipe: Recipe, before: Cluster, plan: ParallelPlan, cluster: Cluster) -> Recipe:
+    """The recipe with the precision that a CPU was found to be faster in when the run began, for a new plan of it.
+
+    Measured anew it might be the other one, and the loss would go on in another arithmetic.
+    """
+    if recipe.train.precision != "auto" or cluster.kind != "cpu" or before.kind != "cpu":
+        return recipe
+    precision = "bf16" if plan.precision.compute == "bfloat16" else "fp32"
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})

@@ -1,0 +1,291 @@
+"""One rank of a run, as a process: `python -m echelon.lifecycle.worker RUN_DIR`.
+
+Its output goes to logs/rank-N.log, and how it ended to .outcomes/rank-N.json; whoever started it tells the user.
+"""
+
+import os
+import re
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+from echelon.distributed.runtime import (
+    Runtime,
+    find_host_dir,
+    find_place,
+    is_managed,
+    shares_files,
+    start_runtime,
+    start_watchdog,
+    stop_runtime,
+    use_deterministic_algorithms,
+)
+from echelon.errors import EchelonError, PlanError, explain_storage_error, render_traceback
+from echelon.redaction import redact_text
+from echelon.runs.run_folder import RunFolder, describe_gone, is_run
+from echelon.stopping import StopRequest
+from echelon.supervise.outcome import (
+    DONE,
+    FAILED,
+    STOPPED,
+    RankOutcome,
+    is_final,
+    is_peer_leaving,
+    is_secondary,
+    read_outcomes,
+    report,
+    reserve_outcome,
+    write_outcome,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from echelon.planner.plan import ParallelPlan
+    from echelon.recipe import Recipe
+
+
+_LOOK_SECONDS = 0.2
+_FOLDER_SECONDS = 0.4
+_LOOKS_IN_VAIN = 2
+# Between a peer's death and this rank's end: what its own error says, if it has one, is written by then.
+_LAST_WORDS_SECONDS = 1.0
+
+# What torch says of an operation that `torch.use_deterministic_algorithms` rules out.
+_UNREPEATABLE = re.compile(r"(\S+) does not have a deterministic implementation")
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """The process of a rank that `echelon train` started. Leaves with 0 unless it really failed, so that only a failure
+    is ever restarted; the true code stands in the outcome."""
+    start_watchdog()
+    [run_dir] = sys.argv[1:] if argv is None else argv
+    folder = RunFolder(Path(run_dir))
+    stop = listen_for_stops(folder)
+    leave_after_peers(folder)
+    console, _ = redirect_output(folder)
+    outcome = run_rank(folder, console, stop)
+    failed = outcome.code == FAILED and not (outcome.secondary and is_peer_leaving(folder.outcomes_dir))
+    leave(1 if failed else 0)
+
+
+def listen_for_stops(folder: RunFolder) -> StopRequest:
+    """From now on a signal asks this rank to save and stop; a second one ends it at once, which hurts no checkpoint."""
+
+    def leave_at_once(name: str) -> NoReturn:
+        rank = find_place().rank
+        message = f"stopped at once by a second signal, {name}; what was not saved is lost"
+        with suppress(OSError):
+            write_outcome(folder.outcomes_dir, report(rank, FAILED, message, final=True))
+        leave(1)
+
+    stop = StopRequest()
+    stop.listen(folder.stop_path, leave_at_once)
+    return stop
+
+
+def leave_after_peers(folder: RunFolder) -> None:
+    """From now on this rank leaves when another one has died: on a GPU a collective would wait for it in vain.
+
+    What an error of its own has to say comes first, in the seconds that are left.
+    """
+    rank = find_place().rank
+    with suppress(OSError):  # on a full disk the agent alone notices a death
+        folder.write_pid(rank)
+
+    def watch() -> NoReturn:
+        while not folder.death_path.exists():
+            time.sleep(_LOOK_SECONDS)
+        time.sleep(_LAST_WORDS_SECONDS)
+        if rank not in {each.rank for each in read_outcomes(folder.outcomes_dir)}:
+            with suppress(OSError):
+                message = "left because another rank had died"
+                write_outcome(folder.outcomes_dir, report(rank, FAILED, message, secondary=True))
+        leave(1)
+
+    threading.Thread(target=watch, name="peers", daemon=True).start()
+
+
+def run_rank(folder: RunFolder, console: TextIO, stop: StopRequest, store: "Store | None" = None) -> RankOutcome:
+    """Train as this rank, from the run folder, to the end; every ending becomes an outcome, also written to the folder.
+
+    Collective: every rank calls it. `console` is for the lines a person reads; `store` is what `open_store` gave.
+    """
+    with OutcomeReport(folder, find_place().rank) as ending:
+        runtime = start_runtime(store=store)
+        recipe, plan = load_agreed_run(folder, runtime)
+        if recipe.train.deterministic:
+            use_deterministic_algorithms()
+        from echelon.lifecycle.assemble import run_training
+        from echelon.train.heartbeat import Heartbeat
+
+        leave_without_folder(folder, runtime, console)
+        limit = recipe.fault.hang_seconds
+        heart = Heartbeat(limit, lambda what: leave_hanging(folder, runtime, f"{what} did not end within {limit:g} s"))
+        run_training(recipe, plan, folder, runtime, console, stop, heart)
+    stop_runtime(failed=ending.outcome.code not in (DONE, STOPPED))
+    return ending.outcome
+
+
+def leave_without_folder(folder: RunFolder, runtime: Runtime, console: TextIO) -> None:
+    """From now on this rank leaves when the run folder is gone: what it trains could not be kept.
+
+    Whoever started the ranks tells; where that is not echelon, rank 0 does.
+    """
+
+    def watch() -> NoReturn:
+        missed = 0
+        while missed < _LOOKS_IN_VAIN:  # a file system may lose sight of a file for a moment
+            time.sleep(_FOLDER_SECONDS)
+            with suppress(OSError):  # a file system that does not answer says nothing of the folder
+                missed = 0 if is_run(folder.path) else missed + 1
+        message = describe_gone(folder.path)
+        with suppress(OSError):  # the outcomes of a job of this machine alone are in the folder
+            write_outcome(folder.outcomes_dir, report(runtime.rank, FAILED, message, final=True))
+        if runtime.rank == 0 and not is_managed() and find_host_dir() is None:
+            with suppress(OSError):
+                console.write(f"echelon: {message}\n")
+                console.flush()
+        leave(1)
+
+    threading.Thread(target=watch, name="folder", daemon=True).start()
+
+
+def leave_hanging(folder: RunFolder, runtime: Runtime, what: str) -> NoReturn:
+    """Report that nothing goes on any more, and who is to blame where that shows; then end this process."""
+    from echelon.train.heartbeat import name_the_silent
+
+    silent: list[int] = []
+    if shares_files():
+        with suppress(OSError):  # the disk may be what hangs
+            silent = name_the_silent(RunFolder(folder.path).outcomes_dir, runtime.rank, runtime.world_size)
+    who = f"rank {', '.join(map(str, silent))} does not answer" if silent else "every rank waits"
+    message = f"{what} (fault.hang_seconds), and {who}; see {folder.log_path(runtime.rank)} for what each thread did"
+    with suppress(OSError):
+        write_outcome(folder.outcomes_dir, report(runtime.rank, FAILED, message))
+    leave(1)
+
+
+def load_agreed_run(folder: RunFolder, runtime: Runtime) -> "tuple[Recipe, ParallelPlan]":
+    """The recipe and the plan of the run folder, once every rank is known to see the same ones.
+
+    Collective: every rank calls it, and all raise PlanError together, naming the ranks that see something else.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from echelon.lifecycle.setup import digest_run
+    from echelon.planner.plan import load_plan
+    from echelon.recipe import load_recipe
+
+    mine = torch.tensor([digest_run(folder)], dtype=torch.int64, device=runtime.device)
+    everyone = [torch.zeros_like(mine) for _ in range(runtime.world_size)]
+    dist.all_gather(everyone, mine)
+    digests = [int(each) for each in everyone]
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0] or digest == 0]
+    if differing:
+        ranks = ", ".join(map(str, differing))
+        raise PlanError(
+            f"run.dir={folder.path}: rank {ranks} does not see the recipe.yaml and plan.json that rank 0 wrote; "
+            "put run.dir on a file system that every machine shares."
+        )
+    recipe, _ = load_recipe(folder.recipe_path)
+    plan = load_plan(folder.plan_path)
+    if plan.world_size != runtime.world_size:
+        raise PlanError(
+            f"plan.json is for {plan.world_size} processes, but {runtime.world_size} were started; "
+            "start as many as planned, or let `echelon train` make a new plan."
+        )
+    return recipe, plan
+
+
+class OutcomeReport:
+    """Turns however its block ends into this rank's outcome, writes it, and swallows the exception."""
+
+    def __init__(self, folder: RunFolder, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self.outcome = report(rank, DONE, "")
+
+    def __enter__(self) -> "OutcomeReport":
+        """The report; its `outcome` is set when the block has ended."""
+        self._was_run = is_run(self._folder.path)
+        with suppress(OSError):
+            reserve_outcome(self._folder.outcomes_dir, self._rank)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Report; a traceback goes to this rank's log only."""
+        if error is None:
+            self.outcome = report(self._rank, DONE, "")
+        elif self._was_run and not is_run(self._folder.path):  # whatever failed then, failed for that
+            self.outcome = report(self._rank, FAILED, describe_gone(self._folder.path), final=True)
+        elif isinstance(error, EchelonError):
+            self.outcome = report(self._rank, error.exit_code, str(error), is_secondary(error), is_final(error))
+        else:
+            message = explain_error(error, self._rank, self._folder)
+            self.outcome = report(self._rank, FAILED, message, is_secondary(error))
+        # A full disk takes neither report nor traceback, and must not hide the error behind one of its own.
+        with suppress(OSError):
+            write_outcome(self._folder.outcomes_dir, self.outcome)
+        if error is not None:
+            with suppress(OSError):
+                sys.stderr.write(render_traceback(error))
+        return True
+
+
+def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
+    """One line for an error nobody foresaw, with where its traceback is; two common ones get their remedy."""
+    where = f"see {folder.log_path(rank)}"
+    if storage := explain_storage_error(error, folder.path):
+        return f"rank {rank}: {storage}; {where}"
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return (
+            f"rank {rank} ran out of memory; lower train.micro_batch_size, set train.activation_checkpointing: full, "
+            f"or shard more (parallel: fsdp); {where}"
+        )
+    summary = redact_text((str(error).strip().splitlines() or [""])[0])
+    if operation := _UNREPEATABLE.match(summary):
+        return (
+            f"rank {rank}: train.deterministic=true, and {operation[1]} has no way here to give the same result every "
+            f"time; use another model.attn_implementation or model, or set train.deterministic=false; {where}"
+        )
+    return f"rank {rank} failed: {type(error).__name__}: {summary}; {where}"
+
+
+def redirect_output(folder: RunFolder) -> tuple[TextIO, TextIO]:
+    """Send this process's stdout and stderr, also those of native code, to the rank's log.
+
+    Returns the console (on rank 0 the former stdout, elsewhere the log) and the former stderr.
+    """
+    rank = find_place().rank
+    folder.create()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8")
+    log = os.open(folder.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return (stdout if rank == 0 else sys.stdout), stderr
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once. All is written by now, and the threads of a process group may hang the interpreter on
+    its way out, or abort it: a rank that has finished would then count as failed."""
+    with suppress(OSError):  # the log's disk may be full
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

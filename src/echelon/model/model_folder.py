@@ -1,0 +1,59 @@
+"""The config and tokenizer of a run's model, as files that `transformers` reads."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon.errors import CheckpointError
+from echelon.runs.checksums import check_files, write_manifest
+from echelon.runs.run_folder import RunFolder, is_run
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+def write_model_folder(
+    folder: Path, config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase", stops: Sequence[int]
+) -> None:
+    """Write config.json and the tokenizer's files into a run's `model/`, with a manifest; weights join at export.
+
+    `stops`: the ids that end what was learned. generation_config.json has them, so that `generate` of transformers ends
+    there.
+    """
+    from transformers import GenerationConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    config.save_pretrained(folder)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else getattr(config, "pad_token_id", None)
+    bos, eos = getattr(config, "bos_token_id", None), find_stops(config, stops) or None
+    GenerationConfig(bos_token_id=bos, eos_token_id=eos, pad_token_id=pad).save_pretrained(folder)
+    write_manifest(folder)
+
+
+def find_stops(config: "PretrainedConfig", learned: Sequence[int]) -> list[int]:
+    """The ids at which generation ends: those that were learned as ends; where there are none, the config's own."""
+    own = getattr(config, "eos_token_id", None)
+    return list(learned) or ([] if own is None else own if isinstance(own, list) else [own])
+
+
+def find_model_dir(source: str) -> str:
+    """Where the config and the tokenizer of `model.checkpoint` stand: in a run's `model/`, else the source itself.
+
+    Raises:
+        CheckpointError: those of the run are not as they were written.
+    """
+    return str(run_model_dir(Path(source))) if is_run(Path(source)) else source
+
+
+def run_model_dir(run: Path) -> Path:
+    """A run's `model/`, compared with its checksums. Raises CheckpointError."""
+    folder = RunFolder(run).model_dir
+    try:
+        check_files(folder, checksums=True)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"The config or the tokenizer of the run is damaged: {error} Training writes them anew when it goes on; a "
+            "copy of this folder from before does as well."
+        ) from error
+    return folder

@@ -1,0 +1,188 @@
+"""Token cross-entropy that never holds [tokens, vocabulary] in fp32: summed, or token by token.
+
+The head, its arithmetic and the softmax run a chunk of tokens at a time. Of the sum each chunk's gradient is taken at
+once, inside the forward pass, so that only [tokens, hidden] and [vocabulary, hidden] outlive a chunk, and no matmul
+runs twice. Of single tokens, whose gradients wait for what is made of them, the backward pass runs each chunk again.
+The form is that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989), in plain PyTorch.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.model.parts import HeadArithmetic
+from echelon.planner.shape import logits_chunk_tokens
+
+IGNORE = -100
+
+
+def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of cross-entropies in fp32, labels IGNORE left out. logits [tokens, vocabulary], labels [tokens]."""
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+
+
+def token_log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probability of each label, [tokens], fp32, 0 where it is IGNORE. logits [tokens, vocabulary]."""
+    return -F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="none")
+
+
+def chunked_loss_sum(
+    hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: HeadArithmetic
+) -> Tensor:
+    """Sum of token cross-entropies, straight from the last hidden states.
+
+    Args:
+        hidden: [batch, seq, hidden], after the final norm.
+        labels: [batch, seq], already shifted, IGNORE where there is no target.
+        weight: [vocabulary, hidden], the head's; bias: [vocabulary] or None.
+        arithmetic: what the family does to the logits before the softmax.
+
+    Returns:
+        A scalar in fp32. Under autocast the head's matmul runs in the autocast dtype.
+    """
+    rows, targets = hidden.flatten(0, -2), labels.flatten()
+    if not torch.is_grad_enabled():  # a Function is told that gradients are wanted even then
+        rows, weight, bias = rows.detach(), weight.detach(), None if bias is None else bias.detach()
+    dtype = autocast_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _ChunkedLoss.apply(rows, targets, weight, bias, arithmetic, dtype)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def chunked_log_probabilities(
+    hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: HeadArithmetic
+) -> Tensor:
+    """Log-probability of each label, [batch, seq], fp32, 0 where it is IGNORE. Arguments as of `chunked_loss_sum`."""
+    rows, targets = hidden.flatten(0, -2), labels.flatten()
+    dtype = autocast_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        scores: Tensor = _ChunkedLogProbabilities.apply(rows, targets, weight, bias, arithmetic, dtype)  # type: ignore[no-untyped-call]
+    return scores.view_as(labels)
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype a matmul on this tensor computes in: autocast's where it is on, else the tensor's own."""
+    device_type = tensor.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype
+
+
+def gradient_factor(dtype: torch.dtype, num_rows: int) -> float:
+    """What a chunk's gradients are taken times, before the loss scale is known: a power of two, 1 but for fp16.
+
+    The head's gradient is a sum over rows, which in fp16 could overflow whatever the loss scale is. At most 1024 times
+    a hidden value cannot, unless that is above 63, and few rows leave small gradients room to be larger.
+    """
+    return 1.0 if dtype != torch.float16 else 2.0 ** (10 - max(0, num_rows - 1).bit_length())
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        arithmetic: HeadArithmetic,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        wants_gradient, wants_head = any(ctx.needs_input_grad[:4]), any(ctx.needs_input_grad[2:4])  # frozen: not made
+        head = [tensor.detach().to(dtype) for tensor in (weight, bias) if tensor is not None]
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        row_gradient = torch.empty_like(rows) if wants_gradient else None
+        head_gradient = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_head else []
+        factor = gradient_factor(dtype, min(logits_chunk_tokens(weight.shape[0]), rows.shape[0]))
+        for piece in _pieces(rows, weight):
+            inputs = rows[piece].detach().to(dtype).requires_grad_(wants_gradient)
+            with torch.set_grad_enabled(wants_gradient):
+                loss = token_loss_sum(arithmetic.apply(_head_logits(inputs, head, head_gradient)), targets[piece])
+                enlarged = loss * factor
+            total += loss.detach()
+            if row_gradient is not None:
+                [row_gradient[piece]] = torch.autograd.grad(enlarged, [inputs])
+        ctx.gradients, ctx.factor = (row_gradient, head_gradient), factor
+        ctx.dtypes = [tensor.dtype for tensor in (weight, bias) if tensor is not None][: len(head_gradient)]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        row_gradient, head_gradient = ctx.gradients
+        ctx.gradients = None
+        remaining = upstream[0] / ctx.factor
+        rows = row_gradient.mul_(remaining.to(row_gradient.dtype))
+        head: list[Tensor | None] = [
+            gradient.mul_(remaining.to(gradient.dtype)).to(dtype)
+            for gradient, dtype in zip(head_gradient, ctx.dtypes, strict=True)
+        ]
+        weight, bias, *_ = [*head, None, None]
+        return rows, None, weight, bias, None, None
+
+
+def _head_logits(inputs: Tensor, head: list[Tensor], totals: list[Tensor]) -> Tensor:
+    """A chunk's raw logits [tokens, vocabulary]; as they are differentiated, the head's gradients go into `totals`.
+
+    A frozen head has none. The sums are fp32, so that many chunks lose nothing. In fp32 the product is added in place;
+    in another dtype it exists beside the sum for a moment.
+    """
+    logits = F.linear(inputs, *head)
+
+    def accumulate(gradient: Tensor) -> None:
+        if gradient.dtype == totals[0].dtype:
+            totals[0].addmm_(gradient.T, inputs.detach())
+        else:
+            totals[0].add_(gradient.T @ inputs.detach())
+        for bias in totals[1:]:
+            bias.add_(gradient.sum(0, dtype=bias.dtype))
+
+    if totals:
+        logits.register_hook(accumulate)  # type: ignore[no-untyped-call]
+    return logits
+
+
+class _ChunkedLogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        arithmetic: HeadArithmetic,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        head = [tensor.to(dtype) for tensor in (weight, bias) if tensor is not None]
+        scores = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
+        for piece in _pieces(rows, weight):
+            logits = arithmetic.apply(F.linear(rows[piece].to(dtype), *head))
+            scores[piece] = token_log_probabilities(logits, targets[piece])
+        ctx.save_for_backward(rows, targets, weight, bias)
+        ctx.arithmetic, ctx.dtype = arithmetic, dtype
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        rows, targets, weight, bias = ctx.saved_tensors
+        given = [tensor for tensor in (weight, bias) if tensor is not None]
+        head = [tensor.detach().to(ctx.dtype) for tensor in given]
+        wants_head = any(ctx.needs_input_grad[2:4])
+        totals = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_head else []
+        row_gradient = torch.empty_like(rows)
+        for piece in _pieces(rows, weight):
+            inputs = rows[piece].detach().to(ctx.dtype).requires_grad_()
+            with torch.enable_grad():
+                logits = ctx.arithmetic.apply(_head_logits(inputs, head, totals))
+                scores = token_log_probabilities(logits, targets[piece])
+            [row_gradient[piece]] = torch.autograd.grad(scores, [inputs], upstream[0][piece])
+        gradients: list[Tensor | None] = [
+            total.to(tensor.dtype) for total, tensor in zip(totals, given[: len(totals)], strict=True)
+        ]
+        weight_gradient, bias_gradient, *_ = [*gradients, None, None]
+        return row_gradient, None, weight_gradient, bias_gradient, None, None
+
+
+def _pieces(rows: Tensor, weight: Tensor) -> Iterator[slice]:
+    """Rows [tokens, hidden] in chunks of which the logits may exist."""
+    chunk = logits_chunk_tokens(weight.shape[0])
+    return (slice(start, start + chunk) for start in range(0, rows.shape[0], chunk))

@@ -1,0 +1,191 @@
+"""Data parallelism: DDP, and `fully_shard` for ZeRO-1, ZeRO-2, FSDP, HSDP and offloading.
+
+This is the one file where the averaging of gradients is switched off: every rank's gradient is that of
+sum(loss) / (global number of targets), so ranks are summed and the loss rule is written once, in the step.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.distributed.mesh import Meshes
+from echelon.objectives.objective import ObjectiveModule
+from echelon.planner.plan import ParallelPlan
+
+# Rotary tables are equal on every rank; sending them before every forward would only cost. Renamed in torch 2.13.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+BUFFERS_STAY_LOCAL: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
+
+class DataParallel(Protocol):
+    """A module made parallel over the data axes."""
+
+    module: nn.Module
+
+    def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Scope of one forward and backward pass; gradients are final after the one with `is_last`."""
+        ...
+
+    def evaluation(self) -> AbstractContextManager[nn.Module]:
+        """Scope of forward passes without gradients; leaves parameters as training expects them."""
+        ...
+
+
+def build_data_parallel(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes) -> DataParallel:
+    """Wrap a materialised module. Collective where the plan replicates."""
+    autocast = autocast_scope(plan, meshes.world.device_type)
+    if plan.uses_fully_shard:
+        return FullyShard(module, plan)
+    if plan.dp_replicate > 1:
+        return Replicated(module, meshes, autocast)
+    return Alone(module, autocast)
+
+
+class Autocast:
+    """Runs forward passes under autocast in the plan's compute dtype; fp32 plans run as they are."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype | None) -> None:
+        self._device_type, self._dtype = device_type, dtype
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
+
+def autocast_scope(plan: ParallelPlan, device_type: str) -> Autocast:
+    """Autocast for modules that keep fp32 parameters; `fully_shard` casts its gathered parameters instead."""
+    return Autocast(device_type, getattr(torch, plan.precision.compute) if plan.uses_autocast else None)
+
+
+class Alone:
+    """One process with the whole model."""
+
+    def __init__(self, module: nn.Module, autocast: Autocast) -> None:
+        self.module = module
+        self._autocast = autocast
+
+    @contextmanager
+    def microbatch(self, is_last: bool) -> Iterator[None]:
+        """Gradients add up in place; nothing is sent."""
+        with self._autocast():
+            yield
+
+    @contextmanager
+    def evaluation(self) -> Iterator[nn.Module]:
+        """The module in evaluation mode."""
+        with evaluation_mode(self.module), self._autocast():
+            yield self.module
+
+
+class Replicated:
+    """DistributedDataParallel: a whole copy on every rank, gradients summed in buckets that overlap the backward."""
+
+    def __init__(self, module: nn.Module, meshes: Meshes, autocast: Autocast) -> None:
+        self._inner = module
+        self._ddp = DistributedDataParallel(
+            module,
+            process_group=meshes.loss,
+            gradient_as_bucket_view=True,
+            **BUFFERS_STAY_LOCAL,
+        )
+        self._ddp.register_comm_hook(meshes.loss, sum_gradients)
+        self.module: nn.Module = self._ddp
+        self._autocast = autocast
+
+    @contextmanager
+    def microbatch(self, is_last: bool) -> Iterator[None]:
+        """Gradients stay local until the last microbatch."""
+        with nullcontext() if is_last else self._ddp.no_sync(), self._autocast():
+            yield
+
+    @contextmanager
+    def evaluation(self) -> Iterator[nn.Module]:
+        """The copy of this rank, without DDP's hooks."""
+        with evaluation_mode(self._inner), self._autocast():
+            yield self._inner
+
+
+def sum_gradients(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: the sum over ranks, in fp32, where DDP's own default would average."""
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer.float(), group=group, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+
+class FullyShard:
+    """`fully_shard` (FSDP2): parameters, gradients and optimizer state are shards; layers are gathered as they run."""
+
+    def __init__(self, module: nn.Module, plan: ParallelPlan) -> None:
+        assert isinstance(module, FSDPModule)
+        self.module: nn.Module = module
+        self._root: FSDPModule = module
+        self._plan = plan
+
+    @contextmanager
+    def microbatch(self, is_last: bool) -> Iterator[None]:
+        """ZeRO-1 keeps whole gradients until the last microbatch; the others reduce-scatter each one.
+
+        Copies of a shard (HSDP) are summed once, after the last microbatch: that axis has the slow links.
+        """
+        reduce = is_last or self._plan.reduce_gradients == "each"
+        self._root.set_requires_gradient_sync(reduce)
+        self._root.set_requires_all_reduce(is_last)
+        self._root.set_is_last_backward(is_last)
+        # Without sharded forward passes the weights may stay whole between microbatches, but not past the last one:
+        # the optimizer and the checkpoint must see shards.
+        self._root.set_reshard_after_backward(is_last or self._plan.reshard_after_forward)
+        yield
+
+    @contextmanager
+    def evaluation(self) -> Iterator[nn.Module]:
+        """The module in evaluation mode; whatever stayed gathered is sharded again at the end."""
+        with evaluation_mode(self.module):
+            yield self.module
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout; training mode afterwards."""
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train()
+
+
+def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: ParallelPlan, meshes: Meshes) -> None:
+    """Shard each decoder layer as a unit, and the rest (embedding, norm, head: tied weights together) as one more.
+
+    Works on meta. One process with offloading is sharded over a mesh of one.
+    """
+    compute = getattr(torch, plan.precision.compute)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if plan.precision.compute == plan.precision.param else compute,
+        reduce_dtype=getattr(torch, plan.precision.reduce),
+    )
+    offload = CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": meshes.shard, "mp_policy": policy, "offload_policy": offload}
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=plan.reshard_after_forward, **options)
+    # What is never trained has no backward pass to free it again.
+    is_trained = any(parameter.requires_grad for parameter in module.parameters())
+    fully_shard(module, reshard_after_forward=not is_trained, **options)
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,202 @@
+"""What an adapter makes of a model's numbers: which are trained, which are frozen, which of those are in 4 bits."""
+
+import difflib
+import math
+from typing import TYPE_CHECKING
+
+from echelon.errors import ConfigError
+from echelon.planner.plan import AdapterPlan
+from echelon.planner.shape import LinearShape, ModelShape
+
+if TYPE_CHECKING:
+    from echelon.recipe import AdapterConfig
+
+# What families of transformers call the modules that can be trained whole.
+_INPUT_TABLES = frozenset(("embed_tokens", "wte", "embed_in", "word_embeddings"))
+_OUTPUT_TABLES = frozenset(("lm_head", "embed_out"))
+_LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+_LAYER_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "ln_1",
+    "ln_2",
+)  # fmt: skip
+_HEAD_NORMS = ("q_norm", "k_norm")
+
+QUANTIZED_BLOCK = 64  # numbers that share a scale, and scales that share one of their own, with double quantisation:
+NESTED_BLOCK = 256  # Dettmers et al. 2023 (arXiv:2305.14314), as bitsandbytes lays them out
+
+
+def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_tokens: int = 0) -> AdapterPlan | None:
+    """The adapter that a recipe asks for beside a model of this shape; None where every parameter is trained.
+
+    `num_new_tokens` rows of the embedding, and of a head of its own, are trained too.
+
+    Raises ConfigError for a target that no linear layer is called.
+    """
+    if adapter.method == "full":
+        return None
+    saved = {name: _saved_size(name, shape) for name in adapter.modules_to_save}
+    targets = tuple(name for name in _target_names(adapter.target_modules, shape) if name not in saved)
+    head = LinearShape("lm_head", shape.hidden_size, shape.vocab_size, 1)
+    targeted = [linear for linear in (*shape.linears, head) if linear.name in targets]
+    trained = sum(linear.count * adapter.r * (linear.in_features + linear.out_features) for linear in targeted)
+    if adapter.method == "dora":
+        trained += sum(linear.count * linear.out_features for linear in targeted)
+    tables = [_INPUT_TABLES, _OUTPUT_TABLES]
+    frozen_tables = [table for table in tables if table.isdisjoint(saved)]
+    if shape.tied_embeddings:  # one weight, trained whole if it is by either name
+        frozen_tables = frozen_tables[:1] if len(frozen_tables) == len(tables) else []
+    trained += num_new_tokens * shape.hidden_size * len(frozen_tables)
+    inside = sum(size for size, is_inside in saved.values() if is_inside)
+    outside = sum(size for size, is_inside in saved.values() if not is_inside)
+    if shape.tied_embeddings and not any(table.isdisjoint(saved) for table in tables):
+        outside -= shape.num_embedding_parameters
+    looked_up = sum(saved[name][0] for name in _INPUT_TABLES & saved.keys()) if not shape.tied_embeddings else 0
+    quantized = adapter.method == "qlora"
+    linears = [each for each in shape.linears if each.name not in saved]
+    return AdapterPlan(
+        method=adapter.method,
+        r=adapter.r,
+        dropout=adapter.dropout,
+        targets=targets,
+        num_trained_parameters=trained + inside + outside,
+        num_frozen_parameters=shape.num_parameters - inside - outside,
+        num_quantized_parameters=sum(each.count * _size(each) for each in linears) if quantized else 0,
+        double_quant=quantized and adapter.double_quant,
+        saved=adapter.modules_to_save,
+        num_saved_inside=inside,
+        num_saved_outside=outside,
+        num_looked_up=looked_up,
+    )
+
+
+def _saved_size(name: str, shape: ModelShape) -> tuple[int, bool]:
+    """(parameters of all modules of a name, whether these are in decoder layers), without the biases of linear layers.
+
+    Raises ConfigError for a name that no embedding, head, norm or linear layer of such a model has.
+    """
+    norm = shape.hidden_size * (2 if shape.parts.norm == "layer" else 1)
+    linears = {each.name: each.count * _size(each) for each in shape.linears}
+    sizes = {
+        **dict.fromkeys(_INPUT_TABLES, (shape.num_embedding_parameters, False)),
+        **dict.fromkeys(_OUTPUT_TABLES, (shape.vocab_size * shape.hidden_size, False)),
+        **dict.fromkeys(_LAST_NORMS, (norm, False)),
+        **dict.fromkeys(_LAYER_NORMS, (norm * shape.num_layers, True)),
+        **dict.fromkeys(_HEAD_NORMS, (shape.head_dim * shape.num_layers, True)),
+        **{name: (size, True) for name, size in linears.items()},
+    }
+    if shape.num_position_parameters:
+        sizes["wpe"] = (shape.num_position_parameters, False)
+    if name not in sizes:
+        near = difflib.get_close_matches(name, sizes, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"for example embed_tokens, lm_head, norm, {', '.join(linears)}."
+        raise ConfigError(
+            f"adapter.modules_to_save: {name!r} is no name of an embedding, a head, a norm or a linear layer; {hint}"
+        )
+    return sizes[name]
+
+
+def trains_head(shape: ModelShape, adapter: AdapterPlan) -> bool:
+    """Whether the weight of the head, which may be the embedding's, is trained whole."""
+    names = _OUTPUT_TABLES | (_INPUT_TABLES if shape.tied_embeddings else frozenset())
+    return not names.isdisjoint(adapter.saved)
+
+
+def describe_reach(adapter: AdapterPlan, shape: ModelShape) -> str | None:
+    """A line on the experts of a mixture, which no adapter can reach; None where there are none."""
+    if not shape.num_expert_parameters:
+        return None
+    share = shape.num_expert_parameters / shape.num_parameters
+    return (
+        f"experts: {share:.0%} of the model's parameters are not reached by adapter.target_modules "
+        f"({', '.join(adapter.targets)}): experts are no linear layers, stay as they are, and so do their routers; "
+        "adapter.method=full trains them"
+    )
+
+
+def _size(linear: LinearShape) -> int:
+    return linear.in_features * linear.out_features
+
+
+def _target_names(wanted: str | tuple[str, ...], shape: ModelShape) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(linear.name for linear in shape.linears))
+    if isinstance(wanted, str):
+        return names
+    for name in wanted:
+        if name not in (*names, "lm_head"):
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(names)}, or all-linear."
+            raise ConfigError(f"adapter.target_modules: the model has no linear layer named {name!r}; {hint}")
+    return wanted
+
+
+def targeted_linears(shape: ModelShape, adapter: AdapterPlan) -> list[LinearShape]:
+    """The linear layers inside decoder layers that have an adapter."""
+    return [linear for linear in shape.linears if linear.name in adapter.targets]
+
+
+def frozen_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) -> tuple[int, int]:
+    """(of all decoder layers, outside them): bytes of the frozen parameters of the whole model.
+
+    What is not in 4 bits is in the compute dtype, of `compute_bytes` a number.
+    """
+    layers = shape.num_layers * shape.num_layer_parameters
+    plain = layers - adapter.num_quantized_parameters - adapter.num_saved_inside
+    packed = 0
+    if adapter.num_quantized_parameters:
+        linears = [linear for linear in shape.linears if linear.name not in adapter.saved]
+        packed = sum(linear.count * _quantized_bytes(_size(linear), adapter.double_quant) for linear in linears)
+    outside = shape.num_parameters - layers - adapter.num_saved_outside
+    return plain * compute_bytes + packed, outside * compute_bytes
+
+
+def _quantized_bytes(size: int, double_quant: bool) -> int:
+    """Half a byte a number; an fp32 scale a block, or a byte, with an fp32 number for 256 blocks and one for all."""
+    blocks = math.ceil(size / QUANTIZED_BLOCK)
+    scales = 4 + 4 * math.ceil(blocks / NESTED_BLOCK) + blocks if double_quant else 4 * blocks
+    return size // 2 + math.ceil(scales / 4) * 4
+
+
+def whole_weight_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) -> int:
+    """Bytes that the largest weight takes while it is made whole: from 4 bits, or, for DoRA, to find its norm.
+
+    DoRA's norm needs the identity that A and B are applied to, their product, and the weight with it.
+    """
+    if adapter.method == "dora":
+        largest = max(targeted_linears(shape, adapter), key=lambda each: each.in_features**2 + 2 * _size(each))
+        return compute_bytes * (largest.in_features**2 + 2 * _size(largest))
+    if adapter.method == "qlora":
+        return compute_bytes * max(_size(linear) for linear in shape.linears)
+    return 0
+
+
+def adapter_bytes_per_token(
+    shape: ModelShape, adapter: AdapterPlan, compute: int, own_copies: bool, mask: int
+) -> float:
+    """What the adapter of one decoder layer keeps for each token, beyond what the frozen layer keeps anyway.
+
+    Each A keeps its input and each B what A made of it. The layers that read one tensor share it, but where each casts
+    it for itself (`own_copies`: it is not in the dtype computed in) or drops out of it. DoRA keeps the outputs of the
+    frozen layer and of the adapter for its magnitudes.
+
+    Args:
+        mask: bytes of one number of a dropout mask.
+    """
+    linears, kept = targeted_linears(shape, adapter), 0.0
+    apart = own_copies or adapter.dropout > 0
+    shared: set[str] = set()
+    for linear in linears:
+        source = _input_of(linear)
+        per_layer = linear.count / shape.num_layers
+        if apart or (source not in shared and source != "attention"):
+            kept += per_layer * compute * linear.in_features
+        shared.add(source)
+        kept += per_layer * (compute * adapter.r + mask * linear.in_features * (adapter.dropout > 0))
+        kept += per_layer * 2 * compute * linear.out_features * (adapter.method == "dora")
+    return kept
+
+
+def _input_of(linear: LinearShape) -> str:
+    """Which tensor a layer reads: names that transformers' families share, each other name its own."""
+    inputs = {"q_proj": "norm", "k_proj": "norm", "v_proj": "norm", "o_proj": "attention", "gate_proj": "norm2",
+              "up_proj": "norm2"}  # fmt: skip
+    return inputs.get(linear.name, f"{linear.name} {linear.in_features}")

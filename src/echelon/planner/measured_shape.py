@@ -1,0 +1,93 @@
+"""Shapes of model types that `planner/shape.py` has no formula for: built once on the meta device, and counted."""
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from echelon.errors import ConfigError, PlanError
+from echelon.planner.shape import FAMILIES, LinearShape, ModelShape
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how families call the number of experts
+
+
+def measure_shape(config: Mapping[str, Any]) -> ModelShape:
+    """Shape of a model type without a formula: built once on the meta device, without memory, and counted.
+
+    Raises ConfigError naming what is wrong with `model.config`, and PlanError where torch is not installed.
+    """
+    model_type = config["model_type"]
+    try:
+        import torch
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    except ImportError as missing:
+        raise PlanError(
+            f"model.config.model_type={model_type}: only {', '.join(FAMILIES)} and gpt2 are counted without building "
+            f"the model, and {missing.name} is not installed here; install it."
+        ) from missing
+    if model_type not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"use for example {', '.join(FAMILIES)} or gpt2."
+        raise ConfigError(f"model.config.model_type={model_type!r:.80} is not a model type of transformers; {hint}")
+    try:
+        built_config = AutoConfig.for_model(**config)
+    except Exception as wrong:  # transformers raises whatever it trips over
+        raise ConfigError(f"model.config is not a valid {model_type} config: {wrong}; correct that field.") from wrong
+    if type(built_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"model.config.model_type={model_type!r} has no causal language model in transformers; "
+            f"use a decoder, for example {', '.join(FAMILIES)} or gpt2."
+        )
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(built_config)
+    except Exception as wrong:  # as above
+        raise ConfigError(
+            f"model.config makes no {model_type} model in transformers: {wrong}; correct that field."
+        ) from wrong
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers: list[Any] = list(max(stacks, key=len, default=[]))
+    linears = Counter(
+        (name.rpartition(".")[2], module.in_features, module.out_features)
+        for layer in layers
+        for name, module in layer.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    )
+    text_config = built_config.get_text_config()
+    heads = getattr(text_config, "num_attention_heads", 1)
+    hidden = embedding.shape[1]
+    experts, idle = _count_experts(text_config, layers)
+    return ModelShape(
+        model_type=model_type,
+        num_layers=len(layers),
+        hidden_size=hidden,
+        intermediate_size=getattr(text_config, "intermediate_size", None) or 4 * hidden,
+        num_heads=heads,
+        num_kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text_config, "head_dim", None) or hidden // heads,
+        vocab_size=embedding.shape[0],
+        tied_embeddings=head is not None and head.weight is embedding,
+        max_positions=getattr(text_config, "max_position_embeddings", None),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_embedding_parameters=embedding.numel(),
+        # layers may differ (mixtures of experts beside dense ones): the mean keeps the sum right
+        num_layer_parameters=sum(p.numel() for layer in layers for p in layer.parameters()) // max(1, len(layers)),
+        linears=tuple(LinearShape(*widths, count) for widths, count in linears.items()),
+        num_expert_parameters=experts,
+        num_idle_parameters=idle,
+    )
+
+
+def _count_experts(config: Any, layers: list[Any]) -> tuple[int, int]:
+    """Parameters of the experts of a mixture, and how many of them a token passes by.
+
+    A layer holds the weights of all its experts in one tensor, [experts, rows, columns].
+    """
+    num_experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), None)
+    num_chosen = getattr(config, "num_experts_per_tok", None)
+    if not isinstance(num_experts, int) or not isinstance(num_chosen, int):
+        return 0, 0
+    tensors = [parameter for layer in layers for parameter in layer.parameters() if parameter.dim() == 3]
+    total = sum(each.numel() for each in tensors if each.shape[0] == num_experts)
+    return total, total * max(0, num_experts - num_chosen) // num_experts

@@ -1,0 +1,159 @@
+"""The learning rate as a pure function of the step, counted in steps or in the tokens fed before it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from echelon.recipe.batches import BatchSchedule
+
+if TYPE_CHECKING:
+    from echelon.recipe import OptimConfig
+
+Schedule = Callable[[int], float]
+"""The learning rate of a step, counted from 0."""
+
+
+@dataclass(frozen=True)
+class _Course:
+    """The places a schedule is made of, in its unit: steps, or tokens."""
+
+    warmup: int
+    last: int
+    """Where the last step begins."""
+    total: int
+    """Where it ends."""
+
+
+def build_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> Schedule:
+    """The learning rate of each step: a linear warm-up to the peak, then the fall that `config.schedule` names.
+
+    A step is where it begins: at its own number, or, with `schedule_unit: tokens`, at the tokens fed before it. A step
+    of the warm-up takes the share of the peak that the warm-up has reached when the step ends, so that the first one
+    already learns; the first step after it begins at the peak. The last step takes exactly
+    `min_learning_rate_fraction` of the peak, and so do steps beyond it: but for `constant`, which does not fall, and
+    `inverse_sqrt`, which has no end.
+    """
+    place = _place(config, batches)
+    course = _find_course(config, num_steps, batches)
+    peak, warmup = config.learning_rate, course.warmup
+    fall = _FALLS[config.schedule](config, course)
+
+    def learning_rate(step: int) -> float:
+        begins = place(step)
+        if begins < warmup:
+            return peak * min(place(step + 1), warmup) / warmup
+        return peak * fall(begins)
+
+    return learning_rate
+
+
+def find_fault(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> str | None:
+    """What keeps the schedule from fitting a run of this length, as a message for the user; None when it fits."""
+    course = _find_course(config, num_steps, batches)
+    unit, total = config.schedule_unit, course.total
+    given = f"optim.warmup_{unit}={course.warmup}"
+    if config.warmup_fraction is not None:
+        given = f"optim.warmup_fraction={config.warmup_fraction:g} ({course.warmup} {unit})"
+    if course.warmup > total:
+        return f"{given} is more than the {total} {unit} of the whole run; use at most {total}."
+    decay = Fraction(str(config.decay_fraction)) * total
+    if config.schedule == "wsd" and course.warmup + decay > total:
+        most = math.floor(1000 * (total - course.warmup) / total) / 1000
+        remedy = f"use at most {most}, or a shorter warm-up" if most else "use a shorter warm-up"
+        return (
+            f"optim.decay_fraction={config.decay_fraction} of the run's {total} {unit} is {float(decay):g}, and "
+            f"{given} leaves {total - course.warmup}; {remedy}."
+        )
+    return None
+
+
+def find_warmup(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> int:
+    """How long the warm-up of a run of this length is, in `schedule_unit`.
+
+    A fraction is rounded up, as `transformers` does (`TrainingArguments.get_warmup_steps`), but taken as the decimal it
+    is written as: 0.07 of 100 steps are 7, where binary makes 7.000000000000001 of it, and so 8.
+    """
+    total = _place(config, batches)(num_steps)
+    if config.warmup_fraction is not None:
+        return math.ceil(Fraction(str(config.warmup_fraction)) * total)
+    return config.warmup_tokens if config.schedule_unit == "tokens" else config.warmup_steps
+
+
+def render_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> str:
+    """A line for people: the learning rate at 0, 25, 50, 75 and 100 % of the run's steps."""
+    rate, course = build_schedule(config, num_steps, batches), _find_course(config, num_steps, batches)
+    steps = sorted({round(share * (num_steps - 1)) for share in (0, 0.25, 0.5, 0.75, 1)})
+    unit = f" ({course.total:,} tokens)" if config.schedule_unit == "tokens" else ""
+    share = f" ({config.warmup_fraction:g} of the run)" if config.warmup_fraction else ""
+    warmup = f", warm-up over {course.warmup:,} {config.schedule_unit}{share}" if course.warmup else ""
+    rates = ", ".join(f"{rate(step):.2e} at step {step + 1:,}" for step in steps)
+    return f"schedule: {config.schedule} over {num_steps:,} steps{unit}{warmup}: {rates}"
+
+
+def _place(config: "OptimConfig", batches: BatchSchedule) -> Callable[[int], int]:
+    return batches.first_token if config.schedule_unit == "tokens" else lambda step: step
+
+
+def _find_course(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> _Course:
+    place = _place(config, batches)
+    return _Course(find_warmup(config, num_steps, batches), place(num_steps - 1), place(num_steps))
+
+
+# Each fall: from the recipe and the course to the share of the peak at a place behind the warm-up.
+_Fall = Callable[[int], float]
+
+
+def _progress(course: _Course) -> _Fall:
+    """0 where the warm-up ends, 1 where the last step begins, and beyond."""
+    span = max(1, course.last - course.warmup)
+    return lambda place: min(1.0, (place - course.warmup) / span)
+
+
+def _cosine(config: "OptimConfig", course: _Course) -> _Fall:
+    """Half a period of the cosine (Loshchilov & Hutter 2017, SGDR, equation 5, without restarts)."""
+    floor, progress = config.min_learning_rate_fraction, _progress(course)
+    return lambda place: floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress(place)))
+
+
+def _polynomial(config: "OptimConfig", course: _Course) -> _Fall:
+    """(1 - progress) to `polynomial_power`; 1 is a straight line (`get_polynomial_decay_schedule_with_warmup`)."""
+    floor, progress = config.min_learning_rate_fraction, _progress(course)
+    power = 1.0 if config.schedule == "linear" else config.polynomial_power
+    return lambda place: floor + (1.0 - floor) * (1.0 - progress(place)) ** power
+
+
+def _constant(config: "OptimConfig", course: _Course) -> _Fall:
+    """The peak to the end."""
+    return lambda place: 1.0
+
+
+def _inverse_sqrt(config: "OptimConfig", course: _Course) -> _Fall:
+    """sqrt(warm-up / place), never below the floor (Vaswani et al. 2017, section 5.3)."""
+    floor = config.min_learning_rate_fraction
+    return lambda place: max(floor, math.sqrt(course.warmup / place))
+
+
+def _wsd(config: "OptimConfig", course: _Course) -> _Fall:
+    """The peak, then 1 - sqrt(progress) over the last `decay_fraction` of the run (Hägele et al. 2024)."""
+    floor = config.min_learning_rate_fraction
+    decay = float(Fraction(str(config.decay_fraction)) * course.total)
+    start = course.last - decay
+
+    def fall(place: int) -> float:
+        if place <= start:
+            return 1.0
+        return floor + (1.0 - floor) * (1.0 - math.sqrt(min(1.0, (place - start) / decay)))
+
+    return fall
+
+
+_FALLS: dict[str, Callable[["OptimConfig", _Course], _Fall]] = {
+    "cosine": _cosine,
+    "linear": _polynomial,
+    "constant": _constant,
+    "inverse_sqrt": _inverse_sqrt,
+    "polynomial": _polynomial,
+    "wsd": _wsd,
+}

@@ -1,0 +1,126 @@
+"""What this start of a run uses, counted on rank 0 while it trains, and the stop that a budget asks for."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from echelon.distributed.runtime import find_last_end, find_start
+from echelon.recipe import BudgetConfig, Recipe
+from echelon.runs.cost import Rate, Spending, read_spending, write_spending
+from echelon.runs.run_folder import RunFolder
+from echelon.stopping import StopRequest
+
+_LOOK_SECONDS = 0.2
+# A start that is killed loses at most so much of what it has used.
+_WRITE_SECONDS = 10.0
+# A save may take longer than the one before; the two steps under way when the stop is asked for come on top.
+_SAVE_MARGIN = 1.5
+_STEPS_UNDER_WAY = 2
+# Until a save is measured, `fault.notice_seconds` is held to be enough, yet never more than this share of the budget.
+_UNKNOWN_SAVE_SHARE = 0.1
+
+
+class CostMeter:
+    """Adds this start's time and money to those of the starts before, and ends the run before its budget is used up.
+
+    A thread looks at the clock, so that a step costs nothing for it. The seconds count from the command that began this
+    start; where an agent started the processes again by itself, from the moment the ones before were last at work.
+    """
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, rate: Rate | None, num_machines: int) -> None:
+        """Raises ConfigError where the run's spending.json is damaged."""
+        self._budget = recipe.budget
+        self._notice_seconds = recipe.fault.notice_seconds
+        self._folder = folder
+        self._rate = rate
+        self._num_machines = num_machines
+        before = read_spending(folder)
+        end = find_last_end(folder.metrics_path)
+        held = end is not None and end.detection_seconds is not None and before.until > 0
+        began = before.until if held else find_start(before.until)
+        used = max(0.0, time.time() - began)
+        self._base = before.grown(used, num_machines, rate)
+        self._mark = time.monotonic()
+        self._step_seconds = 0.0
+        self._reserve_seconds = 0.0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def usd_per_second(self) -> float | None:
+        """Of all machines; None where the price is not known."""
+        return None if self._rate is None else self._rate.usd_per_hour * self._num_machines / 3600
+
+    @property
+    def usd(self) -> float | None:
+        """Dollars that all starts have used up to now; None where the price is not known."""
+        return None if self._rate is None else self.spending().usd
+
+    def expect_usd(self, remaining_seconds: float | None) -> float | None:
+        """Dollars at the end, where it is known how long that is away, and the price."""
+        if self.usd is None or self.usd_per_second is None or remaining_seconds is None:
+            return None
+        return self.usd + remaining_seconds * self.usd_per_second
+
+    def spending(self) -> Spending:
+        """All of it, up to now."""
+        grown = self._base.grown(time.monotonic() - self._mark, self._num_machines, self._rate)
+        return replace(grown, until=time.time(), reserve_seconds=self._reserve_seconds)
+
+    def saw_step(self, seconds: float) -> None:
+        """Take note of how long a step took: the longest of the last ones is what a stop may have to wait for."""
+        self._step_seconds = max(seconds, 0.9 * self._step_seconds)
+
+    def watch(self, stop: StopRequest, save_seconds: Callable[[], float | None]) -> None:
+        """Count from now on, and ask `stop` to end the run in time; `save_seconds` tells how long a save takes."""
+
+        def look() -> None:
+            written = 0.0
+            while not self._ended.wait(_LOOK_SECONDS):
+                self.check(stop, save_seconds())
+                if time.monotonic() - written >= _WRITE_SECONDS:
+                    written = time.monotonic()
+                    self._write()
+
+        self._thread = threading.Thread(target=look, name="budget", daemon=True)
+        self._thread.start()
+
+    def check(self, stop: StopRequest, save_seconds: float | None) -> None:
+        """Ask for the end of the run where a save begun now may just be done in time."""
+        if stop.limit is None:  # else the reserve that was kept is what the next start must know
+            self._reserve_seconds = self._find_reserve(save_seconds)
+            ahead = self.spending().grown(self._reserve_seconds, self._num_machines, self._rate)
+            stop.limit = ahead.exceeds(self._budget)
+
+    def describe(self) -> str | None:
+        """What all starts have used, for a person; None where there is neither a price nor a budget."""
+        if self._rate is None and self._budget == BudgetConfig():
+            return None
+        now = self.spending()
+        dollars = (
+            "" if self._rate is None else f", ${now.usd:.2f} at ${self._rate.usd_per_hour:g}/h ({self._rate.source})"
+        )
+        machines = f" on {self._num_machines} machines" if self._num_machines > 1 else ""
+        return f"cost: {now.seconds / 3600:.2f} h{machines}{dollars}, all starts together"
+
+    def close(self) -> None:
+        """Write down what was used."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._write()
+
+    def _find_reserve(self, save_seconds: float | None) -> float:
+        under_way = _STEPS_UNDER_WAY * self._step_seconds + _LOOK_SECONDS
+        if save_seconds is not None:
+            return _SAVE_MARGIN * save_seconds + under_way
+        limits = [] if self._budget.max_hours is None else [3600 * self._budget.max_hours]
+        if self._budget.max_usd is not None and self.usd_per_second is not None:
+            limits.append(self._budget.max_usd / self.usd_per_second)
+        return min([self._notice_seconds, *(_UNKNOWN_SAVE_SHARE * each for each in limits)]) + under_way
+
+    def _write(self) -> None:
+        with suppress(OSError):  # a full disk takes no file, and ends no training
+            write_spending(self._folder, self.spending())

@@ -1,0 +1,142 @@
+"""The run's written record: metrics.jsonl, from which trackers are fed, and the console for people. Rank 0 alone."""
+
+import io
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TextIO
+
+from echelon.errors import is_disk_full
+from echelon.recipe.batches import BatchSchedule
+from echelon.reporting.budget import CostMeter
+from echelon.reporting.console import render_evaluation, render_sample_line, render_step
+from echelon.reporting.recovery import RecoveryWatch
+from echelon.reporting.trackers import Courier
+from echelon.runs.run_folder import RunFolder
+
+
+class Journal:
+    """Writes each step's row, and the console's line every `log_every` steps."""
+
+    def __init__(
+        self, folder: RunFolder, console: TextIO, num_steps: int, log_every: int, batches: BatchSchedule
+    ) -> None:
+        self._folder = folder
+        self._file = self._open()
+        self._unwritten = b""
+        self._console = console
+        self._couriers: list[Courier] = []
+        self._num_steps = num_steps
+        self._log_every = log_every
+        self._batches = batches
+        self._started: tuple[int, float] | None = None
+        self._recovery: RecoveryWatch | None = None
+        self.meter: CostMeter | None = None
+        """Counts what the run uses, where there is one."""
+
+    def say(self, line: str) -> None:
+        """A line for the person at the console. In one write: couriers speak from threads of their own.
+
+        A terminal that is gone, or a pipe that nobody reads any more, ends no training.
+        """
+        with suppress(OSError):
+            self._console.write(f"{line}\n")
+            self._console.flush()
+
+    def add_couriers(self, couriers: list[Courier]) -> None:
+        """Have these bring the rows to their trackers; `close` waits for them."""
+        self._couriers += couriers
+
+    def tell_recovery(self, recovery: RecoveryWatch) -> None:
+        """Have this hear of the steps."""
+        self._recovery = recovery
+
+    def train(self, row: dict[str, Any]) -> None:
+        """One training step, whose row gets what the run has cost by now."""
+        remaining, expected = None, None
+        if self._is_logged(row["step"]):
+            remaining = self._remaining(row["step"])
+        if self.meter is not None:
+            self.meter.saw_step(row["step_seconds"])
+            row["cost_usd"] = self.meter.usd
+            expected = self.meter.expect_usd(remaining)
+        self._write(row)
+        if self._recovery is not None:
+            self._recovery.stepped(row["step"])
+        if self._is_logged(row["step"]):
+            self.say(render_step(row, self._num_steps, remaining, expected))
+
+    def evaluation(self, row: dict[str, Any]) -> None:
+        """One evaluation."""
+        self._write(row)
+        for line in render_evaluation(row):
+            self.say(line)
+
+    def note(self, event: str, step: int) -> None:
+        """One line of events.jsonl, if the disk takes it."""
+        with suppress(OSError):
+            self.event(event, step=step)
+
+    def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        """What the prompts became at one evaluation: into samples.jsonl, and a line each for the console."""
+        rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        for text in texts:
+            self.say(render_sample_line(text))
+        try:
+            with self._folder.samples_path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            self.say(f"The disk is full: the samples of step {step} are not in {self._folder.samples_path.name}.")
+
+    def event(self, event: str, **fields: Any) -> None:
+        """A line of events.jsonl."""
+        self._folder.append_event(event, **fields)
+
+    def cut(self, step: int) -> None:
+        """Take back every row beyond a step, which the run has gone back to."""
+        self.flush()
+        self._file.close()
+        self._folder.cut_metrics(step)
+        self._file = self._open()
+        self._started = None
+        for courier in self._couriers:
+            courier.reread()
+
+    def flush(self) -> None:
+        """Write what a full disk would not take before. Raises OSError if it still does not."""
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def close(self, done: bool = False) -> None:
+        """Flush everything, trackers included. `done`: the run reached its last step."""
+        self._file.close()
+        for courier in self._couriers:
+            courier.close(done)
+
+    def _open(self) -> io.FileIO:
+        return self._folder.metrics_path.open("ab", buffering=0)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        try:
+            self.flush()
+        except OSError as error:
+            # A save that fills the disk gives the room back and is repeated: until then the rows wait here.
+            if not is_disk_full(error):
+                raise
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self._log_every == 0 or step == 1 or step == self._num_steps
+
+    def _remaining(self, step: int) -> float | None:
+        """Time left at the mean pace, a sequence, since the second step of this start; the first one is slower."""
+        now = time.monotonic()
+        if self._started is None:
+            self._started = (step, now)
+            return None
+        first, began = self._started
+        fed = self._batches.first_sequence
+        return (now - began) / (fed(step) - fed(first)) * (fed(self._num_steps) - fed(step))

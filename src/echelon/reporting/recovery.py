@@ -1,0 +1,72 @@
+"""How long a run needed to go on after its processes were lost, part by part."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from echelon.distributed.runtime import find_last_end
+from echelon.runs.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Seconds of each part, up to the end of the first step.
+
+    Attributes:
+        detection_seconds: from the death of the first process until all of them had ended; None where no parent saw it.
+        restart_seconds: until new processes had met; where no parent saw the end, since the last sign of life.
+        load_seconds: until the model was built, and the checkpoint loaded if there is one.
+        first_step_seconds: until the first step was done.
+        repeated_steps: steps that were done already, and are done again.
+    """
+
+    detection_seconds: float | None
+    restart_seconds: float
+    load_seconds: float
+    first_step_seconds: float
+    repeated_steps: int
+
+    def describe(self) -> str:
+        """The line for the console."""
+        steps = "1 step was" if self.repeated_steps == 1 else f"{self.repeated_steps} steps were"
+        detected, since = "", "after the last sign of life"
+        if self.detection_seconds is not None:
+            detected, since = f"all had ended {self.detection_seconds:.1f} s after the failure, ", "later"
+        return (
+            f"recovered: {detected}new processes had met {self.restart_seconds:.1f} s {since}, the model was loaded "
+            f"after {self.load_seconds:.1f} s more and the first step done after {self.first_step_seconds:.1f} s; "
+            f"{steps} lost"
+        )
+
+
+class RecoveryWatch:
+    """Measures a recovery in rank 0, from the start of this process to its first step."""
+
+    def __init__(self, folder: RunFolder, say: Callable[[str], None]) -> None:
+        """To be made as soon as the ranks have met, before metrics.jsonl is cut."""
+        self._folder = folder
+        self._say = say
+        self._up_at = self._loaded_at = time.time()
+        self._done_before = folder.last_step()
+        self._end = find_last_end(folder.metrics_path)
+
+    def loaded(self) -> None:
+        """The checkpoint is loaded."""
+        self._loaded_at = time.time()
+
+    def stepped(self, step: int) -> None:
+        """A step is done; the first call writes the event and says the line, if this start follows a loss."""
+        if self._end is None:
+            return
+        recovery = Recovery(
+            detection_seconds=self._end.detection_seconds,
+            restart_seconds=max(0.0, self._up_at - self._end.time),
+            load_seconds=self._loaded_at - self._up_at,
+            first_step_seconds=time.time() - self._loaded_at,
+            repeated_steps=max(0, self._done_before - step + 1),
+        )
+        self._end = None
+        with suppress(OSError):  # a full disk takes no event
+            self._folder.append_event("recovered", step=step, **asdict(recovery))
+        self._say(recovery.describe())

@@ -1,0 +1,101 @@
+"""Trackers: TensorBoard, MLflow and W&B, each fed from metrics.jsonl by a courier. Rank 0 alone."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from echelon.errors import ConfigError
+from echelon.recipe import Recipe
+from echelon.reporting.trackers.courier import Courier, Ledger
+from echelon.reporting.trackers.tracker import Tracker, has_login
+from echelon.runs.run_folder import RunFolder
+
+__all__ = ["Courier", "catch_up", "check_trackers", "start_trackers"]
+
+Say = Callable[[str], None]
+
+# What each tracker imports, by the name of the extra that installs it.
+_PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "psutil"), "wandb": ("wandb",)}
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """Raise ConfigError for a tracker that cannot work: a missing package, an address with a password in the recipe,
+    W&B online without a key. Called before any text is read or worker started; nothing is asked of a server."""
+    for name in recipe.track:
+        for package in _PACKAGES[name]:
+            if find_spec(package) is None:
+                raise ConfigError(
+                    f"track: {name} needs {package}, which is not installed; pip install 'echelon[{name}]', or leave "
+                    "it out of track."
+                )
+    if recipe.mlflow.tracking_uri is not None and has_login(recipe.mlflow.tracking_uri):
+        raise ConfigError(
+            "mlflow.tracking_uri has a name or password in it, and a recipe's secrets are not kept in the run folder; "
+            "set the environment's MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead, or the whole address "
+            "as MLFLOW_TRACKING_URI."
+        )
+    if "wandb" in recipe.track:
+        _check_wandb_key(recipe)
+
+
+def _check_wandb_key(recipe: Recipe) -> None:
+    """W&B itself would ask at the terminal, or fail when training has begun."""
+    import wandb
+    from wandb.sdk.lib import wbauth
+
+    settings = wandb.Settings()
+    if (recipe.wandb.mode or settings.mode) != "online":
+        return
+    if (
+        wbauth.authenticate_session(host=settings.base_url, source="echelon", prompt=False, update_session=False)
+        is None
+    ):
+        raise ConfigError(
+            f"track: wandb has no key for {settings.base_url}; run `wandb login`, set WANDB_API_KEY, or keep its files "
+            "here with wandb.mode: offline."
+        )
+
+
+def start_trackers(recipe: Recipe, folder: RunFolder, resumed_step: int, say: Say) -> list[Courier]:
+    """The couriers of the trackers that `track` names, at work; `resumed_step` is the checkpoint's, 0 without one."""
+    return [_start(name, recipe, folder, resumed_step, say) for name in recipe.track]
+
+
+def catch_up(recipe: Recipe, folder: RunFolder, say: Say) -> None:
+    """Bring a finished run's trackers what they lack: after an outage, or all of it where `track` is new."""
+    names = [
+        name for name in recipe.track if name != "tensorboard" and not Ledger.read(folder.tracker_path(name)).complete
+    ]
+    if not names:
+        return
+    check_trackers(recipe)
+    folder.lock()
+    try:
+        couriers = [_start(name, recipe, folder, None, say) for name in names]
+        for courier in couriers:
+            courier.close(done=True)
+    finally:
+        folder.unlock()
+
+
+def _start(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int | None, say: Say) -> Courier:
+    tracker = _build(name, recipe, folder, resumed_step or 0)
+    courier = Courier(tracker, folder.tracker_path(name), folder.metrics_path, say, resumed_step)
+    courier.start()
+    return courier
+
+
+def _build(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int) -> Tracker:
+    """Imports happen here, in the main thread: two threads importing at once trip over half-made modules."""
+    match name:
+        case "mlflow":
+            from echelon.reporting.trackers.mlflow import Mlflow
+
+            return Mlflow(recipe, folder)
+        case "wandb":
+            from echelon.reporting.trackers.wandb import WeightsAndBiases
+
+            return WeightsAndBiases(recipe, folder)
+        case _:
+            from echelon.reporting.trackers.tensorboard import TensorBoard
+
+            return TensorBoard(folder.path / "tensorboard", resumed_step)

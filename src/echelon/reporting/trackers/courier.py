@@ -1,0 +1,247 @@
+"""Bringing metrics.jsonl to a tracker, in a thread of its own, so that no tracker slows or stops training.
+
+The file is the queue: the courier reads it behind the run, and what a tracker lacks is always what the file has beyond
+the steps that the tracker holds. So nothing is kept in memory however long a server is away, and an outage, a crash,
+a resume and a tracker added to a finished run are all the same case.
+"""
+
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from echelon.redaction import redact_text
+from echelon.reporting.trackers.tracker import Held, Tracker
+from echelon.runs.run_folder import is_metrics_row
+from echelon.stored import parse_row, read_as, write_json
+
+POLL_SECONDS = 1.0
+RETRY_SECONDS = 10.0
+# At the end of a run: for how long a tracker that fails is tried again, and how long one is awaited after a failed run.
+PATIENCE_SECONDS = 5.0
+HURRY_SECONDS = 3.0
+_RETRY_AT_END_SECONDS = 1.0
+_ROWS_AT_ONCE = 50
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """What the file of a ledger holds."""
+
+    run_key: str
+    steps: dict[str, int]
+    complete: bool
+
+
+@dataclass
+class Ledger:
+    """What the run folder knows of one tracker: `trackers/NAME.json`.
+
+    `run_key` names the tracking run. It is written before that run is made, so that no crash leads to a second one.
+    """
+
+    path: Path
+    run_key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    steps: dict[str, int] = field(default_factory=dict)
+    complete: bool = False
+
+    @classmethod
+    def read(cls, path: Path, say: Callable[[str], None] = lambda line: None) -> "Ledger":
+        """The ledger of the file, or a new one where there is none that can be read."""
+        try:
+            found = read_as(path, _Entries)
+        except FileNotFoundError:
+            return cls(path)
+        except (OSError, ValueError) as error:
+            say(f"track: {path} cannot be read ({error}); all rows go to a new run of this tracker")
+            return cls(path)
+        return cls(path, found.run_key, found.steps, found.complete)
+
+    def write(self) -> None:
+        """Put it on disk."""
+        self.path.parent.mkdir(exist_ok=True)
+        values = asdict(self)
+        del values["path"]
+        write_json(self.path, values)
+
+
+class Courier:
+    """Brings the rows of one run to one tracker. Whatever the tracker raises becomes a line on the console."""
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        ledger_path: Path,
+        metrics_path: Path,
+        say: Callable[[str], None],
+        resumed_step: int | None = None,
+    ) -> None:
+        """`resumed_step`: the checkpoint's that the run goes on from; None when it does not go on."""
+        self._resumed_step = resumed_step
+        self._tracker = tracker
+        self._ledger = Ledger.read(ledger_path, say)
+        self._metrics_path = metrics_path
+        self._say = say
+        self._held: Held = defaultdict(int, self._ledger.steps)
+        self._reader: RowReader | None = None  # None: the tracker is to be opened
+        self._where = ""
+        self._ending = threading.Event()
+        self._given_up = threading.Event()
+        self._was_cut = threading.Event()
+        self._done = False
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._work, name=f"courier-{tracker.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to bring rows."""
+        self._thread.start()
+
+    def reread(self) -> None:
+        """Read from the beginning of a file that has taken the old one's place, with the last rows cut off.
+
+        Trackers take nothing back: what they hold of the rows that are written anew stays as it was.
+        """
+        self._was_cut.set()
+
+    def close(self, done: bool) -> None:
+        """Bring the rest, and wait for it: as long as it works, but not long for a tracker that fails.
+
+        `done`: the run reached its last step. After a failed run nothing is awaited for more than a moment.
+        """
+        self._done = done
+        self._ending.set()
+        deadline = time.monotonic() + (PATIENCE_SECONDS if done else HURRY_SECONDS)
+        while self._thread.is_alive() and not (time.monotonic() > deadline and (self._failure or not done)):
+            self._thread.join(0.1)
+        self._given_up.set()  # another start may send the rest from here on
+        if not self._ledger.complete and done:
+            self._say(f"track: {self._tracker.name} {self._describe_lack()}; the same command sends it again")
+
+    def _work(self) -> None:
+        while not self._given_up.is_set():
+            ending = self._ending.is_set()  # before the rows are read: after it no more are written
+            # The isolation that trackers are promised: they are other people's code and other people's servers.
+            try:
+                count = self._deliver()
+                if ending:
+                    self._finish()
+                self._note_success(count)
+                if ending:
+                    return
+            except Exception as error:
+                self._note_failure(error)
+            if ending:
+                self._given_up.wait(_RETRY_AT_END_SECONDS)
+            else:
+                self._ending.wait(RETRY_SECONDS if self._failure else POLL_SECONDS)
+
+    def _deliver(self) -> int:
+        """Send every row that the file has and the tracker has not; returns how many."""
+        if self._reader is None:
+            self._open()
+        assert self._reader is not None
+        if self._was_cut.is_set():
+            self._was_cut.clear()
+            self._reader.close()
+        count = 0
+        while batch := self._reader.read(_ROWS_AT_ONCE):
+            missing = [row for row in batch if row["step"] > self._held[row["kind"]]]
+            if missing:
+                self._tracker.send(missing)
+                self._held.update({row["kind"]: row["step"] for row in missing})
+                self._ledger.steps = dict(self._held)
+                self._ledger.write()
+            count += len(missing)
+        return count
+
+    def _open(self) -> None:
+        self._ledger.complete = False
+        self._ledger.write()
+        opened = self._tracker.open(self._ledger.run_key, self._ledger.steps)
+        if opened.where != self._where:
+            self._where = opened.where
+            self._say(f"track: {opened.where}")
+            self._say_ahead(max(opened.held.values(), default=0))
+        self._held = opened.held
+        # From the first row: a store that was changed or restored may lack more than the newest rows.
+        self._reader = RowReader(self._metrics_path)
+
+    def _say_ahead(self, held_step: int) -> None:
+        """Trackers take nothing back, so steps that a crash lost and that are done again keep their first values."""
+        if self._resumed_step is not None and held_step > self._resumed_step:
+            self._say(
+                f"track: {self._tracker.name} keeps steps {self._resumed_step + 1} to {held_step} as they were before "
+                "the run was interrupted"
+            )
+
+    def _finish(self) -> None:
+        assert self._reader is not None
+        self._reader.close()
+        self._tracker.finish(self._done)
+        self._ledger.complete = self._done
+        self._ledger.write()
+
+    def _note_success(self, count: int) -> None:
+        if self._failure is not None:
+            self._failure = None
+            self._say(f"track: {self._tracker.name} works again, and got the {count} rows that waited for it")
+
+    def _note_failure(self, error: Exception) -> None:
+        """Say it once, until it works again."""
+        reason = (str(error).strip().splitlines() or [""])[0]
+        reason = redact_text(f"{type(error).__name__}: {reason}")[:300]
+        if self._failure is None:
+            self._say(
+                f"track: {self._tracker.name} fails ({reason}); training goes on, metrics.jsonl keeps every row, and "
+                f"{self._tracker.name} gets them when it works again"
+            )
+        self._failure = reason
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = None  # the tracker is opened anew
+
+    def _describe_lack(self) -> str:
+        reader = RowReader(self._metrics_path)
+        rows = reader.read()
+        reader.close()
+        missing = sum(row["step"] > self._held[row["kind"]] for row in rows)
+        return f"lacks {missing} of {len(rows)} rows" if missing else "has every row, but not the files of the end"
+
+
+class RowReader:
+    """The rows of metrics.jsonl from its beginning, while the run goes on writing them.
+
+    The file stays open, so that one that takes its place is not read from the middle.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self._offset = 0
+
+    def read(self, limit: int | None = None) -> list[dict[str, Any]]:
+        """The next rows, `limit` at most; none at the end of the file, until there are more."""
+        if self._file is None and self._path.exists():
+            self._file = self._path.open("rb")
+        rows: list[dict[str, Any]] = []
+        if self._file is not None:
+            self._file.seek(self._offset)
+            for line in self._file:
+                if not line.endswith(b"\n"):  # it is being written
+                    break
+                self._offset += len(line)
+                if (row := parse_row(line, is_metrics_row)) is not None:
+                    rows.append(row)
+                if len(rows) == limit:
+                    break
+        return rows
+
+    def close(self) -> None:
+        """Let go of the file. The next `read` begins with the first row of what then has its name."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._offset = None, 0

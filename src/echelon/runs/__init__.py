@@ -1,0 +1,1 @@
+"""A run's folder and what stands in it, without torch."""

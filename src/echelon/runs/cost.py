@@ -1,0 +1,194 @@
+"""What a run costs, hours times the price of its machines over all of its starts, and the budget that bounds it."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from echelon.errors import ConfigError, StoppedError
+from echelon.hardware.instances import INSTANCES
+from echelon.runs.run_folder import RunFolder
+from echelon.stopping import LIMITS
+from echelon.stored import read_as, write_json
+
+if TYPE_CHECKING:
+    from echelon.recipe import Recipe
+    from echelon.recipe.operation import BudgetConfig
+
+_RECENT_STEPS = 50
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Dollars an hour of one machine, and whose word that is."""
+
+    usd_per_hour: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Spending:
+    """What all starts of a run have used, as its spending.json keeps it.
+
+    Attributes:
+        seconds: of the run on its machines: from each start's command to the last time that it was at work.
+        usd: dollars, as far as the price was known.
+        unpriced_machine_seconds: seconds times machines without a price, to be priced by a later start that knows one.
+        until: when this was counted last, as `time.time()` counts.
+        reserve_seconds: what stopping with a save was held to need then.
+    """
+
+    seconds: float = 0.0
+    usd: float = 0.0
+    unpriced_machine_seconds: float = 0.0
+    until: float = 0.0
+    reserve_seconds: float = 0.0
+
+    def grown(self, seconds: float, num_machines: int, rate: Rate | None) -> "Spending":
+        """After so many more seconds on these machines; with a price, what had none is priced too."""
+        unpriced = self.unpriced_machine_seconds + seconds * num_machines
+        if rate is None:
+            return replace(self, seconds=self.seconds + seconds, unpriced_machine_seconds=unpriced)
+        usd = self.usd + unpriced * rate.usd_per_hour / 3600
+        return replace(self, seconds=self.seconds + seconds, usd=usd, unpriced_machine_seconds=0.0)
+
+    def exceeds(self, budget: "BudgetConfig") -> str | None:
+        """The one of LIMITS that is reached; None while none is."""
+        if budget.max_hours is not None and self.seconds >= 3600 * budget.max_hours:
+            return LIMITS[0]
+        if budget.max_usd is not None and self.usd >= budget.max_usd:
+            return LIMITS[1]
+        return None
+
+
+def read_spending(folder: RunFolder) -> Spending:
+    """What the run has used so far; nothing where it has not begun. Raises ConfigError for a file that is damaged."""
+    path = folder.spending_path
+    if not path.exists():
+        return Spending()
+    try:
+        found = read_as(path, dict[str, _Amount])
+        if names := asdict(Spending()).keys() ^ found.keys():
+            raise ValueError(f"{min(names)}: missing, or not known")
+        return Spending(**found)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} does not say what the run has used so far ({error}); restore it, or remove it to count anew."
+        ) from error
+
+
+def forget_damaged_spending(recipe: "Recipe", folder: RunFolder) -> str | None:
+    """Remove a spending.json that cannot be read where nothing goes by it, and say so in a line.
+
+    Raises ConfigError where the recipe has a budget: to count anew would be to spend it again.
+    """
+    try:
+        read_spending(folder)
+    except ConfigError as error:
+        if recipe.budget.max_usd is not None or recipe.budget.max_hours is not None:
+            raise
+        folder.spending_path.unlink()
+        return f"{folder.spending_path} cannot be read ({error.__cause__}); what the run uses is counted anew"
+    return None
+
+
+def write_spending(folder: RunFolder, spending: Spending) -> None:
+    """Replace the run's spending.json. Raises OSError."""
+    write_json(folder.spending_path, asdict(spending))
+
+
+def find_price_here(recipe: "Recipe", variables: Mapping[str, str]) -> Rate | None:
+    """The price of the machine that this process runs on: the recipe's word, or that of SageMaker's instance type.
+
+    `variables` is the environment. A container of SageMaker says its type, else the recipe does.
+    """
+    name = variables.get("SM_CURRENT_INSTANCE_TYPE")
+    if name is None and "TRAINING_JOB_NAME" in variables:
+        name = recipe.launch.sagemaker.instance_type
+    return _find_price(recipe, name)
+
+
+def find_price_at_target(recipe: "Recipe") -> Rate | None:
+    """The price of one machine where the recipe is launched to."""
+    return _find_price(recipe, recipe.launch.sagemaker.instance_type if recipe.launch.to == "sagemaker" else None)
+
+
+def check_budget(recipe: "Recipe", rate: Rate | None) -> None:
+    """Raise ConfigError where dollars are to be counted and nobody knows the price."""
+    if recipe.budget.max_usd is not None and rate is None:
+        raise ConfigError(
+            f"budget.max_usd={recipe.budget.max_usd:g}: the price of these machines is not known; set "
+            "budget.usd_per_hour, the price of one machine, or use budget.max_hours."
+        )
+
+
+def refuse_used_up(recipe: "Recipe", folder: RunFolder, rate: Rate | None, num_machines: int) -> None:
+    """Raise StoppedError where all that is left of the budget would go into starting and saving again."""
+    spending = read_spending(folder)
+    if not spending.seconds:
+        return
+    limit = spending.grown(spending.reserve_seconds, num_machines, rate).exceeds(recipe.budget)
+    if limit is not None:
+        dollars = f" and ${spending.usd:.2f}" if spending.usd else ""
+        raise StoppedError(
+            f"stopped by {name_limit(recipe.budget, limit)}: all starts of the run have used "
+            f"{spending.seconds / 3600:.2f} h{dollars}, which leaves no time to train and save; raise it to go on"
+        )
+
+
+def name_limit(budget: "BudgetConfig", limit: str) -> str:
+    """One of LIMITS with its value: `budget.max_hours=2`."""
+    return f"{limit}={getattr(budget, limit.removeprefix('budget.')):g}"
+
+
+def describe_cost(
+    recipe: "Recipe", folder: RunFolder, rate: Rate | None, num_machines: int, num_steps: int | None
+) -> list[str]:
+    """What the run is expected to cost, for the person who starts it: nothing where there is neither price nor budget.
+
+    The pace is that of the run's own last steps; there is no other to go by. `num_steps` None: the text alone knows.
+    """
+    budget, spent = recipe.budget, read_spending(folder)
+    lines = []
+    if rate is not None:
+        machines = f" x {num_machines} machines" if num_machines > 1 else ""
+        hourly = f"${rate.usd_per_hour:g}/h{machines} ({rate.source})"
+        seconds = None if num_steps is None else _estimate_seconds(recipe, folder, num_steps)
+        so_far = f"; ${spent.usd:.2f} in {spent.seconds / 3600:.2f} h so far" if spent.seconds else ""
+        if seconds is None:
+            lines.append(f"cost: {hourly}; the hours are unknown until steps are measured{so_far}")
+        else:
+            usd = seconds / 3600 * rate.usd_per_hour * num_machines
+            lines.append(
+                f"cost: {hourly}; the steps left take {seconds / 3600:.2f} h at this run's pace, ${usd:.2f}{so_far}"
+            )
+    limits = [name_limit(budget, each) for each in LIMITS if getattr(budget, each.removeprefix("budget.")) is not None]
+    if limits:
+        used = f" of which {spent.seconds / 3600:.2f} h are used," if spent.seconds else ""
+        lines.append(f"budget: stops with a checkpoint before {' or '.join(limits)},{used} all starts counted together")
+    return lines
+
+
+def _estimate_seconds(recipe: "Recipe", folder: RunFolder, num_steps: int) -> float | None:
+    """Of the steps that are left, at the median time a sequence took in the run's last steps."""
+    rows = (row for row in folder.rows_backwards() if row.get("kind") == "train" and row.get("step_seconds"))
+    recent = list(islice(rows, _RECENT_STEPS))
+    if not recent:
+        return None
+    fed = recipe.batches.first_sequence
+    paces: list[float] = [row["step_seconds"] / (fed(row["step"]) - fed(row["step"] - 1)) for row in recent]
+    return statistics.median(paces) * max(0, fed(num_steps) - fed(int(recent[0]["step"])))
+
+
+def _find_price(recipe: "Recipe", instance_type: str | None) -> Rate | None:
+    if recipe.budget.usd_per_hour is not None:
+        return Rate(recipe.budget.usd_per_hour, "budget.usd_per_hour")
+    instance = None if instance_type is None else INSTANCES.get(instance_type)
+    if instance is None or instance.price is None:
+        return None
+    price = instance.price
+    return Rate(price.usd_per_hour, f"{instance.name} on demand, {price.region}, {price.date}")

@@ -1,0 +1,192 @@
+"""The machines of a job as one of them knows them before they have met, and its own address among them."""
+
+import fcntl
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.errors import ConfigError, LaunchError
+from echelon.supervise.listening import is_loopback, listen_at
+
+_NAME_SECONDS = 600.0
+_LOOK_SECONDS = 1.0
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+@dataclass(frozen=True)
+class HostGroup:
+    """`min_nodes` to `max_nodes` machines that meet at `host:port`, which one of them, the keeper, listens at.
+
+    `keeps`: whether that is this machine; None: if the address turns out to be its own. `interface`: what to talk over;
+    None: what reaches the keeper. `shares_files`: whether every machine sees the same run folder. `name`: what the
+    others call this machine; torch gives out the ranks in the order of the names, or else of the addresses.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    host: str
+    port: int
+    keeps: bool | None = None
+    interface: str | None = None
+    shares_files: bool = True
+    name: str | None = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether machines may leave and come."""
+        return self.min_nodes < self.max_nodes
+
+    @property
+    def endpoint(self) -> str:
+        """Where all meet, as torch's rendezvous takes it."""
+        return join_endpoint(self.host, self.port)
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_group(nodes: str, rendezvous: str, interface: str | None = None) -> HostGroup:
+    """The group that `--nodes` and `--rendezvous` describe. Raises ConfigError."""
+    numbers = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", nodes)
+    if numbers is None or int(numbers[1]) > int(numbers[2] or numbers[1]):
+        raise ConfigError(f"--nodes {nodes} is neither a number of machines nor MIN:MAX; use --nodes 2, or 1:4.")
+    address = re.fullmatch(r"\[?([A-Za-z0-9_.:-]+?)\]?:(\d{1,5})", rendezvous)
+    if address is None or not 0 < int(address[2]) < 65536:
+        raise ConfigError(f"--rendezvous {rendezvous} is not HOST:PORT; use the first machine's, such as node-1:29400.")
+    return HostGroup(int(numbers[1]), int(numbers[2] or numbers[1]), address[1], int(address[2]), interface=interface)
+
+
+def await_name(group: HostGroup, say: Callable[[str], None]) -> None:
+    """Wait until the keeper's name resolves: that of a pod does when the pod has its address, minutes after another's.
+
+    Raises LaunchError after ten minutes.
+    """
+    until = time.monotonic() + _NAME_SECONDS
+    waits = False
+    while True:
+        try:
+            _resolve(group)
+            return
+        except LaunchError as error:
+            if time.monotonic() > until:
+                raise
+            if not waits:
+                say(f"{str(error).rstrip('.')}; waiting for it, {_NAME_SECONDS / 60:.0f} minutes at most")
+            waits = True
+            time.sleep(_LOOK_SECONDS)
+
+
+def find_own_address(group: HostGroup) -> str:
+    """This machine's address as the others can reach it: that of the interface, else of the way to the keeper.
+
+    Raises LaunchError when the keeper's name does not resolve, ConfigError for an interface there is not.
+    """
+    if group.interface is not None:
+        address = address_of(group.interface)
+        if address is None:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(f"--interface {group.interface} has no address on this machine; it has {names}.")
+        return address
+    family, target = _resolve(group)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # no packet is sent: the kernel only picks the way
+        try:
+            probe.connect(target)
+        except OSError as error:
+            raise LaunchError(f"there is no way from this machine to {group.host} ({error.strerror}).") from error
+        return str(probe.getsockname()[0])
+
+
+def find_interface(address: str) -> str | None:
+    """The interface that has this address; None where that cannot be told."""
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
+
+
+def open_keeper(group: HostGroup) -> socket.socket | None:
+    """The socket of the store in which all meet, if this machine is the keeper; None if it is another one.
+
+    It listens where the others look for it, and nowhere else: at the keeper's address, or, where `keeps` is told and
+    that address is another name's outside, or where it is one that others do not reach, at this machine's own. An
+    address at which somebody here listens already is taken for another agent's. Raises LaunchError where `keeps` is
+    told and the port is taken.
+    """
+    if group.keeps is False:
+        return None
+    try:
+        found = listen_at(group.host, group.port)
+        is_elsewhere = found is None and group.keeps is True
+        # A line of /etc/hosts may give this machine's name an address of loopback.
+        is_hidden = found is not None and group.interface is not None and is_loopback(found.getsockname()[0])
+        if found is not None and is_hidden:
+            found.close()
+        return listen_at(find_own_address(group), group.port) if is_elsewhere or is_hidden else found
+    except OSError as error:
+        if not group.keeps:
+            return None
+        raise LaunchError(
+            f"this machine cannot listen at {group.endpoint}, where all meet ({error.strerror}); end the program that "
+            "does, or choose another port."
+        ) from error
+
+
+def owns_address(group: HostGroup) -> bool:
+    """Whether the keeper's address is one of this machine's, and nobody here listens at its port yet."""
+    found = open_keeper(group)
+    if found is not None:
+        found.close()
+    return found is not None
+
+
+def limit_silence(group: HostGroup, seconds: float) -> None:
+    """Have connections that this process has to the keeper break once nobody has answered on them for so long.
+
+    torch's store waits for an answer for ever, and a link that is cut, or a machine without power, tells nobody.
+    Where the system has no list of open files nothing is done.
+    """
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # it is no connection, or closed by now
+            copy = os.dup(int(entry.name))
+            try:
+                line = socket.socket(fileno=copy)
+            except OSError:
+                os.close(copy)
+                continue
+            with line:
+                is_tcp = line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM
+                if is_tcp and line.getpeername()[1] == group.port:
+                    _limit_silence(line, seconds)
+
+
+def _limit_silence(line: socket.socket, seconds: float) -> None:
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))  # of what was sent
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # and where nothing was
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 3)))
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds / 3)))
+
+
+def _resolve(group: HostGroup) -> tuple[int, tuple[str, int]]:
+    try:
+        found = socket.getaddrinfo(group.host, group.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise LaunchError(f"the name {group.host} does not resolve on this machine ({error.strerror}).") from error
+    family, _, _, _, target = found[0]
+    return family, (str(target[0]), int(target[1]))
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface; None where it has none, or that cannot be told."""
+    if not Path("/proc/net").exists():  # the number of the request is Linux's
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])

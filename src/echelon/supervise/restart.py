@@ -1,0 +1,154 @@
+"""Whether a group of processes that failed is started again, and the words about it."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+from echelon.runs.run_folder import RunFolder
+from echelon.stored import write_text
+from echelon.supervise.outcome import FAILED, STOPPED, Outcome, read_outcomes
+
+RESTART_VARIABLE = "ECHELON_RESTART"
+"""Tells workers that they start anew: JSON of when the processes before them had ended, and after how many seconds."""
+
+SAME_FAILURES = 3
+"""So often in a row the same failure without a new checkpoint ends the job, whatever restarts are left."""
+
+_LOOK_SECONDS = 0.1
+# How long workers whose peer has died may take to leave. Longer than what counts as a death of its own in outcome.py.
+_PATIENCE_SECONDS = 6.0
+# What differs between two occurrences of one failure: who it struck first.
+_WHO = re.compile(r"rank \d+ (\(pid \d+\) )?|; see \S+")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How an attempt failed, and at which newest checkpoint; None: there was none."""
+
+    message: str
+    step: int | None
+
+
+@dataclass
+class Restarts:
+    """Counts a job's failures and decides on each."""
+
+    limit: int
+    done: int = 0
+    _last: Failure | None = None
+    _in_a_row: int = 0
+
+    def refuse(self, outcome: Outcome, step: int | None) -> Outcome | None:
+        """Take note of a failure. None: start again; else how the job ends, in words that say why it is not restarted.
+
+        `step` is that of the newest checkpoint.
+        """
+        failure = Failure(_WHO.sub("", outcome.message), step)
+        self._in_a_row = self._in_a_row + 1 if failure == self._last else 1
+        self._last = failure
+        if outcome.final or self.limit == 0:
+            return outcome
+        came_back = "the same failure came back without a new checkpoint in between"
+        if self._in_a_row == SAME_FAILURES:
+            why = f"{came_back}, {SAME_FAILURES} in a row"
+        elif self.done == self.limit:
+            why = f"fault.max_restarts={self.limit} is used up" + (f"; {came_back}" if self._in_a_row > 1 else "")
+        else:
+            self.done += 1
+            return None
+        way_on = "" if step is None else f"; the same command goes on from step {step}"
+        return replace(outcome, message=f"{outcome.message}; not restarted: {why}{way_on}")
+
+
+class DeathWatch:
+    """When the first process of an attempt died; None while none has, or where the system does not tell."""
+
+    def __init__(self, folder: RunFolder, num_processes: int) -> None:
+        self.died_at: float | None = None
+        self._folder = folder
+        self._num_processes = num_processes
+        self._pids: dict[int, int] = {}
+        self._left: set[int] = set()
+        self._over = threading.Event()
+
+    def watch(self) -> None:
+        """Wait for a worker that fails, and say so in the run folder then: its peers, which may hang, leave by it.
+
+        Workers are those that wrote down their pid: this process may have other children. The dead one is left for the
+        agent to collect.
+        """
+        while not self._over.wait(_LOOK_SECONDS):
+            if len(self._pids) - len(self._left) < self._num_processes:  # the folder may be on another machine
+                self._pids = self._folder.read_pids()
+                self._left &= set(self._pids.values())
+            ended = [(rank, pid) for rank, pid in self._pids.items() if pid not in self._left and not _is_alive(pid)]
+            # A rank that left in order may be followed by another: torchrun's agent starts all anew for a new machine.
+            self._left |= {pid for rank, pid in ended if not _has_failed(self._folder, rank, pid)}
+            if any(pid not in self._left for _, pid in ended):
+                self.died_at = time.time()
+                with suppress(OSError):  # a full disk takes no word; the agent ends them all the same, later
+                    write_text(self._folder.death_path, "a rank has died\n")
+                if not self._over.wait(_PATIENCE_SECONDS):
+                    self._kill_the_rest()
+                return
+
+    def _kill_the_rest(self) -> None:
+        """A suspended worker heeds no word and no SIGTERM, and the agent would wait half a minute for it."""
+        for pid in self._pids.values():
+            with suppress(ProcessLookupError):
+                if _is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End the watching thread."""
+        self._over.set()
+
+
+@contextmanager
+def deaths_watched(folder: RunFolder, num_processes: int) -> Iterator[DeathWatch]:
+    """Watch the workers of a run, children of this process, during the block."""
+    watch = DeathWatch(folder, num_processes)
+    thread = threading.Thread(target=watch.watch, name="death-watch", daemon=True)
+    if hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
+        thread.start()
+    try:
+        yield watch
+    finally:
+        watch.stop()
+        if thread.is_alive():
+            thread.join()
+
+
+def forget_ended(folder: RunFolder) -> None:
+    """Remove what ranks of this machine that have ended said of themselves, before others with their numbers speak."""
+    for rank, pid in folder.read_pids().items():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            for name in (f"pid-{rank}", f"rank-{rank}.json"):
+                (folder.outcomes_dir / name).unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether this child has not ended; one that has ended is left for the agent to collect."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:  # collected already
+        return False
+
+
+def _has_failed(folder: RunFolder, rank: int, pid: int) -> bool:
+    """Whether this child, which has ended, did so with neither 0 nor a report of a stop."""
+    ends = {each.rank: each.code for each in read_outcomes(folder.outcomes_dir)}
+    if ends.get(rank) == STOPPED:
+        return False
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the agent has collected it already; a rank that ended well has said so
+        return ends.get(rank, FAILED) == FAILED
+    return found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0)

@@ -1,0 +1,200 @@
+"""`echelon sweep` as a whole: checked, then run or shown, then told."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import ConfigError
+from echelon.launch.job import ArrayLauncher, JobSpec
+from echelon.launch.targets import find_launcher
+from echelon.recipe import Recipe
+from echelon.sweep.conductor import Conductor, Ending, StopWord
+from echelon.sweep.plots import draw_plots
+from echelon.sweep.results import (
+    list_results,
+    render_table,
+    results_mapping,
+    write_best,
+    write_results,
+)
+from echelon.sweep.slots import Slot, share_machine
+from echelon.sweep.space import Space, show_values
+from echelon.sweep.study import SweepStudy, require_optuna
+from echelon.sweep.sweep_file import Sweep, load_sweep
+from echelon.sweep.sweep_folder import SweepFolder
+from echelon.sweep.trials import Trials, best_recipe
+
+Say = Callable[[str], None]
+
+# A cluster's queue is asked less often than this machine's processes.
+_LOOK_SECONDS = {"local": 0.5}
+_LOOK_AT_A_TARGET_SECONDS = 15.0
+_MOST_SHOWN = 20
+# In one array: a look asks the target about each of them.
+_MOST_AT_ONCE = 200
+# What these draw does not follow from results.
+_INDEPENDENT = ("grid", "random", "qmc")
+
+
+@dataclass(frozen=True)
+class CheckedSweep:
+    """A sweep whose every trial, as far as that can be known, the recipe takes."""
+
+    sweep: Sweep
+    space: Space
+    base: Recipe
+    num_trials: int
+    folder: SweepFolder
+
+
+def check_sweep(path: Path) -> CheckedSweep:
+    """Read the sweep file and try its values on the recipe. Raises ConfigError; writes nothing."""
+    sweep = load_sweep(path)
+    require_optuna(sweep)
+    space = Space(sweep, path)
+    base = space.base_recipe()
+    if base.launch.to == "sagemaker":
+        raise ConfigError(
+            f"{path}: launch.to=sagemaker: a sweep reads each trial's metrics.jsonl while it runs, and a SageMaker job "
+            "keeps its run folder to itself; use local, torchrun, slurm or kubernetes."
+        )
+    is_grid = sweep.sweep.sampler == "grid"
+    num_trials = sweep.sweep.trials
+    if is_grid:
+        num_points = len(space.grid())
+        num_trials = num_points if num_trials is None else num_trials
+        if num_trials > num_points:
+            raise ConfigError(
+                f"{path}: sweep.trials={num_trials} is more than the {num_points} points of the grid; leave it out."
+            )
+    assert num_trials is not None
+    space.check(is_grid)
+    return CheckedSweep(sweep, space, base, num_trials, SweepFolder(sweep.sweep.dir))
+
+
+def plan_arrays(checked: CheckedSweep) -> tuple[int, str]:
+    """How many trials are submitted together, 1 for each by itself, and a line that says why.
+
+    There is no line where the target has no arrays.
+    """
+    settings, target = checked.sweep.sweep, checked.base.launch.to or "local"
+    if not isinstance(find_launcher(target), ArrayLauncher):
+        return 1, ""
+    asked = [each.key for each in checked.space.dimensions if each.key.startswith(("launch.", "fault."))]
+    obstacle = ""
+    if settings.sampler not in _INDEPENDENT:
+        obstacle = f"what sweep.sampler={settings.sampler} draws follows from results"
+    elif settings.pruner != "none":
+        obstacle = f"sweep.pruner={settings.pruner} compares trials with those before"
+    elif asked:
+        obstacle = f"the jobs of an array ask {target} for the same, and {asked[0]} is searched"
+    if obstacle:
+        return 1, f"jobs: one by one, no array, since {obstacle}"
+    count = min(checked.num_trials, _MOST_AT_ONCE)
+    if count == 1:
+        return 1, "jobs: one, as there is one trial"
+    return count, f"jobs: an array of up to {count}, since no trial waits for another one's result"
+
+
+def render_first_array(checked: CheckedSweep) -> dict[str, str]:
+    """Exactly what is submitted first, where the trials go together; else nothing. Writes nothing."""
+    count, _ = plan_arrays(checked)
+    launcher = find_launcher(checked.base.launch.to or "local")
+    if count == 1 or not isinstance(launcher, ArrayLauncher):
+        return {}
+    study = SweepStudy(checked.sweep, checked.space, checked.base, None)
+    trials = _build_trials(checked, study, lambda line: None)
+    jobs = [trials.job(*study.begin()) for _ in range(count)]
+    return launcher.render_array(jobs, min(checked.sweep.sweep.parallel, count))
+
+
+def describe_sweep(checked: CheckedSweep, slots: tuple[Slot, ...]) -> list[str]:
+    """Lines about what will be tried, and where."""
+    settings = checked.sweep.sweep
+    at_once, line = plan_arrays(checked)
+    pruner = "" if settings.pruner == "none" else f", pruned by {settings.pruner}"
+    return [
+        f"sweep: {checked.num_trials} trials by {settings.sampler}{pruner}, {settings.parallel} at a time, to "
+        f"{settings.better} {settings.metric}, in {checked.folder.path}",
+        *(f"search: {each.describe()}" for each in checked.space.dimensions),
+        *([line] if line else []),
+        *(slot.describe() for slot in slots if at_once == 1),
+    ]
+
+
+def share_slots(checked: CheckedSweep) -> tuple[Slot, ...]:
+    """The slots: shares of this machine for local trials; elsewhere the target shares out what it has."""
+    count = checked.sweep.sweep.parallel
+    if checked.base.launch.to in (None, "local"):
+        return share_machine(count)
+    return tuple(Slot(index) for index in range(count))
+
+
+def first_job(checked: CheckedSweep) -> tuple[JobSpec, list[str]]:
+    """The job of the first trial as the sampler would draw it, and lines about the next ones. Writes nothing."""
+    study = SweepStudy(checked.sweep, checked.space, checked.base, None)
+    trials = _build_trials(checked, study, lambda line: None)
+    number, values = study.begin()
+    lines = [f"trial {number}: {show_values(values)}"]
+    if checked.sweep.sweep.sampler in _INDEPENDENT:
+        for _ in range(1, min(checked.num_trials, _MOST_SHOWN)):
+            other, others = study.begin()
+            lines.append(f"trial {other}: {show_values(others)}")
+        if checked.num_trials > _MOST_SHOWN:
+            lines.append(f"and {checked.num_trials - _MOST_SHOWN} more")
+    return trials.job(number, values), lines
+
+
+def run_sweep(
+    checked: CheckedSweep, slots: tuple[Slot, ...], stop: StopWord, say: Say
+) -> tuple[Ending, dict[str, Any]]:
+    """Run the sweep, or what is left of it, in its folder; how it ended, and what results.json holds.
+
+    Raises ConfigError where the folder is in use, or another sweep's.
+    """
+    sweep, folder = checked.sweep, checked.folder
+    folder.lock()
+    try:
+        folder.agree(sweep, checked.base)
+        study = SweepStudy(sweep, checked.space, checked.base, folder.journal_path)
+        if begun := len(study.trials()):
+            left = len(study.unfinished())
+            say(f"sweep: goes on in {folder.path}: {begun - left} trials have ended, {left} were under way")
+
+        def write_down() -> None:
+            write_results(sweep, list_results(sweep, checked.space, study, folder), folder)
+
+        look_seconds = _LOOK_SECONDS.get(checked.base.launch.to or "local", _LOOK_AT_A_TARGET_SECONDS)
+        trials = _build_trials(checked, study, say)
+        conductor = Conductor(
+            study, trials, slots, checked.num_trials, sweep.sweep.max_failures, look_seconds, say, write_down,
+            plan_arrays(checked)[0],
+        )  # fmt: skip
+        ending = conductor.run(stop)
+        return ending, _conclude(checked, study, ending, say)
+    finally:
+        folder.unlock()
+
+
+def _conclude(checked: CheckedSweep, study: SweepStudy, ending: Ending, say: Say) -> dict[str, Any]:
+    """The table, the files, and the plots of a sweep that has come to its end."""
+    sweep, folder = checked.sweep, checked.folder
+    results = list_results(sweep, checked.space, study, folder)
+    write_results(sweep, results, folder)
+    for line in render_table(sweep, results):
+        say(line)
+    best = next((each for each in results if each.rank == 1), None)
+    if best is not None:
+        recipe = best_recipe(checked.space, checked.base, best.values, sweep.sweep.name)
+        write_best(sweep, best, recipe, folder)
+        say(f"best: trial {best.trial}, {show_values(best.values)}; its recipe is {folder.best_path}")
+        if ending.state == "done":
+            written, missing = draw_plots(study.study, sweep.sweep.metric, folder)
+            for line in (f"plots: {', '.join(map(str, written))}", *missing):
+                say(line)
+    return results_mapping(sweep, results)
+
+
+def _build_trials(checked: CheckedSweep, study: SweepStudy, say: Say) -> Trials:
+    return Trials(checked.sweep, checked.space, checked.base, checked.folder, study, find_launcher, Path.cwd(), say)
