@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from echelon.engines import Finding
+from echelon.engines.engine import Finding
 from echelon.recipe import FaultConfig
 from echelon.runs.run_folder import RunFolder
 from echelon.train.bad_steps import StepJudge

@@ -15,7 +15,7 @@ from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
 from echelon.checkpoint.first_weights import fill_weights
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import Meshes
-from echelon.engines import Finding
+from echelon.engines.engine import Finding
 from echelon.engines.probe import Probe
 from echelon.model.adapters import apply_adapter, initialize_adapter
 from echelon.model.attention import apply_plain_causal

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from echelon.engines import Finding
+from echelon.engines.engine import Finding
 from echelon.model.parts import find_parts
 from echelon.model.sharding import local_part
 

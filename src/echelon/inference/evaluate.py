@@ -22,7 +22,7 @@ from echelon.data.prepared import PreparedData, ValidationSet
 from echelon.data.shards import Dataset, unigram_entropy
 from echelon.data.source import PYTHON_STDLIB
 from echelon.distributed.mesh import Meshes
-from echelon.engines import Evaluation
+from echelon.engines.engine import Evaluation
 from echelon.errors import ConfigError
 from echelon.inference.held_out import open_held_out, prepare_given
 from echelon.inference.sampler import encode_prompts

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from echelon.engines import Evaluation
+from echelon.engines.engine import Evaluation
 from echelon.errors import ConfigError
 from echelon.inference.generate import Sampling, build_processors, row_seed
 

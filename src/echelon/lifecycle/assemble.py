@@ -50,7 +50,7 @@ from echelon.reporting.trackers import start_trackers
 from echelon.runs.cost import find_price_here
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest
-from echelon.sync import EveryStep
+from echelon.sync.every_step import EveryStep
 from echelon.train.bad_steps import StepJudge
 from echelon.train.heartbeat import Heartbeat
 from echelon.train.interval import SaveInterval

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from echelon.checkpoint.folder import Checkpoint
 from echelon.checkpoint.store import CheckpointStore
-from echelon.engines import Engine
+from echelon.engines.engine import Engine
 from echelon.errors import TrainingError
 from echelon.recipe import FaultConfig
 from echelon.runs.run_folder import RunFolder

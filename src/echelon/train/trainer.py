@@ -1,7 +1,7 @@
 """The trainer: one loop for every method, strategy and engine.
 
 One step, read in five files: this one, `engines/native.py`, `parallel/step.py`, `objectives/objective.py` and
-`sync/__init__.py`.
+`sync/every_step.py`.
 """
 
 import time
@@ -17,7 +17,7 @@ from echelon.checkpoint.snapshot import Snapshots
 from echelon.checkpoint.store import CheckpointStore
 from echelon.data.loader import BatchLoader, StepBatch
 from echelon.distributed.mesh import Meshes
-from echelon.engines import Engine
+from echelon.engines.engine import Engine
 from echelon.errors import StoppedError, TrainingError
 from echelon.inference.evaluate import EvalResults, Evaluator
 from echelon.inference.sampler import PromptSampler
@@ -30,7 +30,7 @@ from echelon.reporting.goodput import TimeBook
 from echelon.reporting.journal import Journal
 from echelon.runs.cost import name_limit
 from echelon.stopping import LIMITS, StopRequest
-from echelon.sync import Synchronizer
+from echelon.sync.synchronizer import Synchronizer
 from echelon.train.bad_steps import StepJudge
 from echelon.train.heartbeat import Heartbeat
 from echelon.train.interval import SaveInterval
