@@ -11,7 +11,7 @@ from echelon.planner.plan import ParallelPlan, resolve_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import RESUMABLE, load_recipe
 from echelon.runs.run_folder import RunFolder
-from echelon.train.metrics import StepMetrics, train_row
+from echelon.training.metrics import StepMetrics, train_row
 from parity_rows import COVERING, FULL
 from traffic import expect_traffic
 from training import HALF_LOSS, HALF_NORM, LOSS, NORM

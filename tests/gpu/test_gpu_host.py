@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from echelon.train.metrics import PendingMetrics
+from echelon.training.metrics import PendingMetrics
 from gpu_training import Case, model_overrides, trainer_on_gpu
 from training import Row
 

@@ -21,7 +21,7 @@ LAYERS = {
     1: ("distributed",),
     2: ("model", "data", "objectives", "optimizer"),
     3: ("parallel", "sync", "checkpoint"),
-    4: ("engines", "inference", "reporting", "train"),
+    4: ("engines", "inference", "reporting", "training"),
     5: ("lifecycle",),
     6: ("drill", "sweep", "commands", "cli", "__init__", "__main__"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from echelon.errors import TrainingError
 from echelon.model.sharding import local_part
 from echelon.recipe import load_recipe
 from echelon.runs.run_folder import RunFolder
-from echelon.train.trainer import Trainer
+from echelon.training.trainer import Trainer
 from training import (
     Row,
     equal_tensors,

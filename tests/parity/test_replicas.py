@@ -9,7 +9,7 @@ import torch
 
 from echelon.errors import TrainingError
 from echelon.model.sharding import local_part
-from echelon.train.trainer import Trainer
+from echelon.training.trainer import Trainer
 from training import Row, train, train_rank, with_ranks
 
 pytestmark = pytest.mark.dist

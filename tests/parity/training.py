@@ -26,7 +26,7 @@ from echelon.planner.shape import build_shape
 from echelon.recipe import ObjectiveConfig, load_recipe, render_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_json
-from echelon.train.trainer import Trainer
+from echelon.training.trainer import Trainer
 from families import small_config
 from workers import WorkerPool
 

@@ -9,7 +9,7 @@ from echelon.lifecycle import assemble
 from echelon.reporting import goodput
 from echelon.reporting.goodput import TimeBook
 from echelon.runs.run_folder import RunFolder
-from echelon.train.state import BookState, SavedState, TrainState
+from echelon.training.state import BookState, SavedState, TrainState
 
 
 @pytest.fixture

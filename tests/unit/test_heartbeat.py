@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from echelon.train import heartbeat
-from echelon.train.heartbeat import Heartbeat, name_the_silent
+from echelon.training import heartbeat
+from echelon.training.heartbeat import Heartbeat, name_the_silent
 
 
 @pytest.fixture

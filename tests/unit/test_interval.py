@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from echelon.recipe.load import parse_recipe
-from echelon.train.interval import SaveInterval, best_interval_seconds, lost_fractions
+from echelon.training.interval import SaveInterval, best_interval_seconds, lost_fractions
 from recipe_samples import SMALL
 
 HOUR = 3600.0

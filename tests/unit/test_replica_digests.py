@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from echelon.train import replicas
-from echelon.train.replicas import Difference, describe_differences, find_differences, hash_bits
+from echelon.training import replicas
+from echelon.training.replicas import Difference, describe_differences, find_differences, hash_bits
 
 WORD = 2**64 - 1
 

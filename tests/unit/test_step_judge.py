@@ -9,10 +9,10 @@ import torch
 from echelon.engines.engine import Finding
 from echelon.recipe import FaultConfig
 from echelon.runs.run_folder import RunFolder
-from echelon.train.bad_steps import StepJudge
-from echelon.train.diagnosis import _merge
-from echelon.train.rollback import _read_suppressed
-from echelon.train.state import TrainState
+from echelon.training.bad_steps import StepJudge
+from echelon.training.diagnosis import _merge
+from echelon.training.rollback import _read_suppressed
+from echelon.training.state import TrainState
 
 CPU = torch.device("cpu")
 NAN = math.nan

@@ -2,7 +2,7 @@
 
 import math
 
-from echelon.train.state import TrainState
+from echelon.training.state import TrainState
 
 
 def test_the_best_and_the_patience() -> None:

@@ -51,13 +51,13 @@ from echelon.runs.cost import find_price_here
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest
 from echelon.sync.every_step import EveryStep
-from echelon.train.bad_steps import StepJudge
-from echelon.train.heartbeat import Heartbeat
-from echelon.train.interval import SaveInterval
-from echelon.train.replicas import describe_replicas
-from echelon.train.rollback import find_suppressed, load_checkpoint
-from echelon.train.state import BookState, SavedState, TrainState
-from echelon.train.trainer import Trainer
+from echelon.training.bad_steps import StepJudge
+from echelon.training.heartbeat import Heartbeat
+from echelon.training.interval import SaveInterval
+from echelon.training.replicas import describe_replicas
+from echelon.training.rollback import find_suppressed, load_checkpoint
+from echelon.training.state import BookState, SavedState, TrainState
+from echelon.training.trainer import Trainer
 
 # Of the notice: what closing trackers and ending the processes may take after the last upload was given up.
 _LEAVING_SECONDS = 5.0

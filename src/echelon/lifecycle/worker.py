@@ -121,7 +121,7 @@ def run_rank(folder: RunFolder, console: TextIO, stop: StopRequest, store: "Stor
         if recipe.train.deterministic:
             use_deterministic_algorithms()
         from echelon.lifecycle.assemble import run_training
-        from echelon.train.heartbeat import Heartbeat
+        from echelon.training.heartbeat import Heartbeat
 
         leave_without_folder(folder, runtime, console)
         limit = recipe.fault.hang_seconds
@@ -157,7 +157,7 @@ def leave_without_folder(folder: RunFolder, runtime: Runtime, console: TextIO) -
 
 def leave_hanging(folder: RunFolder, runtime: Runtime, what: str) -> NoReturn:
     """Report that nothing goes on any more, and who is to blame where that shows; then end this process."""
-    from echelon.train.heartbeat import name_the_silent
+    from echelon.training.heartbeat import name_the_silent
 
     silent: list[int] = []
     if shares_files():

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from echelon.reporting.console import render_duration
-from echelon.train.state import BookState
+from echelon.training.state import BookState
 
 CAUSES = {
     "training": "in steps that count",

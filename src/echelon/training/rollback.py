@@ -11,13 +11,13 @@ from echelon.engines.engine import Engine
 from echelon.errors import TrainingError
 from echelon.recipe import FaultConfig
 from echelon.runs.run_folder import RunFolder
-from echelon.train.bad_steps import StepJudge
-from echelon.train.diagnosis import Diagnosis, diagnose
-from echelon.train.metrics import StepMetrics, finite
-from echelon.train.state import SavedState
+from echelon.training.bad_steps import StepJudge
+from echelon.training.diagnosis import Diagnosis, diagnose
+from echelon.training.metrics import StepMetrics, finite
+from echelon.training.state import SavedState
 
 if TYPE_CHECKING:
-    from echelon.train.trainer import Trainer
+    from echelon.training.trainer import Trainer
 
 
 class BadStep(Exception):

@@ -31,10 +31,10 @@ from echelon.reporting.journal import Journal
 from echelon.runs.cost import name_limit
 from echelon.stopping import LIMITS, StopRequest
 from echelon.sync.synchronizer import Synchronizer
-from echelon.train.bad_steps import StepJudge
-from echelon.train.heartbeat import Heartbeat
-from echelon.train.interval import SaveInterval
-from echelon.train.metrics import (
+from echelon.training.bad_steps import StepJudge
+from echelon.training.heartbeat import Heartbeat
+from echelon.training.interval import SaveInterval
+from echelon.training.metrics import (
     PendingMetrics,
     Stamp,
     StepMetrics,
@@ -42,9 +42,9 @@ from echelon.train.metrics import (
     peak_memory_bytes,
     train_row,
 )
-from echelon.train.replicas import compare_replicas, describe_differences
-from echelon.train.rollback import BadStep, pass_over, recover
-from echelon.train.state import TrainState
+from echelon.training.replicas import compare_replicas, describe_differences
+from echelon.training.rollback import BadStep, pass_over, recover
+from echelon.training.state import TrainState
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.stopping import NUM_FLAGS, agreed_stop
-from echelon.train.bad_steps import Verdict
+from echelon.training.bad_steps import Verdict
 
 LIMB_BITS = 16  # a batch hash travels as four limbs, whose sums over any number of ranks are exact in fp64
 
