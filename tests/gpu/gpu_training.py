@@ -47,7 +47,7 @@ class Case:
 
 def replicate(module: Any, plan: ParallelPlan, meshes: Any) -> Replicated:
     """DDP over a group of one."""
-    return Replicated(module, meshes, autocast_scope(plan, meshes.world.device_type))
+    return Replicated(module, meshes, autocast_scope(plan, meshes.device_type))
 
 
 @contextmanager

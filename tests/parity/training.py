@@ -191,7 +191,13 @@ def masked_trainer(rank: int, world_size: int, path: str, plan: ParallelPlan, mu
         if mutation == "wrong sample" and rank == world_size - 1:
             order = SampleOrder(dataset.num_samples, recipe.run.seed + 1)
         trainer.loader = BatchLoader(
-            masked, order, recipe.batches, plan.micro_batch_size, rank, world_size, trainer.state.step
+            masked,
+            order,
+            recipe.batches,
+            plan.micro_batch_size,
+            trainer.meshes.data_rank,
+            trainer.meshes.data_size,
+            trainer.state.step,
         )
         yield trainer
         trainer.loader.close()

@@ -1,38 +1,156 @@
-"""The device mesh of a plan, and the meshes derived from it, each named by its use."""
+"""How the ranks of a plan are arranged: named axes, and the groups and meshes that follow from them."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from echelon.planner.plan import ParallelPlan
 
+AXES = ("replica", "pp", "dp_replicate", "dp_shard", "cp", "tp")
+DATA_AXES = ("replica", "dp_replicate", "dp_shard")
+LOSS_AXES = ("dp_replicate", "dp_shard", "cp")
+# The axes of the mesh that tensors are sharded over. `shard` is dp_shard and cp as one: context parallelism divides
+# activations alone, so parameters are sharded over its ranks as over those of dp_shard.
+_MESH_AXES = {
+    "replica": ("replica",),
+    "pp": ("pp",),
+    "dp_replicate": ("dp_replicate",),
+    "shard": ("dp_shard", "cp"),
+    "tp": ("tp",),
+}
+
+
+class Grid:
+    """The ranks of a plan as an array with one dimension per axis of AXES, outermost first. No communication."""
+
+    def __init__(self, plan: ParallelPlan) -> None:
+        sizes = (plan.num_replicas, plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
+        self.sizes: Mapping[str, int] = dict(zip(AXES, sizes, strict=True))
+        """The size of every axis, also of those with one place."""
+        self._ranks = np.arange(math.prod(sizes)).reshape(sizes)
+
+    def size(self, axes: Sequence[str]) -> int:
+        """How many ranks differ along these axes alone."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def place(self, rank: int) -> dict[str, int]:
+        """The coordinate of a rank on every axis."""
+        return dict(zip(AXES, map(int, np.unravel_index(rank, self._ranks.shape)), strict=True))
+
+    def peers(self, axes: Sequence[str]) -> list[list[int]]:
+        """All ranks, divided into lists of those that differ along these axes alone."""
+        inside = [AXES.index(axis) for axis in axes]
+        outside = [index for index in range(len(AXES)) if index not in inside]
+        ranks: list[list[int]] = self._ranks.transpose(*outside, *inside).reshape(-1, self.size(axes)).tolist()
+        return ranks
+
 
 @dataclass(frozen=True)
 class Meshes:
-    """The process groups a run needs.
+    """What a rank needs to know about the others. Made by `build_mesh`.
 
     Attributes:
-        world: every axis with more than one place, outermost first: dp_replicate, dp_shard.
-        shard: what `fully_shard` receives: [dp_shard], or [dp_replicate, dp_shard] for hybrid sharding.
-        loss: the ranks whose target counts, losses and metrics are summed.
-        data_rank: this rank's place among the ranks that read different data, 0 <= data_rank < data_size.
+        device_type: of the tensors that the groups reduce.
+        grid: the arrangement of all ranks.
+        place: this rank's coordinate on every axis.
+        shard: what `fully_shard` receives: [shard], or [dp_replicate, shard] for hybrid sharding, where shard is
+            dp_shard and cp together. None where the plan keeps parameters whole.
+        tp: what tensor parallelism receives, a slice of the same mesh as `shard`; None without it.
+        loss: the ranks whose target counts and losses make one loss: dp x cp at this rank's pp and tp, in one replica.
+        everyone: all ranks, which share metrics and stops. With several replicas it works on the hosts, so that a
+            replica that lags behind blocks no stream of another.
+        outer: the ranks of all replicas with this rank's place in theirs; None with one replica.
+        pp: the stages of this rank's pipeline; None without one.
     """
 
-    world: DeviceMesh
-    shard: DeviceMesh
+    device_type: str
+    grid: Grid
+    place: Mapping[str, int]
+    shard: DeviceMesh | None
+    tp: DeviceMesh | None
     loss: dist.ProcessGroup
-    data_rank: int
-    data_size: int
+    everyone: dist.ProcessGroup
+    outer: dist.ProcessGroup | None
+    pp: dist.ProcessGroup | None
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks read different sequences; cp, tp and pp peers read the same."""
+        return self.grid.size(DATA_AXES)
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among the ranks that read different sequences, 0 <= data_rank < data_size."""
+        rank = 0
+        for axis in DATA_AXES:
+            rank = rank * self.grid.sizes[axis] + self.place[axis]
+        return rank
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of the whole run."""
+        return self.grid.size(AXES)
+
+    @property
+    def counts_data(self) -> bool:
+        """Whether this rank reports its tokens, labels and batch hash: one of the peers that read the same."""
+        return self.place["tp"] == self.place["cp"] == self.place["pp"] == 0
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank reports its loss: one of its tp peers, on the last stage. Each cp peer has its own part."""
+        return self.place["tp"] == 0 and self.place["pp"] == self.grid.sizes["pp"] - 1
 
 
 def build_mesh(plan: ParallelPlan, device_type: str) -> Meshes:
-    """Arrange the processes as the plan says. Collective: every rank calls it, after the process group exists."""
-    world = init_device_mesh(
-        device_type, (plan.dp_replicate, plan.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
-    shard = world if plan.dp_replicate > 1 else world["dp_shard"]
+    """Arrange the processes as the plan says. Collective: every rank calls it, after the process group exists.
+
+    A group of all ranks is the default one, and a plan that only replicates makes no group at all.
+    """
+    grid = Grid(plan)
+    world = _init_world(plan, grid, device_type)
     assert dist.group.WORLD is not None
+    several = plan.num_replicas > 1
+    needs_hosts = several and dist.get_backend() == "nccl"
     return Meshes(
-        world=world, shard=shard, loss=dist.group.WORLD, data_rank=dist.get_rank(), data_size=dist.get_world_size()
+        device_type=device_type,
+        grid=grid,
+        place=grid.place(dist.get_rank()),
+        shard=None if world is None else world["dp_replicate", "shard"] if plan.dp_replicate > 1 else world["shard"],
+        tp=world["tp"] if world is not None and plan.tp > 1 else None,
+        loss=_find_group(grid, LOSS_AXES, world),
+        everyone=dist.new_group(backend="gloo", group_desc="everyone") if needs_hosts else dist.group.WORLD,
+        outer=_find_group(grid, ("replica",), world) if several else None,
+        pp=_find_group(grid, ("pp",), world) if plan.pp > 1 else None,
     )
+
+
+def _init_world(plan: ParallelPlan, grid: Grid, device_type: str) -> DeviceMesh | None:
+    """The mesh that all DTensors of the run are on slices of, without axes of one place but `shard`.
+
+    Each axis of one place would cost a group per rank.
+    """
+    if not plan.uses_fully_shard and plan.tp == 1:
+        return None
+    sizes = {name: grid.size(axes) for name, axes in _MESH_AXES.items()}
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _find_group(grid: Grid, axes: Sequence[str], world: DeviceMesh | None) -> dist.ProcessGroup:
+    """The group of the ranks that differ along these axes alone: one that is there already, or a new one."""
+    assert dist.group.WORLD is not None
+    peers = grid.peers(axes)
+    if len(peers) == 1:
+        return dist.group.WORLD
+    if world is not None:
+        for name in world.mesh_dim_names or ():
+            if grid.peers(_MESH_AXES[name]) == peers:
+                return world.get_group(name)
+    mine: dist.ProcessGroup
+    mine, _ = dist.new_subgroups_by_enumeration(peers, group_desc="_".join(axes))  # type: ignore[no-untyped-call]
+    return mine

@@ -360,7 +360,7 @@ def build_loader(
         dp_rank=meshes.data_rank,
         dp_size=meshes.data_size,
         start_step=start_step,
-        pin_memory=meshes.world.device_type == "cuda",
+        pin_memory=meshes.device_type == "cuda",
     )
 
 

@@ -41,7 +41,7 @@ class DataParallel(Protocol):
 
 def build_data_parallel(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes) -> DataParallel:
     """Wrap a materialised module. Collective where the plan replicates."""
-    autocast = autocast_scope(plan, meshes.world.device_type)
+    autocast = autocast_scope(plan, meshes.device_type)
     if plan.uses_fully_shard:
         return FullyShard(module, plan)
     if plan.dp_replicate > 1:

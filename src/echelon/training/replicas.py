@@ -57,15 +57,15 @@ def compare_replicas(tensors: Mapping[str, Any], meshes: Meshes) -> list[Differe
     Args:
         tensors: what the engine keeps: those named `model.NAME` are compared.
     """
-    if meshes.world.size(0) == 1:
+    if meshes.grid.sizes["dp_replicate"] == 1:
         return []
     weights = {name.removeprefix("model."): each for name, each in tensors.items() if name.startswith("model.")}
-    device = torch.device(meshes.world.device_type)
+    device = torch.device(meshes.device_type)
     mine = torch.stack([hash_bits(local_part(each)).to(device) for each in weights.values()])
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(meshes.loss))]
-    dist.all_gather(everyone, mine, group=meshes.loss)
+    everyone = [torch.empty_like(mine) for _ in range(meshes.num_devices)]
+    dist.all_gather(everyone, mine, group=meshes.everyone)
     hashes = [tuple(each.tolist()) for each in everyone]
-    replicas = [tuple(map(int, column)) for column in meshes.world.mesh.T.tolist()]
+    replicas = [tuple(ranks) for ranks in meshes.grid.peers(("dp_replicate",))]
     return find_differences(hashes, replicas, list(weights))
 
 

@@ -313,7 +313,7 @@ class Trainer:
         mfu = None
         if self.peak_flops is not None:
             length = self.recipe.data.sequence_len
-            mfu = self.shape.mfu(rate, self.meshes.data_size, self.peak_flops, length, self.num_trained)
+            mfu = self.shape.mfu(rate, self.meshes.num_devices, self.peak_flops, length, self.num_trained)
         return train_row(
             metrics,
             tokens=self.state.tokens,

@@ -1,0 +1,115 @@
+"""How ranks are arranged under four plans, rank by rank, against tables written by hand. No communication."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from echelon.distributed.mesh import build_mesh
+from echelon.planner.plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What each rank should get, by rank."""
+
+    plan: ParallelPlan
+    data_size: int
+    data_rank: list[int]
+    loss: list[list[int]]
+    shard: list[list[int]] | list[list[list[int]]]
+    counts_data: list[int]
+    counts_loss: list[int]
+    outer: list[list[int]] | None = None
+    pp: list[list[int]] | None = None
+    tp: list[list[int]] | None = None
+
+
+TABLES = {
+    "dp2 x tp2": Expected(
+        ParallelPlan("mapping", dp_shard=2, tp=2),
+        data_size=2,
+        data_rank=[0, 0, 1, 1],
+        loss=[[0, 2], [1, 3], [0, 2], [1, 3]],
+        shard=[[0, 2], [1, 3], [0, 2], [1, 3]],
+        counts_data=[0, 2],
+        counts_loss=[0, 2],
+        tp=[[0, 1], [0, 1], [2, 3], [2, 3]],
+    ),
+    "pp2 x dp2": Expected(
+        ParallelPlan("mapping", pp=2, dp_shard=2),
+        data_size=2,
+        data_rank=[0, 1, 0, 1],
+        loss=[[0, 1], [0, 1], [2, 3], [2, 3]],
+        shard=[[0, 1], [0, 1], [2, 3], [2, 3]],
+        counts_data=[0, 1],
+        counts_loss=[2, 3],
+        pp=[[0, 2], [1, 3], [0, 2], [1, 3]],
+    ),
+    "replica2 x shard2": Expected(
+        ParallelPlan("mapping", num_replicas=2, dp_shard=2),
+        data_size=4,
+        data_rank=[0, 1, 2, 3],
+        loss=[[0, 1], [0, 1], [2, 3], [2, 3]],
+        shard=[[0, 1], [0, 1], [2, 3], [2, 3]],
+        counts_data=[0, 1, 2, 3],
+        counts_loss=[0, 1, 2, 3],
+        outer=[[0, 2], [1, 3], [0, 2], [1, 3]],
+    ),
+    "replicate2 x shard2 x cp2": Expected(
+        ParallelPlan("mapping", dp_replicate=2, dp_shard=2, cp=2),
+        data_size=4,
+        data_rank=[0, 0, 1, 1, 2, 2, 3, 3],
+        loss=[list(range(8))] * 8,
+        shard=[[[0, 1, 2, 3], [4, 5, 6, 7]]] * 8,
+        counts_data=[0, 2, 4, 6],
+        counts_loss=list(range(8)),
+    ),
+}
+
+
+def build_as(rank, plan):
+    """What a rank of the plan gets, its groups and meshes as lists of ranks, and how many groups were made."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+    try:
+        meshes = build_mesh(plan, "cpu")
+        ranks = {
+            name: None if group is None else dist.get_process_group_ranks(group)
+            for name, group in (("loss", meshes.loss), ("outer", meshes.outer), ("pp", meshes.pp))
+        }
+        for name, mesh in (("shard", meshes.shard), ("tp", meshes.tp)):
+            ranks[name] = None if mesh is None else mesh.mesh.tolist()
+        assert meshes.everyone is dist.group.WORLD
+        return meshes, ranks, len(dist.distributed_c10d._world.pg_map) - 1
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("expected", TABLES.values(), ids=TABLES)
+def test_every_rank_of_a_plan(expected):
+    for rank in range(expected.plan.world_size):
+        meshes, ranks, _ = build_as(rank, expected.plan)
+        assert (meshes.data_rank, meshes.data_size) == (expected.data_rank[rank], expected.data_size)
+        assert meshes.num_devices == expected.plan.world_size
+        for name, found in ranks.items():
+            table = getattr(expected, name)
+            assert found == (None if table is None else table[rank]), (name, rank)
+        assert meshes.counts_data == (rank in expected.counts_data)
+        assert meshes.counts_loss == (rank in expected.counts_loss)
+
+
+PLANS = {
+    "one process": (ParallelPlan("ddp"), 0),
+    "ddp": (ParallelPlan("ddp", dp_replicate=4), 0),
+    "fsdp": (ParallelPlan("fsdp", dp_shard=4), 0),
+    "offloaded": (ParallelPlan("fsdp", cpu_offload=True), 0),
+    "hsdp": (ParallelPlan("hsdp", dp_replicate=2, dp_shard=2), 2),  # of 4: one of copies, one of shards
+}
+
+
+@pytest.mark.parametrize(("plan", "num_groups"), PLANS.values(), ids=PLANS)
+def test_data_parallelism_takes_no_group_that_it_does_not_need(plan, num_groups):
+    _, ranks, made = build_as(0, plan)
+    assert ranks["loss"] == list(range(plan.world_size))
+    assert made == num_groups
