@@ -8,7 +8,7 @@ import pytest
 
 from command import RECIPE, write_recipe
 from echelon.model.build import build_on_meta, load_config
-from echelon.planner.shape import FAMILIES
+from echelon.planner.families import FAMILIES
 from echelon.lifecycle import model_checks as checks
 
 pytestmark = pytest.mark.dist

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from echelon.hardware.accelerators import parse_devices
+from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_memory
-from echelon.planner.plan import ParallelPlan, resolve_plan
+from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe import RESUMABLE, load_recipe
 from echelon.runs.run_folder import RunFolder

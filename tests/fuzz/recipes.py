@@ -10,8 +10,9 @@ from damage import HUGE, damage_bytes
 from echelon.hardware.accelerators import Cluster, parse_devices
 from echelon.lifecycle.model_checks import check_model
 from echelon.lifecycle.setup import describe_steps
+from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_memory
-from echelon.planner.plan import ParallelPlan, resolve_plan
+from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe, load_recipe, render_recipe
 from echelon.recipe.keys import recipe_keys
 from recipe_samples import SMALL

@@ -29,7 +29,7 @@ from echelon.lifecycle.model_checks import check_weights, find_model_fields
 from echelon.lifecycle.setup import prepare_run
 from echelon.model.build import build_on_meta, load_config
 from echelon.model.weights import load_pretrained
-from echelon.planner.plan import resolve_plan
+from echelon.planner.choose import resolve_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
 from echelon.runs.checksums import MANIFEST, describe_files

@@ -13,7 +13,8 @@ from echelon.data.prepare import prepare_data
 from echelon.hardware.accelerators import Accelerator, Cluster
 from echelon.lifecycle.assemble import build_trainer
 from echelon.parallel.data_parallel import Replicated, autocast_scope
-from echelon.planner.plan import ParallelPlan, resolve_plan
+from echelon.planner.choose import resolve_plan
+from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe, render_recipe
 from echelon.runs.run_folder import RunFolder

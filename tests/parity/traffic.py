@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
-from echelon.planner.shape import ModelShape
 
 
 @dataclass(frozen=True)

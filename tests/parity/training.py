@@ -21,7 +21,8 @@ from echelon.distributed.runtime import Runtime
 from echelon.hardware.accelerators import Accelerator, Cluster
 from echelon.lifecycle.assemble import build_trainer
 from echelon.model.router import RouterLoss
-from echelon.planner.plan import ParallelPlan, resolve_plan
+from echelon.planner.choose import resolve_plan
+from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe import ObjectiveConfig, load_recipe, render_recipe
 from echelon.runs.run_folder import RunFolder

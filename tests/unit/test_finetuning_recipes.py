@@ -35,9 +35,11 @@ from echelon.optimizer import build_optimizer
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.step import SingleStage
 from echelon.planner.adapter_plan import frozen_bytes
+from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import MemoryEstimate, estimate_memory
-from echelon.planner.plan import ParallelPlan, resolve_plan
-from echelon.planner.shape import ModelShape, build_shape
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import ParallelPlan
+from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]

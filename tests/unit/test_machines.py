@@ -11,8 +11,8 @@ from echelon.commands.launch import find_target_cluster, settle_instance
 from echelon.errors import PlanError
 from echelon.hardware.instances import INSTANCES, cluster_of
 from echelon.planner import machines
+from echelon.planner.choose import resolve_plan
 from echelon.planner.machines import choose_instance
-from echelon.planner.plan import resolve_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
 from echelon.recipe.training import ParallelConfig

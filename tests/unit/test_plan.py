@@ -6,7 +6,8 @@ import pytest
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
-from echelon.planner.plan import ParallelPlan, Precision, resolve_plan
+from echelon.planner.choose import resolve_plan
+from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.recipe import AdapterConfig, BatchRampConfig
 from echelon.recipe.batches import constant_batch, ramp_batch

@@ -10,7 +10,7 @@ from echelon.hardware import detection
 from echelon.hardware.accelerators import parse_devices
 from echelon.lifecycle.model_checks import check_model
 from echelon.lifecycle.setup import prepare_run
-from echelon.planner.plan import resolve_plan
+from echelon.planner.choose import resolve_plan
 from echelon.recipe import load_recipe
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import parse_devices
-from echelon.planner.plan import resolve_plan
+from echelon.planner.choose import resolve_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import check_built
 from echelon.recipe.scaling import best_batch_tokens, parse_count, render_scaled, scale_recipe

@@ -17,7 +17,7 @@ from echelon.redaction import redact_text
 if TYPE_CHECKING:
     from echelon.hardware.accelerators import Cluster
     from echelon.launch.job import JobRecord, JobSpec, JobStatus, Launcher
-    from echelon.planner.shape import ModelShape
+    from echelon.planner.model_shape import ModelShape
     from echelon.recipe import LaunchConfig, Recipe
     from echelon.runs.run_folder import RunFolder
 
@@ -313,8 +313,8 @@ def _check_model(recipe: "Recipe", cluster: "Cluster | None") -> list[str]:
 def _check_plan(recipe: "Recipe", shape: "ModelShape", cluster: "Cluster") -> str:
     """A line about the memory the plan needs there. Raises PlanError where it does not fit."""
     from echelon.errors import PlanError
+    from echelon.planner.choose import resolve_plan
     from echelon.planner.memory import estimate_memory
-    from echelon.planner.plan import resolve_plan
 
     plan = resolve_plan(recipe, shape, cluster)
     needed = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind).total

@@ -11,7 +11,7 @@ from echelon.errors import ConfigError
 if TYPE_CHECKING:
     from echelon.hardware.accelerators import Cluster
     from echelon.planner.memory import MemoryEstimate
-    from echelon.planner.shape import ModelShape
+    from echelon.planner.model_shape import ModelShape
     from echelon.recipe import Recipe
 
 
@@ -34,8 +34,8 @@ def plan(
     """Show how the recipe would run and the memory it needs, or why it would be refused. Downloads no weights."""
     from echelon.lifecycle.model_checks import check_model
     from echelon.lifecycle.setup import describe_steps
+    from echelon.planner.choose import resolve_plan
     from echelon.planner.memory import describe_checkpoint, estimate_memory
-    from echelon.planner.plan import resolve_plan
 
     if devices is not None and instance is not None:
         raise ConfigError(f"--devices {devices} and --instance {instance} are two clusters; give one.")

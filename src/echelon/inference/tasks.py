@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError
 from echelon.inference.target import find_device, load_target
-from echelon.planner.shape import logits_chunk_tokens
+from echelon.planner.model_shape import logits_chunk_tokens
 
 CONTEXT_FIELDS = ("context", "question", "prompt")
 

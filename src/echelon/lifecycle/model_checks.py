@@ -13,7 +13,9 @@ from typing import Any
 from echelon.data.mixture import divide_slots
 from echelon.errors import ConfigError, HubUnreachableError
 from echelon.model.model_folder import find_model_dir
-from echelon.planner.shape import FAMILIES, ModelShape, build_shape, resolve_vocab_size
+from echelon.planner.families import FAMILIES
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.shape import build_shape, resolve_vocab_size
 from echelon.recipe import Recipe, TrainedTokenizerConfig, load_recipe
 from echelon.reporting.trackers import check_trackers
 from echelon.runs.run_folder import RunFolder, is_run

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from echelon.errors import ConfigError, EchelonError, PlanError
 from echelon.hardware.accelerators import Cluster
 from echelon.lifecycle.model_checks import check_model, check_weights, find_model_fields
+from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
-from echelon.planner.plan import ParallelPlan, load_plan, resolve_plan
-from echelon.planner.shape import ModelShape, build_shape
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import ParallelPlan, load_plan
+from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe, find_secret_keys, render_recipe
 from echelon.recipe.schedule import find_fault, find_warmup, render_schedule
 from echelon.reporting.trackers import catch_up, check_trackers

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.model.parts import HeadArithmetic
-from echelon.planner.shape import logits_chunk_tokens
+from echelon.planner.model_shape import logits_chunk_tokens
 
 IGNORE = -100
 

@@ -5,8 +5,8 @@ import math
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
+from echelon.planner.model_shape import LinearShape, ModelShape
 from echelon.planner.plan import AdapterPlan
-from echelon.planner.shape import LinearShape, ModelShape
 
 if TYPE_CHECKING:
     from echelon.recipe import AdapterConfig

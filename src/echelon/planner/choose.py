@@ -9,8 +9,8 @@ from echelon.hardware.accelerators import CPU_BF16_MARGIN, Cluster
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
 from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
 from echelon.planner.memory import MemoryEstimate, estimate_memory
+from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, Rounding
-from echelon.planner.shape import ModelShape
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe, TrainConfig
@@ -46,10 +46,15 @@ class _Request:
         return estimate_memory(self.shape, plan, self.recipe.data.sequence_len, self.cluster.kind)
 
 
-def choose_plan(
-    recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None, fill: bool
+def resolve_plan(
+    recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None = None, fill: bool = False
 ) -> ParallelPlan:
-    """See `echelon.planner.plan.resolve_plan`, whose body this is."""
+    """The plan a recipe gets on a cluster: every cross-field check, and every `auto` decided and explained in `why`.
+
+    `num_samples` is the number of training sequences, once it is known. `fill`: a batch that the ranks cannot share
+    evenly is filled up, as for a run that goes on with another number of them; else it is refused. Raises PlanError, or
+    ConfigError where the recipe is wrong on any cluster, with the values that would fit.
+    """
     _check_positions(recipe, shape)
     precision, precision_why = _choose_precision(recipe.train, cluster)
     compile_model, compile_why = _choose_compile(recipe.train.compile, cluster)

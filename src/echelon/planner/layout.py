@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import Cluster
+from echelon.planner.model_shape import divisors
 from echelon.planner.plan import ReduceGradients
-from echelon.planner.shape import divisors
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import Cluster
 from echelon.hardware.instances import INSTANCES, Instance, cluster_of
-from echelon.planner.choose import MEMORY_HEADROOM
+from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
 from echelon.planner.memory import estimate_memory
-from echelon.planner.plan import ParallelPlan, resolve_plan
-from echelon.planner.shape import ModelShape
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe

@@ -1,4 +1,4 @@
-"""Shapes of model types that `planner/shape.py` has no formula for: built once on the meta device, and counted."""
+"""Shapes of model types that `families.py` has no formula for: built once on the meta device, and counted."""
 
 import difflib
 from collections import Counter
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.errors import ConfigError, PlanError
-from echelon.planner.shape import FAMILIES, LinearShape, ModelShape
+from echelon.planner.families import FAMILIES
+from echelon.planner.model_shape import LinearShape, ModelShape
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how families call the number of experts
 
@@ -16,6 +17,36 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
 
     Raises ConfigError naming what is wrong with `model.config`, and PlanError where torch is not installed.
     """
+    model = _build_on_meta(config)
+    text_config = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    layers = _find_layers(model)
+    heads = getattr(text_config, "num_attention_heads", 1)
+    hidden = embedding.shape[1]
+    experts, idle = _count_experts(text_config, layers)
+    return ModelShape(
+        model_type=config["model_type"],
+        num_layers=len(layers),
+        hidden_size=hidden,
+        intermediate_size=getattr(text_config, "intermediate_size", None) or 4 * hidden,
+        num_heads=heads,
+        num_kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text_config, "head_dim", None) or hidden // heads,
+        vocab_size=embedding.shape[0],
+        tied_embeddings=head is not None and head.weight is embedding,
+        max_positions=getattr(text_config, "max_position_embeddings", None),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_embedding_parameters=embedding.numel(),
+        # layers may differ (mixtures of experts beside dense ones): the mean keeps the sum right
+        num_layer_parameters=sum(p.numel() for layer in layers for p in layer.parameters()) // max(1, len(layers)),
+        linears=_count_linears(layers),
+        num_expert_parameters=experts,
+        num_idle_parameters=idle,
+    )
+
+
+def _build_on_meta(config: Mapping[str, Any]) -> Any:
+    """The model of a config, by transformers, its tensors on the meta device. Raises what `measure_shape` does."""
     model_type = config["model_type"]
     try:
         import torch
@@ -40,43 +71,32 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
         )
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(built_config)
+            return AutoModelForCausalLM.from_config(built_config)
     except Exception as wrong:  # as above
         raise ConfigError(
             f"model.config makes no {model_type} model in transformers: {wrong}; correct that field."
         ) from wrong
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    layers: list[Any] = list(max(stacks, key=len, default=[]))
+
+
+def _find_layers(model: Any) -> list[Any]:
+    """The decoder layers: the longest list of modules there is."""
+    from torch import nn
+
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(stacks, key=len, default=[]))
+
+
+def _count_linears(layers: list[Any]) -> tuple[LinearShape, ...]:
+    """The linear layers inside decoder layers, by name and widths."""
+    from torch import nn
+
     linears = Counter(
         (name.rpartition(".")[2], module.in_features, module.out_features)
         for layer in layers
         for name, module in layer.named_modules()
-        if isinstance(module, torch.nn.Linear)
+        if isinstance(module, nn.Linear)
     )
-    text_config = built_config.get_text_config()
-    heads = getattr(text_config, "num_attention_heads", 1)
-    hidden = embedding.shape[1]
-    experts, idle = _count_experts(text_config, layers)
-    return ModelShape(
-        model_type=model_type,
-        num_layers=len(layers),
-        hidden_size=hidden,
-        intermediate_size=getattr(text_config, "intermediate_size", None) or 4 * hidden,
-        num_heads=heads,
-        num_kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text_config, "head_dim", None) or hidden // heads,
-        vocab_size=embedding.shape[0],
-        tied_embeddings=head is not None and head.weight is embedding,
-        max_positions=getattr(text_config, "max_position_embeddings", None),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        num_embedding_parameters=embedding.numel(),
-        # layers may differ (mixtures of experts beside dense ones): the mean keeps the sum right
-        num_layer_parameters=sum(p.numel() for layer in layers for p in layer.parameters()) // max(1, len(layers)),
-        linears=tuple(LinearShape(*widths, count) for widths, count in linears.items()),
-        num_expert_parameters=experts,
-        num_idle_parameters=idle,
-    )
+    return tuple(LinearShape(*widths, count) for widths, count in linears.items())
 
 
 def _count_experts(config: Any, layers: list[Any]) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from echelon.hardware.accelerators import DeviceKind
 from echelon.planner.adapter_plan import adapter_bytes_per_token, frozen_bytes, trains_head, whole_weight_bytes
+from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
-from echelon.planner.shape import ModelShape, logits_chunk_tokens
 
 FP32_BYTES = 4
 # Copies of a chunk of fp32 logits alive at once: the logits, their softmax, and the gradient.

@@ -3,15 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from echelon.errors import PlanError
-from echelon.hardware.accelerators import Cluster
-from echelon.planner.shape import ModelShape
 from echelon.stored import read_as
-
-if TYPE_CHECKING:
-    from echelon.recipe import Recipe
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Rounding = Literal["nearest", "stochastic", "kahan"]
@@ -262,18 +257,3 @@ def load_plan(path: Path) -> ParallelPlan:
         raise PlanError(
             f"{path} is not a plan that can be read ({error}); restore it, or go on with the run, which makes it again."
         ) from error
-
-
-def resolve_plan(
-    recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None = None, fill: bool = False
-) -> ParallelPlan:
-    """The plan a recipe gets on a cluster: every cross-field check, and every `auto` decided and explained in `why`.
-
-    `num_samples` is the number of training sequences, once it is known. `fill`: a batch that the ranks cannot share
-    evenly is filled up, as for a run that goes on with another number of them; else it is refused. Raises PlanError, or
-    ConfigError where the recipe is wrong on any cluster, with the values that would fit.
-    """
-    # The one import that points up: the chooser weighs plans by the planner's memory model, which is made of plans.
-    from echelon.planner.choose import choose_plan
-
-    return choose_plan(recipe, shape, cluster, num_samples, fill)

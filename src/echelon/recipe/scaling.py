@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.errors import ConfigError
-from echelon.planner.shape import VOCAB_MULTIPLE, ModelShape, build_shape
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.shape import VOCAB_MULTIPLE, build_shape
 from echelon.recipe.section import SUFFIXES, read_count
 from echelon.recipe.yaml_text import render_inline
 

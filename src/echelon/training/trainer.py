@@ -22,7 +22,7 @@ from echelon.errors import StoppedError, TrainingError
 from echelon.inference.evaluate import EvalResults, Evaluator
 from echelon.inference.sampler import PromptSampler
 from echelon.objectives.objective import Objective
-from echelon.planner.shape import ModelShape
+from echelon.planner.model_shape import ModelShape
 from echelon.recipe import Recipe
 from echelon.recipe.batches import Rhythm
 from echelon.recipe.schedule import Schedule

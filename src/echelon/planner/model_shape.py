@@ -1,0 +1,108 @@
+"""ModelShape: the numbers of an architecture. FLOPs and MFU have their only formula here."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+LOGITS_CHUNK_BYTES = 256 * 2**20  # the loss holds at most this much of fp32 logits at a time, in one copy
+
+NormKind = Literal["rms", "rms_fp32", "layer"]
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What a decoder layer is made of, beyond its widths: what its saved activations depend on.
+
+    norm: "rms" multiplies by its weight in the input's dtype (Llama), "rms_fp32" in fp32 (Gemma), "layer" is LayerNorm.
+    mlp_saved: tensors of the intermediate width that backward needs. attention_matrix: the scores are kept, because
+    soft-capping rules out fused attention. separate_projections: q, k and v (gate and up) are modules of their own.
+    logits_softcap: the head's logits go through a tanh, whose result is kept.
+    """
+
+    norm: NormKind = "rms"
+    num_norms: int = 2
+    head_norms: bool = False
+    num_mlp_matrices: int = 3
+    mlp_saved: int = 4
+    separate_projections: bool = True
+    attention_matrix: bool = False
+    logits_softcap: bool = False
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """Linear layers of one name, the last part of their whole one, and how many of them the model has."""
+
+    name: str
+    in_features: int
+    out_features: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Widths and parameter counts of a decoder. A tied head is counted once, as the input embedding.
+
+    linears: the linear layers inside its decoder layers, without the head. num_expert_parameters: what the experts of a
+    mixture have together, in tensors of three dims; of them a token passes by num_idle_parameters.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    max_positions: int | None
+    num_parameters: int
+    num_embedding_parameters: int
+    num_layer_parameters: int
+    num_position_parameters: int = 0
+    parts: LayerParts = field(default_factory=LayerParts)
+    linears: tuple[LinearShape, ...] = ()
+    num_expert_parameters: int = 0
+    num_idle_parameters: int = 0
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        """N of the FLOP formula: everything but the input's look-up tables; a tied head is a matmul and stays in."""
+        look_up = self.num_position_parameters + (0 if self.tied_embeddings else self.num_embedding_parameters)
+        return self.num_parameters - look_up
+
+    def flops_per_token(self, sequence_len: int, num_trained: int | None = None) -> float:
+        """FLOPs of one token's forward and backward: 6 N + 12 L h s, attention not halved, no recomputation.
+
+        The form of PaLM (Chowdhery et al. 2022, appendix B), N without the input embedding and without the experts that
+        a token passes by. With `num_trained`, the parameters of an adapter, the others have no gradient of their own:
+        4 N + 2 N_trained + 12 L h s.
+        """
+        attention = 12.0 * self.num_layers * self.hidden_size * sequence_len
+        active = self.num_matmul_parameters - self.num_idle_parameters
+        return 4.0 * active + 2.0 * (active if num_trained is None else num_trained) + attention
+
+    def mfu(
+        self,
+        tokens_per_second: float,
+        num_devices: int,
+        peak_flops: float,
+        sequence_len: int,
+        num_trained: int | None = None,
+    ) -> float:
+        """Model FLOPs utilisation, a fraction: tokens/s of all ranks against `peak_flops` (FLOP/s) of each device."""
+        return tokens_per_second * self.flops_per_token(sequence_len, num_trained) / (num_devices * peak_flops)
+
+
+def logits_chunk_tokens(vocab_size: int) -> int:
+    """How many tokens' logits the loss holds at a time: one fp32 copy in LOGITS_CHUNK_BYTES, at least 256 tokens."""
+    return max(256, LOGITS_CHUNK_BYTES // (4 * vocab_size))
+
+
+def divisors(number: int) -> list[int]:
+    """What divides a number, smallest first."""
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
