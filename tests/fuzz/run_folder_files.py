@@ -215,7 +215,7 @@ class RunFolderFiles:
         try:
             found = {name: digest(tensor) for name, tensor in trainer.engine.state_dict().items()}
             state = {key: value for key, value in asdict(trainer.state).items() if key != "suppressed"}
-            trainer.book.describe()
+            trainer.goodput.describe()
             return {"state": digest(state), **found}
         finally:
             trainer.loader.close()

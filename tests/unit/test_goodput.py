@@ -7,9 +7,9 @@ import pytest
 
 from echelon.lifecycle import assemble
 from echelon.reporting import goodput
-from echelon.reporting.goodput import TimeBook
+from echelon.reporting.goodput import GoodputTracker
 from echelon.runs.run_folder import RunFolder
-from echelon.training.state import BookState, SavedState, TrainState
+from echelon.training.state import GoodputState, SavedState, TrainState
 
 
 @pytest.fixture
@@ -25,26 +25,26 @@ def clock(monkeypatch):
     return made
 
 
-def spend(book: TimeBook, clock, cause: str, seconds: float) -> None:
-    with book.spending(cause):
+def spend(tracker: GoodputTracker, clock, cause: str, seconds: float) -> None:
+    with tracker.spending(cause):
         clock.now += seconds
 
 
-def only(book: TimeBook) -> dict[str, float]:
-    book.turn("training")
-    return {cause: seconds for cause, seconds in book.seconds.items() if seconds}
+def only(tracker: GoodputTracker) -> dict[str, float]:
+    tracker.turn("training")
+    return {cause: seconds for cause, seconds in tracker.seconds.items() if seconds}
 
 
 def test_every_second_has_one_cause(clock) -> None:
-    book = TimeBook(began=990.0)
-    book.turn("training")
+    tracker = GoodputTracker(began=990.0)
+    tracker.turn("training")
     clock.now += 60
-    spend(book, clock, "evaluating", 7)
-    spend(book, clock, "saving", 3)
-    book.move("training", "data", 4)
-    book.move("training", "skipped", 6)
-    assert only(book) == {"starting": 10, "training": 50, "data": 4, "skipped": 6, "evaluating": 7, "saving": 3}
-    assert book.describe() == (
+    spend(tracker, clock, "evaluating", 7)
+    spend(tracker, clock, "saving", 3)
+    tracker.move("training", "data", 4)
+    tracker.move("training", "skipped", 6)
+    assert only(tracker) == {"starting": 10, "training": 50, "data": 4, "skipped": 6, "evaluating": 7, "saving": 3}
+    assert tracker.describe() == (
         "goodput 62.5 %: 50s of 1m20s in steps that count; 12.5 % starting; 8.8 % evaluating; "
         "7.5 % in steps that were not applied; 5.0 % waiting for data; 3.8 % standing still for a save"
     )
@@ -53,14 +53,14 @@ def test_every_second_has_one_cause(clock) -> None:
 @pytest.mark.parametrize("asked", [False, True])
 def test_the_gap_after_a_checkpoint(clock, asked: bool) -> None:
     """Saved at 1100, worked on until 1130, dead until 1150, then 10 s to start."""
-    first = TimeBook(began=1000.0)
+    first = GoodputTracker(began=1000.0)
     first.turn("training")
     clock.now = 1100.0
     if asked:
         first.stop()
-    saved = BookState(**first.state_dict())
+    saved = GoodputState(**first.state_dict())
     clock.now = 1160.0
-    second = TimeBook(began=1150.0)
+    second = GoodputTracker(began=1150.0)
     second.resume(saved, last_sign=0.0 if asked else 1130.0)
     expected = {"training": 100, "starting": 10, **({"stopped": 50} if asked else {"redone": 30, "down": 20})}
     assert only(second) == expected
@@ -69,15 +69,15 @@ def test_the_gap_after_a_checkpoint(clock, asked: bool) -> None:
 
 
 def test_a_rollback_does_work_again(clock) -> None:
-    book = TimeBook()
-    book.turn("training")
+    tracker = GoodputTracker()
+    tracker.turn("training")
     clock.now += 100
-    saved = book.state_dict()["seconds"]
+    saved = tracker.state_dict()["seconds"]
     clock.now += 40
-    spend(book, clock, "evaluating", 5)
-    book.move("training", "skipped", 2)
-    book.go_back(saved)
-    assert only(book) == {"training": 100, "redone": 45}
+    spend(tracker, clock, "evaluating", 5)
+    tracker.move("training", "skipped", 2)
+    tracker.go_back(saved)
+    assert only(tracker) == {"training": 100, "redone": 45}
 
 
 @pytest.mark.parametrize("end", ["done", "early_stop", None])
@@ -89,7 +89,7 @@ def test_the_pause_before_a_finished_run_is_given_more_steps_is_none_of_its_loss
     lines = [json.dumps({"event": event, "time": when, "step": 0}) for event, when in events]
     folder.events_path.write_text("".join(f"{line}\n" for line in lines))
     monkeypatch.setattr(assemble, "find_start", lambda until: now)
-    saved = SavedState(TrainState(step=3), book=BookState({"training": 200.0}, now - 3700, stopped=False))
-    spent = only(assemble.open_book(folder, saved))
+    saved = SavedState(TrainState(step=3), goodput=GoodputState({"training": 200.0}, now - 3700, stopped=False))
+    spent = only(assemble.open_goodput(folder, saved))
     assert spent["down" if end is None else "stopped"] == pytest.approx(3700, abs=1)
     assert ("stopped" if end is None else "down") not in spent

@@ -43,7 +43,7 @@ from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
 from echelon.recipe.schedule import build_schedule
 from echelon.reporting.budget import CostMeter
-from echelon.reporting.goodput import TimeBook
+from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.reporting.trackers import start_trackers
@@ -56,7 +56,7 @@ from echelon.training.heartbeat import Heartbeat
 from echelon.training.interval import SaveInterval
 from echelon.training.replicas import describe_replicas
 from echelon.training.rollback import find_suppressed, load_checkpoint
-from echelon.training.state import BookState, SavedState, TrainState
+from echelon.training.state import GoodputState, SavedState, TrainState
 from echelon.training.trainer import Trainer
 
 # Of the notice: what closing trackers and ending the processes may take after the last upload was given up.
@@ -136,13 +136,13 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder, console:
 def summarize(trainer: Trainer, folder: RunFolder) -> None:
     """Say where the run's time went, and write it to events.jsonl, however this start of it ended. On rank 0."""
     assert trainer.journal is not None
-    trainer.journal.say(trainer.book.describe())
+    trainer.journal.say(trainer.goodput.describe())
     if trainer.journal.meter is not None:
         trainer.journal.meter.close()
         if (used := trainer.journal.meter.describe()) is not None:
             trainer.journal.say(used)
     with suppress(OSError):  # a full disk takes no event
-        folder.append_event("goodput", step=trainer.state.step, seconds=trainer.book.state_dict()["seconds"])
+        folder.append_event("goodput", step=trainer.state.step, seconds=trainer.goodput.state_dict()["seconds"])
 
 
 def finish(trainer: Trainer, folder: RunFolder, console: TextIO) -> None:
@@ -203,12 +203,12 @@ def build_trainer(
     state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
     stops = find_stops(config, data.manifest.stops)
     sampler = build_sampler(recipe, data, stops, device)
-    journal, book = None, TimeBook()
+    journal, goodput = None, GoodputTracker()
     num_steps = recipe.num_steps(data.train.num_samples)
     peak_flops = find_peak_flops(device, plan.precision.compute)
     if recovery is not None:
         recovery.loaded()
-        book = open_book(folder, saved)
+        goodput = open_goodput(folder, saved)
         store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
         text = {"prepared": str(data.path), "digest": data.content_digest}
         folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops, **text)
@@ -246,7 +246,7 @@ def build_trainer(
         journal=journal,
         interval=SaveInterval(recipe, data.train.num_samples, plan.world_size, state.step),
         state=state,
-        book=book,
+        goodput=goodput,
     )
 
 
@@ -268,22 +268,22 @@ def _describe_model(
         yield router_line
 
 
-def open_book(folder: RunFolder, saved: SavedState | None) -> TimeBook:
+def open_goodput(folder: RunFolder, saved: SavedState | None) -> GoodputTracker:
     """Where the run's time went so far; cuts off the rows of lost steps, which tell how long those took. Rank 0."""
     written = folder.metrics_path.stat().st_mtime if folder.metrics_path.exists() else 0.0
     at = TrainState() if saved is None else saved.train
     num_cut = folder.cut_metrics(at.step, at.owes_evaluation)
-    book = None if saved is None else saved.book
+    found = None if saved is None else saved.goodput
     events = [event for event in folder.read_events() if event["event"] in ("start", "resume", *_ENDS)]
     starts = [event["time"] for event in events if event["event"] == "start"]
-    if book is None and starts:  # an earlier start came to no checkpoint
-        book = BookState({}, min(starts), stopped=False)
-    if book is None:
-        return TimeBook(find_start(0.0))
+    if found is None and starts:  # an earlier start came to no checkpoint
+        found = GoodputState({}, min(starts), stopped=False)
+    if found is None:
+        return GoodputTracker(find_start(0.0))
     if events and events[-1]["event"] in _ENDS:  # the run had finished, and was given more steps later
-        book = replace(book, stopped=True)
-    opened = TimeBook(find_start(book.until))
-    opened.resume(book, last_sign=written if num_cut else 0.0)
+        found = replace(found, stopped=True)
+    opened = GoodputTracker(find_start(found.until))
+    opened.resume(found, last_sign=written if num_cut else 0.0)
     return opened
 
 

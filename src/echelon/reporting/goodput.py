@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from echelon.reporting.console import render_duration
-from echelon.training.state import BookState
+from echelon.training.state import GoodputState
 
 CAUSES = {
     "training": "in steps that count",
@@ -24,7 +24,7 @@ CAUSES = {
 _WORK = ("training", "data", "skipped", "evaluating", "saving")
 
 
-class TimeBook:
+class GoodputTracker:
     """Where the wall time of a run went: each second since its first start, under one cause.
 
     Each rank keeps one, and rank 0's goes into the checkpoints. So the seconds of a run that was killed are known up to
@@ -70,8 +70,8 @@ class TimeBook:
         for cause in _WORK:
             self.move(cause, "redone", self.seconds[cause] - seconds.get(cause, 0.0))
 
-    def resume(self, saved: BookState, last_sign: float) -> None:
-        """Go on from an earlier start of the run; this one has begun when this book has.
+    def resume(self, saved: GoodputState, last_sign: float) -> None:
+        """Go on from an earlier start of the run; this one has begun when this tracker has.
 
         Args:
             saved: what the checkpoint that the run goes on from has.
@@ -86,7 +86,7 @@ class TimeBook:
         self._since = max(began, until)
 
     def state_dict(self) -> dict[str, Any]:
-        """The book up to now, as JSON values."""
+        """The seconds up to now, as JSON values."""
         self.turn(self._cause)
         return {"seconds": dict(self.seconds), "until": self._since, "stopped": self._is_stopped}
 

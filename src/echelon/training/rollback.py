@@ -96,7 +96,7 @@ def _roll_back(trainer: "Trainer", metrics: StepMetrics, diagnosis: Diagnosis) -
     known = trainer.state.suppressed
     saved = load_checkpoint(checkpoint, trainer.store, trainer.engine, trainer.judge)
     trainer.state = saved.train.suppressing((*known, number))
-    trainer.book.go_back({} if saved.book is None else saved.book.seconds)
+    trainer.goodput.go_back({} if saved.goodput is None else saved.goodput.seconds)
     trainer.loader.seek(checkpoint.step)
     if journal is not None:
         journal.cut(checkpoint.step)

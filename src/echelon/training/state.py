@@ -85,8 +85,8 @@ class JudgeState:
 
 @with_config(_STRICT)
 @dataclass(frozen=True)
-class BookState:
-    """Where the time went, as `TimeBook.state_dict` gives it."""
+class GoodputState:
+    """Where the time went, as `GoodputTracker.state_dict` gives it."""
 
     seconds: dict[str, float]
     until: float
@@ -100,12 +100,12 @@ class SavedState:
 
     train: TrainState
     judge: JudgeState = JudgeState()
-    book: BookState | None = None
+    goodput: GoodputState | None = None
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "SavedState":
         """What `Trainer` saved. Raises CheckpointError for anything else."""
-        names = ["train", "judge", "book"]
+        names = ["train", "judge", "goodput"]
         return _parse(cls, {name: values[name] for name in names if name in values})
 
 

@@ -26,7 +26,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.recipe import Recipe
 from echelon.recipe.batches import Rhythm
 from echelon.recipe.schedule import Schedule
-from echelon.reporting.goodput import TimeBook
+from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
 from echelon.runs.cost import name_limit
 from echelon.stopping import LIMITS, StopRequest
@@ -72,7 +72,7 @@ class Trainer:
     journal: Journal | None
     interval: SaveInterval
     state: TrainState = field(default_factory=TrainState)
-    book: TimeBook = field(default_factory=TimeBook)
+    goodput: GoodputTracker = field(default_factory=GoodputTracker)
     heart: Heartbeat = field(default_factory=Heartbeat)
     stop: StopRequest = field(default_factory=StopRequest)
 
@@ -94,16 +94,16 @@ class Trainer:
                 self._go_on()
                 break
             except BadStep as bad:
-                with self.book.spending("recovering"):
+                with self.goodput.spending("recovering"):
                     recover(self, bad.metrics)
-        with self.book.spending("saving"), self.heart.resting():
+        with self.goodput.spending("saving"), self.heart.resting():
             while not self.store.wait():  # without its last checkpoint a run is not done
                 self._save()
         return self.state
 
     def _go_on(self) -> None:
         """Train to the end, or until a step is so bad that training cannot simply go on: BadStep. Collective."""
-        self.book.turn("training")
+        self.goodput.turn("training")
         self._mark = Stamp(self.device)
         pending: PendingMetrics | None = None
         self.heart.beat(f"step {self.state.step + 1}")
@@ -213,7 +213,7 @@ class Trainer:
         if self.recipe.fault.verify_replicas_every is not None:  # also before a save: what is saved is one replica's
             self._verify_replicas()
         if self._evaluates_at(done):
-            with self.book.spending("evaluating"):
+            with self.goodput.spending("evaluating"):
                 results = self.evaluate() if self._stopped_by is None else None
             if results is None:
                 self.state = replace(self.state, owes_evaluation=True)
@@ -225,7 +225,7 @@ class Trainer:
         if self._saves_at(done) or self.stopped_early or (is_best and self.recipe.checkpoint.keep_best):
             self._save_and_learn(done)
         elif self.snapshots.is_due(done):
-            with self.book.spending("saving"), self.heart.resting():
+            with self.goodput.spending("saving"), self.heart.resting():
                 self.snapshots.save(done, self.engine.state_dict(), self._describe_state())
         self._mark = Stamp(self.device)
 
@@ -242,7 +242,7 @@ class Trainer:
     def _save_and_learn(self, done: int) -> None:
         """Save, and let the interval see what that cost."""
         started = time.monotonic()
-        with self.book.spending("saving"), self.heart.resting():
+        with self.goodput.spending("saving"), self.heart.resting():
             self._save()
         stall = time.monotonic() - started
         news = self.interval.learn(done, stall, self.store.write_seconds or 0.0, self.meshes.loss)
@@ -267,7 +267,7 @@ class Trainer:
             "train": self.state.to_dict(),
             "sync": self.sync.state_dict(),
             "judge": self.judge.state_dict(),
-            "book": self.book.state_dict(),
+            "goodput": self.goodput.state_dict(),
         }
 
     def _save(self) -> None:
@@ -276,8 +276,8 @@ class Trainer:
 
     def _save_and_leave(self) -> NoReturn:
         started = time.monotonic()
-        self.book.turn("saving")
-        self.book.stop()
+        self.goodput.turn("saving")
+        self.goodput.stop()
         with self.heart.resting():
             self._save()
             while not self.store.wait():
@@ -297,9 +297,9 @@ class Trainer:
         seconds, self._mark = pending.finished.seconds_since(self._mark), pending.finished
         self.state = self.state.advanced(metrics.tokens, metrics.target_tokens)
         self.interval.saw_step(seconds)
-        self.book.move("training", "data", metrics.data_wait_seconds)
+        self.goodput.move("training", "data", metrics.data_wait_seconds)
         if not metrics.committed:
-            self.book.move("training", "skipped", seconds - metrics.data_wait_seconds)
+            self.goodput.move("training", "skipped", seconds - metrics.data_wait_seconds)
         if metrics.memory_peak_bytes is not None:
             self._peak_bytes = metrics.memory_peak_bytes
         self._stopped_by = self._stopped_by or metrics.stopped_by
