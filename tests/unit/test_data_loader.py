@@ -51,7 +51,7 @@ def join(batches: list[StepBatch], name: str) -> torch.Tensor:
 
 
 def hash_microbatch(each: Microbatch) -> int:
-    return hash_sequences(each.sample_ids, each.positions, each.input_ids.numpy(), each.labels.numpy())
+    return hash_sequences(each.sample_ids, each.batch_indices, each.input_ids.numpy(), each.labels.numpy())
 
 
 def test_a_step_feeds_the_samples_of_the_order(dataset):
@@ -65,7 +65,7 @@ def test_a_step_feeds_the_samples_of_the_order(dataset):
     samples = dataset.read_samples(join(batches, "sample_ids").numpy())
     assert torch.equal(join(batches, "input_ids"), torch.from_numpy(samples.inputs))
     assert torch.equal(join(batches, "labels"), torch.from_numpy(samples.labels))
-    assert join(batches, "positions").tolist() == list(range(GLOBAL_BATCH)) * 10
+    assert join(batches, "batch_indices").tolist() == list(range(GLOBAL_BATCH)) * 10
     assert join(batches, "input_ids").dtype == join(batches, "labels").dtype == torch.int64
     # 51 samples hold 402 targets: an epoch feeds every one, and 6 positions of padding.
     assert sum(batch.num_tokens for batch in batches) == int((samples.labels != -100).sum())
@@ -79,7 +79,7 @@ def test_ranks_share_a_global_batch_and_their_hashes_add_up(dataset, ranks, micr
     shares = [load(dataset, 6, micro=micro, rank=rank, ranks=ranks) for rank in range(ranks)]
     for step, batch in enumerate(whole):
         parts = [share[step] for share in shares]
-        for name in ("input_ids", "labels", "sample_ids", "positions"):
+        for name in ("input_ids", "labels", "sample_ids", "batch_indices"):
             assert torch.equal(join(parts, name), join([batch], name)), name
         assert sum(part.hash for part in parts) % 2**64 == batch.hash
         assert sum(part.num_tokens for part in parts) == batch.num_tokens
@@ -98,8 +98,8 @@ def test_a_ramp_feeds_the_same_sequences_in_the_order_of_the_run(dataset):
     ramp = ramp_batch(4, 12, 4, over_tokens=200, sequence_len=8)  # 100 tokens of 4 sequences, 100 of 8, then 12
     sizes = [4, 4, 4, 4, 8, 8, 12, 12]
     batches = load(dataset, 8, batches=ramp)
-    assert [sum(len(each.positions) for each in batch.microbatches) for batch in batches] == sizes
-    assert join(batches, "positions").tolist() == [place for size in sizes for place in range(size)]
+    assert [sum(len(each.batch_indices) for each in batch.microbatches) for batch in batches] == sizes
+    assert join(batches, "batch_indices").tolist() == [place for size in sizes for place in range(size)]
     ids = SampleOrder(dataset.num_samples, seed=1).sample_ids(0, sum(sizes))
     assert join(batches, "sample_ids").tolist() == ids.tolist()
     assert [batch.hash for batch in load(dataset, 3, batches=ramp, start=5)] == [batch.hash for batch in batches[5:]]
@@ -115,7 +115,7 @@ def test_the_hash_is_the_sum_over_sequences_in_any_order(dataset):
     (all_of_it,) = batch.microbatches
     assert hash_microbatch(all_of_it) == batch.hash
     rows = np.random.default_rng(0).permutation(GLOBAL_BATCH)
-    fields = (all_of_it.sample_ids, all_of_it.positions, all_of_it.input_ids.numpy(), all_of_it.labels.numpy())
+    fields = (all_of_it.sample_ids, all_of_it.batch_indices, all_of_it.input_ids.numpy(), all_of_it.labels.numpy())
     assert hash_sequences(*(each[rows] for each in fields)) == batch.hash
     assert sum(hash_sequences(*(each[[row]] for each in fields)) for row in rows) % 2**64 == batch.hash
     assert hash_sequences(*(each[:0] for each in fields)) == 0
@@ -126,7 +126,7 @@ def test_the_hash_sees_any_single_change(dataset):
     (each,) = batch.microbatches
     seen = {batch.hash}
     num_changes = 0
-    for field in (each.sample_ids, each.positions, each.input_ids.numpy(), each.labels.numpy()):
+    for field in (each.sample_ids, each.batch_indices, each.input_ids.numpy(), each.labels.numpy()):
         for place in np.ndindex(field.shape):
             for change in (1, -1):
                 field[place] += change
@@ -142,10 +142,10 @@ def test_the_hash_sees_sequences_that_change_places_and_tokens_that_swap(dataset
     (each,) = batch.microbatches
     inputs, labels = each.input_ids.numpy(), each.labels.numpy()
     swapped = np.array([1, 0, *range(2, GLOBAL_BATCH)])
-    assert hash_sequences(each.sample_ids, each.positions[swapped], inputs, labels) != batch.hash
-    assert hash_sequences(each.sample_ids[swapped], each.positions, inputs, labels) != batch.hash
-    assert hash_sequences(each.sample_ids, each.positions, labels, inputs) != batch.hash
-    assert hash_sequences(each.sample_ids, each.positions, inputs[:, ::-1].copy(), labels) != batch.hash
+    assert hash_sequences(each.sample_ids, each.batch_indices[swapped], inputs, labels) != batch.hash
+    assert hash_sequences(each.sample_ids[swapped], each.batch_indices, inputs, labels) != batch.hash
+    assert hash_sequences(each.sample_ids, each.batch_indices, labels, inputs) != batch.hash
+    assert hash_sequences(each.sample_ids, each.batch_indices, inputs[:, ::-1].copy(), labels) != batch.hash
 
 
 def hash_one(sample_id: int, position: int, inputs: list[int], labels: list[int]) -> int:
@@ -166,11 +166,11 @@ def hash_one(sample_id: int, position: int, inputs: list[int], labels: list[int]
 
 def test_hash_values_are_those_of_a_scalar_implementation_and_frozen():
     """Runs compare batch_hash across versions: never edit the value."""
-    ids, positions = np.array([5, 2**40, 0]), np.arange(3)
+    ids, indices = np.array([5, 2**40, 0]), np.arange(3)
     inputs = np.arange(12).reshape(3, 4)
     labels = np.where(inputs == 11, -100, inputs + 1)
-    value = hash_sequences(ids, positions, inputs, labels)
-    rows = zip(ids.tolist(), positions.tolist(), inputs.tolist(), labels.tolist(), strict=True)
+    value = hash_sequences(ids, indices, inputs, labels)
+    rows = zip(ids.tolist(), indices.tolist(), inputs.tolist(), labels.tolist(), strict=True)
     assert value == sum(hash_one(*row) for row in rows) % 2**64
     assert f"{value:016x}" == "d9f35dd93982f256"
 
@@ -189,12 +189,12 @@ def test_ranks_that_cannot_share_evenly_fill_up_with_sequences_without_targets(d
     count = math.ceil(GLOBAL_BATCH / ranks)
     for step, batch in enumerate(whole):
         parts = [share[step] for share in shares]
-        assert [len(join([part], "positions")) for part in parts] == [count] * ranks
-        ids, positions = join(parts, "sample_ids"), join(parts, "positions")
-        assert positions.tolist() == list(range(count * ranks))
+        assert [len(join([part], "batch_indices")) for part in parts] == [count] * ranks
+        ids, indices = join(parts, "sample_ids"), join(parts, "batch_indices")
+        assert indices.tolist() == list(range(count * ranks))
         assert ids[GLOBAL_BATCH:].tolist() == [-1] * (count * ranks - GLOBAL_BATCH)
         assert (join(parts, "labels")[GLOBAL_BATCH:] == -100).all()
-        for name in ("input_ids", "labels", "sample_ids", "positions"):
+        for name in ("input_ids", "labels", "sample_ids", "batch_indices"):
             assert torch.equal(join(parts, name)[:GLOBAL_BATCH], join([batch], name)), name
         assert sum(part.hash for part in parts) % 2**64 == batch.hash
         assert sum(part.num_tokens for part in parts) == batch.num_tokens

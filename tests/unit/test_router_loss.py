@@ -166,8 +166,8 @@ def test_a_preference_pair_counts_once():
     documents = torch.tensor([[0] * 8 + [1] * 4 + [2] * 4 + [3] * 4 + [-1] * 4])
     labels = torch.full_like(inputs, IGNORE)
     labels[0, 5:8], labels[0, 10:11] = 7, 7
-    places, positions = np.zeros(1, np.int64), torch.from_numpy(positions_in_documents(documents.numpy()))
-    batch = Microbatch(inputs, labels, places, places, documents, positions, documents >= 0)
+    places, position_ids = np.zeros(1, np.int64), torch.from_numpy(positions_in_documents(documents.numpy()))
+    batch = Microbatch(inputs, labels, places, places, documents, position_ids, documents >= 0)
     weights = DPO(0.1).token_weights(batch)
     sequences = number_sequences(documents >= 0, weights, documents)
     assert sequences.weights[:4].tolist() == [0.75, 0.25, 0.0, 0.0]

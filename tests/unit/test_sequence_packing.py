@@ -394,7 +394,7 @@ def test_common_padding_is_trimmed_and_the_hash_knows_nothing_of_it(tmp_path):
 def in_order(batch):
     """The samples of a step by their places in the global batch."""
     places, ids = (
-        np.concatenate([getattr(each, name) for each in batch.microbatches]) for name in ("positions", "sample_ids")
+        np.concatenate([getattr(each, name) for each in batch.microbatches]) for name in ("batch_indices", "sample_ids")
     )
     return ids[np.argsort(places)]
 

@@ -21,24 +21,24 @@ _TRIM_TO = 8
 _LOW_32_BITS = np.uint64(2**32 - 1)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SAMPLE_SALT = np.uint64(0xD1B54A32D192ED03)
-_POSITION_SALT = np.uint64(0x8CB92BA72F3D8DD7)
+_BATCH_INDEX_SALT = np.uint64(0x8CB92BA72F3D8DD7)
 
 
 @dataclass(frozen=True)
 class Microbatch:
     """The sequences of one forward pass.
 
-    input_ids and labels are int64 `[batch, seq]`, labels -100 where there is no target; sample_ids and positions, which
-    are places in the global batch of the step, int64 `[batch]`. A sequence that only fills up the batch has no target
-    and the sample id -1. `documents` (see Samples) and `position_ids`, which start again with each document, int64
-    `[batch, seq]`, are None where documents are not kept apart. `filled`, boolean `[batch, seq]`, marks the positions
-    other than padding; None where those without a target are padding.
+    input_ids and labels are int64 `[batch, seq]`, labels -100 where there is no target. sample_ids and batch_indices,
+    int64 `[batch]`: which samples these are, and their places in the global batch of the step. A sequence that only
+    fills up the batch has no target and the sample id -1. `documents` (see Samples) and `position_ids`, which start
+    again with each document, int64 `[batch, seq]`, are None where documents are not kept apart. `filled`, boolean
+    `[batch, seq]`, marks the positions other than padding; None where those without a target are padding.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     sample_ids: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
+    batch_indices: npt.NDArray[np.int64]
     documents: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     filled: torch.Tensor | None = None
@@ -78,22 +78,22 @@ class StepBatch:
 
 def hash_sequences(
     sample_ids: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
+    batch_indices: npt.NDArray[np.int64],
     inputs: npt.NDArray[np.int64],
     labels: npt.NDArray[np.int64],
 ) -> int:
-    """The sum modulo 2^64 of a 64-bit hash of each sequence: its sample id, position, inputs and labels.
+    """The sum modulo 2^64 of a 64-bit hash of each sequence: its sample id, batch index, inputs and labels.
 
-    sample_ids and positions `[n]`, inputs and labels `[n, seq]`, of ids below 2^32. A sum does not depend on its order,
-    so any division of a global batch among ranks and microbatches gives the same. Sensitive to every bit of its input;
-    it guards against mistakes, not against an adversary.
+    sample_ids and batch_indices `[n]`, inputs and labels `[n, seq]`, of ids below 2^32. A sum does not depend on its
+    order, so any division of a global batch among ranks and microbatches gives the same. Sensitive to every bit of its
+    input; it guards against mistakes, not against an adversary.
     """
     places = mix((np.arange(inputs.shape[1], dtype=np.uint64) + np.uint64(1)) * _GOLDEN)
     pairs = (inputs.astype(np.uint64) << np.uint64(32)) | (labels.astype(np.uint64) & _LOW_32_BITS)
     content: Words = mix(pairs ^ places).sum(axis=1, dtype=np.uint64)
     sample_words = mix(sample_ids.astype(np.uint64) ^ _SAMPLE_SALT)
-    position_words = mix(positions.astype(np.uint64) ^ _POSITION_SALT)
-    return int(mix(content + mix(sample_words + position_words)).sum(dtype=np.uint64))
+    index_words = mix(batch_indices.astype(np.uint64) ^ _BATCH_INDEX_SALT)
+    return int(mix(content + mix(sample_words + index_words)).sum(dtype=np.uint64))
 
 
 class BatchLoader(Iterator[StepBatch]):
@@ -175,13 +175,13 @@ class BatchLoader(Iterator[StepBatch]):
     def _build(self, step: int) -> StepBatch:
         size = self._batches.sequences(step)
         count = -(-size // self._dp_size)
-        first_position = self._dp_rank * count
-        fill = min(count, max(0, first_position + count - size))
-        sample_ids = self._order.sample_ids(self._batches.first_sequence(step) + first_position, count - fill)
-        positions = np.arange(first_position, first_position + count)
+        first_index = self._dp_rank * count
+        fill = min(count, max(0, first_index + count - size))
+        sample_ids = self._order.sample_ids(self._batches.first_sequence(step) + first_index, count - fill)
+        batch_indices = np.arange(first_index, first_index + count)
         samples = self._dataset.read_samples(sample_ids)
         # Whole rows, before they are divided and trimmed: the sum depends on neither.
-        digest = hash_sequences(sample_ids, positions[: count - fill], samples.inputs, samples.labels)
+        digest = hash_sequences(sample_ids, batch_indices[: count - fill], samples.inputs, samples.labels)
         if fill:
             sample_ids = np.pad(sample_ids, (0, fill), constant_values=-1)
             samples = fill_up(samples, fill)
@@ -189,7 +189,7 @@ class BatchLoader(Iterator[StepBatch]):
         by_length = order_by_length(samples)
         for first in range(0, count, self._micro_batch_size):
             rows = by_length[first : first + self._micro_batch_size]
-            microbatch = build_microbatch(trim_padding(samples, rows), sample_ids[rows], positions[rows])
+            microbatch = build_microbatch(trim_padding(samples, rows), sample_ids[rows], batch_indices[rows])
             microbatches.append(microbatch.pin_memory() if self._pin_memory else microbatch)
         return StepBatch(step, microbatches, digest, num_fed(samples), int((samples.labels != NO_LABEL).sum()))
 
@@ -224,7 +224,7 @@ def trim_padding(samples: Samples, rows: slice | npt.NDArray[np.int64] = slice(N
 
 
 def build_microbatch(
-    samples: Samples, sample_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    samples: Samples, sample_ids: npt.NDArray[np.int64], batch_indices: npt.NDArray[np.int64]
 ) -> Microbatch:
     """Samples as tensors on the CPU."""
     documents = samples.documents if samples.apart else None
@@ -232,7 +232,7 @@ def build_microbatch(
         torch.from_numpy(samples.inputs),
         torch.from_numpy(samples.labels),
         sample_ids,
-        positions,
+        batch_indices,
         None if documents is None else torch.from_numpy(documents),
         None if documents is None else torch.from_numpy(positions_in_documents(documents)),
         None if samples.documents is None else torch.from_numpy(samples.documents >= 0),

@@ -54,7 +54,7 @@ class SingleStage:
         read = training_sums(objective)
         for index, microbatch in enumerate(microbatches):
             # Random state is not saved but derived, so that dropout is the same after a resume.
-            torch.manual_seed(derive_seed(self._seed, step, int(microbatch.positions[0])))
+            torch.manual_seed(derive_seed(self._seed, step, int(microbatch.batch_indices[0])))
             with self._parallel.microbatch(is_last=index == len(microbatches) - 1):
                 sums = self._parallel.module(microbatch, read)
             # 0 * loss is 0, or NaN for a loss that is not finite: then every gradient is NaN, and so is the norm that
