@@ -24,7 +24,7 @@ from echelon.inference.held_out import open_held_out
 from echelon.lifecycle.assemble import build_trainer
 from echelon.lifecycle.setup import prepare_run
 from echelon.recipe import load_recipe
-from echelon.reporting.trackers.courier import Courier, Ledger
+from echelon.reporting.trackers.forwarder import Ledger, MetricsForwarder
 from echelon.reporting.trackers.tracker import Opened
 from echelon.runs.checksums import find_faults
 from echelon.runs.cost import Spending, write_spending
@@ -193,13 +193,13 @@ class RunFolderFiles:
         return looked | {"held out": str(held_out.dataset.num_samples)}
 
     def _send_rows(self) -> None:
-        """Read the rows as a tracker gets them; a courier that fails says so."""
+        """Read the rows as a tracker gets them; a forwarder that fails says so."""
         said: list[str] = []
         path = self.folder.tracker_path("mlflow")
         if not path.is_dir():
-            courier = Courier(NoTracker(), path, self.folder.metrics_path, said.append)
-            courier.start()
-            courier.close(done=True)
+            forwarder = MetricsForwarder(NoTracker(), path, self.folder.metrics_path, said.append)
+            forwarder.start()
+            forwarder.close(done=True)
         failed = [line for line in said if " fails " in line]
         assert not failed or self.folder.metrics_path.is_dir(), failed
 

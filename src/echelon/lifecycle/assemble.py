@@ -216,7 +216,7 @@ def build_trainer(
         journal.tell_recovery(recovery)
         num_machines = -(-runtime.world_size // runtime.local_world_size)
         journal.meter = CostMeter(recipe, folder, find_price_here(recipe, read_environment()), num_machines)
-        journal.add_couriers(start_trackers(recipe, folder, state.step, journal.say))
+        journal.add_forwarders(start_trackers(recipe, folder, state.step, journal.say))
         for line in _describe_model(config, recipe, data, stops, first.documents is not None, engine.router.line):
             journal.say(line)
         journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")

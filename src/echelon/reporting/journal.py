@@ -12,7 +12,7 @@ from echelon.recipe.batches import BatchSchedule
 from echelon.reporting.budget import CostMeter
 from echelon.reporting.console import render_evaluation, render_sample_line, render_step
 from echelon.reporting.recovery import RecoveryWatch
-from echelon.reporting.trackers import Courier
+from echelon.reporting.trackers import MetricsForwarder
 from echelon.runs.run_folder import RunFolder
 
 
@@ -26,7 +26,7 @@ class Journal:
         self._file = self._open()
         self._unwritten = b""
         self._console = console
-        self._couriers: list[Courier] = []
+        self._forwarders: list[MetricsForwarder] = []
         self._num_steps = num_steps
         self._log_every = log_every
         self._batches = batches
@@ -36,7 +36,7 @@ class Journal:
         """Counts what the run uses, where there is one."""
 
     def say(self, line: str) -> None:
-        """A line for the person at the console. In one write: couriers speak from threads of their own.
+        """A line for the person at the console. In one write: forwarders speak from threads of their own.
 
         A terminal that is gone, or a pipe that nobody reads any more, ends no training.
         """
@@ -44,9 +44,9 @@ class Journal:
             self._console.write(f"{line}\n")
             self._console.flush()
 
-    def add_couriers(self, couriers: list[Courier]) -> None:
+    def add_forwarders(self, forwarders: list[MetricsForwarder]) -> None:
         """Have these bring the rows to their trackers; `close` waits for them."""
-        self._couriers += couriers
+        self._forwarders += forwarders
 
     def tell_recovery(self, recovery: RecoveryWatch) -> None:
         """Have this hear of the steps."""
@@ -102,8 +102,8 @@ class Journal:
         self._folder.cut_metrics(step)
         self._file = self._open()
         self._started = None
-        for courier in self._couriers:
-            courier.reread()
+        for forwarder in self._forwarders:
+            forwarder.reread()
 
     def flush(self) -> None:
         """Write what a full disk would not take before. Raises OSError if it still does not."""
@@ -113,8 +113,8 @@ class Journal:
     def close(self, done: bool = False) -> None:
         """Flush everything, trackers included. `done`: the run reached its last step."""
         self._file.close()
-        for courier in self._couriers:
-            courier.close(done)
+        for forwarder in self._forwarders:
+            forwarder.close(done)
 
     def _open(self) -> io.FileIO:
         return self._folder.metrics_path.open("ab", buffering=0)

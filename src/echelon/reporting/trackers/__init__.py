@@ -1,15 +1,15 @@
-"""Trackers: TensorBoard, MLflow and W&B, each fed from metrics.jsonl by a courier. Rank 0 alone."""
+"""Trackers: TensorBoard, MLflow and W&B, each fed from metrics.jsonl by a forwarder. Rank 0 alone."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
 
 from echelon.errors import ConfigError
 from echelon.recipe import Recipe
-from echelon.reporting.trackers.courier import Courier, Ledger
+from echelon.reporting.trackers.forwarder import Ledger, MetricsForwarder
 from echelon.reporting.trackers.tracker import Tracker, has_login
 from echelon.runs.run_folder import RunFolder
 
-__all__ = ["Courier", "catch_up", "check_trackers", "start_trackers"]
+__all__ = ["MetricsForwarder", "catch_up", "check_trackers", "start_trackers"]
 
 Say = Callable[[str], None]
 
@@ -55,8 +55,8 @@ def _check_wandb_key(recipe: Recipe) -> None:
         )
 
 
-def start_trackers(recipe: Recipe, folder: RunFolder, resumed_step: int, say: Say) -> list[Courier]:
-    """The couriers of the trackers that `track` names, at work; `resumed_step` is the checkpoint's, 0 without one."""
+def start_trackers(recipe: Recipe, folder: RunFolder, resumed_step: int, say: Say) -> list[MetricsForwarder]:
+    """The forwarders of the trackers that `track` names, at work; `resumed_step` is the checkpoint's, 0 without one."""
     return [_start(name, recipe, folder, resumed_step, say) for name in recipe.track]
 
 
@@ -70,18 +70,18 @@ def catch_up(recipe: Recipe, folder: RunFolder, say: Say) -> None:
     check_trackers(recipe)
     folder.lock()
     try:
-        couriers = [_start(name, recipe, folder, None, say) for name in names]
-        for courier in couriers:
-            courier.close(done=True)
+        forwarders = [_start(name, recipe, folder, None, say) for name in names]
+        for forwarder in forwarders:
+            forwarder.close(done=True)
     finally:
         folder.unlock()
 
 
-def _start(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int | None, say: Say) -> Courier:
+def _start(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int | None, say: Say) -> MetricsForwarder:
     tracker = _build(name, recipe, folder, resumed_step or 0)
-    courier = Courier(tracker, folder.tracker_path(name), folder.metrics_path, say, resumed_step)
-    courier.start()
-    return courier
+    forwarder = MetricsForwarder(tracker, folder.tracker_path(name), folder.metrics_path, say, resumed_step)
+    forwarder.start()
+    return forwarder
 
 
 def _build(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int) -> Tracker:

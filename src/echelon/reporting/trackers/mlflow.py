@@ -17,7 +17,7 @@ from echelon.redaction import redact, redact_text
 from echelon.reporting.trackers.tracker import Opened, scalars
 from echelon.runs.run_folder import RunFolder
 
-# Read when mlflow is imported. Its own patience would be minutes; the courier has its own.
+# Read when mlflow is imported. Its own patience would be minutes; the forwarder has its own.
 set_default_variables(
     {
         "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -22,7 +22,7 @@ class Opened:
 
 
 class Tracker(Protocol):
-    """A place beside metrics.jsonl where metrics go. Used by the thread of its courier alone; every call may raise."""
+    """A second place where metrics go. Only the thread of its forwarder uses it; every call may raise."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""Couriers: what a tracker is given, when it fails, hangs, comes back, or belongs to a resumed run."""
+"""Metrics forwarders: what a tracker is given, when it fails, hangs, comes back, or belongs to a resumed run."""
 
 import json
 import threading
@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from echelon.reporting.trackers import courier as courier_module
-from echelon.reporting.trackers.courier import Courier, Ledger, RowReader
+from echelon.reporting.trackers import forwarder as forwarder_module
+from echelon.reporting.trackers.forwarder import Ledger, MetricsForwarder, RowReader
 from echelon.reporting.trackers.tracker import Opened, scalars
 from echelon.stored import write_text
 
 
 class Shelf:
-    """A tracker in memory that keeps what it is sent, also across couriers, and fails when told to."""
+    """A tracker in memory that keeps what it is sent, also across forwarders, and fails when told to."""
 
     name = "shelf"
 
@@ -63,10 +63,10 @@ class Run:
             for step in steps:
                 file.write(json.dumps({"kind": kind, "step": step, "loss": 1 / step}) + "\n")
 
-    def start(self, tracker: Any, resumed_step: int = 0) -> Courier:
-        courier = Courier(tracker, self.ledger, self.metrics, self.lines.append, resumed_step)
-        courier.start()
-        return courier
+    def start(self, tracker: Any, resumed_step: int = 0) -> MetricsForwarder:
+        forwarder = MetricsForwarder(tracker, self.ledger, self.metrics, self.lines.append, resumed_step)
+        forwarder.start()
+        return forwarder
 
     def said(self, words: str) -> list[str]:
         return [line for line in self.lines if words in line]
@@ -74,11 +74,11 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(courier_module, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(courier_module, "RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(courier_module, "_RETRY_AT_END_SECONDS", 0.02)
-    monkeypatch.setattr(courier_module, "PATIENCE_SECONDS", 0.3)
-    monkeypatch.setattr(courier_module, "HURRY_SECONDS", 0.1)
+    monkeypatch.setattr(forwarder_module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(forwarder_module, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(forwarder_module, "_RETRY_AT_END_SECONDS", 0.02)
+    monkeypatch.setattr(forwarder_module, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(forwarder_module, "HURRY_SECONDS", 0.1)
     return Run(tmp_path)
 
 
@@ -95,12 +95,12 @@ def steps(shelf, kind="train"):
 
 def test_rows_arrive_while_the_run_goes_on_and_the_rest_at_its_end(run):
     shelf = Shelf()
-    courier = run.start(shelf)
+    forwarder = run.start(shelf)
     run.write(1, 2)
     until(lambda: steps(shelf) == [1, 2])
     run.write(3)
     run.write(3, kind="eval")
-    courier.close(done=True)
+    forwarder.close(done=True)
     assert (steps(shelf), steps(shelf, "eval"), shelf.finished) == ([1, 2, 3], [3], [True])
     assert run.lines == ["track: shelf in memory"]
     assert Ledger.read(run.ledger).complete
@@ -108,7 +108,7 @@ def test_rows_arrive_while_the_run_goes_on_and_the_rest_at_its_end(run):
 
 def test_an_outage_is_said_once_and_loses_nothing(run):
     shelf = Shelf()
-    courier = run.start(shelf)
+    forwarder = run.start(shelf)
     run.write(1)
     until(lambda: steps(shelf) == [1])
     shelf.error = ConnectionError("refused by https://me:secret@host/api")
@@ -119,7 +119,7 @@ def test_an_outage_is_said_once_and_loses_nothing(run):
     shelf.error = None
     until(lambda: run.said("works again, and"))
     run.write(200)
-    courier.close(done=True)
+    forwarder.close(done=True)
     assert steps(shelf) == list(range(1, 201))
     [failed], [again] = run.said("fails"), run.said("works again, and")
     assert "refused by https://***@host/api" in failed and "198 rows" in again
@@ -222,15 +222,15 @@ def test_a_file_that_takes_the_place_is_read_from_its_beginning_when_it_is_time(
 def test_rows_that_are_cut_and_written_again_arrive_once(run):
     """As when a run goes back to a checkpoint: the rows written anew are longer, so no offset fits."""
     shelf = Shelf()
-    courier = run.start(shelf)
+    forwarder = run.start(shelf)
     run.write(1, 2, 3, 4)
     until(lambda: steps(shelf) == [1, 2, 3, 4])
     write_text(
         run.metrics, "".join(json.dumps({"kind": "train", "step": step, "new": "x" * 50}) + "\n" for step in (1, 2))
     )
-    courier.reread()
+    forwarder.reread()
     run.write(3, 4, 5, 6)
-    courier.close(done=True)
+    forwarder.close(done=True)
     assert steps(shelf) == [1, 2, 3, 4, 5, 6]
 
 

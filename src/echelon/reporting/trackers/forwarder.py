@@ -1,8 +1,8 @@
 """Bringing metrics.jsonl to a tracker, in a thread of its own, so that no tracker slows or stops training.
 
-The file is the queue: the courier reads it behind the run, and what a tracker lacks is always what the file has beyond
-the steps that the tracker holds. So nothing is kept in memory however long a server is away, and an outage, a crash,
-a resume and a tracker added to a finished run are all the same case.
+The file is the queue: the forwarder reads it behind the run, and sends what the file has beyond the steps that the
+tracker holds. So nothing is kept in memory however long a server is away, and an outage, a crash, a resume and a
+tracker added to a finished run are all the same case.
 """
 
 import threading
@@ -69,7 +69,7 @@ class Ledger:
         write_json(self.path, values)
 
 
-class Courier:
+class MetricsForwarder:
     """Brings the rows of one run to one tracker. Whatever the tracker raises becomes a line on the console."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Courier:
         self._was_cut = threading.Event()
         self._done = False
         self._failure: str | None = None
-        self._thread = threading.Thread(target=self._work, name=f"courier-{tracker.name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"forwarder-{tracker.name}", daemon=True)
 
     def start(self) -> None:
         """Begin to bring rows."""
