@@ -1,4 +1,4 @@
-"""The heartbeat's thread: it cries when nothing beats, and only then."""
+"""The heartbeat's thread calls on_timeout when nothing beats, and only then."""
 
 import threading
 import time
@@ -6,32 +6,32 @@ import time
 import pytest
 
 from echelon.training import heartbeat
-from echelon.training.heartbeat import Heartbeat, name_the_silent
+from echelon.training.heartbeat import Heartbeat, find_unresponsive_ranks
 
 
 @pytest.fixture
-def cries(monkeypatch):
+def timeouts(monkeypatch):
     monkeypatch.setattr(heartbeat, "_TICK_SECONDS", 0.02)
     monkeypatch.setattr(heartbeat.faulthandler, "dump_traceback", lambda *arguments, **options: None)
     return []
 
 
-def watch(cries, limit=0.2):
-    heart = Heartbeat(limit, lambda what: (cries.append(what), heart.stop()))
+def watch(timeouts, limit=0.2):
+    heart = Heartbeat(limit, lambda what: (timeouts.append(what), heart.stop()))
     heart.start()
     return heart
 
 
-def test_nothing_is_done(cries) -> None:
-    heart = watch(cries)
+def test_nothing_is_done(timeouts) -> None:
+    heart = watch(timeouts)
     heart.beat("step 7")
     time.sleep(0.6)
-    assert cries == ["step 7"]
+    assert timeouts == ["step 7"]
 
 
 @pytest.mark.parametrize("way", ["beats", "rests", "ended", "no limit"])
-def test_all_is_well(cries, way) -> None:
-    heart = watch(cries, None if way == "no limit" else 0.2)
+def test_all_is_well(timeouts, way) -> None:
+    heart = watch(timeouts, None if way == "no limit" else 0.2)
     if way == "ended":
         heart.stop()
     if way == "rests":
@@ -43,14 +43,14 @@ def test_all_is_well(cries, way) -> None:
     if way in ("ended", "no limit"):
         time.sleep(0.6)
     heart.stop()
-    assert cries == []
+    assert timeouts == []
 
 
-def test_who_does_not_answer(tmp_path, monkeypatch) -> None:
+def test_unresponsive_ranks_are_found(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(heartbeat, "_PEERS_SECONDS", 0.3)
     found = {}
     ranks = [
-        threading.Thread(target=lambda rank=rank: found.update({rank: name_the_silent(tmp_path, rank, 4)}))
+        threading.Thread(target=lambda rank=rank: found.update({rank: find_unresponsive_ranks(tmp_path, rank, 4)}))
         for rank in (0, 2)
     ]
     for each in ranks:

@@ -157,12 +157,12 @@ def leave_without_folder(folder: RunFolder, runtime: Runtime, console: TextIO) -
 
 def leave_hanging(folder: RunFolder, runtime: Runtime, what: str) -> NoReturn:
     """Report that nothing goes on any more, and who is to blame where that shows; then end this process."""
-    from echelon.training.heartbeat import name_the_silent
+    from echelon.training.heartbeat import find_unresponsive_ranks
 
     silent: list[int] = []
     if shares_files():
         with suppress(OSError):  # the disk may be what hangs
-            silent = name_the_silent(RunFolder(folder.path).outcomes_dir, runtime.rank, runtime.world_size)
+            silent = find_unresponsive_ranks(RunFolder(folder.path).outcomes_dir, runtime.rank, runtime.world_size)
     who = f"rank {', '.join(map(str, silent))} does not answer" if silent else "every rank waits"
     message = f"{what} (fault.hang_seconds), and {who}; see {folder.log_path(runtime.rank)} for what each thread did"
     with suppress(OSError):

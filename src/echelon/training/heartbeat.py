@@ -13,15 +13,18 @@ _PEERS_SECONDS = 2.0
 
 
 class Heartbeat:
-    """Calls for help when nothing has been done for too long.
+    """Calls `on_timeout` when no progress was reported for too long.
 
     Time counts only while this process runs: one that was suspended and wakes up, a whole job or a laptop, is not late.
     """
 
-    def __init__(self, limit_seconds: float | None = None, cry: Callable[[str], None] = lambda what: None) -> None:
-        """`cry` gets what was last begun, in a thread, and does not return; without a limit it never does."""
+    def __init__(
+        self, limit_seconds: float | None = None, on_timeout: Callable[[str], None] = lambda what: None
+    ) -> None:
+        """`on_timeout` gets the name of what was begun last. It is called in a thread, does not return, and is never
+        called without a limit."""
         self._limit = limit_seconds
-        self._cry = cry
+        self._on_timeout = on_timeout
         self._what = "the start"
         self._silent_ticks = 0
         self._is_resting = False
@@ -54,11 +57,11 @@ class Heartbeat:
             self._silent_ticks += not self._is_resting
             if self._silent_ticks * _TICK_SECONDS > limit:
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
-                self._cry(self._what)
+                self._on_timeout(self._what)
 
 
-def name_the_silent(folder: Path, rank: int, world_size: int) -> list[int]:
-    """The ranks that do not even notice that they stand still; every rank that does calls this. On a shared folder."""
+def find_unresponsive_ranks(folder: Path, rank: int, world_size: int) -> list[int]:
+    """The ranks that have not noticed the hang. Every rank that has calls this, with the same shared folder."""
     (folder / f"hanging-{rank}").touch()
     threading.Event().wait(_PEERS_SECONDS)
     return [peer for peer in range(world_size) if not (folder / f"hanging-{peer}").exists()]
