@@ -19,7 +19,6 @@ LIMITS = ("budget.max_hours", "budget.max_usd")
 """The recipe's keys that a run stops by itself for."""
 
 _CAUSES = (*(each.name for each in STOP_SIGNALS), *LIMITS)
-NUM_FLAGS = len(_CAUSES)
 
 ECHO_SECONDS = 1.0
 """One request may come from several senders, as when a terminal signals every process; within this it counts once."""
@@ -69,7 +68,7 @@ class StopRequest:
         return math.inf if self.name is None else self._asked_at + notice_seconds - time.monotonic()
 
     def flags(self) -> list[float]:
-        """One number for each signal and limit, 1 for those that asked: NUM_FLAGS of them, to be summed over ranks."""
+        """One number for each signal and limit, 1 for those that asked, to be summed over ranks."""
         return [float(each in (self.name, self.limit)) for each in _CAUSES]
 
     def _watch(self, reading: int, word: Path | None) -> None:

@@ -44,11 +44,11 @@ def forbidden():
 def test_a_step_synchronises_nowhere(gpu, text, tmp_path, forbidden, case):
     with trainer_on_gpu(case, gpu, tmp_path, text, steps=8) as trainer:
         for step in range(3):  # compilation, caches and the optimizer's state
-            PendingMetrics(trainer.train_step(step), trainer.meshes.loss, peak_bytes=1).read()
+            PendingMetrics(trainer.train_step(step), trainer.meshes, peak_bytes=1).read()
         forbidden(True)
-        pending = PendingMetrics(trainer.train_step(3), trainer.meshes.loss, peak_bytes=1)
+        pending = PendingMetrics(trainer.train_step(3), trainer.meshes, peak_bytes=1)
         # Another step is under way when the first one's metrics are read, as in `Trainer.fit`.
-        running = PendingMetrics(trainer.train_step(4), trainer.meshes.loss)
+        running = PendingMetrics(trainer.train_step(4), trainer.meshes)
         metrics = pending.read()
         forbidden(False)
         assert metrics.committed and metrics.step == 3 and running.read().step == 4

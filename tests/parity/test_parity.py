@@ -46,6 +46,24 @@ def test_a_planted_mistake_turns_rows_red(workers, references, text, tmp_path, p
     assert losses > bounds(row)[0] or norms > bounds(row)[1]
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_that_compute_the_same_are_counted_once(workers, references, text, tmp_path, parallel):
+    row = with_ranks(Row(parallel), ranks=2)
+    rows, expected = train(workers, row, tmp_path, text, copies=2), references(row.reference())
+    losses, norms = difference(rows, expected)
+    assert losses <= bounds(row)[0] and norms <= bounds(row)[1]
+    for key in ("batch_hash", "tokens", "target_tokens"):
+        assert [each[key] for each in rows if each["kind"] == "train"] == [
+            each[key] for each in expected if each["kind"] == "train"
+        ]
+
+
+def test_a_peer_counted_twice_turns_the_batch_hash_red(workers, references, text, tmp_path):
+    row = with_ranks(Row(), ranks=2)
+    rows = train(workers, row, tmp_path, text, mutation="peer counted twice", copies=2)
+    assert all(ours != right for ours, right in zip(hashes(rows), hashes(references(row.reference())), strict=True))
+
+
 @pytest.mark.parametrize(("optimizer", "mutation"), [("muon", "local matrices"), ("adafactor", "local statistics")])
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
 def test_a_rule_of_whole_matrices_on_parts_turns_rows_red(

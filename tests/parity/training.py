@@ -17,6 +17,7 @@ from echelon.data.mixture import build_order
 from echelon.data.order import DataOrder, SampleOrder
 from echelon.data.prepare import prepare_data
 from echelon.data.shards import NO_LABEL, Samples
+from echelon.distributed.mesh import Meshes
 from echelon.distributed.runtime import Runtime
 from echelon.hardware.accelerators import Accelerator, Cluster
 from echelon.lifecycle.assemble import build_trainer
@@ -27,6 +28,7 @@ from echelon.planner.shape import build_shape
 from echelon.recipe import ObjectiveConfig, load_recipe, render_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_json
+from echelon.training.metrics import Targets
 from echelon.training.trainer import Trainer
 from families import small_config
 from workers import WorkerPool
@@ -141,8 +143,14 @@ def train(
     steps: int = 4,
     stop_at: int | None = None,
     mutation: str = "",
+    copies: int = 1,
 ) -> list[dict[str, Any]]:
-    """Train (or go on training) a row in real processes; the rows of metrics.jsonl."""
+    """Train (or go on training) a row in real processes; the rows of metrics.jsonl.
+
+    Args:
+        copies: how many ranks compute the same, side by side, for each of the row's: tensor parallelism of a model of
+            which no tensor is divided.
+    """
     path = write_recipe(row, folder, text, steps)
     recipe, _ = load_recipe(path)
     plain = recipe.model_copy(update={"objective": ObjectiveConfig()})  # packed.py makes pairs of plain text
@@ -151,9 +159,9 @@ def train(
     run.create()
     run.write_prepared_path(data.path)
     run.recipe_path.write_text(render_recipe(recipe))
-    plan = resolve(row, recipe, data.train.num_samples)
+    plan = replace(resolve(row, recipe, data.train.num_samples), tp=copies)
     write_json(run.plan_path, plan.to_dict())
-    workers.run(train_rank, row.ranks, str(path), plan, stop_at, mutation)
+    workers.run(train_rank, plan.world_size, str(path), plan, stop_at, mutation)
     return read_rows(run.path)
 
 
@@ -219,10 +227,10 @@ def train_rank(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_a
         trainer.fit()
 
 
-def local_count(trainer: Any, batch: Any) -> torch.Tensor:
+def local_count(trainer: Any, batch: Any) -> Targets:
     """The classic mistake: each rank divides by its own targets, scaled so that equal counts would hide it."""
-    counts = [trainer.objective.count(microbatch) for microbatch in batch.microbatches]
-    return torch.stack(counts).sum() * dist.get_world_size()
+    own = torch.stack([trainer.objective.count(microbatch) for microbatch in batch.microbatches]).sum()
+    return Targets(own, own * dist.get_world_size())
 
 
 def mutations(name: str, world_size: int) -> list[Any]:
@@ -255,6 +263,8 @@ def mutations(name: str, world_size: int) -> list[Any]:
         from echelon.optimizer.sharded_parameter import Layout
 
         return [mock.patch.object(Layout, "add_up", lambda self, partial, dim=None: partial)]
+    if name == "peer counted twice":
+        return [mock.patch.object(Meshes, "counts_data", True)]
     if name == "a router loss of every rank":
         strength = RouterLoss.strength.fget
         return [mock.patch.object(RouterLoss, "strength", property(lambda self: strength(self) * world_size))]

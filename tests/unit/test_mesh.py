@@ -21,6 +21,7 @@ class Expected:
     shard: list[list[int]] | list[list[list[int]]]
     counts_data: list[int]
     counts_loss: list[int]
+    evaluation_rank: list[int]
     outer: list[list[int]] | None = None
     pp: list[list[int]] | None = None
     tp: list[list[int]] | None = None
@@ -35,6 +36,7 @@ TABLES = {
         shard=[[0, 2], [1, 3], [0, 2], [1, 3]],
         counts_data=[0, 2],
         counts_loss=[0, 2],
+        evaluation_rank=[0, 0, 1, 1],
         tp=[[0, 1], [0, 1], [2, 3], [2, 3]],
     ),
     "pp2 x dp2": Expected(
@@ -45,6 +47,7 @@ TABLES = {
         shard=[[0, 1], [0, 1], [2, 3], [2, 3]],
         counts_data=[0, 1],
         counts_loss=[2, 3],
+        evaluation_rank=[0, 1, 0, 1],
         pp=[[0, 2], [1, 3], [0, 2], [1, 3]],
     ),
     "replica2 x shard2": Expected(
@@ -55,6 +58,7 @@ TABLES = {
         shard=[[0, 1], [0, 1], [2, 3], [2, 3]],
         counts_data=[0, 1, 2, 3],
         counts_loss=[0, 1, 2, 3],
+        evaluation_rank=[0, 1, 0, 1],
         outer=[[0, 2], [1, 3], [0, 2], [1, 3]],
     ),
     "replicate2 x shard2 x cp2": Expected(
@@ -65,6 +69,7 @@ TABLES = {
         shard=[[[0, 1, 2, 3], [4, 5, 6, 7]]] * 8,
         counts_data=[0, 2, 4, 6],
         counts_loss=list(range(8)),
+        evaluation_rank=[0, 0, 1, 1, 2, 2, 3, 3],
     ),
 }
 
@@ -91,6 +96,10 @@ def test_every_rank_of_a_plan(expected):
     for rank in range(expected.plan.world_size):
         meshes, ranks, _ = build_as(rank, expected.plan)
         assert (meshes.data_rank, meshes.data_size) == (expected.data_rank[rank], expected.data_size)
+        assert (meshes.evaluation_rank, meshes.evaluation_size) == (
+            expected.evaluation_rank[rank],
+            max(expected.evaluation_rank) + 1,
+        )
         assert meshes.num_devices == expected.plan.world_size
         for name, found in ranks.items():
             table = getattr(expected, name)

@@ -85,10 +85,17 @@ class Meshes:
     @property
     def data_rank(self) -> int:
         """This rank's place among the ranks that read different sequences, 0 <= data_rank < data_size."""
-        rank = 0
-        for axis in DATA_AXES:
-            rank = rank * self.grid.sizes[axis] + self.place[axis]
-        return rank
+        return self.place["replica"] * self.evaluation_size + self.evaluation_rank
+
+    @property
+    def evaluation_size(self) -> int:
+        """Over how many ranks held-out text is divided: each replica evaluates all of it, with its own weights."""
+        return self.grid.size(("dp_replicate", "dp_shard"))
+
+    @property
+    def evaluation_rank(self) -> int:
+        """This rank's place among those, 0 <= evaluation_rank < evaluation_size."""
+        return self.place["dp_replicate"] * self.grid.sizes["dp_shard"] + self.place["dp_shard"]
 
     @property
     def num_devices(self) -> int:

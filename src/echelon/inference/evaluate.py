@@ -191,14 +191,14 @@ class Evaluator:
 
     def _agree_to_stop(self, stop: StopRequest) -> str | None:
         flags = torch.tensor(stop.flags(), dtype=torch.float64, device=self._device)
-        dist.all_reduce(flags, group=self._meshes.loss)
+        dist.all_reduce(flags, group=self._meshes.everyone)
         return agreed_stop(flags.tolist())
 
     def _microbatches(self, dataset: Dataset) -> Iterator[Microbatch]:
-        per_round = self._micro_batch_size * self._meshes.data_size
+        per_round = self._micro_batch_size * self._meshes.evaluation_size
         stop = min(self._num_sequences, dataset.num_samples)
         for first in range(0, stop, per_round):
-            start = first + self._meshes.data_rank * self._micro_batch_size
+            start = first + self._meshes.evaluation_rank * self._micro_batch_size
             yield read_in_order(dataset, start, self._micro_batch_size, stop).to(self._device)
 
 

@@ -5,16 +5,27 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.stopping import NUM_FLAGS, agreed_stop
+from echelon.distributed.mesh import Meshes
+from echelon.stopping import agreed_stop
 from echelon.training.bad_steps import Verdict
 
 LIMB_BITS = 16  # a batch hash travels as four limbs, whose sums over any number of ranks are exact in fp64
+_NUM_LIMBS = 4
+
+
+class Targets(NamedTuple):
+    """How many targets a step has: int64 scalars on the device. `shared` is what the loss is divided by."""
+
+    own: Tensor
+    """On this rank."""
+    shared: Tensor
+    """On all ranks of this replica, whose losses make one."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +35,7 @@ class StepRecord:
     step: int
     loss_sum: Tensor
     router_sum: Tensor | None
-    num_targets: Tensor
+    targets: Targets
     grad_norm: Tensor
     verdict: Verdict
     loss_scale: Tensor | None
@@ -85,40 +96,44 @@ class Stamp:
 class PendingMetrics:
     """A step's sums, on their way over the ranks and to the host; `read` waits for them. Building one is collective.
 
+    Of the ranks that read the same sequences one counts them, and of those that compute the same loss one reports it.
+    The loss is divided by the targets of all ranks, also where each replica divides its gradients by its own.
     Nothing here waits for the device, and `read` waits for this step alone, not for the one launched after it.
     """
 
-    def __init__(self, record: StepRecord, group: dist.ProcessGroup, peak_bytes: int | None = None) -> None:
+    def __init__(self, record: StepRecord, meshes: Meshes, peak_bytes: int | None = None) -> None:
         """`peak_bytes`: this rank's memory, of which `read` tells the largest; on all ranks or on none."""
         device = record.loss_sum.device
-        limbs = [(record.batch_hash >> (LIMB_BITS * place)) & (2**LIMB_BITS - 1) for place in range(4)]
-        counts = (record.num_tokens, record.num_labels)
+        limbs = [(record.batch_hash >> (LIMB_BITS * place)) & (2**LIMB_BITS - 1) for place in range(_NUM_LIMBS)]
+        data = [record.num_tokens, record.num_labels, *limbs]
         router_sum = torch.zeros_like(record.loss_sum) if record.router_sum is None else record.router_sum
+        losses = torch.stack([each.double() for each in (record.loss_sum, router_sum, record.targets.own)])
         sums = torch.cat(
             [
-                torch.stack([each.double() for each in (record.loss_sum, router_sum)]),
-                _to_device([*counts, record.data_wait_seconds, *record.stop_flags, *limbs], device),
+                losses if meshes.counts_loss else torch.zeros_like(losses),
+                _to_device(data if meshes.counts_data else [0] * len(data), device),
+                _to_device([record.data_wait_seconds, *record.stop_flags], device),
                 record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all: they part ways otherwise
             ]
         )
-        dist.all_reduce(sums, group=group)
+        dist.all_reduce(sums, group=meshes.everyone)
         peak = _to_device([-1 if peak_bytes is None else peak_bytes], device)
         if peak_bytes is not None:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=meshes.everyone)
         verdict = record.verdict
-        scale = torch.zeros_like(record.num_targets) if record.loss_scale is None else record.loss_scale
-        agreed = (record.num_targets, record.grad_norm, verdict.commit, verdict.in_a_row, scale)
+        scale = torch.zeros_like(record.loss_sum) if record.loss_scale is None else record.loss_scale
+        agreed = (record.grad_norm, verdict.commit, verdict.in_a_row, scale)
         self._record = record
-        self._world_size = dist.get_world_size(group)
+        self._num_ranks = meshes.num_devices
         self._values = _to_host(torch.cat([torch.stack([each.double() for each in agreed]), peak, sums]))
         self.finished = Stamp(device)
 
     def read(self) -> StepMetrics:
         """The step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
-        num_targets, grad_norm, committed, in_a_row, scale, peak, *sums = self._values.tolist()
-        loss_sum, router_sum, tokens, labels, wait, *rest, num_bad = sums
-        stops, limbs = rest[:NUM_FLAGS], rest[NUM_FLAGS:]
+        grad_norm, committed, in_a_row, scale, peak, *sums = self._values.tolist()
+        loss_sum, router_sum, num_targets, tokens, labels, *rest, num_bad = sums
+        limbs, (wait, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
         return StepMetrics(
             step=self._record.step,
@@ -131,7 +146,7 @@ class PendingMetrics:
             tokens=int(tokens),
             target_tokens=int(labels),
             batch_hash=f"{total:016x}",
-            data_wait_seconds=wait / self._world_size,
+            data_wait_seconds=wait / self._num_ranks,
             memory_peak_bytes=None if peak < 0 else int(peak),
             is_bad=num_bad > 0,
             bad_in_a_row=int(in_a_row),

@@ -70,8 +70,8 @@ def recover(trainer: "Trainer", metrics: StepMetrics) -> None:
     fault = trainer.recipe.fault
     goes_back = fault.on_bad_step == "rollback" and metrics.bad_in_a_row < fault.max_bad_steps
     batch = trainer.loader.batch(metrics.step).to(trainer.device)
-    num_targets = trainer.count_targets(batch).clamp(min=1)
-    diagnosis = diagnose(trainer.engine, batch, num_targets, trainer.meshes.loss)
+    num_targets = trainer.count_targets(batch).shared.clamp(min=1)
+    diagnosis = diagnose(trainer.engine, batch, num_targets, trainer.meshes.everyone)
     _note(trainer, metrics, "rollback" if goes_back else "stop", diagnosis)
     if not goes_back:
         raise TrainingError(describe_stop(metrics, fault, diagnosis))

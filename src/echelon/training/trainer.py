@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from echelon.checkpoint.snapshot import Snapshots
 from echelon.checkpoint.store import CheckpointStore
@@ -39,6 +38,7 @@ from echelon.training.metrics import (
     Stamp,
     StepMetrics,
     StepRecord,
+    Targets,
     peak_memory_bytes,
     train_row,
 )
@@ -112,7 +112,7 @@ class Trainer:
         for step in range(self.state.step, self.num_steps):
             if self.stopped_early:
                 break
-            running = PendingMetrics(self.train_step(step), self.meshes.loss, self._peak_if_due(step))
+            running = PendingMetrics(self.train_step(step), self.meshes, self._peak_if_due(step))
             # The host reads one step late, so that it never waits for the step it has just launched.
             if pending is not None:
                 self._account(pending)
@@ -127,9 +127,9 @@ class Trainer:
     def train_step(self, step: int) -> StepRecord:
         """One optimizer step over the microbatches of its batch. Collective."""
         batch = next(self.loader).to(self.device)
-        num_targets = self.count_targets(batch)
+        targets = self.count_targets(batch)
         self.sync.begin_step(step)
-        sums = self.engine.forward_backward(step, batch.microbatches, num_targets.clamp(min=1))
+        sums = self.engine.forward_backward(step, batch.microbatches, targets.shared.clamp(min=1))
         grad_norm = self.engine.clip(self.recipe.optim.max_grad_norm)
         loss_scale = self.engine.loss_scale
         loss_scale = None if loss_scale is None else loss_scale.clone()
@@ -142,7 +142,7 @@ class Trainer:
             step=step,
             loss_sum=sums.loss,
             router_sum=sums.router,
-            num_targets=num_targets,
+            targets=targets,
             grad_norm=grad_norm,
             verdict=verdict,
             loss_scale=loss_scale,
@@ -154,11 +154,12 @@ class Trainer:
             stop_flags=self.stop.flags(),
         )
 
-    def count_targets(self, batch: StepBatch) -> Tensor:
-        """The step's number of targets over all microbatches and ranks; stays on the device. Collective."""
-        count = torch.stack([self.objective.count(microbatch) for microbatch in batch.microbatches]).sum()
-        dist.all_reduce(count, group=self.meshes.loss)
-        return count
+    def count_targets(self, batch: StepBatch) -> Targets:
+        """The step's targets over all microbatches; they stay on the device. Collective."""
+        own = torch.stack([self.objective.count(microbatch) for microbatch in batch.microbatches]).sum()
+        shared = own.clone()
+        dist.all_reduce(shared, group=self.meshes.loss)
+        return Targets(own, shared)
 
     def evaluate(self) -> EvalResults | None:
         """Losses on the held-out text, and samples of the prompts; None when a stop came in between. Collective."""
@@ -245,7 +246,7 @@ class Trainer:
         with self.goodput.spending("saving"), self.heart.resting():
             self._save()
         stall = time.monotonic() - started
-        news = self.interval.learn(done, stall, self.store.write_seconds or 0.0, self.meshes.loss)
+        news = self.interval.learn(done, stall, self.store.write_seconds or 0.0, self.meshes.everyone)
         if self.journal is not None and news is not None:
             self.journal.say(news)
         self._warn_of_slow_saves()

@@ -1,0 +1,73 @@
+"""What a step reports over the ranks of any plan: everything is counted once, and several replicas report one loss."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from echelon.distributed.mesh import build_mesh
+from echelon.planner.plan import ParallelPlan
+from echelon.training.bad_steps import Verdict
+from echelon.training.metrics import PendingMetrics, StepRecord, Targets
+
+pytestmark = pytest.mark.dist
+
+
+@dataclass(frozen=True)
+class Share:
+    """What ranks with the same data read, and the ranks among them with a part of the loss of their own."""
+
+    tokens: int
+    hash: int
+    loss: float
+    targets: int
+
+
+# The second reads another number of targets, so that a mean of means would be wrong. Together the hash is 5.
+SHARES = [Share(100, 7, loss=30.0, targets=10), Share(80, 2**64 - 2, loss=10.0, targets=30)]
+PLANS = {
+    "dp": ParallelPlan("ddp", dp_replicate=2),
+    "dp x tp": ParallelPlan("mapping", dp_replicate=2, tp=2),
+    "pp x dp": ParallelPlan("mapping", dp_replicate=2, pp=2),
+    "dp x cp": ParallelPlan("mapping", dp_shard=2, cp=2),
+    "replicas": ParallelPlan("mapping", num_replicas=2),
+    "replicas x tp": ParallelPlan("mapping", num_replicas=2, tp=2),
+}
+
+
+def report(rank, world_size, plan):
+    """One step's metrics. Stages before the last one know no loss, and context peers have half of it each."""
+    meshes = build_mesh(plan, "cpu")
+    share = SHARES[meshes.data_rank]
+    knows_loss = meshes.place["pp"] == plan.pp - 1
+    own = torch.tensor(share.targets // plan.cp)
+    shared = torch.tensor(share.targets if plan.num_replicas > 1 else sum(each.targets for each in SHARES))
+    good = torch.ones((), dtype=torch.bool)
+    record = StepRecord(
+        step=3,
+        loss_sum=torch.tensor(share.loss / plan.cp if knows_loss else 0.0),
+        router_sum=torch.tensor(2 * share.loss / plan.cp if knows_loss else 0.0),
+        targets=Targets(own, shared),
+        grad_norm=torch.tensor(1.5),
+        verdict=Verdict(good, torch.tensor(rank == world_size - 1), torch.tensor(0)),
+        loss_scale=None,
+        learning_rate=1e-3,
+        num_tokens=share.tokens,
+        num_labels=share.targets,
+        batch_hash=share.hash,
+        data_wait_seconds=float(rank),
+        stop_flags=[0.0] * 4 + [float(rank == world_size - 1)],
+    )
+    return PendingMetrics(record, meshes, peak_bytes=1000 + rank).read()
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_plan_reports_the_same_step(workers, plan):
+    found = workers.run(report, plan.world_size, plan)
+    assert len(set(map(repr, found))) == 1, "ranks read different metrics"
+    metrics = found[0]
+    assert metrics.loss == 1.0 and metrics.router_loss == 2.0, "of all targets, not a mean of each replica's mean"
+    assert (metrics.tokens, metrics.target_tokens, metrics.batch_hash) == (180, 40, f"{5:016x}")
+    assert metrics.data_wait_seconds == (plan.world_size - 1) / 2
+    assert metrics.memory_peak_bytes == 1000 + plan.world_size - 1
+    assert metrics.is_bad and metrics.stopped_by is not None, "what one rank sees, all of them do"
