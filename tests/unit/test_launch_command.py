@@ -8,7 +8,8 @@ from contextlib import suppress
 import pytest
 import typer
 
-from echelon.commands.launch import launch, logs, status
+from echelon.commands.jobs import logs, status
+from echelon.commands.launch import launch
 from echelon.commands.sweep import _stops_noted
 from echelon.errors import ConfigError, HubUnreachableError, LaunchError
 from echelon.launch.job import Submitted
@@ -156,7 +157,7 @@ class Slow:
 
 
 def test_ctrl_c_while_a_job_is_handed_over_loses_no_job(recipe, monkeypatch, capsys):
-    monkeypatch.setattr("echelon.launch.targets.find_launcher", lambda target: Slow())
+    monkeypatch.setattr("echelon.lifecycle.job_checks.find_launcher", lambda target: Slow())
     with pytest.raises(
         LaunchError, match=r"^stopped by SIGINT when (.*) was launched already; `echelon cancel \1` ends"
     ):
@@ -167,7 +168,7 @@ def test_ctrl_c_while_a_job_is_handed_over_loses_no_job(recipe, monkeypatch, cap
 
 def test_ctrl_c_ends_the_following_alone(recipe, monkeypatch, capsys):
     monkeypatch.setattr(Slow, "submit", lambda self, job: Submitted("17"))
-    monkeypatch.setattr("echelon.launch.targets.find_launcher", lambda target: Slow())
+    monkeypatch.setattr("echelon.lifecycle.job_checks.find_launcher", lambda target: Slow())
     with pytest.raises(LaunchError, match=r"^no longer followed; (.*) goes on, `echelon cancel \1` ends it\.$"):
         launch(recipe, [], to="local", follow=True)
 

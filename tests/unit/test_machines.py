@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from echelon.cli import app
-from echelon.commands.launch import find_target_cluster, settle_instance
 from echelon.errors import PlanError
 from echelon.hardware.instances import INSTANCES, cluster_of
+from echelon.lifecycle.job_checks import find_target_cluster, settle_instance
 from echelon.planner import machines
 from echelon.planner.choose import resolve_plan
 from echelon.planner.machines import choose_instance
@@ -91,12 +91,12 @@ def test_what_fits_nowhere_is_refused_with_the_largest(recipe, monkeypatch, shap
 
 
 def test_launching_puts_the_type_in_the_place_of_auto(recipe, capsys):
-    settled = settle_instance(recipe)
+    settled = settle_instance(recipe, print)
     assert settled.launch.sagemaker.instance_type == "ml.g6e.2xlarge"
     assert "instance auto: 1 x ml.g6e.2xlarge" in capsys.readouterr().out
     cluster = find_target_cluster(settled)
     assert (cluster.accelerator.name, cluster.num_devices) == ("L40S", 1)
-    assert settle_instance(settled) is settled
+    assert settle_instance(settled, print) is settled
 
 
 def test_plan_for_named_machines():

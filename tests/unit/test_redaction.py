@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from echelon.commands.launch import check_job
 from echelon.errors import ConfigError, EchelonError, render_traceback
 from echelon.launch.records import make_job
 from echelon.launch.secrets import refuse_secrets
 from echelon.launch.targets import TARGETS
+from echelon.lifecycle.job_checks import check_job
 from echelon.recipe import Recipe, find_secret_keys, load_recipe, render_recipe
 from echelon.redaction import find_secrets, redact, redact_text
 from echelon.sweep.sweep_file import load_sweep

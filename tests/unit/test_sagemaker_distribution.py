@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from echelon.commands.launch import check_job
 from echelon.errors import ConfigError
 from echelon.launch.sagemaker import SageMakerLauncher
 from echelon.launch.sagemaker.request import build_submission
+from echelon.lifecycle.job_checks import check_job
 from sagemaker_jobs import RECIPE, make_job
 
 OWN_IMAGE = "launch.sagemaker.image=111122223333.dkr.ecr.us-west-2.amazonaws.com/ours:1"

@@ -13,7 +13,6 @@ import botocore.session
 import pytest
 import yaml
 
-from echelon.commands.launch import check_job, settle_instance
 from echelon.errors import ConfigError, DataError
 from echelon.hardware.instances import INSTANCES
 from echelon.launch.sagemaker import SageMakerLauncher
@@ -21,6 +20,7 @@ from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.sagemaker.images import OLDEST_PYTHON, OLDEST_TORCH, check_image, find_image
 from echelon.launch.sagemaker.request import METRICS, build_submission
 from echelon.launch.targets import find_launcher
+from echelon.lifecycle.job_checks import check_job, settle_instance
 from echelon.reporting.console import render_evaluation, render_step
 from recipe_samples import load_text
 from sagemaker_jobs import RECIPE, make_job
@@ -429,20 +429,20 @@ def test_what_only_the_container_sees_is_not_looked_for_here(tmp_path, monkeypat
     assert '"S3Uri": "s3://models/llama/"' in texts["request.json"]
     auto = make_job(tmp_path, "launch.sagemaker.instance_type=auto", text=text).recipe
     with pytest.raises(ConfigError, match=r"instance_type=auto: model\.checkpoint=s3://models/llama is not on this"):
-        settle_instance(auto)
+        settle_instance(auto, print)
 
 
 def test_a_template_that_is_neither_a_name_nor_a_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"data\.chat_template=absent\.jinja is no template"):
-        check_job(make_job(tmp_path, "data.chat_template=absent.jinja"))
+        check_job(make_job(tmp_path, "data.chat_template=absent.jinja"), print)
 
 
 def test_local_text_is_checked_before_it_is_uploaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"data\.validation.*must not be trained on"):
-        check_job(make_job(tmp_path, "data.validation=data/text/a.txt", "data.validation_fraction=null"))
+        check_job(make_job(tmp_path, "data.validation=data/text/a.txt", "data.validation_fraction=null"), print)
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "x.png").write_bytes(b"x")
     with pytest.raises(DataError, match="holds no text file"):
-        check_job(make_job(tmp_path, "data.train=[pictures, s3://corpora/web]"))
+        check_job(make_job(tmp_path, "data.train=[pictures, s3://corpora/web]"), print)

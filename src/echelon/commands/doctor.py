@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.commands import complain, parse_hosts, say
+from echelon.commands.arguments import parse_hosts
+from echelon.commands.terminal import complain, say
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.commands import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe, say
+from echelon.commands.arguments import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe
+from echelon.commands.terminal import say
 from echelon.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from echelon.commands import say
+from echelon.commands.terminal import say
 from echelon.errors import ConfigError
 
 

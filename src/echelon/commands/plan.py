@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.commands import OverridesArgument, RecipeArgument, read_recipe, say
+from echelon.commands.arguments import OverridesArgument, RecipeArgument, read_recipe
+from echelon.commands.terminal import say
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:

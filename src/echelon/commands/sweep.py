@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.commands import complain, say
+from echelon.commands.terminal import complain, say
 
 if TYPE_CHECKING:
     from echelon.sweep.conductor import StopWord
@@ -24,7 +24,7 @@ def sweep(
     as_json: Annotated[bool, typer.Option("--json", help="Print what results.json holds instead of lines.")] = False,
 ) -> None:
     """Try values of a recipe's keys; the same command goes on where a sweep was stopped or killed."""
-    from echelon.commands.launch import check_job
+    from echelon.lifecycle.job_checks import check_job
     from echelon.supervise.outcome import STOPPED
     from echelon.sweep.conduct import check_sweep, describe_sweep, first_job, render_first_array, run_sweep, share_slots
     from echelon.sweep.conductor import StopWord

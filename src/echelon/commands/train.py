@@ -9,20 +9,13 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from echelon.commands import (
-    NprocOption,
-    OverridesArgument,
-    RecipeArgument,
-    complain,
-    parse_nproc,
-    read_recipe,
-    say,
-    stops_told,
-)
+from echelon.commands.arguments import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe
+from echelon.commands.terminal import complain, say, stops_told
 from echelon.errors import ConfigError, EchelonError, explain_storage_error, render_traceback
 from echelon.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
+    from echelon.recipe import Recipe
     from echelon.supervise.hosts import HostGroup
     from echelon.supervise.outcome import Outcome
 
@@ -46,55 +39,65 @@ def train(
     ] = None,
 ) -> None:
     """Train; an existing run goes on from its newest good checkpoint."""
-    from echelon.distributed.runtime import (
-        find_host_dir,
-        find_host_group,
-        find_place,
-        keep_hub_cache_beside,
-        launch_role,
-        set_default_variables,
-    )
+    from echelon.distributed.runtime import keep_hub_cache_beside, launch_role
 
     num_processes = parse_nproc(nproc)
     group = _read_group(nodes, rendezvous, interface)
     role = "agent" if group is not None else launch_role()
-    # Under a foreign launcher every rank reads the recipe, and one of them talks about it.
-    speaks = role != "worker" or find_place().rank == 0
-    try:
-        recipe = read_recipe(recipe_path, overrides, quiet=not speaks)
-    except EchelonError as error:
-        if speaks:
-            raise
-        time.sleep(_SPEAKING_SECONDS)
-        raise typer.Exit(error.exit_code) from error
+    recipe = _read_as_rank(recipe_path, overrides) if role == "worker" else read_recipe(recipe_path, overrides)
     keep_hub_cache_beside(recipe.run.dir)
     with _faults_logged(recipe.run.dir / "logs" / "parent.log"):
         if role == "worker":
-            from echelon.lifecycle.session import train_as_rank, train_hosted
-            from echelon.supervise.outcome import Outcome
-
-            if (place := find_host_dir()) is not None:
-                train_hosted(recipe, place, say)
-            try:
-                outcome = train_as_rank(recipe, fresh, say)
-            except EchelonError as error:
-                outcome = Outcome(error.exit_code, str(error))
-            _finish(outcome, at_once=True)
+            _train_as_rank(recipe, fresh)
         if role == "agent":
-            from echelon.lifecycle.session import train_on_hosts
-
-            # A lost keeper is told in one line, not in a C++ trace of every thread that asked for it.
-            set_default_variables({"TORCH_CPP_LOG_LEVEL": "ERROR"})
-            arguments = [str(recipe_path), *(overrides or [])]
-            outcome, speaks = train_on_hosts(recipe, arguments, group or find_host_group(), num_processes, fresh, say)
-            for each in STOP_SIGNALS:  # one that comes now would put its own code in the place of the job's
-                signal.signal(each, signal.SIG_IGN)
-            _finish(outcome, silent=not speaks)
+            _train_as_agent(recipe, [str(recipe_path), *(overrides or [])], group, num_processes, fresh)
         from echelon.lifecycle.session import train_locally
 
         with stops_told():
             outcome = train_locally(recipe, num_processes, fresh, say)
         _finish(outcome)
+
+
+def _read_as_rank(path: Path, overrides: list[str] | None) -> "Recipe":
+    """The recipe, which every rank under a foreign launcher reads, and rank 0 alone talks about."""
+    from echelon.distributed.runtime import find_place
+
+    speaks = find_place().rank == 0
+    try:
+        return read_recipe(path, overrides, quiet=not speaks)
+    except EchelonError as error:
+        if speaks:
+            raise
+        time.sleep(_SPEAKING_SECONDS)
+        raise typer.Exit(error.exit_code) from error
+
+
+def _train_as_rank(recipe: "Recipe", fresh: bool) -> NoReturn:
+    from echelon.distributed.runtime import find_host_dir
+    from echelon.lifecycle.session import train_as_rank, train_hosted
+    from echelon.supervise.outcome import Outcome
+
+    if (place := find_host_dir()) is not None:
+        train_hosted(recipe, place, say)
+    try:
+        outcome = train_as_rank(recipe, fresh, say)
+    except EchelonError as error:
+        outcome = Outcome(error.exit_code, str(error))
+    _finish(outcome, at_once=True)
+
+
+def _train_as_agent(
+    recipe: "Recipe", arguments: list[str], group: "HostGroup | None", num_processes: int | None, fresh: bool
+) -> NoReturn:
+    from echelon.distributed.runtime import find_host_group, set_default_variables
+    from echelon.lifecycle.session import train_on_hosts
+
+    # A lost keeper is told in one line, not in a C++ trace of every thread that asked for it.
+    set_default_variables({"TORCH_CPP_LOG_LEVEL": "ERROR"})
+    outcome, speaks = train_on_hosts(recipe, arguments, group or find_host_group(), num_processes, fresh, say)
+    for each in STOP_SIGNALS:  # one that comes now would put its own code in the place of the job's
+        signal.signal(each, signal.SIG_IGN)
+    _finish(outcome, silent=not speaks)
 
 
 def _read_group(nodes: str | None, rendezvous: str | None, interface: str | None) -> "HostGroup | None":

@@ -1,0 +1,72 @@
+"""Arguments and options that several commands take, and what they mean."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from echelon.commands.terminal import say
+from echelon.errors import ConfigError
+from echelon.redaction import redact_text
+
+if TYPE_CHECKING:
+    from echelon.recipe import Recipe
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win over the file, dotted.")
+]
+NprocOption = Annotated[
+    str, typer.Option("--nproc", metavar="N|auto", help="Processes; auto: one per GPU, or per two CPU cores.")
+]
+TargetArgument = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or an HF model folder.")]
+CheckpointOption = Annotated[
+    str | None, typer.Option("--checkpoint", metavar="newest|best|STEP", help="Of a run. Default: the newest.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
+
+
+def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) -> "Recipe":
+    """Read the recipe, print its notes, and refuse what is not built."""
+    from echelon.recipe import check_built, load_recipe
+
+    recipe, notes = load_recipe(path, overrides or [])
+    check_built(recipe)
+    for note in [] if quiet else notes:
+        say(redact_text(note))
+    return recipe
+
+
+def parse_nproc(text: str) -> int | None:
+    """The number that `--nproc` gives; None for auto. Raises ConfigError."""
+    if text == "auto":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--nproc {text} is neither a number of processes nor auto; use --nproc 2, for example.")
+    return int(text)
+
+
+def parse_hosts(text: str) -> str:
+    """The hosts that `--hosts a,b` names, as an override of the recipe. Raises ConfigError."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--hosts {text!r} names no machine; write it like --hosts a,b.")
+    return f"launch.torchrun.hosts={json.dumps(names)}"
+
+
+def require_folder(path: Path) -> None:
+    """Raise ConfigError unless there is a folder."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; give a run folder (runs/NAME) or an HF model folder.")
+
+
+def require_model(path: Path) -> None:
+    """Have the folder, and of a run with an adapter what its frozen weights are read from.
+
+    What that prints goes to stderr, where no result is read from. Raises ConfigError unless there is a folder.
+    """
+    from echelon.checkpoint.adapted import fetch_base
+
+    require_folder(path)
+    fetch_base(path, lambda line: typer.echo(line, err=True))

@@ -1,0 +1,67 @@
+"""`echelon eval`: held-out loss, questions, or tasks of lm-eval."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from echelon.commands.arguments import CheckpointOption, JsonOption, TargetArgument, require_model
+from echelon.commands.terminal import say
+from echelon.errors import ConfigError
+
+
+def evaluate(
+    target: TargetArgument,
+    data_path: Annotated[
+        Path | None, typer.Option("--data", metavar="PATH", help="Other text than the run's held-out one.")
+    ] = None,
+    task: Annotated[
+        Path | None, typer.Option("--tasks", metavar="FILE.jsonl", help="Multiple-choice questions to score instead.")
+    ] = None,
+    harness: Annotated[
+        str | None, typer.Option("--lm-eval", metavar="TASK[,TASK]", help="Tasks of lm-eval to run instead.")
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option("--include-path", metavar="FOLDER", help="Task files of your own, for --lm-eval.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Examples of each task, for --lm-eval.")] = None,
+    checkpoint: CheckpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Loss, perplexity and bits per byte on held-out text; or accuracy on tasks."""
+    require_model(target)
+    if sum(each is not None for each in (data_path, task, harness)) > 1:
+        raise ConfigError("--data, --tasks and --lm-eval are three evaluations; give one at a time.")
+    if harness is None and (include_path is not None or limit is not None):
+        raise ConfigError("--include-path and --limit go with --lm-eval TASK; add it, or leave them out.")
+    if task is not None:
+        from echelon.inference.tasks import evaluate_task
+
+        result = evaluate_task(target, task, checkpoint)
+    elif harness is not None:
+        from echelon.inference.harness import evaluate_with_harness
+
+        result = evaluate_with_harness(target, harness.split(","), include_path, limit, checkpoint)
+    else:
+        from echelon.inference.evaluate import evaluate_model
+
+        result = evaluate_model(target, data_path, checkpoint)
+    for line in [json.dumps(result, default=str)] if as_json else _render_lines(result):
+        say(line)
+
+
+def _render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """A line for each value; a mapping's below its key. One set alone is the whole."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            if key != "sets" or len(value) > 1:
+                yield f"{indent}{key}:"
+                yield from _render_lines(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {_render_value(value)}"
+
+
+def _render_value(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "unknown" if value is None else str(value)

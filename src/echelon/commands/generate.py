@@ -1,0 +1,103 @@
+"""`echelon generate`: samples of a run or of an HF folder."""
+
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from echelon.commands.arguments import CheckpointOption, JsonOption, TargetArgument, require_model
+from echelon.commands.terminal import say
+from echelon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from echelon.inference.generate import Sample
+
+
+def generate(
+    target: TargetArgument,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The text to go on from.")] = None,
+    prompts_path: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="Prompts: .txt, one a line, or .jsonl.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to sample.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Sample among the k likeliest; 0: among all.")] = 50,
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0.0, max=1.0, help="Sample among the likeliest with this probability.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option("--min-p", min=0.0, max=1.0, help="Leave out tokens below this share of the likeliest.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: tokens seen before become less likely.")
+    ] = 1.0,
+    num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Samples of each prompt.")] = 1,
+    as_chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are messages of a user; show the answers of the chat template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option("--system", help="System message of --chat. Default: what the run was trained with.")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a sample; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
+    checkpoint: CheckpointOption = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples generated at a time.")] = 8,
+    stream: Annotated[
+        bool | None, typer.Option("--stream/--no-stream", help="Show each token at once. Default: on a terminal.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write JSON, a sample a line.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Sample from a run or an HF folder."""
+    if system is not None and not as_chat:
+        raise ConfigError(f"--system {system!r} goes with --chat; add it, or leave it out.")
+    require_model(target)
+    from echelon.inference.chat import Chat
+    from echelon.inference.generate import Sampling, generate_samples
+
+    records = _read_records(prompt, prompts_path)
+    sampling = Sampling(
+        max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop or ()), seed
+    )
+    plain = not as_json and out is None
+    streams = plain and (sys.stdout.isatty() if stream is None else stream)
+    write, chat = _write if streams else None, Chat(system) if as_chat else None
+    samples = generate_samples(
+        target, [each["prompt"] for each in records], sampling, checkpoint, batch_size, write, chat
+    )
+    if plain:
+        for sample in samples:
+            say("" if streams else sample.text)
+    else:
+        repeated = (record for record in records for _ in range(num_samples))
+        _write_samples(zip(repeated, samples, strict=True), out)
+    if out is not None:
+        say(f"generate: {len(records) * num_samples} samples in {out}")
+
+
+def _read_records(prompt: str | None, path: Path | None) -> list[dict[str, Any]]:
+    """What is to be gone on from: a record with the one prompt, or those of a file."""
+    from echelon.inference.generate import read_prompts
+
+    if path is not None and prompt is None:
+        return read_prompts(path)
+    if path is None and prompt is not None:
+        return [{"prompt": prompt}]
+    raise ConfigError("generate needs one of --prompt TEXT and --prompts FILE; give one.")
+
+
+def _write_samples(samples: Iterable[tuple[dict[str, Any], "Sample"]], out: Path | None) -> None:
+    """A line of JSON for each record and its sample, as soon as there is one: into `out`, or onto stdout."""
+    from echelon.inference.generate import render_sample
+
+    with out.open("w", encoding="utf-8") if out is not None else nullcontext(sys.stdout) as lines:
+        for record, sample in samples:
+            print(render_sample(record, sample), file=lines, flush=True)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

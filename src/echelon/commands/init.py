@@ -1,0 +1,45 @@
+"""`echelon init`: a recipe to start from."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from echelon.commands.terminal import say
+from echelon.errors import ConfigError
+
+
+def init(
+    path: Annotated[Path, typer.Argument(metavar="[RECIPE]", help="The file to write.")] = Path("recipe.yaml"),
+    params: Annotated[
+        str | None, typer.Option("--params", metavar="1.3b", help="Parameters; the shape and the rest follow.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="50b", help="Tokens to train on. Default: 20 a parameter.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", min=257, help="Of the tokenizer, with --params or --tokens.")
+    ] = None,
+) -> None:
+    """Write a recipe to start from: a small one, or one for a number of parameters and tokens."""
+    from echelon.recipe import render_starter
+
+    if path.exists():
+        raise ConfigError(f"{path} exists; name another file, or remove it first.")
+    if params is None and tokens is None:
+        if vocab_size is not None:
+            raise ConfigError(f"--vocab-size {vocab_size} goes with --params or --tokens; add one of them.")
+        recipe, lines = render_starter(name=path.stem), list[str]()
+    else:
+        from echelon.recipe.scaling import parse_count, render_scaled, scale_recipe
+
+        scaled = scale_recipe(
+            None if params is None else parse_count("--params", params),
+            None if tokens is None else parse_count("--tokens", tokens),
+            vocab_size,
+        )
+        recipe, lines = render_scaled(scaled, path.stem, path.name), [*map(str, scaled.choices), *scaled.notes]
+    path.write_text(recipe, encoding="utf-8")
+    for line in lines:
+        say(line)
+    say(f"wrote {path}: set data.train to your text, then run: echelon train {path}")

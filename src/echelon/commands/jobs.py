@@ -1,0 +1,83 @@
+"""`echelon status`, `echelon logs` and `echelon cancel`: what follows a launch."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from echelon.commands.terminal import complain, say
+from echelon.errors import ConfigError, EchelonError
+from echelon.redaction import redact_text
+
+if TYPE_CHECKING:
+    from echelon.launch.job import JobRecord, JobStatus
+
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, its folder, or its id at the target.")]
+
+
+def status(
+    name: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: all jobs launched from here.")] = None,
+) -> None:
+    """How jobs stand: at their target, and by their run folder where this machine sees it."""
+    from echelon.launch.records import find_job, list_jobs
+    from echelon.launch.targets import find_launcher
+
+    records = list_jobs() if name is None else [find_job(name)]
+    if not records:
+        say("no job was launched from this folder")
+    unknown = False
+    for record in records:
+        try:
+            say(describe_job(record, find_launcher(record.target).status(record)))
+        except EchelonError as error:
+            if name is not None:
+                raise
+            unknown = True  # the other targets may answer
+            complain(f"{record.name}: {error}")
+    if unknown:
+        raise typer.Exit(1)
+
+
+def logs(
+    name: JobArgument,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+) -> None:
+    """Show what a job has printed."""
+    from echelon.launch.records import find_job
+    from echelon.launch.targets import find_launcher
+
+    record = find_job(name)
+    for line in find_launcher(record.target).logs(record, follow):
+        say(redact_text(line))
+
+
+def cancel(name: JobArgument) -> None:
+    """Ask a job to save and end; launching the same recipe again goes on from there."""
+    from echelon.launch.records import find_job
+    from echelon.launch.targets import find_launcher
+
+    record = find_job(name)
+    find_launcher(record.target).cancel(record)
+    say(f"asked {record.name} to stop; it saves first, then ends")
+
+
+def describe_job(record: "JobRecord", now: "JobStatus") -> str:
+    """A line about a job: its state at the target, the run's step, the cost by the run's count and by the target's."""
+    from echelon.lifecycle.job_checks import find_run_folder
+    from echelon.runs.cost import read_spending
+
+    parts: list[Any] = [record.name, record.target, now.state]
+    if now.detail:
+        parts.append(now.detail)
+    folder = find_run_folder(record.target, Path(record.run_dir))
+    if step := folder.last_step():
+        parts.append(f"step {step}")
+    with suppress(ConfigError):  # a damaged file; the run's next start says so
+        if usd := read_spending(folder).usd:
+            parts.append(f"cost ${usd:.2f}")
+    if now.billed_hours is not None:
+        parts.append(f"billed {now.billed_hours:.2f} h")
+    if now.billed_usd is not None:
+        parts.append(f"billed ${now.billed_usd:.2f}")
+    return "  ".join(map(str, parts))

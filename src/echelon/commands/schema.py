@@ -1,0 +1,12 @@
+"""`echelon schema`: the recipe's JSON schema."""
+
+import json
+
+from echelon.commands.terminal import say
+
+
+def schema() -> None:
+    """Print the recipe's JSON schema, for editors."""
+    from echelon.recipe import recipe_json_schema
+
+    say(json.dumps(recipe_json_schema(), indent=2))

@@ -1,0 +1,174 @@
+"""What is checked of a job before it is handed over to its target, and what is left to be checked there."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from echelon.data.corpus import list_corpus
+from echelon.data.prepare import prepare_spec
+from echelon.data.templates import load_template
+from echelon.errors import ConfigError, HubUnreachableError, PlanError
+from echelon.hardware.accelerators import Cluster, parse_devices
+from echelon.hardware.instances import find_instance
+from echelon.launch.job import JobSpec, Launcher
+from echelon.launch.sagemaker.request import find_trained_recipe
+from echelon.launch.sagemaker.staging import CHECKPOINT_DIR
+from echelon.launch.secrets import refuse_secrets
+from echelon.launch.targets import TARGETS, find_launcher
+from echelon.lifecycle.model_checks import check_model, find_checkpoint_out_of_reach
+from echelon.model.hub import find_commits
+from echelon.planner.choose import resolve_plan
+from echelon.planner.machines import choose_instance, find_cluster
+from echelon.planner.memory import estimate_memory
+from echelon.planner.model_shape import ModelShape
+from echelon.recipe import LaunchConfig, Recipe
+from echelon.runs.cost import check_budget, describe_cost, find_price_at_target
+from echelon.runs.run_folder import RunFolder
+
+
+def check_job(job: JobSpec, tell: Callable[[str], None]) -> tuple[Launcher, dict[str, str]]:
+    """Who will start the job, and exactly what is submitted, once nothing that can be known here speaks against it.
+
+    `tell` gets lines about what will be done. Raises ConfigError or PlanError naming the key.
+    """
+    recipe = job.recipe
+    if recipe.launch.to is None:
+        raise ConfigError(f"launch.to is not set; say where with --to, one of {', '.join(TARGETS)}.")
+    refuse_secrets(recipe)
+    rate = find_price_at_target(recipe)
+    check_budget(recipe, rate)
+    launcher = find_launcher(recipe.launch.to)
+    notes: list[str] = []
+    if recipe.launch.to in ("local", "torchrun", "slurm"):  # these see the files of this machine
+        with _left_to_the_job(recipe.launch.to, notes):
+            if recipe.launch.to == "local":
+                find_commits(recipe, {})
+            spec = prepare_spec(recipe)
+            list_corpus(spec.train, spec.validation)
+    lines = launcher.check(job)
+    if recipe.launch.to == "sagemaker":
+        _check_uploads(recipe)
+    trained = _find_trained_recipe(recipe)
+    with _left_to_the_job(recipe.launch.to, notes):
+        lines += _check_model(trained, find_target_cluster(trained))
+    lines += notes
+    num_steps = None if recipe.train.epochs is not None else recipe.num_steps(0)
+    if rate is None and recipe.launch.to != "local":
+        lines.append("cost: the price of these machines is not known; budget.usd_per_hour says that of one")
+    lines += describe_cost(recipe, find_run_folder(recipe.launch.to, recipe.run.dir), rate, job.nodes[1], num_steps)
+    for line in lines:
+        tell(line)
+    return launcher, launcher.render(job)
+
+
+@contextmanager
+def _left_to_the_job(target: str, notes: list[str]) -> Iterator[None]:
+    """Make a note of what cannot be checked since the hub is not reached from here: machines elsewhere may reach it."""
+    try:
+        yield
+    except HubUnreachableError as error:
+        if target == "local":
+            raise
+        notes.append(f"hub: not checked from here, and left to the machines of the job: {error.reason}")
+
+
+def _check_uploads(recipe: Recipe) -> None:
+    """Raise DataError or ConfigError for local files that cannot be trained on as the recipe says.
+
+    In the container they lie in several folders, where nothing shows any more that text to train and to validate on
+    is the same.
+    """
+    spec = prepare_spec(recipe)
+    train, validation = (
+        [each for each in sources if each.format != "hub" and not each.path.startswith(("s3://", "/opt/ml/"))]
+        for sources in (spec.train, spec.validation)
+    )
+    list_corpus(train, validation)
+    if recipe.data.chat_template is not None:
+        load_template(recipe.data.chat_template)
+
+
+def settle_instance(recipe: Recipe, tell: Callable[[str], None]) -> Recipe:
+    """The recipe with the type of its machines in the place of `auto`, which `tell` is told, and why.
+
+    Raises PlanError."""
+    if recipe.launch.to != "sagemaker" or recipe.launch.sagemaker.instance_type != "auto":
+        return recipe
+    if (why := find_checkpoint_out_of_reach(recipe)) is not None:
+        raise ConfigError(f"launch.sagemaker.instance_type=auto: {why}, so its size is not known; name a type.")
+    try:
+        shape = check_model(recipe, elsewhere=True).shape
+    except HubUnreachableError as error:
+        raise ConfigError(
+            f"launch.sagemaker.instance_type=auto: the size of the model is not known, for {error.reason}; name a type."
+        ) from error
+    choice = choose_instance(recipe, shape, recipe.launch.node_range[1])
+    for line in choice.describe():
+        tell(line)
+    sagemaker = recipe.launch.sagemaker.model_copy(update={"instance_type": choice.instance.name})
+    return recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"sagemaker": sagemaker})})
+
+
+def find_target_cluster(recipe: Recipe) -> Cluster | None:
+    """The hardware the recipe will run on, as far as the recipe says it. Raises ConfigError if it says half of it."""
+    launch = recipe.launch
+    if launch.to == "sagemaker" and launch.sagemaker.instance_type is not None:
+        return find_cluster(recipe, find_instance(launch.sagemaker.instance_type), launch.node_range[1])
+    if launch.accelerator is None:
+        return None
+    count = _count_devices(launch)
+    if not count:
+        raise ConfigError(
+            f"launch.accelerator={launch.accelerator}: how many of them a machine has is not known; set "
+            "launch.nproc_per_node, or leave launch.accelerator out."
+        )
+    return parse_devices(f"{launch.node_range[1] * count}x{launch.accelerator}", count)
+
+
+def _count_devices(launch: LaunchConfig) -> int | None:
+    """Devices of a machine, by what is asked for there; None: it has as many as it has."""
+    if launch.nproc_per_node != "auto":
+        return launch.nproc_per_node
+    if launch.to == "slurm":
+        return launch.slurm.gpus_per_node
+    return launch.kubernetes.gpus_per_node if launch.to == "kubernetes" else None
+
+
+def _find_trained_recipe(recipe: Recipe) -> Recipe:
+    """The recipe as its target trains it: dictionaries of SageMaker's SDK may change the plan."""
+    if recipe.launch.to != "sagemaker":
+        return recipe
+    return find_trained_recipe(recipe)
+
+
+def _check_model(recipe: Recipe, cluster: Cluster | None) -> list[str]:
+    """Lines about the checks that are left to the target, and the memory the plan needs on these machines.
+
+    Raises ConfigError, DataError or PlanError for a model that the target would refuse, or that does not fit there.
+    """
+    elsewhere = recipe.launch.to != "local"
+    if elsewhere and (why := find_checkpoint_out_of_reach(recipe)) is not None:
+        return [f"left to train: the model, and whether the plan fits the memory of the machines ({why})"]
+    checked = check_model(recipe, elsewhere)
+    lines = [f"left to train: {line}" for line in checked.left]
+    return lines if cluster is None else [*lines, _check_plan(recipe, checked.shape, cluster)]
+
+
+def _check_plan(recipe: Recipe, shape: ModelShape, cluster: Cluster) -> str:
+    """A line about the memory the plan needs there. Raises PlanError where it does not fit."""
+    plan = resolve_plan(recipe, shape, cluster)
+    needed = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind).total
+    there = cluster.accelerator.memory_bytes
+    words = f"{plan.strategy} on {cluster.num_devices} x {cluster.accelerator.name} needs {needed / 1e9:.1f} GB each"
+    if there is not None and needed > there:
+        raise PlanError(
+            f"parallel={plan.strategy}: the plan needs {needed / 1e9:.1f} GB on each {cluster.accelerator.name}, which "
+            f"has {there / 1e9:.0f} GB; lower train.micro_batch_size, shard more (parallel: fsdp), set "
+            "train.activation_checkpointing: full, or use more machines."
+        )
+    return f"plan: {words}" + ("" if there is None else f" of {there / 1e9:.0f}")
+
+
+def find_run_folder(target: str, here: Path) -> RunFolder:
+    """The folder of a run at its target. In a container it is another than the one here, which a local run may fill."""
+    return RunFolder(Path(CHECKPOINT_DIR) / here.name if target == "sagemaker" else here)
