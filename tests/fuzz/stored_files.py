@@ -79,7 +79,7 @@ class StoredFiles:
         trainer.loader.close()
         trainer.journal.close()
         self._engine, self._store, self._sequence_len = trainer.engine, trainer.store, recipe.data.sequence_len
-        self._judge, self._snapshots = trainer.judge, trainer.snapshots
+        self._judge, self._snapshots, self._sync = trainer.judge, trainer.snapshots, trainer.sync
         self.run.unlock()
         self.single = export_run(self.run.path, root / "single")
         self._sharded = shutil.copytree(self.single, root / "sharded")
@@ -151,7 +151,9 @@ class StoredFiles:
             tensor.fill_(7)
         self.console.seek(0)
         self.console.truncate()
-        saved = load_newest(self._store, self._snapshots, self._engine, self._judge, self.runtime, self.console)
+        saved = load_newest(
+            self._store, self._snapshots, self._engine, self._sync, self._judge, self.runtime, self.console
+        )
         assert saved is not None
         found = {"state": digest(asdict(saved))} | {name: digest(tensors[name]) for name in tensors}
         if "Passing over" in (line := self.console.getvalue()):

@@ -16,8 +16,8 @@ PACKAGE = ROOT / "src" / "echelon"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = {
-    0: ("errors", "redaction", "stored", "stopping", "progress", "recipe", "hardware", "planner", "runs", "launch",
-        "supervise", "doctor"),
+    0: ("errors", "redaction", "extensions", "stored", "stopping", "progress", "recipe", "hardware", "planner", "runs",
+        "launch", "supervise", "doctor"),
     1: ("distributed",),
     2: ("model", "data", "objectives", "optimizer"),
     3: ("parallel", "sync", "checkpoint"),

@@ -30,7 +30,7 @@ def count_traffic(rank, world_size, path, plan):
     engine = build_native_engine(recipe, load_config(CONFIG), plan, meshes, CausalLM(), torch.device("cpu"))
     tokens, places = torch.zeros(1, 8, dtype=torch.int64), np.zeros(1, dtype=np.int64)
     microbatch = Microbatch(tokens, tokens, places, places)
-    engine.rehearse(microbatch)
+    engine.rehearse(microbatch, 1)
     for _ in range(2):  # DDP talks about its buckets once more in the first step
         with TrafficCounter() as counter:
             engine.forward_backward(0, [microbatch] * plan.num_microbatches, torch.tensor(1.0))

@@ -160,6 +160,12 @@ class BatchLoader(Iterator[StepBatch]):
         for _ in range(_PREFETCH):
             self._request()
 
+    def reshare(self, dp_rank: int, dp_size: int) -> None:
+        """From the next step on read this part of every batch; costs nothing where it is the part that is read now."""
+        if (dp_rank, dp_size) != (self._dp_rank, self._dp_size):
+            self._dp_rank, self._dp_size = dp_rank, dp_size
+            self.seek(self._next_step - len(self._ready))
+
     def batch(self, step: int) -> StepBatch:
         """The batch of any step; `next` goes on as if it had not been asked for."""
         return self._thread.submit(self._build, step).result()

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from echelon.checkpoint.adapter_folder import AdapterContent
 from echelon.data.loader import Microbatch
 from echelon.parallel.step import StepSums
+from echelon.sync.synchronizer import Fill, Replica
 
 
 @dataclass(frozen=True, order=True)
@@ -48,8 +49,24 @@ class Evaluation(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """Runs steps of one model under one plan. Every method is collective."""
+class Engine(Replica, Protocol):
+    """Runs steps of one model under one plan. Every method is collective.
+
+    Besides those here it has the methods of `Replica`: weights, gradients and step. A loss scale goes by whether the
+    norm was finite, which a step that is not applied for another reason may be.
+    """
+
+    def describe(self) -> Sequence[str]:
+        """Lines for the user about how the model is trained, as a run starts."""
+        ...
+
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> None:
+        """Run one whole step on a microbatch, as often as a step has microbatches, without its targets; apply nothing.
+
+        Once, before the first step: what is laid out or measured by running is so in a fresh start and in a resumed
+        one alike, and memory runs out here if it will. An engine whose microbatches take turns may run one alone.
+        """
+        ...
 
     def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
         """Leave gradients of sum(loss) / num_targets, that of the router included; return this rank's sums."""
@@ -57,13 +74,6 @@ class Engine(Protocol):
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Scale gradients to at most `max_norm` (None: only measure); return the global norm before clipping."""
-        ...
-
-    def step(self, learning_rate: float, commit: Tensor) -> None:
-        """Apply the gradients where `commit` (a boolean scalar on the device) is true, and drop them in any case.
-
-        A loss scale goes by whether the norm was finite, which a step that is not applied for another reason may be.
-        """
         ...
 
     def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
@@ -83,6 +93,10 @@ class Engine(Protocol):
         """The adapter that trains, whole, on every rank."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Every tensor a checkpoint holds, live, under names that no plan changes."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every tensor a checkpoint holds, under names that no plan changes: live ones, or made for the save."""
+        ...
+
+    def load(self, fill: Fill) -> None:
+        """Have tensors named and shaped like those of `state_dict` filled, and go on with what is in them."""
         ...

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,16 +21,17 @@ from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta, materialize
 from echelon.model.pissa import PrincipalParts
 from echelon.model.quantization import QuantizedLinear
-from echelon.model.router import RouterChoice, choose_router_loss
+from echelon.model.router import choose_router_loss
 from echelon.model.sharding import local_part, whole
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective, ObjectiveModule
 from echelon.optimizer import LossScale, Optimizer, build_optimizer, global_norm
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.data_parallel import DataParallel
-from echelon.parallel.step import SingleStage, StepSums
+from echelon.parallel.step import ForwardBackward, SingleStage, StepSums
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe import Recipe
+from echelon.sync.synchronizer import Fill
 
 
 class NativeEngine:
@@ -43,11 +43,12 @@ class NativeEngine:
         decoder: nn.Module,
         optimizer: Optimizer,
         objective: Objective,
-        seed: int,
+        forward_backward: ForwardBackward,
         loss_scale: LossScale | None = None,
         principal: PrincipalParts | None = None,
-        router: RouterChoice | None = None,
+        lines: Sequence[str] = (),
     ) -> None:
+        """`lines`: what `describe` returns."""
         self._principal = principal or {}
         self._parallel = parallel
         self._decoder = decoder
@@ -55,10 +56,8 @@ class NativeEngine:
         self._objective = objective
         self._loss_scale = loss_scale
         self._device = next(decoder.parameters()).device  # where the optimizer works
-        self.router = router or RouterChoice(None, None)
-        """What becomes of the model's router loss."""
-        loss = self.router.loss
-        self._forward_backward = SingleStage(parallel, seed, None if loss is None else loss.strength)
+        self._forward_backward = forward_backward
+        self._lines = lines
         self._step = 0
         self._is_finite = torch.ones((), dtype=torch.bool)
 
@@ -107,11 +106,15 @@ class NativeEngine:
         with self._parallel.evaluation() as module:
             yield ModuleEvaluation(module, self._objective)
 
-    def rehearse(self, microbatch: Microbatch) -> None:
-        """Run one whole step on a microbatch without targets, and apply nothing. Collective.
+    def describe(self) -> Sequence[str]:
+        """See Engine."""
+        return self._lines
+
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> None:
+        """See Engine. Microbatches take turns, so one shows what all of them need.
 
         DDP lays out its buckets anew after its first backward pass, and sums depend on the layout; after a rehearsal a
-        fresh start and a resumed one add up in the same order. It is also where memory runs out if it will.
+        fresh start and a resumed one add up in the same order.
         """
         masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
         one = torch.ones((), device=masked.labels.device)
@@ -121,22 +124,35 @@ class NativeEngine:
         if self._loss_scale is not None:
             self._loss_scale.reset()
 
-    def trained(self) -> dict[str, nn.Parameter]:
+    def weights(self) -> dict[str, Tensor]:
+        """See Replica."""
+        return {name: local_part(parameter.detach()) for name, parameter in self._trained().items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """See Replica."""
+        found = {name: parameter.grad for name, parameter in self._trained().items()}
+        return {name: local_part(gradient) for name, gradient in found.items() if gradient is not None}
+
+    def _trained(self) -> dict[str, nn.Parameter]:
         """What trains, as this rank holds it, by name."""
         return {name: each for name, each in self._decoder.named_parameters() if each.requires_grad}
 
     def describe_adapter(self) -> AdapterContent:
         """See Engine."""
-        tensors = {name: whole(parameter.detach()).cpu() for name, parameter in self.trained().items()}
+        tensors = {name: whole(parameter.detach()).cpu() for name, parameter in self._trained().items()}
         return describe_adapter(self._decoder, tensors, self._principal)
 
-    def state_dict(self) -> dict[str, Any]:
+    def load(self, fill: Fill) -> None:
+        """See Engine."""
+        fill(self.state_dict())
+
+    def state_dict(self) -> dict[str, Tensor]:
         """See Engine. `model.NAME`, `optimizer.NAME.KEY` for what is kept for a parameter, and `loss_scale.KEY`.
 
         Of a model with frozen weights only what trains: the rest is where it came from.
         """
-        state: dict[str, Any] = {}
-        trained = self.trained()
+        state: dict[str, Tensor] = {}
+        trained = self._trained()
         for name, parameter in trained.items():
             state[f"model.{name}"] = parameter.detach()
         for name, tensor in self._optimizer.tensors():
@@ -257,4 +273,6 @@ def build_native_engine(
     parallel = parallelize(module, plan, meshes)
     optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed)
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
-    return NativeEngine(parallel, model, optimizer, objective, recipe.run.seed, loss_scale, principal, router)
+    steps = SingleStage(parallel, recipe.run.seed, None if router.loss is None else router.loss.strength)
+    lines = () if router.line is None else (router.line,)
+    return NativeEngine(parallel, model, optimizer, objective, steps, loss_scale, principal, lines)

@@ -27,7 +27,7 @@ from echelon.distributed.runtime import (
     read_environment,
     shares_files,
 )
-from echelon.engines.native import NativeEngine, build_native_engine
+from echelon.engines import Engine, build_engine
 from echelon.errors import StoppedError
 from echelon.hardware.detection import describe_peak, find_peak_flops
 from echelon.inference.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
@@ -50,7 +50,7 @@ from echelon.reporting.trackers import start_trackers
 from echelon.runs.cost import find_price_here
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest
-from echelon.sync.every_step import EveryStep
+from echelon.sync import Synchronizer, build_synchronizer
 from echelon.training.bad_steps import StepJudge
 from echelon.training.heartbeat import Heartbeat
 from echelon.training.interval import SaveInterval
@@ -189,16 +189,17 @@ def build_trainer(
     if runtime.rank == 0:
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
     objective, new_tokens = build_objective(recipe), find_new_tokens(recipe, data.tokenizer)
-    engine = build_native_engine(here, config, plan, meshes, objective, device, compile_backend, new_tokens)
+    engine = build_engine(here, config, plan, meshes, objective, device, compile_backend, new_tokens)
+    sync = build_synchronizer(recipe.sync, engine, meshes)
     first = _any_microbatch(data, plan, device)
-    engine.rehearse(first)
+    engine.rehearse(first, plan.num_microbatches)
     store = build_store(recipe, folder, console)
     snapshots = build_snapshots(recipe, console)
-    tensors = engine.state_dict()
+    tensors = sync.tensors(engine.state_dict())
     store.rehearse(tensors)
     snapshots.rehearse(tensors)
     judge = StepJudge(recipe.fault, device)
-    saved = load_newest(store, snapshots, engine, judge, runtime, console)
+    saved = load_newest(store, snapshots, engine, sync, judge, runtime, console)
     state = TrainState() if saved is None else saved.train
     state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
     stops = find_stops(config, data.manifest.stops)
@@ -217,7 +218,7 @@ def build_trainer(
         num_machines = -(-runtime.world_size // runtime.local_world_size)
         journal.meter = CostMeter(recipe, folder, find_price_here(recipe, read_environment()), num_machines)
         journal.add_forwarders(start_trackers(recipe, folder, state.step, journal.say))
-        for line in _describe_model(config, recipe, data, stops, first.documents is not None, engine.router.line):
+        for line in (*_describe_model(config, recipe, data, stops, first.documents is not None), *engine.describe()):
             journal.say(line)
         journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")
         if sampler is not None:
@@ -229,7 +230,7 @@ def build_trainer(
         num_steps=num_steps,
         engine=engine,
         objective=objective,
-        sync=EveryStep(),
+        sync=sync,
         judge=judge,
         schedule=build_schedule(recipe.optim, num_steps, recipe.batches),
         loader=build_loader(recipe, plan, data, meshes, state.step),
@@ -256,16 +257,13 @@ def _describe_model(
     data: PreparedData,
     stops: Sequence[int],
     has_documents: bool,
-    router_line: str | None,
 ) -> Iterator[str]:
-    """Lines about the model that is trained: its special tokens, its masks, its router loss."""
+    """Lines about the model that is trained: its special tokens and its masks."""
     special = f"pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}"
     ends = [f"{each} ({data.tokenizer.convert_ids_to_tokens(each)})" for each in stops]
     yield f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}"
     if has_documents:
         yield describe_document_mask(config, recipe.model.attn_implementation)
-    if router_line is not None:
-        yield router_line
 
 
 def open_goodput(folder: RunFolder, saved: SavedState | None) -> GoodputTracker:
@@ -328,12 +326,13 @@ def write_line(console: TextIO, line: str) -> None:
 def load_newest(
     store: CheckpointStore,
     snapshots: Snapshots,
-    engine: NativeEngine,
+    engine: Engine,
+    sync: Synchronizer,
     judge: StepJudge,
     runtime: Runtime,
     console: TextIO,
 ) -> SavedState | None:
-    """Fill engine and judge from the newest whole checkpoint or snapshot; what else is in it, or None without one.
+    """Fill engine, synchronizer and judge from the newest whole checkpoint or snapshot; what else is in it, or None.
 
     Collective.
     """
@@ -341,7 +340,7 @@ def load_newest(
     checkpoint = store.newest(beyond=-1 if snapshot is None else snapshot.step) or snapshot
     if checkpoint is None:
         return None
-    saved = load_checkpoint(checkpoint, store, engine, judge)
+    saved = load_checkpoint(checkpoint, store, engine, sync, judge)
     if runtime.rank == 0:
         held = ", held in memory" if checkpoint == snapshot else ""
         write_line(console, f"Resuming from {checkpoint.path.name}{held}.")

@@ -1,23 +1,51 @@
 """The synchronizer that agrees at every step: replicas are one model throughout."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from echelon.distributed.mesh import Meshes
+from echelon.recipe import SyncConfig
+from echelon.sync.synchronizer import DataShare, Fill, Replica
+
 
 class EveryStep:
-    """Gradients are reduced over all ranks at every step; a step commits when the global norm is finite."""
+    """Gradients are reduced over all ranks at every step; a step commits when the global norm is finite.
 
-    def begin_step(self, step: int) -> None:
-        """Nothing to prepare."""
+    See `Synchronizer`.
+    """
+
+    lag = 1
+
+    def __init__(self, config: SyncConfig, replica: Replica, meshes: Meshes) -> None:
+        self._replica = replica
+        self._share = DataShare(meshes.data_rank, meshes.data_size)
+
+    def begin_step(self, step: int) -> DataShare:
+        """The same at every step."""
+        return self._share
 
     def should_commit(self, grad_norm: Tensor) -> Tensor:
         """Finite on one rank is finite on all: the norm is already the global one."""
         return torch.isfinite(grad_norm)
 
-    def end_step(self, step: int) -> None:
+    def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
+        """Gradients are already the sum over all ranks."""
+        self._replica.step(learning_rate, commit)
+
+    def end_step(self, step: int) -> bool:
         """Nothing to settle."""
+        return True
+
+    def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """No tensors of its own."""
+        return dict(engine_state)
+
+    def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
+        """No tensors of its own."""
+        fill(engine_state)
 
     def state_dict(self) -> dict[str, Any]:
         """No state."""

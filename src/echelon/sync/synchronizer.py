@@ -1,29 +1,85 @@
 """How replicas agree: the seam for local SGD, parameter servers and quorums. The default agrees at every step."""
 
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+Fill = Callable[[Mapping[str, Tensor]], None]
+"""Writes saved values into the given tensors, whole or sharded, in place, by name. Collective."""
+
+
+class DataShare(NamedTuple):
+    """Which part of every batch this rank reads: that of place `rank` among `size` ranks that read different data."""
+
+    rank: int
+    size: int
+
+
+class Replica(Protocol):
+    """What a synchronizer may read and change of the model that this rank trains. Every method is collective."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """What trains, live, as this rank holds it, under names that no plan changes."""
+        ...
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of what trains, live, under the names of `weights`; between forward_backward and step."""
+        ...
+
+    def step(self, learning_rate: float, commit: Tensor) -> None:
+        """Apply the gradients where `commit` (a boolean scalar on the device) is true, and drop them in any case."""
+        ...
+
 
 class Synchronizer(Protocol):
-    """What happens around a step so that replicas stay, or become, one model. Every method is called by every rank."""
+    """What happens around a step so that replicas stay, or become, one model. Every method is called by every rank.
 
-    def begin_step(self, step: int) -> None:
-        """Called before the forward pass."""
+    A step calls `begin_step`, `should_commit`, `apply` and `end_step`, in this order.
+    """
+
+    @property
+    def lag(self) -> int:
+        """How many further steps are launched before a step's metrics are read: 1 keeps the host from waiting."""
+        ...
+
+    def begin_step(self, step: int) -> DataShare:
+        """What this rank reads of this step's batch. Called before the batch is taken from the loader."""
         ...
 
     def should_commit(self, grad_norm: Tensor) -> Tensor:
         """Whether to apply this step: a boolean scalar on the device that every rank agrees on."""
         ...
 
-    def end_step(self, step: int) -> None:
-        """Called after the optimizer."""
+    def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
+        """Have the gradients applied, or dropped: calls `Replica.step` exactly once.
+
+        `commit`: what is left of `should_commit` once the step was judged; false for a bad step.
+        """
+        ...
+
+    def end_step(self, step: int) -> bool:
+        """Settle the step. False: it changed nothing and is run again, as when a replica was lost in its middle.
+
+        Before it answers False, `apply` must have dropped the gradients.
+        """
+        ...
+
+    def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint holds: the engine's tensors, and those of this synchronizer under names of their own.
+
+        A tensor that differs between replicas needs a name that does too, since of equal names one value is kept.
+        """
+        ...
+
+    def load(self, engine_state: Mapping[str, Tensor], fill: Fill) -> None:
+        """Fill everything that `tensors` names, after `load_state_dict`. Names that were not saved are an error."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """What a resumed run needs besides tensors: JSON values, the same on every rank."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a saved state."""
+        """Take up a saved state, as a run resumes or goes back; `{}` where none was saved. Raises CheckpointError."""
         ...

@@ -70,6 +70,14 @@ class StepJudge:
         median = self._norms.sort().values[(len(self._norms) - 1) // 2]
         return ~self._norms[0].isnan() & (norm > self._spike_factor * median)
 
+    def mark(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the next verdict depends on, for `rewind`. Costs nothing: every verdict makes new tensors."""
+        return self._in_a_row, self._is_held, self._norms
+
+    def rewind(self, mark: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Forget every verdict since `mark`: its step is run again."""
+        self._in_a_row, self._is_held, self._norms = mark
+
     def state_dict(self) -> dict[str, Any]:
         """What the next verdicts depend on, as JSON values. Waits for the device: for between two steps."""
         norms = self._norms[~self._norms.isnan()]

@@ -1,6 +1,7 @@
 """What is done about a bad step: it is passed over, or leads back to a checkpoint, or ends the run with a diagnosis."""
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from echelon.engines.engine import Engine
 from echelon.errors import TrainingError
 from echelon.recipe import FaultConfig
 from echelon.runs.run_folder import RunFolder
+from echelon.sync import Synchronizer
 from echelon.training.bad_steps import StepJudge
 from echelon.training.diagnosis import Diagnosis, diagnose
 from echelon.training.metrics import StepMetrics, finite
@@ -28,14 +30,18 @@ class BadStep(Exception):
         self.metrics = metrics
 
 
-def load_checkpoint(checkpoint: Checkpoint, store: CheckpointStore, engine: Engine, judge: StepJudge) -> SavedState:
-    """Put engine and judge where a checkpoint has them; everything in it that is no tensor. Collective.
+def load_checkpoint(
+    checkpoint: Checkpoint, store: CheckpointStore, engine: Engine, sync: Synchronizer, judge: StepJudge
+) -> SavedState:
+    """Put engine, synchronizer and judge where a checkpoint has them; everything in it that is no tensor. Collective.
 
     Raises:
         CheckpointError: it is hostile, or of something else than this run; nothing is changed then.
     """
     saved = SavedState.from_dict(checkpoint.read_state())
-    store.load(checkpoint, engine.state_dict())
+    sync.load_state_dict(saved.sync)
+    fill = partial(store.load, checkpoint)
+    engine.load(lambda tensors: sync.load(tensors, fill))
     judge.load_state_dict(asdict(saved.judge))
     return saved
 
@@ -94,7 +100,7 @@ def _roll_back(trainer: "Trainer", metrics: StepMetrics, diagnosis: Diagnosis) -
             f"not be applied. {diagnosis.describe()}"
         )
     known = trainer.state.suppressed
-    saved = load_checkpoint(checkpoint, trainer.store, trainer.engine, trainer.judge)
+    saved = load_checkpoint(checkpoint, trainer.store, trainer.engine, trainer.sync, trainer.judge)
     trainer.state = saved.train.suppressing((*known, number))
     trainer.goodput.go_back({} if saved.goodput is None else saved.goodput.seconds)
     trainer.loader.seek(checkpoint.step)

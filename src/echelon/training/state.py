@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, with_config
@@ -101,11 +101,12 @@ class SavedState:
     train: TrainState
     judge: JudgeState = JudgeState()
     goodput: GoodputState | None = None
+    sync: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "SavedState":
         """What `Trainer` saved. Raises CheckpointError for anything else."""
-        names = ["train", "judge", "goodput"]
+        names = ["train", "judge", "goodput", "sync"]
         return _parse(cls, {name: values[name] for name in names if name in values})
 
 

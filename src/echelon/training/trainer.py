@@ -5,12 +5,14 @@ One step, read in five files: this one, `engines/native.py`, `parallel/step.py`,
 """
 
 import time
+from collections import deque
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from echelon.checkpoint.snapshot import Snapshots
 from echelon.checkpoint.store import CheckpointStore
@@ -105,39 +107,41 @@ class Trainer:
         """Train to the end, or until a step is so bad that training cannot simply go on: BadStep. Collective."""
         self.goodput.turn("training")
         self._mark = Stamp(self.device)
-        pending: PendingMetrics | None = None
+        pending: deque[PendingMetrics] = deque()
         self.heart.beat(f"step {self.state.step + 1}")
         if self.state.owes_evaluation or self._stopped_by is not None:
             self._pause(self.state.step)
         for step in range(self.state.step, self.num_steps):
             if self.stopped_early:
                 break
-            running = PendingMetrics(self.train_step(step), self.meshes, self._peak_if_due(step))
-            # The host reads one step late, so that it never waits for the step it has just launched.
-            if pending is not None:
-                self._account(pending)
-            pending = running
+            while (record := self.train_step(step)) is None:
+                self.loader.seek(step)
+            pending.append(PendingMetrics(record, self.meshes, self._peak_if_due(step)))
+            # The host reads a step late, or several, so that it never waits for the step it has just launched.
+            if len(pending) > self.sync.lag:
+                self._account(pending.popleft())
             if self._stopped_by is not None or self._is_due(step + 1):
-                self._account(pending)
-                pending = None
+                self._account_all(pending)
                 self._pause(step + 1)
-        if pending is not None:
-            self._account(pending)
+        self._account_all(pending)
 
-    def train_step(self, step: int) -> StepRecord:
-        """One optimizer step over the microbatches of its batch. Collective."""
+    def train_step(self, step: int) -> StepRecord | None:
+        """One optimizer step over the microbatches of its batch; None where it is to be run again. Collective."""
+        self.loader.reshare(*self.sync.begin_step(step))
         batch = next(self.loader).to(self.device)
         targets = self.count_targets(batch)
-        self.sync.begin_step(step)
         sums = self.engine.forward_backward(step, batch.microbatches, targets.shared.clamp(min=1))
         grad_norm = self.engine.clip(self.recipe.optim.max_grad_norm)
         loss_scale = self.engine.loss_scale
         loss_scale = None if loss_scale is None else loss_scale.clone()
         is_suppressed = step + 1 in self.state.suppressed
+        before = self.judge.mark()
         verdict = self.judge(grad_norm, self.sync.should_commit(grad_norm), loss_scale, is_suppressed)
         learning_rate = self.schedule(step)
-        self.engine.step(learning_rate, verdict.commit)
-        self.sync.end_step(step)
+        self.sync.apply(step, learning_rate, verdict.commit)
+        if not self.sync.end_step(step):
+            self.judge.rewind(before)
+            return None
         return StepRecord(
             step=step,
             loss_sum=sums.loss,
@@ -227,7 +231,7 @@ class Trainer:
             self._save_and_learn(done)
         elif self.snapshots.is_due(done):
             with self.goodput.spending("saving"), self.heart.resting():
-                self.snapshots.save(done, self.engine.state_dict(), self._describe_state())
+                self.snapshots.save(done, self._tensors(), self._describe_state())
         self._mark = Stamp(self.device)
 
     def _verify_replicas(self) -> None:
@@ -262,6 +266,9 @@ class Trainer:
                 "the signal waits longer, or save to a faster disk."
             )
 
+    def _tensors(self) -> dict[str, Tensor]:
+        return self.sync.tensors(self.engine.state_dict())
+
     def _describe_state(self) -> dict[str, Any]:
         """What of the run is no tensor, as JSON values."""
         return {
@@ -273,7 +280,7 @@ class Trainer:
 
     def _save(self) -> None:
         keep = self.state.best_step if self.recipe.checkpoint.keep_best else None
-        self.store.save(self.state.step, self.engine.state_dict(), self._describe_state(), keep)
+        self.store.save(self.state.step, self._tensors(), self._describe_state(), keep)
 
     def _save_and_leave(self) -> NoReturn:
         started = time.monotonic()
@@ -290,6 +297,10 @@ class Trainer:
             remark = f" of the {self.recipe.fault.notice_seconds:g} s that fault.notice_seconds gives"
         seconds = time.monotonic() - started
         raise StoppedError(f"stopped by {cause} at step {self.state.step}, saved in {seconds:.1f} s{remark}")
+
+    def _account_all(self, pending: deque[PendingMetrics]) -> None:
+        while pending:
+            self._account(pending.popleft())
 
     def _account(self, pending: PendingMetrics) -> None:
         """Book one finished step and write its row; raise BadStep where it was too bad. Collective."""
