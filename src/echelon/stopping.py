@@ -1,7 +1,7 @@
-"""Being asked to stop: by a signal, or by the word of whoever started this process.
+"""Stop requests: by a signal, or by the stop file of whoever started this process.
 
-The word is a file that holds a signal's name: a launcher hands a stop on to its workers with it, since the signals it
-sends by itself mean that a peer has failed and there is nothing left to save.
+The stop file holds a signal's name. An agent forwards a stop to its workers through it, because the signals that the
+agent sends of its own accord mean that a peer has failed and there is nothing left to save.
 """
 
 import math
@@ -38,8 +38,8 @@ class StopRequest:
         self._asked_at = 0.0
         self._leave: Callable[[str], None] = lambda name: None
 
-    def listen(self, word: Path | None, leave: Callable[[str], None]) -> None:
-        """Take STOP_SIGNALS from now on, and look for the word. For the main thread, once.
+    def listen(self, stop_file: Path | None, leave: Callable[[str], None]) -> None:
+        """Take STOP_SIGNALS from now on, and poll the stop file. For the main thread, once.
 
         A thread reads the signals from a pipe, so that they are noticed while the main thread is in a collective, a
         compilation or a wait for data, where no handler of Python's runs.
@@ -53,7 +53,7 @@ class StopRequest:
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         for each in STOP_SIGNALS:
             signal.signal(each, lambda number, frame: None)  # or the signal would not get into the pipe
-        threading.Thread(target=self._watch, args=(reading, word), name="stop-request", daemon=True).start()
+        threading.Thread(target=self._watch, args=(reading, stop_file), name="stop-request", daemon=True).start()
 
     def ask(self, name: str) -> None:
         """Ask to stop, as a signal does."""
@@ -71,14 +71,14 @@ class StopRequest:
         """One number for each signal and limit, 1 for those that asked, to be summed over ranks."""
         return [float(each in (self.name, self.limit)) for each in _CAUSES]
 
-    def _watch(self, reading: int, word: Path | None) -> None:
+    def _watch(self, reading: int, stop_file: Path | None) -> None:
         while True:
             ready, _, _ = select.select([reading], [], [], _LOOK_SECONDS)
             if ready:
                 for number in os.read(reading, 64):
                     if number in STOP_SIGNALS:
                         self.ask(signal.Signals(number).name)
-            elif self.name is None and word is not None and (name := read_word(word)):
+            elif self.name is None and stop_file is not None and (name := read_stop_file(stop_file)):
                 self.ask(name)
 
 
@@ -87,8 +87,8 @@ def agreed_stop(sums: Sequence[float]) -> str | None:
     return next((each for each, count in zip(_CAUSES, sums, strict=True) if count), None)
 
 
-def read_word(path: Path) -> str | None:
-    """What a launcher wrote for its workers, if it did."""
+def read_stop_file(path: Path) -> str | None:
+    """The name of the signal that an agent has forwarded to its workers; None if there was none."""
     try:
         return path.read_text(encoding="utf-8") or None
     except OSError:

@@ -43,9 +43,9 @@ def agents(tmp_path):
 
     def start_both(*arguments):
         command = ("train", "recipe.json", "--nproc", "1", "--nodes", "2", "--rendezvous", place, *arguments)
-        keeper = start(*command, cwd=tmp_path)
-        await_listener(place, keeper)
-        return keeper, start(*command, cwd=tmp_path)
+        coordinator = start(*command, cwd=tmp_path)
+        await_listener(place, coordinator)
+        return coordinator, start(*command, cwd=tmp_path)
 
     return start_both
 
@@ -97,10 +97,10 @@ def assert_same_curve(ours, theirs):
 def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_one_process(agents, tmp_path):
     write_recipe(tmp_path, train={"steps": 300}, checkpoint={"every_steps": 20})
     run = RunFolder(tmp_path / "runs" / "tiny")
-    keeper, guest = agents()
-    await_line(run.metrics_path, '"step": 30,', keeper, 120)
+    coordinator, guest = agents()
+    await_line(run.metrics_path, '"step": 30,', coordinator, 120)
     find_rank(1).kill()
-    endings = [finish(each, 200) for each in (keeper, guest)]
+    endings = [finish(each, 200) for each in (coordinator, guest)]
     assert [each.code for each in endings] == [0, 0], endings
     assert "was killed by SIGKILL" in endings[0].out and "restart 1 of 3, on all machines" in endings[0].out
     assert sum(each.out.count("step 300/300") for each in endings) == 1
@@ -112,14 +112,14 @@ def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_one_process(agents, 
 def test_a_hostile_state_of_the_rendezvous_is_not_run_and_ends_all(agents, tmp_path):
     """Anybody who reaches the port may write into the store."""
     write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every_steps": 100_000})
-    keeper, guest = agents()
-    await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', keeper, 120)
+    coordinator, guest = agents()
+    await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', coordinator, 120)
     assert {address for _, address, _ in find_listeners()} == {"127.0.0.1"}, "the interface that they talk over"
-    host, port = keeper.args[keeper.args.index("--rendezvous") + 1].split(":")
+    host, port = coordinator.args[coordinator.args.index("--rendezvous") + 1].split(":")
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     payload = hostile_pickle(tmp_path / "pwned")
     store.set("torch.rendezvous.echelon-0", base64.b64encode(payload).decode())
-    endings = [finish(each, 60) for each in (keeper, guest)]
+    endings = [finish(each, 60) for each in (coordinator, guest)]
     assert not (tmp_path / "pwned").exists()
     assert [each.code for each in endings] == [1, 1], endings
     assert any("holds what no agent writes there (posix.mkdir)" in each.err for each in endings), endings
@@ -129,10 +129,10 @@ def test_a_hostile_state_of_the_rendezvous_is_not_run_and_ends_all(agents, tmp_p
 def test_a_signal_to_one_machine_stops_all_of_them_after_a_save(agents, tmp_path):
     write_recipe(tmp_path, train={"steps": 5000}, checkpoint={"every_steps": 1000})
     run = RunFolder(tmp_path / "runs" / "tiny")
-    keeper, guest = agents()
-    await_line(run.metrics_path, '"step": 30,', keeper, 120)
+    coordinator, guest = agents()
+    await_line(run.metrics_path, '"step": 30,', coordinator, 120)
     guest.send_signal(signal.SIGUSR1)
-    endings = [finish(each, 60) for each in (keeper, guest)]
+    endings = [finish(each, 60) for each in (coordinator, guest)]
     assert [each.code for each in endings] == [3, 3], endings
     assert "stopped by SIGUSR1 at step" in endings[0].err and endings[1].err == ""
     assert run.newest_step() == train_rows(run)[-1]["step"]
@@ -152,12 +152,12 @@ def test_a_stop_while_machines_are_awaited_ends_all_at_once(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = f"127.0.0.1:{probe.getsockname()[1]}"
     command = ("train", "recipe.json", "--nproc", "1", "--nodes", "3", "--rendezvous", place)
-    keeper = start(*command, cwd=tmp_path)
-    await_listener(place, keeper)
+    coordinator = start(*command, cwd=tmp_path)
+    await_listener(place, coordinator)
     guest = start(*command, cwd=tmp_path)
     await_beats(place)
     guest.send_signal(signal.SIGTERM)
-    endings = [finish(each, 20) for each in (keeper, guest)]
+    endings = [finish(each, 20) for each in (coordinator, guest)]
     assert [each.code for each in endings] == [1, 1], endings
     assert "echelon: stopped by SIGTERM" in endings[0].err
 

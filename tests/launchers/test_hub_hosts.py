@@ -56,18 +56,18 @@ def fine_tuning(folder, checkpoint, parallel):
 
 def start(network, parallel, models, folder, **tokens):
     """A hub on the third machine, and the agents of the first two: one rank each, and nothing shared."""
-    keeper, guest, shop = network
+    coordinator, guest, shop = network
     log = folder / "requests.json"
     serve = [sys.executable, hub_server.__file__, shop.address, str(PORT), NAME, *map(str, models), str(log)]
     hub = shop.start(serve, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, **PIPES)
     url = hub.stdout.readline().strip()
     assert url.startswith("http"), hub.communicate()
     agents = []
-    for machine in (keeper, guest):
+    for machine in (coordinator, guest):
         fine_tuning(folder / machine.name, NAME, parallel)
         environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")} | {
             "OMP_NUM_THREADS": "1", "HF_ENDPOINT": url, "HF_HOME": str(folder / machine.name / "hf"),
-            "SM_HOSTS": json.dumps([keeper.name, guest.name]), "SM_CURRENT_HOST": machine.name,
+            "SM_HOSTS": json.dumps([coordinator.name, guest.name]), "SM_CURRENT_HOST": machine.name,
             "SM_NETWORK_INTERFACE_NAME": "eth0", "HF_TOKEN": tokens.get(machine.name.replace("-", ""), "let-me-in"),
         }  # fmt: skip
         command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", "1"]

@@ -24,11 +24,11 @@ GENTLE = {"learning_rate": 1e-4}
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
-def start_agent(machine, nodes, *more, keeper="node-1", **popen):
+def start_agent(machine, nodes, *more, coordinator="node-1", **popen):
     """echelon as the agent of a machine, with one process."""
     command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", "1", "--nodes", nodes]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return machine.start([*command, "--rendezvous", f"{keeper}:29400", *more], env=environment, **(PIPES | popen))
+    return machine.start([*command, "--rendezvous", f"{coordinator}:29400", *more], env=environment, **(PIPES | popen))
 
 
 def finish(*processes, seconds=120):

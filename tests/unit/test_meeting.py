@@ -65,17 +65,17 @@ def test_a_hang_beside_a_lost_machine_names_it():
     assert ending.message == "step 61 did not end within 5 s; 1 of 2 machines went silent: b (1f)"
 
 
-def test_connections_to_the_keeper_break_when_it_is_silent():
+def test_connections_to_the_coordinator_break_when_it_is_silent():
     """Whatever else this process has open, such as a pair of sockets without a port."""
     pair = socket.socketpair()
     with (
         pair[0],
         pair[1],
-        socket.create_server(("127.0.0.1", 0)) as keeper,
+        socket.create_server(("127.0.0.1", 0)) as coordinator,
         socket.create_server(("127.0.0.1", 0)) as other,
     ):
-        lines = [socket.create_connection(each.getsockname()) for each in (keeper, other)]
-        limit_silence(HostGroup(1, 2, "127.0.0.1", keeper.getsockname()[1]), 15)
+        lines = [socket.create_connection(each.getsockname()) for each in (coordinator, other)]
+        limit_silence(HostGroup(1, 2, "127.0.0.1", coordinator.getsockname()[1]), 15)
         limits = [line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for line in lines]
         alive = [line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for line in lines]
         for line in lines:
@@ -140,9 +140,9 @@ def test_slurm_tells_who_meets_where():
     env = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_JOB_ID": "123456"}
     env |= {"SLURM_STEP_NODELIST": "gpu[07-08],login", "SLURM_PROCID": "1"}
     assert launch_role(env) == "agent"
-    assert find_host_group(env) == HostGroup(3, 3, "gpu07", 23456, keeps=False)
+    assert find_host_group(env) == HostGroup(3, 3, "gpu07", 23456, coordinates=False)
     assert find_host_group(env | {"SLURM_PROCID": "0", "ECHELON_RENDEZVOUS": "10.0.0.1:5000"}) == HostGroup(
-        3, 3, "10.0.0.1", 5000, keeps=True
+        3, 3, "10.0.0.1", 5000, coordinates=True
     )
 
 
@@ -151,7 +151,9 @@ def test_sagemaker_tells_who_meets_where():
     env = {"SM_HOSTS": '["algo-10", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_NETWORK_INTERFACE_NAME": "eth0"}
     assert launch_role(env) == "agent"
     group = find_host_group(env)
-    assert group == HostGroup(2, 2, "algo-2", 7777, keeps=True, interface="eth0", shares_files=False, name="algo-2")
+    assert group == HostGroup(
+        2, 2, "algo-2", 7777, coordinates=True, interface="eth0", shares_files=False, name="algo-2"
+    )
     assert find_host_group({"SM_CURRENT_HOST": "algo-1"}).shares_files
 
 

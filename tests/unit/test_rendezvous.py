@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from echelon.errors import LaunchError
 from echelon.supervise import meeting
-from echelon.supervise.hosts import HostGroup, open_keeper
+from echelon.supervise.hosts import HostGroup, open_coordinator
 from echelon.supervise.listening import answers_as_store, listen_at
 from echelon.supervise.meeting import Meeting
 from echelon.supervise.rendezvous import ALONE, TOGETHER, check_state, register_backends
@@ -92,16 +92,16 @@ def test_a_store_listens_at_one_address():
     assert listen_at("localhost", 0, admits_loopback=False) is None
 
 
-def test_the_keeper_listens_where_the_others_look_for_it():
+def test_the_coordinator_listens_where_the_others_look_for_it():
     """Or, where its own name means loopback here, or somebody else outside, at the interface that they talk over."""
-    with open_keeper(HostGroup(2, 2, "127.0.0.2", 0)) as found:
+    with open_coordinator(HostGroup(2, 2, "127.0.0.2", 0)) as found:
         assert found.getsockname()[0] == "127.0.0.2"
-    with open_keeper(HostGroup(2, 2, "127.0.0.2", 0, interface="lo")) as found:
+    with open_coordinator(HostGroup(2, 2, "127.0.0.2", 0, interface="lo")) as found:
         assert found.getsockname()[0] == "127.0.0.1"
-    with open_keeper(HostGroup(2, 2, "203.0.113.9", 0, keeps=True, interface="lo")) as found:
+    with open_coordinator(HostGroup(2, 2, "203.0.113.9", 0, coordinates=True, interface="lo")) as found:
         assert found.getsockname()[0] == "127.0.0.1"
-    assert open_keeper(HostGroup(2, 2, "203.0.113.9", 0)) is None
-    assert open_keeper(HostGroup(2, 2, "127.0.0.2", 0, keeps=False)) is None
+    assert open_coordinator(HostGroup(2, 2, "203.0.113.9", 0)) is None
+    assert open_coordinator(HostGroup(2, 2, "127.0.0.2", 0, coordinates=False)) is None
 
 
 def serve(behave):
@@ -137,7 +137,7 @@ def test_a_port_that_another_program_has_is_told_in_one_message(behave, monkeypa
         group = HostGroup(2, 2, "127.0.0.1", server.getsockname()[1])
         with pytest.raises(LaunchError, match=f"what listens at {group.endpoint}, where all meet, is no agent of this"):
             Meeting(group, "a", Restarts(0), lines.append)
-        told = HostGroup(2, 2, "127.0.0.1", group.port, keeps=True)
+        told = HostGroup(2, 2, "127.0.0.1", group.port, coordinates=True)
         with pytest.raises(LaunchError, match=f"cannot listen at {group.endpoint}, where all meet .Address already in"):
             Meeting(told, "a", Restarts(0), lines.append)
     assert lines == [] and capfd.readouterr() == ("", "")

@@ -92,7 +92,7 @@ def _train_as_agent(
     from echelon.distributed.runtime import find_host_group, set_default_variables
     from echelon.lifecycle.session import train_on_hosts
 
-    # A lost keeper is told in one line, not in a C++ trace of every thread that asked for it.
+    # A lost coordinator is told in one line, not in a C++ trace of every thread that asked for it.
     set_default_variables({"TORCH_CPP_LOG_LEVEL": "ERROR"})
     outcome, speaks = train_on_hosts(recipe, arguments, group or find_host_group(), num_processes, fresh, say)
     for each in STOP_SIGNALS:  # one that comes now would put its own code in the place of the job's

@@ -130,7 +130,7 @@ def find_host_group(env: Mapping[str, str] | None = None) -> HostGroup:
         raise ConfigError("SLURM_STEP_NODELIST is not set, so machines cannot find each other; start them with srun.")
     port = 20_000 + _read_int(env, "SLURM_JOB_ID", 0) % 10_000
     group = parse_group(str(_read_int(env, "SLURM_NTASKS", 1)), told or f"{names[0]}:{port}")
-    return replace(group, keeps=_read_int(env, "SLURM_PROCID", 0) == 0)
+    return replace(group, coordinates=_read_int(env, "SLURM_PROCID", 0) == 0)
 
 
 def find_host_dir() -> Path | None:
@@ -345,8 +345,8 @@ def open_store(timeout_seconds: float = RENDEZVOUS_SECONDS) -> "Store":
                 f"export {key} with the address and a free port of rank 0's machine."
             )
     try:
-        is_keeper = place.rank == 0 and not shares_agent_store()
-        listener = _open_listener(place) if is_keeper else None
+        hosts_store = place.rank == 0 and not shares_agent_store()
+        listener = _open_listener(place) if hosts_store else None
         return within(timeout_seconds + _GRACE_SECONDS, lambda: _join_store(place, timeout_seconds, listener))
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         raise _explain_rendezvous(error, place, timeout_seconds) from error

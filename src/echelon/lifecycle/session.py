@@ -129,7 +129,7 @@ def train_on_hosts(
     count = default_num_processes() if num_processes is None else num_processes
     agent = HostAgent(group, exported, say)
     folder = RunFolder(recipe.run.dir)
-    if fresh and (not group.shares_files or group.keeps or (group.keeps is None and owns_address(group))):
+    if fresh and (not group.shares_files or group.coordinates or (group.coordinates is None and owns_address(group))):
         _move_aside(folder, say)
     environment = {**agent.variables(), **hosted_environment(count, recipe.train.deterministic)}
     job = Workers(
@@ -252,7 +252,7 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> P
         announce_commits(found, store)
 
     try:
-        if not shares_files() and not find_host_group().keeps:  # the run's checkpoints would be on another machine
+        if not shares_files() and not find_host_group().coordinates:  # checkpoints would be on another machine
             raise LaunchError("rank 0 is not on the first machine of the job; start the same command again.")
         patience = _PATIENCE_SECONDS if is_elastic() else 0.0
         if patience and shares_agent_store():

@@ -166,11 +166,11 @@ def silence_agent() -> None:
 
 
 @contextmanager
-def stops_handed_on(notice_seconds: float, word: Path) -> Iterator[Sequence[object]]:
+def stops_handed_on(notice_seconds: float, stop_file: Path) -> Iterator[Sequence[object]]:
     """The first signal asks the workers to save and stop; a second one, or the end of the notice, ends the agent.
 
-    `word` is the file that asks them. Yields what holds something once a signal has come. Afterwards the handlers of
-    before come back, also those that the agent has replaced.
+    Yields a sequence that is not empty once a signal has come. Afterwards the earlier handlers come back, also those
+    that the agent has replaced.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -180,9 +180,9 @@ def stops_handed_on(notice_seconds: float, word: Path) -> Iterator[Sequence[obje
         name, now = signal.Signals(number).name, time.monotonic()
         if not asked:
             asked.append((name, now))
-            with suppress(OSError):  # a full disk takes no word
+            with suppress(OSError):  # the disk may be full
                 if notice_seconds > 0:
-                    write_text(word, name)
+                    write_text(stop_file, name)
                     signal.setitimer(signal.ITIMER_REAL, notice_seconds)
                     return
         elif number != signal.SIGALRM and now - asked[0][1] < ECHO_SECONDS:

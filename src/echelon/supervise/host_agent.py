@@ -19,7 +19,7 @@ from pathlib import Path
 
 from echelon.errors import LaunchError
 from echelon.runs.run_folder import RunFolder
-from echelon.stopping import read_word
+from echelon.stopping import read_stop_file
 from echelon.stored import write_text
 from echelon.supervise.agent import run_agent, silence_agent, stops_handed_on
 from echelon.supervise.hosts import HostGroup, await_name, find_interface, find_own_address
@@ -50,8 +50,8 @@ _JOIN_SECONDS = 1800
 class HostAgent:
     """Runs this machine's part of a job to its end; every machine's agent ends with the same outcome.
 
-    `export` is `runtime.exported`. `say` gets lines for the user: on the keeper alone, but for what only this machine
-    can know.
+    `export` is `runtime.exported`. `say` gets lines for the user: on the coordinator, or of what only this machine can
+    know.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class HostAgent:
         await_name(group, say)
         self._address = find_own_address(group)
         self.speaks = False
-        """Whether this is the keeper, which tells the user how the job ended."""
+        """Whether this is the coordinator, which tells the user how the job ended."""
         self.keeps_journal = False
-        """Whether this machine writes down the run's events: the keeper; where files are not shared, rank 0's."""
+        """Whether this machine writes down the run's events: the coordinator; where files are not shared, rank 0's."""
 
     def variables(self) -> dict[str, str]:
         """What this machine's workers need to know of the network."""
@@ -79,7 +79,7 @@ class HostAgent:
     def submit(self, job: Workers) -> Outcome:
         """Run the job; the outcome is the same on every machine.
 
-        Raises LaunchError when the machines cannot meet, or the keeper is lost.
+        Raises LaunchError when the machines cannot meet, or the coordinator is lost.
         """
         from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -92,7 +92,7 @@ class HostAgent:
                 meeting = None
                 try:
                     meeting = Meeting(self._group, platform.node(), Restarts(job.max_restarts), self._say)
-                    self.speaks = meeting.keeps
+                    self.speaks = meeting.coordinates
                     return self._run(job, folder, meeting, asked)
                 except SignalException as error:
                     return Outcome(FAILED, f"stopped by {error.sigval.name}")
@@ -112,14 +112,14 @@ class HostAgent:
             attempt = meeting.attempt()
             meeting.join(attempt)
             cause, died_at = self._attempt(job, folder, meeting, attempt, announced)
-            self.keeps_journal = meeting.keeps if self._group.shares_files else 0 in folder.read_pids()
+            self.keeps_journal = meeting.coordinates if self._group.shares_files else 0 in folder.read_pids()
             decision = meeting.await_decision(attempt, HostReport.of(meeting.host, cause, folder.newest_step()))
             if meeting.host in decision.leaving:
                 return Outcome(STOPPED if cause.outcome.code == STOPPED else FAILED, cause.outcome.message)
             if not decision.goes_on:
                 return Outcome(decision.code, decision.message)
             if asked:  # too late for this decision: the next attempt would only be stopped again
-                write_text(folder.stop_path, read_word(folder.stop_path) or "SIGTERM")
+                write_text(folder.stop_path, read_stop_file(folder.stop_path) or "SIGTERM")
             ended_at = time.time()
             detection = None if died_at is None else max(0.0, ended_at - died_at)
             self._tell_restart(job, folder, decision, detection)
@@ -200,7 +200,7 @@ def _news_shared(
 ) -> Iterator[None]:
     """Have stops and deaths of this machine known on the others, and theirs here, during the block.
 
-    A lost keeper counts as a death: the workers leave, and the main thread learns why from its own next question.
+    A lost coordinator counts as a death: the workers leave, and the main thread learns why from its own next question.
     """
     over = threading.Event()
 
@@ -209,10 +209,11 @@ def _news_shared(
         patience = time.monotonic() + _PATIENCE_SECONDS
         try:
             while not over.wait(_LOOK_SECONDS):
-                if watch.keeps and time.monotonic() > patience and (here := watch.count(attempt)) < group.min_nodes:
+                is_late = watch.coordinates and time.monotonic() > patience
+                if is_late and (here := watch.count(attempt)) < group.min_nodes:
                     say(f"waiting for machines: {here} of {group.min_nodes} are here")
                     patience += _PATIENCE_SECONDS
-                if (name := read_word(folder.stop_path)) is not None and not has_told_stop:
+                if (name := read_stop_file(folder.stop_path)) is not None and not has_told_stop:
                     watch.ask(name)
                     has_told_stop = True
                     _leave_if_idle(folder)
@@ -231,7 +232,7 @@ def _news_shared(
                     has_told_death = True
         except RuntimeError:
             with suppress(OSError):
-                write_text(folder.death_path, "the keeper is lost\n")
+                write_text(folder.death_path, "the coordinator is lost\n")
 
     thread = threading.Thread(target=share, name="news", daemon=True)
     thread.start()

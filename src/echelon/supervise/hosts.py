@@ -21,18 +21,19 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 @dataclass(frozen=True)
 class HostGroup:
-    """`min_nodes` to `max_nodes` machines that meet at `host:port`, which one of them, the keeper, listens at.
+    """`min_nodes` to `max_nodes` machines that meet at `host:port`, which one of them, the coordinator, listens at.
 
-    `keeps`: whether that is this machine; None: if the address turns out to be its own. `interface`: what to talk over;
-    None: what reaches the keeper. `shares_files`: whether every machine sees the same run folder. `name`: what the
-    others call this machine; torch gives out the ranks in the order of the names, or else of the addresses.
+    `coordinates`: whether that is this machine; None: if the address turns out to be its own. `interface`: the network
+    interface to use; None: the one that reaches the coordinator. `shares_files`: whether every machine sees the same
+    run folder. `name`: what the others call this machine; torch gives out the ranks in the order of the names, or else
+    of the addresses.
     """
 
     min_nodes: int
     max_nodes: int
     host: str
     port: int
-    keeps: bool | None = None
+    coordinates: bool | None = None
     interface: str | None = None
     shares_files: bool = True
     name: str | None = None
@@ -65,7 +66,7 @@ def parse_group(nodes: str, rendezvous: str, interface: str | None = None) -> Ho
 
 
 def await_name(group: HostGroup, say: Callable[[str], None]) -> None:
-    """Wait until the keeper's name resolves: that of a pod does when the pod has its address, minutes after another's.
+    """Wait until the coordinator's name resolves. A pod's name does so when it has its address, which takes minutes.
 
     Raises LaunchError after ten minutes.
     """
@@ -85,9 +86,9 @@ def await_name(group: HostGroup, say: Callable[[str], None]) -> None:
 
 
 def find_own_address(group: HostGroup) -> str:
-    """This machine's address as the others can reach it: that of the interface, else of the way to the keeper.
+    """This machine's address as the others can reach it: that of the interface, else of the way to the coordinator.
 
-    Raises LaunchError when the keeper's name does not resolve, ConfigError for an interface there is not.
+    Raises LaunchError when the coordinator's name does not resolve, ConfigError for an interface there is not.
     """
     if group.interface is not None:
         address = address_of(group.interface)
@@ -109,26 +110,26 @@ def find_interface(address: str) -> str | None:
     return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
 
 
-def open_keeper(group: HostGroup) -> socket.socket | None:
-    """The socket of the store in which all meet, if this machine is the keeper; None if it is another one.
+def open_coordinator(group: HostGroup) -> socket.socket | None:
+    """The socket of the store in which all meet, if this machine is the coordinator; None if it is another one.
 
-    It listens where the others look for it, and nowhere else: at the keeper's address, or, where `keeps` is told and
-    that address is another name's outside, or where it is one that others do not reach, at this machine's own. An
-    address at which somebody here listens already is taken for another agent's. Raises LaunchError where `keeps` is
-    told and the port is taken.
+    It listens where the others look for it, and nowhere else: at the coordinator's address. It listens at this
+    machine's own address where `coordinates` is set and the coordinator's address is none of this machine's, or where
+    others do not reach that address. An address at which somebody here listens already is taken for another agent's.
+    Raises LaunchError where `coordinates` is set and the port is taken.
     """
-    if group.keeps is False:
+    if group.coordinates is False:
         return None
     try:
         found = listen_at(group.host, group.port)
-        is_elsewhere = found is None and group.keeps is True
+        is_elsewhere = found is None and group.coordinates is True
         # A line of /etc/hosts may give this machine's name an address of loopback.
         is_hidden = found is not None and group.interface is not None and is_loopback(found.getsockname()[0])
         if found is not None and is_hidden:
             found.close()
         return listen_at(find_own_address(group), group.port) if is_elsewhere or is_hidden else found
     except OSError as error:
-        if not group.keeps:
+        if not group.coordinates:
             return None
         raise LaunchError(
             f"this machine cannot listen at {group.endpoint}, where all meet ({error.strerror}); end the program that "
@@ -137,15 +138,15 @@ def open_keeper(group: HostGroup) -> socket.socket | None:
 
 
 def owns_address(group: HostGroup) -> bool:
-    """Whether the keeper's address is one of this machine's, and nobody here listens at its port yet."""
-    found = open_keeper(group)
+    """Whether the coordinator's address is one of this machine's, and nobody here listens at its port yet."""
+    found = open_coordinator(group)
     if found is not None:
         found.close()
     return found is not None
 
 
 def limit_silence(group: HostGroup, seconds: float) -> None:
-    """Have connections that this process has to the keeper break once nobody has answered on them for so long.
+    """Have connections that this process has to the coordinator break once nobody has answered on them for so long.
 
     torch's store waits for an answer for ever, and a link that is cut, or a machine without power, tells nobody.
     Where the system has no list of open files nothing is done.

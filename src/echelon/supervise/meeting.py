@@ -1,6 +1,6 @@
-"""What the agents of several machines tell each other: a key-value store that one of them, the keeper, hosts.
+"""What the agents of several machines tell each other: a key-value store that one of them, the coordinator, hosts.
 
-Every attempt to train has a number. Each machine says when it joins one and how it ended there; the keeper then
+Every attempt to train has a number. Each machine says when it joins one and how it ended there; the coordinator then
 decides for all, so that no two of them ever do different things. Machines beat; one that does not is lost.
 """
 
@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Protocol, cast
 
 from echelon.errors import LaunchError
-from echelon.supervise.hosts import HostGroup, join_endpoint, limit_silence, open_keeper
+from echelon.supervise.hosts import HostGroup, join_endpoint, limit_silence, open_coordinator
 from echelon.supervise.listening import answers_as_store, is_loopback
 from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Outcome, Weight
 from echelon.supervise.restart import Restarts
@@ -87,7 +87,7 @@ class Decision:
 def decide(
     reports: Mapping[str, HostReport | None], asked: frozenset[str], group: HostGroup, restarts: Restarts
 ) -> Decision:
-    """The keeper's decision; a machine without a report is lost.
+    """The coordinator's decision; a machine without a report is lost.
 
     What ended the attempt is the report that explains most, and of those the earliest.
     """
@@ -134,16 +134,16 @@ def decide(
 class Meeting:
     """This machine's line to the others. Made by every agent of a job; methods but `watch`'s are for its main thread.
 
-    Raises LaunchError, from any method, when the keeper is gone.
+    Raises LaunchError, from any method, when the coordinator is gone.
     """
 
     def __init__(self, group: HostGroup, name: str, restarts: Restarts, say: Callable[[str], None]) -> None:
-        """`name`: what messages call this machine. Waits until the keeper listens."""
+        """`name`: what messages call this machine. Waits until the coordinator listens."""
         self._group = group
         self._restarts = restarts
         self.host = f"{name} ({uuid.uuid4().hex[:6]})"
-        listener = open_keeper(group)
-        self.keeps = listener is not None
+        listener = open_coordinator(group)
+        self.coordinates = listener is not None
         self.endpoint = group.endpoint if listener is None else join_endpoint(*listener.getsockname()[:2])
         """Where this machine reaches the store."""
         if listener is None:
@@ -169,9 +169,9 @@ class Meeting:
         self._store.set(f"{attempt}/report/{self.host}", json.dumps(asdict(mine)))
         key = f"{attempt}/decision"
         while not self._store.check([key]):
-            if self.keeps and (reports := self._collect(attempt)) is not None:
+            if self.coordinates and (reports := self._collect(attempt)) is not None:
                 asked = self._find_asked(list(reports))
-                # Where the keeper leaves, the store goes with it, and so must all.
+                # Where the coordinator leaves, the store goes with it, and so must all.
                 leaving = frozenset(reports if self.host in asked else asked)
                 decision = decide(reports, leaving, self._group, self._restarts)
                 if decision.goes_on:
@@ -179,7 +179,7 @@ class Meeting:
                 self._store.set(key, json.dumps(asdict(decision)))
             time.sleep(_LOOK_SECONDS)
         fields = json.loads(self._store.get(key))
-        if not self.keeps:
+        if not self.coordinates:
             self._store.append(f"{attempt}/read", self.host + "\n")
         elif not fields["goes_on"]:
             self._await_readers(attempt)
@@ -187,7 +187,7 @@ class Meeting:
 
     def watch(self) -> "Watch":
         """What a thread may ask beside the main one."""
-        return Watch(self._store.clone(), self.host, self.keeps, self._group.is_elastic, self._silent)
+        return Watch(self._store.clone(), self.host, self.coordinates, self._group.is_elastic, self._silent)
 
     def close(self) -> None:
         """Stop beating."""
@@ -237,10 +237,10 @@ class Meeting:
 
     def _beat(self, store: "_Store") -> None:
         count = 0
-        with suppress(RuntimeError):  # the keeper is gone; whoever uses the store next says so
+        with suppress(RuntimeError):  # the coordinator is gone; whoever uses the store next says so
             while not self._over.is_set():
                 store.set(f"beat/{self.host}", str(count := count + 1))
-                if not self.keeps:  # every time, since torch opens connections of its own
+                if not self.coordinates:  # every time, since torch opens connections of its own
                     limit_silence(self._group, LOST_SECONDS)
                 self._over.wait(_BEAT_SECONDS)
 
@@ -251,7 +251,7 @@ class Watch:
 
     store: "_Store"
     host: str
-    keeps: bool
+    coordinates: bool
     is_elastic: bool
     silent: Callable[["_Store", str], bool]
 
@@ -275,7 +275,7 @@ class Watch:
 
     def has_death(self, attempt: int) -> bool:
         """Whether some machine has lost a rank, or is lost itself."""
-        if self.keeps and not self.store.check([f"{attempt}/death"]):
+        if self.coordinates and not self.store.check([f"{attempt}/death"]):
             hosts = _lines(self.store, f"{attempt}/hosts")
             if any(self.silent(self.store, host) for host in hosts):
                 self.tell_death(attempt)
@@ -305,7 +305,7 @@ def _host_store(listener: socket.socket) -> "_Store":
 
 
 def _find_store(group: HostGroup, say: Callable[[str], None]) -> "_Store":
-    """The keeper's store, as soon as that listens. Raises LaunchError when nobody does, or another program."""
+    """The coordinator's store, as soon as that listens. Raises LaunchError when nobody does, or another program."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     deadline = time.monotonic() + _JOIN_SECONDS
@@ -330,7 +330,8 @@ def _find_store(group: HostGroup, say: Callable[[str], None]) -> "_Store":
         else:
             if is_store:
                 return cast(_Store, TCPStore(group.host, group.port, timeout=_PATIENCE, wait_for_workers=False))
-            strange_since = asked_at if strange_since is None else strange_since  # or a keeper that is just leaving
+            # It may also be a coordinator that is just leaving.
+            strange_since = asked_at if strange_since is None else strange_since
             if time.monotonic() - strange_since >= _PATIENCE.total_seconds():
                 raise LaunchError(
                     f"what listens at {group.endpoint}, where all meet, is no agent of this job; end that program, or "
