@@ -68,7 +68,7 @@ def begin(
 def main() -> None:
     """The console script: every error becomes one message and the exit code of the contract."""
     if sys.getfilesystemencoding() != "utf-8":  # libraries take no path with a letter that the locale has not
-        from echelon.distributed.runtime import restart_in_utf8
+        from echelon.supervise.launch_environment import restart_in_utf8
 
         restart_in_utf8()
     try:

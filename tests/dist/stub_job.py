@@ -13,14 +13,15 @@ from echelon.errors import ConfigError
 from echelon.supervise.workers import Workers
 from echelon.supervise.agent import LocalAgent
 from echelon.runs.run_folder import RunFolder
-from echelon.distributed.runtime import exported, start_runtime, start_watchdog, stop_runtime, worker_environment
+from echelon.distributed.runtime import start_runtime, start_watchdog, stop_runtime
+from echelon.supervise.launch_environment import worker_environment
 from echelon.lifecycle.worker import OutcomeReport, leave, leave_after_peers, redirect_output
 
 
 def run_parent(run_dir, count, mode, restarts):
     argv = (sys.executable, __file__, "worker", run_dir, mode)
     job = Workers(argv, int(count), Path(run_dir), worker_environment(int(count)), int(restarts))
-    outcome = LocalAgent(exported, lambda line: print(line, flush=True)).submit(job)
+    outcome = LocalAgent(lambda line: print(line, flush=True)).submit(job)
     print(f"message: {outcome.message}", flush=True)
     return outcome.code
 

@@ -8,7 +8,7 @@ import pytest
 
 from command import LAUNCHER_KEYS, finish, start, write_recipe
 from echelon.runs.run_folder import RunFolder
-from echelon.distributed.runtime import worker_environment
+from echelon.supervise.launch_environment import worker_environment
 
 pytestmark = pytest.mark.dist
 

@@ -142,7 +142,7 @@ def test_all_starts_count_together(folder, clock, monkeypatch):
 
 
 def budget_module_end(when):
-    from echelon.distributed.runtime import LastEnd
+    from echelon.supervise.launch_environment import LastEnd
 
     return LastEnd(when, detection_seconds=1.0)
 

@@ -4,7 +4,6 @@ import socket
 
 import pytest
 
-from echelon.distributed.runtime import find_host_group, launch_role
 from echelon.errors import ConfigError, LaunchError
 from echelon.supervise import hosts
 from echelon.supervise.hosts import (
@@ -16,6 +15,7 @@ from echelon.supervise.hosts import (
     owns_address,
     parse_group,
 )
+from echelon.supervise.launch_environment import find_host_group, launch_role
 from echelon.supervise.meeting import HostReport, decide
 from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Weight
 from echelon.supervise.restart import Restarts

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from echelon.distributed import openmpi
-from echelon.distributed.openmpi import find_meeting
 from echelon.errors import ConfigError
+from echelon.supervise import openmpi
+from echelon.supervise.openmpi import find_meeting
 
 SIZES = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 FOUR = {

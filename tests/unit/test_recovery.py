@@ -5,11 +5,9 @@ import time
 
 import pytest
 
-from echelon.distributed.runtime import find_last_end
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.runs.run_folder import RunFolder
-from echelon.supervise.host_agent import HOST_VARIABLE
-from echelon.supervise.restart import RESTART_VARIABLE
+from echelon.supervise.launch_environment import HOST_VARIABLE, RESTART_VARIABLE, find_last_end
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from echelon.stopping import STOP_SIGNALS, StopRequest, agreed_stop, read_word
+from echelon.stopping import STOP_SIGNALS, StopRequest, agreed_stop, read_stop_file
 
 LISTENER = """
 import os, sys, time
@@ -62,7 +62,7 @@ def test_ranks_agree_on_a_signal_that_any_of_them_got(tmp_path):
     sums = [sum(each) for each in zip(*(stop.flags() for stop in (asked, *others)), strict=True)]
     assert agreed_stop(sums) == "SIGINT"
     assert agreed_stop([0.0] * len(sums)) is None
-    assert read_word(tmp_path / "none") is None
+    assert read_stop_file(tmp_path / "none") is None
 
 
 def test_a_limit_is_agreed_upon_and_a_signal_after_it_is_the_first():

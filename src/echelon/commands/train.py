@@ -39,7 +39,7 @@ def train(
     ] = None,
 ) -> None:
     """Train; an existing run goes on from its newest good checkpoint."""
-    from echelon.distributed.runtime import keep_hub_cache_beside, launch_role
+    from echelon.supervise.launch_environment import keep_hub_cache_beside, launch_role
 
     num_processes = parse_nproc(nproc)
     group = _read_group(nodes, rendezvous, interface)
@@ -60,7 +60,7 @@ def train(
 
 def _read_as_rank(path: Path, overrides: list[str] | None) -> "Recipe":
     """The recipe, which every rank under a foreign launcher reads, and rank 0 alone talks about."""
-    from echelon.distributed.runtime import find_place
+    from echelon.supervise.launch_environment import find_place
 
     speaks = find_place().rank == 0
     try:
@@ -73,8 +73,8 @@ def _read_as_rank(path: Path, overrides: list[str] | None) -> "Recipe":
 
 
 def _train_as_rank(recipe: "Recipe", fresh: bool) -> NoReturn:
-    from echelon.distributed.runtime import find_host_dir
     from echelon.lifecycle.session import train_as_rank, train_hosted
+    from echelon.supervise.launch_environment import find_host_dir
     from echelon.supervise.outcome import Outcome
 
     if (place := find_host_dir()) is not None:
@@ -89,8 +89,8 @@ def _train_as_rank(recipe: "Recipe", fresh: bool) -> NoReturn:
 def _train_as_agent(
     recipe: "Recipe", arguments: list[str], group: "HostGroup | None", num_processes: int | None, fresh: bool
 ) -> NoReturn:
-    from echelon.distributed.runtime import find_host_group, set_default_variables
     from echelon.lifecycle.session import train_on_hosts
+    from echelon.supervise.launch_environment import find_host_group, set_default_variables
 
     # A lost coordinator is told in one line, not in a C++ trace of every thread that asked for it.
     set_default_variables({"TORCH_CPP_LOG_LEVEL": "ERROR"})

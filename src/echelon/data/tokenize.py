@@ -38,8 +38,9 @@ from echelon.data.readers.record import (
     digest_document,
     hash_for_split,
 )
-from echelon.distributed.runtime import start_watchdog, use_one_tokenizer_thread
+from echelon.distributed.runtime import start_watchdog
 from echelon.errors import ConfigError, DataError, EchelonError
+from echelon.supervise.launch_environment import use_one_tokenizer_thread
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from echelon.distributed.runtime import num_cores, read_system_file
 from echelon.doctor.probing import Probe, measure_here
 from echelon.doctor.verdict import Finding
 from echelon.errors import LaunchError
+from echelon.hardware.cores import num_cores, read_system_file
 from echelon.hardware.detection import machine_memory_bytes
 from echelon.runs.environment import find_version
 from echelon.supervise.hosts import address_of

@@ -20,11 +20,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from echelon.distributed.runtime import exported
 from echelon.doctor.probing import MARK
 from echelon.errors import EchelonError
 from echelon.runs.environment import find_version
 from echelon.supervise.hosts import HostGroup, find_interface, find_own_address
+from echelon.supervise.launch_environment import exported
 from echelon.supervise.listening import listen_at
 
 if TYPE_CHECKING:

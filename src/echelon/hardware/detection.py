@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from echelon.distributed.runtime import find_place, read_system_file
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Accelerator, Cluster, find_accelerator
+from echelon.hardware.cores import read_system_file
+from echelon.supervise.launch_environment import find_place
 
 if TYPE_CHECKING:
     import torch

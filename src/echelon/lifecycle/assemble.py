@@ -19,14 +19,7 @@ from echelon.data.loader import BatchLoader, Microbatch
 from echelon.data.mixture import build_order
 from echelon.data.prepared import PreparedData, open_prepared
 from echelon.distributed.mesh import Meshes, build_mesh
-from echelon.distributed.runtime import (
-    Runtime,
-    find_host_dir,
-    find_snapshot_dir,
-    find_start,
-    read_environment,
-    shares_files,
-)
+from echelon.distributed.runtime import Runtime
 from echelon.engines import Engine, build_engine
 from echelon.errors import StoppedError
 from echelon.hardware.detection import describe_peak, find_peak_flops
@@ -50,6 +43,13 @@ from echelon.reporting.trackers import start_trackers
 from echelon.runs.cost import find_price_here
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest
+from echelon.supervise.launch_environment import (
+    find_host_dir,
+    find_snapshot_dir,
+    find_start,
+    read_environment,
+    shares_files,
+)
 from echelon.sync import Synchronizer, build_synchronizer
 from echelon.training.bad_steps import StepJudge
 from echelon.training.heartbeat import Heartbeat

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from echelon.distributed.runtime import find_place
 from echelon.errors import EchelonError, LaunchError
 from echelon.recipe import Recipe
+from echelon.supervise.launch_environment import find_place
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

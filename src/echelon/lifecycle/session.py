@@ -9,22 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from echelon.distributed.runtime import (
-    default_num_processes,
-    exported,
-    find_host_dir,
-    find_host_group,
-    find_place,
-    hosted_environment,
-    is_elastic,
-    open_store,
-    read_environment,
-    shares_agent_store,
-    shares_files,
-    start_watchdog,
-    use_deterministic_algorithms,
-    worker_environment,
-)
+from echelon.distributed.runtime import default_num_processes, open_store, start_watchdog, use_deterministic_algorithms
 from echelon.errors import ConfigError, EchelonError, LaunchError
 from echelon.hardware.detection import detect_cluster, detect_launched_cluster
 from echelon.lifecycle.apart import await_ready, mark_ready, receive_run, send_run
@@ -36,6 +21,17 @@ from echelon.stopping import StopRequest
 from echelon.supervise.agent import LocalAgent, worker_argv
 from echelon.supervise.host_agent import HostAgent
 from echelon.supervise.hosts import HostGroup, owns_address
+from echelon.supervise.launch_environment import (
+    find_host_dir,
+    find_host_group,
+    find_place,
+    hosted_environment,
+    is_elastic,
+    read_environment,
+    shares_agent_store,
+    shares_files,
+    worker_environment,
+)
 from echelon.supervise.outcome import (
     DONE,
     FAILED,
@@ -86,7 +82,7 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: S
                 recipe.fault.notice_seconds,
                 memory,
             )
-            outcome = LocalAgent(exported, say).submit(job)
+            outcome = LocalAgent(say).submit(job)
         if outcome.code == DONE or not is_run(folder.path):  # without a folder there is nothing to sweep or to note
             return outcome
         folder.sweep()
@@ -127,7 +123,7 @@ def train_on_hosts(
     """
     _refuse_snapshots(recipe)
     count = default_num_processes() if num_processes is None else num_processes
-    agent = HostAgent(group, exported, say)
+    agent = HostAgent(group, say)
     folder = RunFolder(recipe.run.dir)
     if fresh and (not group.shares_files or group.coordinates or (group.coordinates is None and owns_address(group))):
         _move_aside(folder, say)

@@ -15,10 +15,6 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from echelon.distributed.runtime import (
     Runtime,
-    find_host_dir,
-    find_place,
-    is_managed,
-    shares_files,
     start_runtime,
     start_watchdog,
     stop_runtime,
@@ -28,6 +24,7 @@ from echelon.errors import EchelonError, PlanError, explain_storage_error, rende
 from echelon.redaction import redact_text
 from echelon.runs.run_folder import RunFolder, describe_gone, is_run
 from echelon.stopping import StopRequest
+from echelon.supervise.launch_environment import find_host_dir, find_place, is_managed, shares_files
 from echelon.supervise.outcome import (
     DONE,
     FAILED,

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from echelon.distributed.runtime import find_last_end, find_start
 from echelon.recipe import BudgetConfig, Recipe
 from echelon.runs.cost import Rate, Spending, read_spending, write_spending
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest
+from echelon.supervise.launch_environment import find_last_end, find_start
 
 _LOOK_SECONDS = 0.2
 # A start that is killed loses at most so much of what it has used.

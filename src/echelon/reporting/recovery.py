@@ -5,8 +5,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from echelon.distributed.runtime import find_last_end
 from echelon.runs.run_folder import RunFolder
+from echelon.supervise.launch_environment import find_last_end
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from echelon.runs.run_folder import RunFolder, describe_gone, is_run, newest_step
 from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS
 from echelon.stored import write_text
+from echelon.supervise.launch_environment import RESTART_VARIABLE, exported
 from echelon.supervise.outcome import FAILED, Outcome, ProcessDeath, fold_outcomes, is_peer_leaving, read_outcomes
 from echelon.supervise.rendezvous import ALONE, register_backends
-from echelon.supervise.restart import RESTART_VARIABLE, Restarts, deaths_watched
+from echelon.supervise.restart import Restarts, deaths_watched
 from echelon.supervise.workers import Workers
 
 if TYPE_CHECKING:
@@ -36,16 +37,13 @@ _ENDING_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
 class LocalAgent:
     """Starts the workers here, waits for them, starts them again when one fails, takes them along when it is stopped.
 
-    `export` puts variables into this process's environment for the time of a job, since the agent hands that on to the
-    workers; it is `runtime.exported`, a layer above this one. `say` gets a line about each restart.
+    `say` gets a line about each restart.
     """
 
     def __init__(
         self,
-        export: Callable[[Mapping[str, str]], AbstractContextManager[None]],
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._export = export
         self._say = say
 
     def render(self, job: Workers) -> str:
@@ -100,7 +98,7 @@ class LocalAgent:
 
     def _attempt(self, job: Workers, folder: RunFolder, variables: Mapping[str, str]) -> tuple[Outcome, float | None]:
         """Start the workers once; how they ended, and when the first of them died."""
-        with self._export({**job.env, **variables}), deaths_watched(folder, job.num_processes) as watch:
+        with exported({**job.env, **variables}), deaths_watched(folder, job.num_processes) as watch:
             deaths = run_agent(job, _ALONE | {"run_id": uuid.uuid4().hex})
         return fold_outcomes(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir), watch.died_at
 

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,20 +23,18 @@ from echelon.stopping import read_stop_file
 from echelon.stored import write_text
 from echelon.supervise.agent import run_agent, silence_agent, stops_handed_on
 from echelon.supervise.hosts import HostGroup, await_name, find_interface, find_own_address
+from echelon.supervise.launch_environment import (
+    ADDRESS_VARIABLE,
+    HOST_VARIABLE,
+    RESTART_VARIABLE,
+    SHARED_VARIABLE,
+    exported,
+)
 from echelon.supervise.meeting import Decision, HostReport, Meeting
 from echelon.supervise.outcome import FAILED, STOPPED, Cause, Outcome, Weight, find_cause, read_outcomes
 from echelon.supervise.rendezvous import TOGETHER
-from echelon.supervise.restart import RESTART_VARIABLE, Restarts, deaths_watched
+from echelon.supervise.restart import Restarts, deaths_watched
 from echelon.supervise.workers import Workers
-
-HOST_VARIABLE = "ECHELON_HOST_DIR"
-"""Tells a worker that an agent of this module started it: the folder where the machine's ranks say how they ended."""
-
-SHARED_VARIABLE = "ECHELON_SHARES_FILES"
-"""0 where the machines of a job do not see the same run folder."""
-
-ADDRESS_VARIABLE = "ECHELON_ADDRESS"
-"""The address of this machine at which the others reach it: a store of one of its workers listens there."""
 
 _LOOK_SECONDS = 0.2
 # The first machines of an elastic job wait so long for more.
@@ -50,18 +48,16 @@ _JOIN_SECONDS = 1800
 class HostAgent:
     """Runs this machine's part of a job to its end; every machine's agent ends with the same outcome.
 
-    `export` is `runtime.exported`. `say` gets lines for the user: on the coordinator, or of what only this machine can
+    `say` gets lines for the user: on the coordinator, or of what only this machine can
     know.
     """
 
     def __init__(
         self,
         group: HostGroup,
-        export: Callable[[Mapping[str, str]], AbstractContextManager[None]],
         say: Callable[[str], None],
     ) -> None:
         self._group = group
-        self._export = export
         self._say = say
         await_name(group, say)
         self._address = find_own_address(group)
@@ -151,7 +147,7 @@ class HostAgent:
         # The agent's own store listens everywhere, and would give workers that start anew stale addresses.
         variables = {**job.env, **announced, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         deaths = []
-        with self._export(variables), deaths_watched(folder, job.num_processes) as death:
+        with exported(variables), deaths_watched(folder, job.num_processes) as death:
             with _news_shared(meeting, folder, attempt, self._group, self._say):
                 try:
                     deaths = run_agent(job, settings)

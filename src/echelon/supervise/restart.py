@@ -13,9 +13,6 @@ from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_text
 from echelon.supervise.outcome import FAILED, STOPPED, Outcome, read_outcomes
 
-RESTART_VARIABLE = "ECHELON_RESTART"
-"""Tells workers that they start anew: JSON of when the processes before them had ended, and after how many seconds."""
-
 SAME_FAILURES = 3
 """So often in a row the same failure without a new checkpoint ends the job, whatever restarts are left."""
 

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from echelon.distributed.runtime import exported, num_cores, read_environment
 from echelon.errors import ConfigError
+from echelon.hardware.cores import num_cores
+from echelon.supervise.launch_environment import exported, read_environment
 
 Item = TypeVar("Item")
 

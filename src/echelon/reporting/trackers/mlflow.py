@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.distributed.runtime import read_environment, set_default_variables
 from echelon.recipe import Recipe
 from echelon.recipe.render import recipe_mapping
 from echelon.redaction import redact, redact_text
 from echelon.reporting.trackers.tracker import Opened, scalars
 from echelon.runs.run_folder import RunFolder
+from echelon.supervise.launch_environment import read_environment, set_default_variables
 
 # Read when mlflow is imported. Its own patience would be minutes; the forwarder has its own.
 set_default_variables(

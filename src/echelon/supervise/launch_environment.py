@@ -1,0 +1,333 @@
+"""What the environment says about this process, and what the processes that it starts find in theirs.
+
+The only module that reads or sets environment variables. torch is not imported: `echelon --help` needs the role of a
+command, and the variables of a library have to be set before that library is imported.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from echelon.errors import ConfigError, LaunchError
+from echelon.hardware.cores import num_cores
+from echelon.supervise.hosts import HostGroup, parse_group
+from echelon.supervise.nodelist import expand_nodelist, in_number_order
+from echelon.supervise.openmpi import find_meeting
+from echelon.supervise.workers import HUB_PLACES
+
+Role = Literal["worker", "agent", "local"]
+
+AGENT_PID_VARIABLE = "ECHELON_AGENT_PID"
+"""Set for the workers of `echelon train` on one machine: the process that they must not outlive."""
+
+SNAPSHOT_VARIABLE = "ECHELON_SNAPSHOT_DIR"
+"""The folder in memory that a worker's parent holds for snapshots."""
+
+HOST_VARIABLE = "ECHELON_HOST_DIR"
+"""Set for the workers of an agent of one machine of several: the folder for the outcomes of this machine's ranks."""
+
+SHARED_VARIABLE = "ECHELON_SHARES_FILES"
+"""0 where the machines of a job do not see the same run folder."""
+
+ADDRESS_VARIABLE = "ECHELON_ADDRESS"
+"""The address of this machine at which the others reach it; the store of one of its workers listens there."""
+
+RESTART_VARIABLE = "ECHELON_RESTART"
+"""Set for restarted workers: JSON of when the processes before them ended, and after how many seconds."""
+
+# When the command began that started this process, and when this process did.
+_STARTED_VARIABLE = "ECHELON_STARTED_AT"
+_PROCESS_STARTED = time.time()
+
+# cuBLAS adds up in a fixed order only in workspaces of its own; of what NVIDIA's documentation offers, the faster one.
+CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+_SAGEMAKER_PORT = 7777
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher says about this process, before any process group exists."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def launch_role(env: Mapping[str, str] | None = None) -> Role:
+    """What a command is by its environment: a worker, the agent of its machine, or the start of a new local job."""
+    env = os.environ if env is None else env
+    if ("RANK" in env and "WORLD_SIZE" in env) or "OMPI_COMM_WORLD_RANK" in env:
+        return "worker"
+    if env.get("SLURM_STEP_ID", "").isdigit() and _read_int(env, "SLURM_NTASKS", 1) > 1:
+        nodes = _read_int(env, "SLURM_STEP_NUM_NODES", _read_int(env, "SLURM_NNODES", 1))
+        return "agent" if _read_int(env, "SLURM_NTASKS", 1) == nodes else "worker"
+    if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env:
+        return "agent"
+    return "local"
+
+
+def find_host_group(env: Mapping[str, str] | None = None) -> HostGroup:
+    """The machines of an agent's job, as Slurm or SageMaker tell. Raises ConfigError where they tell too little."""
+    env = os.environ if env is None else env
+    if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env:
+        hosts = json.loads(env.get("SM_HOSTS", "null")) or [env["SM_CURRENT_HOST"]]
+        hosts.sort(key=in_number_order)
+        shares = env.get(SHARED_VARIABLE, str(int(len(hosts) == 1))) == "1"
+        name = env.get("SM_CURRENT_HOST", hosts[0])
+        interface = env.get("SM_NETWORK_INTERFACE_NAME") or None
+        return HostGroup(len(hosts), len(hosts), hosts[0], _SAGEMAKER_PORT, name == hosts[0], interface, shares, name)
+    names = expand_nodelist(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
+    told = env.get("ECHELON_RENDEZVOUS")
+    if not names and told is None:
+        raise ConfigError("SLURM_STEP_NODELIST is not set, so machines cannot find each other; start them with srun.")
+    port = 20_000 + _read_int(env, "SLURM_JOB_ID", 0) % 10_000
+    group = parse_group(str(_read_int(env, "SLURM_NTASKS", 1)), told or f"{names[0]}:{port}")
+    return replace(group, coordinates=_read_int(env, "SLURM_PROCID", 0) == 0)
+
+
+def find_place(env: Mapping[str, str] | None = None) -> Place:
+    """This process's ranks, as torchrun, Open MPI or Slurm tell them; a single process when none does."""
+    env = os.environ if env is None else env
+    if "RANK" in env and "WORLD_SIZE" in env:
+        keys: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        keys = tuple(f"OMPI_COMM_WORLD_{key}" for key in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    elif launch_role(env) == "worker":
+        tasks_per_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "")))
+        local_size = int(tasks_per_node[0]) if tasks_per_node else 1
+        return Place(
+            _read_int(env, "SLURM_PROCID", 0),
+            _read_int(env, "SLURM_NTASKS", 1),
+            _read_int(env, "SLURM_LOCALID", 0),
+            local_size,
+        )
+    else:
+        return Place(0, 1, 0, 1)
+    rank, world_size = _read_int(env, keys[0], 0), _read_int(env, keys[1], 1)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"{keys[0]}={rank} is not below {keys[1]}={world_size}; check the launcher.")
+    # A launcher that says nothing of machines is taken to run them all on this one.
+    return Place(rank, world_size, _read_int(env, keys[2], rank), _read_int(env, keys[3], world_size))
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of a job meet: MASTER_ADDR and MASTER_PORT, as the launcher set them.
+
+    `own_address`: the address of this machine, where echelon's agent has told it. `is_local`: whether all ranks are
+    known to be on this machine.
+    """
+
+    address: str
+    port: str
+    own_address: str | None
+    is_local: bool
+
+    def __str__(self) -> str:
+        """HOST:PORT."""
+        return f"{self.address}:{self.port}"
+
+
+def find_rendezvous() -> Rendezvous | None:
+    """Where this process meets the other ranks; None for a process that is alone.
+
+    For ranks of `mpirun`, which sets no address, it is worked out and set. Raises LaunchError where it is not known.
+    """
+    place = find_place()
+    if place.world_size == 1 and not is_managed() and "MASTER_PORT" not in os.environ:
+        return None
+    if "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" in os.environ:
+        set_default_variables(find_meeting(os.environ))
+    for key in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(key):
+            raise LaunchError(
+                f"{key} is not set, so {place.world_size} processes cannot meet; "
+                f"export {key} with the address and a free port of rank 0's machine."
+            )
+    knows_machines = "RANK" not in os.environ or "LOCAL_WORLD_SIZE" in os.environ
+    return Rendezvous(
+        os.environ["MASTER_ADDR"],
+        os.environ["MASTER_PORT"],
+        os.environ.get(ADDRESS_VARIABLE),
+        knows_machines and place.world_size == place.local_world_size,
+    )
+
+
+def shares_agent_store() -> bool:
+    """Whether torchrun has its workers meet in a store that outlives them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def is_managed() -> bool:
+    """Whether `echelon train` itself started this process, and waits for its outcome."""
+    return AGENT_PID_VARIABLE in os.environ
+
+
+def find_host_dir() -> Path | None:
+    """Where this worker says how it ended, if echelon's agent of its machine started it."""
+    place = os.environ.get(HOST_VARIABLE)
+    return Path(place) if place else None
+
+
+def find_snapshot_dir() -> Path | None:
+    """The folder in memory that the parent of this worker holds for it, if it does."""
+    place = os.environ.get(SNAPSHOT_VARIABLE)
+    return Path(place) if place else None
+
+
+def shares_files() -> bool:
+    """Whether every machine sees the same run folder, as far as whoever started this process knows."""
+    return os.environ.get(SHARED_VARIABLE, "1") == "1"
+
+
+def is_elastic() -> bool:
+    """Whether the processes before this one may still be there: an agent of one machine of several starts processes
+    anew, when one fails or machines come and go, without waiting for those of machines that are lost."""
+    is_foreign = not is_managed() and _read_int(os.environ, "TORCHELASTIC_MAX_RESTARTS", 0) > 0
+    return is_foreign or find_host_dir() is not None
+
+
+def is_gpu_private() -> bool:
+    """Whether the launcher may show each process its own GPU alone, as Slurm does with --gpus-per-task."""
+    return launch_role() == "worker" and not is_managed() and "SLURM_PROCID" in os.environ
+
+
+def find_agent_pid() -> int:
+    """The process that this worker must not outlive: the one that its agent named, or else its parent."""
+    return _read_int(os.environ, AGENT_PID_VARIABLE, os.getppid())
+
+
+def is_thread_count_set() -> bool:
+    """Whether OMP_NUM_THREADS says how many threads this process computes with."""
+    return "OMP_NUM_THREADS" in os.environ
+
+
+def find_start(earlier: float) -> float:
+    """When this start of the run began, as `time.time()` counts: with its command, or, where that had begun before
+    `earlier` already, with this process, which the agent has started anew."""
+    command = float(os.environ.get(_STARTED_VARIABLE, _PROCESS_STARTED))
+    return command if command >= earlier else _PROCESS_STARTED
+
+
+@dataclass(frozen=True)
+class LastEnd:
+    """When the processes before this one had ended (UTC seconds), and how long that took; None if nobody saw it."""
+
+    time: float
+    detection_seconds: float | None
+
+
+def find_last_end(sign_of_life: Path) -> LastEnd | None:
+    """What this process goes on from, where it was started again by itself; None for a start by somebody's command.
+
+    Under torchrun, which does not say so, it is the last change of the file `sign_of_life`.
+    """
+    ended_at = sign_of_life.stat().st_mtime if sign_of_life.exists() else 0.0
+    if RESTART_VARIABLE in os.environ:
+        words = json.loads(os.environ[RESTART_VARIABLE])
+        told = LastEnd(words["ended_at"], words["detection_seconds"])
+        # Of echelon's agent; since then torchrun's, for a machine that came, may have started all anew.
+        return told if find_host_dir() is None or ended_at < told.time else LastEnd(ended_at, None)
+    if "TORCHELASTIC_RUN_ID" in os.environ and not is_managed() and ended_at:
+        # Whether it is echelon's own agent that starts anew, its own start tells.
+        is_first = find_host_dir() is not None and ended_at < float(os.environ[_STARTED_VARIABLE])
+        return None if is_first else LastEnd(ended_at, None)
+    return None
+
+
+def read_environment() -> dict[str, str]:
+    """A copy of the environment, for environment.json, which keeps only an allow-list of it."""
+    return dict(os.environ)
+
+
+def worker_environment(num_processes: int, deterministic: bool = False, memory: Path | None = None) -> dict[str, str]:
+    """The variables of `num_processes` local workers: their share of the cores, and the process they belong to.
+
+    `deterministic`: with what cuBLAS must find before CUDA starts, for `use_deterministic_algorithms`. `memory`: the
+    folder in memory for their snapshots.
+    """
+    # One machine talks to itself: no host name to resolve, no firewall to ask, and nobody else gets in.
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes))),
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        AGENT_PID_VARIABLE: str(os.getpid()),
+        _STARTED_VARIABLE: str(_PROCESS_STARTED),
+        **({} if memory is None else {SNAPSHOT_VARIABLE: str(memory)}),
+        **(CUBLAS_WORKSPACES if deterministic else {}),
+    }
+
+
+def hosted_environment(num_processes: int, deterministic: bool = False) -> dict[str, str]:
+    """The variables of `num_processes` workers of one machine of several, but for those of the network."""
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes))),
+        _STARTED_VARIABLE: str(_PROCESS_STARTED),
+        **(CUBLAS_WORKSPACES if deterministic else {}),
+    }
+
+
+@contextmanager
+def exported(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have these variables in the environment for the time of the block, for the processes started in it."""
+    before = {key: os.environ.get(key) for key in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables in this process's environment, whatever it says: a library reads them later."""
+    os.environ.update(variables)
+
+
+def set_default_variables(variables: Mapping[str, str]) -> None:
+    """Set each variable that this process's environment does not have: the settings of a library that reads it."""
+    for key, value in variables.items():
+        os.environ.setdefault(key, value)
+
+
+def keep_hub_cache_beside(run_dir: Path) -> None:
+    """In a pod, have the hub's files in `huggingface` beside the run, on a volume: a container's own disk is small.
+
+    Whatever says already where they go wins. For a command, before anything asks the hub.
+    """
+    if "KUBERNETES_SERVICE_HOST" in os.environ and not HUB_PLACES & os.environ.keys():
+        os.environ["HF_HOME"] = str((run_dir.parent / "huggingface").absolute())
+
+
+def restart_in_utf8() -> NoReturn:
+    """Start this program anew, and so what it starts, with paths in UTF-8 whatever the locale says."""
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], environment)
+
+
+def use_one_tokenizer_thread() -> None:
+    """Keep `tokenizers` to one thread in this process: the processes beside it have the other cores."""
+    set_variables({"TOKENIZERS_PARALLELISM": "false"})
+
+
+def _read_int(env: Mapping[str, str], key: str, default: int) -> int:
+    value = env.get(key)
+    if value is None or value == "":
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"{key}={value!r} is not a whole number; check the launcher that set it.") from None
