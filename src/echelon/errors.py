@@ -66,7 +66,7 @@ class StoppedError(EchelonError):
 
 
 class TrainingError(EchelonError):
-    """Training itself failed: a loss or a gradient norm that is not finite."""
+    """Training itself failed: a loss or a gradient norm that is not finite, or whatever ended a rank."""
 
 
 def first_line(error: BaseException) -> str:

@@ -10,8 +10,12 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
+
+from echelon.errors import LaunchError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -93,3 +97,37 @@ def read_stop_file(path: Path) -> str | None:
         return path.read_text(encoding="utf-8") or None
     except OSError:
         return None
+
+
+class _Stopped(BaseException):
+    """SIGTERM or SIGINT arrived while this process itself was at work."""
+
+
+@contextmanager
+def stops_told() -> Iterator[None]:
+    """Turn SIGTERM and Ctrl-C into a LaunchError of one line, after what was half-made has been taken away.
+
+    For the main thread, and the time before training. A second one ends the process at once.
+    """
+    stopped_by: list[str] = []
+
+    def stop(number: int, _: object) -> NoReturn:
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+        stopped_by.append(signal.Signals(number).name)
+        raise _Stopped
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    for each in before:
+        signal.signal(each, stop)
+    try:
+        yield
+    except BaseException as error:
+        if not stopped_by:
+            raise
+        # Whatever else came up in its wake is of its making.
+        message = f"stopped by {stopped_by[0]} before training began; start the same command again"
+        raise LaunchError(message) from error
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -23,7 +23,7 @@ LAYERS = {
     3: ("parallel", "sync", "checkpoint"),
     4: ("engines", "inference", "reporting", "training"),
     5: ("lifecycle",),
-    6: ("drill", "sweep", "commands", "cli", "__init__", "__main__"),
+    6: ("api", "drill", "sweep", "commands", "cli", "__init__", "__main__"),
 }  # fmt: skip
 SIBLINGS = {"parallel", "sync", "checkpoint"}
 

@@ -135,7 +135,7 @@ def test_the_command_refuses_it_by_key_and_place(tmp_path):
 
 PROGRAM = f"""
 import threading, time
-from echelon.commands.terminal import stops_told
+from echelon.stopping import stops_told
 from echelon.data import limits
 from echelon.data.rendering import ChatTemplate, _load_renderer
 

@@ -53,20 +53,3 @@ def parse_hosts(text: str) -> str:
     if not names:
         raise ConfigError(f"--hosts {text!r} names no machine; write it like --hosts a,b.")
     return f"launch.torchrun.hosts={json.dumps(names)}"
-
-
-def require_folder(path: Path) -> None:
-    """Raise ConfigError unless there is a folder."""
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a folder; give a run folder (runs/NAME) or an HF model folder.")
-
-
-def require_model(path: Path) -> None:
-    """Have the folder, and of a run with an adapter what its frozen weights are read from.
-
-    What that prints goes to stderr, where no result is read from. Raises ConfigError unless there is a folder.
-    """
-    from echelon.checkpoint.adapted import fetch_base
-
-    require_folder(path)
-    fetch_base(path, lambda line: typer.echo(line, err=True))

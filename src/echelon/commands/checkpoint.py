@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from echelon.commands.arguments import require_folder
 from echelon.commands.terminal import say
+from echelon.runs.run_folder import require_folder
 
 app = typer.Typer(help="List, verify and remove the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
 

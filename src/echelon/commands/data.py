@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from echelon.commands.arguments import OverridesArgument, RecipeArgument, read_recipe
-from echelon.commands.terminal import say, stops_told
+from echelon.commands.terminal import say
+from echelon.stopping import stops_told
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from echelon.commands.arguments import CheckpointOption, JsonOption, TargetArgument, require_model
-from echelon.commands.terminal import say
-from echelon.errors import ConfigError
+from echelon.commands.arguments import CheckpointOption, JsonOption, TargetArgument
+from echelon.commands.terminal import say, say_aside
 
 
 def evaluate(
@@ -31,23 +30,19 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Loss, perplexity and bits per byte on held-out text; or accuracy on tasks."""
-    require_model(target)
-    if sum(each is not None for each in (data_path, task, harness)) > 1:
-        raise ConfigError("--data, --tasks and --lm-eval are three evaluations; give one at a time.")
-    if harness is None and (include_path is not None or limit is not None):
-        raise ConfigError("--include-path and --limit go with --lm-eval TASK; add it, or leave them out.")
-    if task is not None:
-        from echelon.inference.tasks import evaluate_task
+    from echelon.api.models import evaluate as evaluate_target
 
-        result = evaluate_task(target, task, checkpoint)
-    elif harness is not None:
-        from echelon.inference.harness import evaluate_with_harness
-
-        result = evaluate_with_harness(target, harness.split(","), include_path, limit, checkpoint)
-    else:
-        from echelon.inference.evaluate import evaluate_model
-
-        result = evaluate_model(target, data_path, checkpoint)
+    names = () if harness is None else harness.split(",")
+    result = evaluate_target(
+        target,
+        data_path,
+        tasks=task,
+        lm_eval=names,
+        include_path=include_path,
+        limit=limit,
+        checkpoint=checkpoint,
+        say=say_aside,
+    )
     for line in [json.dumps(result, default=str)] if as_json else _render_lines(result):
         say(line)
 

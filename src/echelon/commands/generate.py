@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.commands.arguments import CheckpointOption, JsonOption, TargetArgument, require_model
-from echelon.commands.terminal import say
+from echelon.commands.arguments import CheckpointOption, JsonOption, TargetArgument
+from echelon.commands.terminal import say, say_aside
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,10 +54,11 @@ def generate(
     """Sample from a run or an HF folder."""
     if system is not None and not as_chat:
         raise ConfigError(f"--system {system!r} goes with --chat; add it, or leave it out.")
-    require_model(target)
+    from echelon.api.models import find_target
     from echelon.inference.chat import Chat
     from echelon.inference.generate import Sampling, generate_samples
 
+    find_target(target, say_aside)
     records = _read_records(prompt, prompts_path)
     sampling = Sampling(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop or ()), seed

@@ -1,7 +1,8 @@
 """`echelon prepare`: the data into shards, ahead of training."""
 
 from echelon.commands.arguments import OverridesArgument, RecipeArgument, read_recipe
-from echelon.commands.terminal import say, stops_told
+from echelon.commands.terminal import say
+from echelon.stopping import stops_told
 
 
 def prepare(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> None:

@@ -1,10 +1,6 @@
-"""What a command prints, and how a signal ends it."""
+"""What a command prints."""
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NoReturn
 
 import typer
 
@@ -22,35 +18,6 @@ def complain(message: str) -> None:
     typer.echo(f"echelon: {redact_text(message)}", err=True)
 
 
-class _Stopped(BaseException):
-    """SIGTERM or SIGINT arrived while this process itself was at work."""
-
-
-@contextmanager
-def stops_told() -> Iterator[None]:
-    """Turn SIGTERM and Ctrl-C into one line and exit code 1, after what was half-made has been taken away.
-
-    A second one ends the process at once.
-    """
-    stopped_by: list[str] = []
-
-    def stop(number: int, _: object) -> NoReturn:
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
-        stopped_by.append(signal.Signals(number).name)
-        raise _Stopped
-
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
-    for each in before:
-        signal.signal(each, stop)
-    try:
-        yield
-    except BaseException as error:
-        if not stopped_by:
-            raise
-        # Whatever else came up in its wake is of its making.
-        complain(f"stopped by {stopped_by[0]} before training began; start the same command again")
-        raise typer.Exit(1) from error
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+def say_aside(line: str) -> None:
+    """Print a line beside the result, which may be read from stdout."""
+    typer.echo(line, err=True)

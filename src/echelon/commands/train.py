@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from echelon.commands.arguments import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe
-from echelon.commands.terminal import complain, say, stops_told
+from echelon.commands.terminal import complain, say
 from echelon.errors import ConfigError, EchelonError, explain_storage_error, render_traceback
-from echelon.stopping import STOP_SIGNALS
+from echelon.stopping import STOP_SIGNALS, stops_told
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe

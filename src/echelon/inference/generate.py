@@ -56,6 +56,12 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        least = {"max_tokens": 1, "temperature": 0, "top_k": 0, "top_p": 0, "min_p": 0, "num_samples": 1}
+        for name, limit in least.items():
+            if getattr(self, name) < limit:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {limit}.")
+
 
 @dataclass(frozen=True)
 class Sample:

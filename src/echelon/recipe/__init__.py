@@ -13,7 +13,7 @@ from echelon.recipe.inputs import (
     TrainTokenizerConfig,
 )
 from echelon.recipe.launching import LaunchConfig
-from echelon.recipe.load import load_recipe
+from echelon.recipe.load import Overrides, build_recipe, load_recipe
 from echelon.recipe.operation import (
     BudgetConfig,
     CheckpointConfig,
@@ -44,6 +44,7 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "OptimConfig",
+    "Overrides",
     "ParallelConfig",
     "Recipe",
     "RunConfig",
@@ -54,6 +55,7 @@ __all__ = [
     "TrainedTokenizerConfig",
     "WandbConfig",
     "blocking_differences",
+    "build_recipe",
     "check_built",
     "diff_recipes",
     "find_secret_keys",

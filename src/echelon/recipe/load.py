@@ -1,6 +1,6 @@
 """From a file and `key=value` words to a Recipe, or to one message that says what to change."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,15 @@ from echelon.recipe.draft import Draft
 from echelon.recipe.inputs import expand_sources
 from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
+from echelon.recipe.render import plain_value
 from echelon.recipe.training import BATCH_KEYS, STEP_KEYS
 from echelon.recipe.unbuilt import check_built
 from echelon.recipe.yaml_text import parse_yaml, shorten
 
 COMMAND_LINE = "command line"
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Keys that win over the file: as on the command line, `["train.steps=50"]`, or values, `{"train.steps": 50}`."""
 
 # Of these, one is given: an override of one replaces the file's other.
 EXCLUSIVE_KEYS: tuple[tuple[KeyPath, ...], ...] = (
@@ -32,24 +36,41 @@ EXCLUSIVE_KEYS: tuple[tuple[KeyPath, ...], ...] = (
 )
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
-    """Read a recipe file, apply `key=value` overrides, and check it; returns it with notes to show the user.
+def load_recipe(path: Path, overrides: Overrides = (), origin: str = COMMAND_LINE) -> tuple[Recipe, list[str]]:
+    """Read a recipe file, apply overrides, and check it; returns it with notes to show the user.
 
-    Raises ConfigError, naming the file's line or the command line, for anything the recipe cannot mean or that is not
-    built yet.
+    `origin` is where messages say that an override was given. Raises ConfigError, naming the file's line or the origin,
+    for anything the recipe cannot mean or that is not built yet.
     """
-    recipe, notes = parse_recipe(_read_text(path), str(path), overrides)
+    recipe, notes = parse_recipe(_read_text(path), str(path), overrides, origin)
     check_built(recipe)
     return recipe, notes
 
 
-def parse_recipe(text: str, source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+def build_recipe(
+    mapping: Mapping[str, Any], overrides: Overrides = (), origin: str = COMMAND_LINE
+) -> tuple[Recipe, list[str]]:
+    """As `load_recipe`, of the mapping that a recipe file would hold, which stays as it is."""
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"a recipe is a path or a mapping, and this is a {type(mapping).__name__}; give one of them.")
+    recipe, notes = _finish(_start_draft(plain_value(dict(mapping)), {}, "recipe"), overrides, origin)
+    check_built(recipe)
+    return recipe, notes
+
+
+def parse_recipe(
+    text: str, source: str, overrides: Overrides = (), origin: str = COMMAND_LINE
+) -> tuple[Recipe, list[str]]:
     """As `load_recipe`, of a recipe's text; `source` is what messages call it. What is not built is let through."""
-    draft = _parse_draft(text, source)
+    data, origins = parse_yaml(text, source)
+    return _finish(_start_draft(data, origins, source), overrides, origin)
+
+
+def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, list[str]]:
     notes = apply_aliases(draft)
     _write_sources_out(draft)
-    for override in overrides:
-        notes += _apply_override(draft, override)
+    for path, value in _read_overrides(overrides, origin):
+        notes += _apply_override(draft, path, value, origin)
         _write_sources_out(draft)
     _refuse_unknown_keys(draft)
     try:
@@ -69,8 +90,7 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-def _parse_draft(text: str, source: str) -> Draft:
-    data, origins = parse_yaml(text, source)
+def _start_draft(data: Any, origins: dict[KeyPath, str], source: str) -> Draft:
     if data is None:
         raise ConfigError(f"{source} is empty; make a recipe to start from with `echelon init`.")
     if not isinstance(data, dict):
@@ -89,23 +109,35 @@ def _write_sources_out(draft: Draft) -> None:
             data[key] = expand_sources(data[key])
 
 
-def _apply_override(draft: Draft, override: str) -> list[str]:
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    if not equals or not all(key.split(".")):
-        raise ConfigError(f"{COMMAND_LINE}: {shorten(override)!r} is not KEY=VALUE; for example train.steps=100.")
-    path: KeyPath = tuple(int(part) if part.isdigit() else part for part in key.split("."))
-    value: Any = parse_yaml(text, f"{COMMAND_LINE}, {shorten(override)}")[0]
+def _read_overrides(overrides: Overrides, origin: str) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(overrides, str):
+        raise ConfigError(f"{origin}: {shorten(overrides)!r} is one text; give a list, for example [{overrides!r}].")
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            yield _split_key(str(key)), plain_value(value)
+        return
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.strip().split(".")):
+            raise ConfigError(f"{origin}: {shorten(override)!r} is not KEY=VALUE; for example train.steps=100.")
+        yield _split_key(key), parse_yaml(text, f"{origin}, {shorten(override)}")[0]
+
+
+def _split_key(key: str) -> KeyPath:
+    return tuple(int(part) if part.isdigit() else part for part in key.strip().split("."))
+
+
+def _apply_override(draft: Draft, path: KeyPath, value: Any, origin: str) -> list[str]:
     notes = []
-    if translation := translate(path, value, COMMAND_LINE):
+    if translation := translate(path, value, origin):
         path, value = translation.path, translation.value
         notes.append(translation.note)
     if value is not None or path == ("train", "eval_every"):  # there null is a choice too: only at the end
         for other in _alternatives(path):
-            # Two of them on the same command line are a contradiction, and are refused by the recipe's own rule.
-            if draft.origin(other) != COMMAND_LINE:
+            # Two of them given together are a contradiction, and are refused by the recipe's own rule.
+            if draft.origin(other) != origin:
                 draft.remove(other)
-    draft.set(path, value, COMMAND_LINE)
+    draft.set(path, value, origin)
     return notes
 
 

@@ -37,6 +37,8 @@ TEMPORARY = re.compile(r"\..+\.tmp")
 
 _NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "tokens_per_second", "step_seconds")
 _LARGEST = 1e300
+# `is_held` takes the lock itself for a moment; a process that wants it then tries for as long.
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class RunFolder:
             fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise self._explain("written to", error) from error
-        deadline = time.monotonic() + patience_seconds
+        deadline = time.monotonic() + max(patience_seconds, _LOOK_SECONDS)
         while not (held := _try_lock(fd)) and time.monotonic() < deadline:
             time.sleep(0.1)
         if not held:
@@ -211,6 +213,17 @@ class RunFolder:
         except OSError as error:
             self.unlock()
             raise self._explain("written to", error) from error
+
+    def is_held(self) -> bool:
+        """Whether a live process holds the folder, this one included."""
+        try:
+            fd = os.open(self.path / ".lock", os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            return not _try_lock(fd, fcntl.LOCK_SH)
+        finally:
+            os.close(fd)
 
     def _explain(self, what: str, error: OSError) -> EchelonError:
         """A full disk is nobody's mistake (exit code 1); a folder that cannot be used is the request's (2)."""
@@ -366,9 +379,9 @@ class RunFolder:
         return target
 
 
-def _try_lock(fd: int) -> bool:
+def _try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -385,6 +398,12 @@ def describe_gone(path: Path) -> str:
 def is_run(path: Path) -> bool:
     """Whether a folder is a run's."""
     return RunFolder(path).recipe_path.is_file()
+
+
+def require_folder(path: Path) -> None:
+    """Raise ConfigError unless there is a folder."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; give a run folder (runs/NAME) or an HF model folder.")
 
 
 def sweep_checkpoints(folder: Path) -> list[str]:

@@ -1,0 +1,131 @@
+"""How a recipe would run, here or elsewhere, and the memory that it would need."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from echelon.api.recipes import RecipeLike, load_recipe
+from echelon.errors import ConfigError
+from echelon.hardware.accelerators import Cluster, parse_devices
+from echelon.hardware.instances import find_instance
+from echelon.lifecycle.model_checks import check_model
+from echelon.lifecycle.setup import describe_steps
+from echelon.planner.choose import resolve_plan
+from echelon.planner.machines import choose_instance, find_cluster
+from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import ParallelPlan
+from echelon.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan with what it was made for. Printed, it is what `echelon plan` shows."""
+
+    plan: ParallelPlan
+    memory: MemoryEstimate
+    """Bytes of one rank, by part."""
+    cluster: Cluster
+    shape: ModelShape
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def plan(
+    recipe: RecipeLike,
+    devices: str | None = None,
+    *,
+    devices_per_node: int = 8,
+    instance: str | None = None,
+    count: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> PlanReport:
+    """How a recipe would run, and the memory it needs. Downloads no weights and starts nothing.
+
+    Args:
+        recipe: a Recipe, the path of its file, or a mapping.
+        devices: of this kind and number, `64xH100`; None: this machine's.
+        devices_per_node: of one machine, with `devices`.
+        instance: machines of SageMaker instead, `ml.p5.48xlarge`; `auto` chooses the cheapest that fit.
+        count: how many of them; None: 1, or with `auto` as few as will do.
+        say: takes each line of the report as soon as it is known, also of a plan that is then refused.
+
+    Raises:
+        ConfigError, PlanError or DataError: naming the key, for what `train` would refuse.
+    """
+    if devices is not None and instance is not None:
+        raise ConfigError(f"--devices {devices} and --instance {instance} are two clusters; give one.")
+    if count is not None and instance is None:
+        raise ConfigError(f"--count {count} goes with --instance ml.TYPE; add it, or leave it out.")
+    recipe = load_recipe(recipe)
+    lines: list[str] = []
+
+    def note(line: str) -> None:
+        lines.append(line)
+        say(line)
+
+    # Another machine's packages and files are not looked at here.
+    checked = check_model(recipe, elsewhere=devices is not None or instance is not None)
+    note(f"model: {checked.vocabulary}")
+    shape = checked.shape
+    if devices is not None:
+        cluster = parse_devices(devices, devices_per_node)
+    elif instance is not None:
+        cluster = _find_instances(recipe, shape, instance, count, note)
+    else:
+        cluster = _find_here()
+    chosen = resolve_plan(recipe, shape, cluster)
+    note(f"cluster: {cluster.num_devices} x {cluster.accelerator.name} on {cluster.num_nodes} machine(s)")
+    left = (f"left to train: {line}" for line in checked.left)
+    memory = estimate_memory(shape, chosen, recipe.data.sequence_len, cluster.kind)
+    for each in (chosen.describe(), [describe_checkpoint(shape, chosen)], describe_steps(recipe, None), left):
+        for line in each:
+            note(line)
+    for line in _describe_memory(memory, cluster):
+        note(line)
+    return PlanReport(chosen, memory, cluster, shape, tuple(lines))
+
+
+def _find_here() -> Cluster:
+    if find_spec("torch") is None:
+        raise ConfigError(
+            "torch is not installed here, and it is torch that looks at this machine's hardware; install it, or name "
+            "the devices, for example --devices 8xH100."
+        )
+    from echelon.distributed.runtime import default_num_processes
+    from echelon.hardware.detection import detect_cluster
+
+    return detect_cluster(default_num_processes())
+
+
+def _find_instances(
+    recipe: Recipe, shape: ModelShape, instance: str, count: int | None, say: Callable[[str], None]
+) -> Cluster:
+    if instance == "auto":
+        choice = choose_instance(recipe, shape, count)
+        for line in choice.describe():
+            say(line)
+        return find_cluster(recipe, choice.instance, choice.count)
+    found, machines = find_instance(instance), count or 1
+    cluster = find_cluster(recipe, found, machines)
+    if found.price is None:
+        say(f"instance: {machines} x {found.name}, price unknown; budget.usd_per_hour says it")
+    else:
+        total = found.price.usd_per_hour * machines
+        say(f"instance: {machines} x {found.name}, {found.price.describe()} each on demand, ${total:.2f}/h in all")
+    return cluster
+
+
+def _describe_memory(estimate: MemoryEstimate, cluster: Cluster) -> Iterator[str]:
+    """The estimate by part, in GiB a rank, with what it assumes."""
+    yield "memory per rank, GiB:"
+    for part in ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total"):
+        yield f"  {part:<12} {getattr(estimate, part) / 2**30:10.3f}"
+    if cluster.accelerator.memory_bytes is not None:
+        yield f"  {'of':<12} {cluster.accelerator.memory_bytes / 2**30:10.3f}"
+    if estimate.host:
+        yield f"  in host memory, by cpu_offload: {estimate.host / 2**30:.3f}"
+    for assumption in estimate.assumptions:
+        yield f"  assumes: {assumption}"

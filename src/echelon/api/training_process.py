@@ -1,0 +1,208 @@
+"""`echelon.train`: the run is prepared, and its workers are watched, by a process of its own.
+
+So the caller, a notebook for example, keeps no process group, no signal handler, no GPU memory and no data of a run,
+and a script needs no `if __name__ == "__main__"` for the processes that tokenize. The process does what `echelon train`
+does: it gets the recipe on its standard input, prints the run's lines, and leaves how it ended in a file.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from echelon.api.recipes import RecipeLike, load_recipe
+from echelon.api.run import Run
+from echelon.distributed.runtime import start_watchdog
+from echelon.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EchelonError,
+    LaunchError,
+    PlanError,
+    StoppedError,
+    TrainingError,
+    explain_storage_error,
+    render_traceback,
+)
+from echelon.recipe import Recipe, build_recipe
+from echelon.recipe.render import recipe_mapping
+from echelon.stopping import stops_told
+from echelon.stored import read_as, write_json
+from echelon.supervise.agent import worker_argv
+from echelon.supervise.launch_environment import keep_hub_cache_beside, launch_role, read_environment
+from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Outcome
+
+# A signal of these that would end the caller at once asks the run to save and stop instead, while there is one.
+_HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)
+_BY_CODE = {REFUSED: ConfigError, STOPPED: StoppedError, FAILED: TrainingError}
+# What an error arrives as: the first of these that it is a kind of.
+_ERRORS = (
+    ConfigError, PlanError, DataError, CheckpointError, LaunchError, StoppedError, TrainingError, EchelonError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """How the process ended: with which of the errors, None for none."""
+
+    error: str | None
+    message: str = ""
+
+
+def _with(error: type[EchelonError], message: str) -> _Ending:
+    return _Ending(next(each.__name__ for each in _ERRORS if issubclass(error, each)), message)
+
+
+def train(
+    recipe: RecipeLike,
+    nproc: int | Literal["auto"] = "auto",
+    *,
+    fresh: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Run:
+    """Train on this machine, to the end; an existing run goes on from its newest good checkpoint, as by the command.
+
+    An interrupt (Ctrl-C, or a notebook's stop button) makes the run save a checkpoint and stop, and is raised again
+    once it has; a second one ends the run at once. The same call then goes on from there. SIGTERM does the same.
+
+    Args:
+        recipe: a Recipe, the path of its file, or a mapping.
+        nproc: processes; `auto` is one per GPU, or one per two CPU cores.
+        fresh: move an existing run aside instead of resuming it.
+        say: takes each line of the run, in this thread; None prints them.
+
+    Returns:
+        The run, finished.
+
+    Raises:
+        ConfigError, PlanError or DataError: the request is wrong; nothing was started.
+        StoppedError: stopped by a signal or a budget, after a save.
+        TrainingError, LaunchError or CheckpointError: training failed, or processes did.
+        KeyboardInterrupt: after what is said above.
+    """
+    recipe = load_recipe(recipe)
+    if nproc != "auto" and (not isinstance(nproc, int) or nproc < 1):
+        raise ConfigError(f"nproc={nproc!r} is neither a number of processes nor 'auto'; use nproc=2, for example.")
+    if (role := launch_role()) != "local":
+        raise ConfigError(
+            f"echelon.train() starts processes of its own, and the environment says that this one is a launcher's "
+            f"({role}); start the script with python alone, or use the command: torchrun ... -m echelon train RECIPE."
+        )
+    request = {"recipe": recipe_mapping(recipe), "nproc": None if nproc == "auto" else nproc, "fresh": fresh}
+    with tempfile.TemporaryDirectory(prefix="echelon-train-") as scratch:
+        answer = Path(scratch) / "ending.json"
+        interrupted = _follow(_start(request, answer), _print if say is None else say)
+        ending = _read_ending(answer)
+    if interrupted:
+        raise KeyboardInterrupt(ending.message or f"{recipe.run.dir} has finished all the same")
+    for error in _ERRORS:
+        if error.__name__ == ending.error:
+            raise error(ending.message)
+    return Run(recipe.run.dir)
+
+
+def _start(request: dict[str, Any], answer: Path) -> "subprocess.Popen[str]":
+    """The process, in a session of its own: what a terminal or a notebook sends to all reaches it through us alone."""
+    process = subprocess.Popen(
+        worker_argv("echelon.api.training_process", str(os.getpid()), str(answer)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        # What can be imported here can be there, extensions that the recipe names among it.
+        env={**read_environment(), "PYTHONPATH": os.pathsep.join(os.path.abspath(each) for each in sys.path)},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with process.stdin as stream:
+        json.dump(request, stream)
+    return process
+
+
+def _follow(process: "subprocess.Popen[str]", say: Callable[[str], None]) -> bool:
+    """Hand on the lines until the process ends; whether there was an interrupt meanwhile."""
+    interrupted = False
+    assert process.stdout is not None
+    try:
+        with _signals_handed_on(process), process.stdout:
+            while True:
+                try:
+                    for line in process.stdout:
+                        say(line.rstrip("\n"))
+                    process.wait()
+                    return interrupted
+                except KeyboardInterrupt:
+                    interrupted = True
+                    process.send_signal(signal.SIGINT)
+    finally:
+        if process.poll() is None:  # `say` raised
+            process.terminate()
+            process.wait()
+
+
+@contextmanager
+def _signals_handed_on(process: "subprocess.Popen[str]") -> Iterator[None]:
+    """Only the main thread can, and only where the caller has no handler of its own."""
+    alone = threading.current_thread() is threading.main_thread()
+    mine = [each for each in _HANDED_ON if alone and signal.getsignal(each) is signal.SIG_DFL]
+    for each in mine:
+        signal.signal(each, lambda number, frame: process.send_signal(number))
+    try:
+        yield
+    finally:
+        for each in mine:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def _read_ending(answer: Path) -> _Ending:
+    try:
+        return read_as(answer, _Ending)
+    except (OSError, ValueError):
+        message = "the process that watched the run was killed, and its workers with it; see logs/ in the run folder."
+        return _with(LaunchError, message)
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """The process that `train` starts: `python -m echelon.api.training_process CALLER_PID ANSWER < REQUEST`."""
+    caller, answer = sys.argv[1:]
+    start_watchdog(int(caller))
+    request = json.load(sys.stdin)
+    recipe, _ = build_recipe(request["recipe"])
+    try:
+        outcome = _train(recipe, request["nproc"], request["fresh"])
+        ending = _Ending(None) if outcome.code == DONE else _with(_BY_CODE[outcome.code], outcome.message)
+    except EchelonError as error:
+        ending = _with(type(error), str(error))
+    except Exception as error:
+        message = explain_storage_error(error, recipe.run.dir)
+        fault = f"{type(error).__name__}: {error}; this is a fault in echelon:\n{render_traceback(error)}"
+        ending = _with(EchelonError, message or fault)
+    write_json(Path(answer), asdict(ending))
+
+
+def _train(recipe: Recipe, nproc: int | None, fresh: bool) -> Outcome:
+    keep_hub_cache_beside(recipe.run.dir)
+    with stops_told():
+        from echelon.lifecycle.session import train_locally
+
+        return train_locally(recipe, nproc, fresh, _print)
+
+
+if __name__ == "__main__":
+    main()

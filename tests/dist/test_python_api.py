@@ -1,0 +1,110 @@
+"""`import echelon` from scripts, as their authors use it: real workers, real signals, and what is left afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import echelon
+from command import EXACT, assert_no_orphan, write_recipe
+from echelon.errors import DataError, StoppedError, TrainingError
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """Where a script runs; nobody it started outlives the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
+    yield tmp_path
+    assert_no_orphan()
+
+
+def interrupt(name, at):
+    """Takes the lines of a run, and sends this process a signal at one of them."""
+
+    def say(line):
+        if line.startswith(at):
+            signal.raise_signal(name)
+
+    return say
+
+
+@pytest.mark.slow
+def test_an_interrupt_saves_and_the_same_call_goes_on(folder):
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    recipe = echelon.load_recipe(write_recipe(folder), {"train.steps": 100_000})
+    with pytest.raises(KeyboardInterrupt, match="^stopped by SIGINT; the newest checkpoint is step"):
+        echelon.train(recipe, nproc=2, say=interrupt(signal.SIGINT, "step 4"))
+    run = echelon.Run("runs/tiny")
+    stopped_at = run.checkpoints()[-1].step
+    assert run.status == "stopped" and 4 <= stopped_at and run.plan.world_size == 2
+
+    lines = []
+    stop = interrupt(signal.SIGTERM, f"step {stopped_at + 2}")
+    with pytest.raises(StoppedError, match="^stopped by SIGTERM"):
+        echelon.train(recipe, nproc=2, say=lambda line: (lines.append(line), stop(line)))
+    assert f"Resuming from step-{stopped_at:08d}." in lines
+    assert [row["step"] for row in run.metrics()] == list(range(1, run.checkpoints()[-1].step + 1))
+    assert not dist.is_initialized() and "GLOO_SOCKET_IFNAME" not in os.environ
+    assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+
+
+def test_what_is_wrong_with_the_data_is_an_error_of_its_kind(folder):
+    recipe = echelon.load_recipe(write_recipe(folder), {"data.train": "missing.txt"})
+    with pytest.raises(DataError, match=r"^data.train.0.path=missing.txt: no such file"):
+        echelon.train(recipe, nproc=1, say=lambda line: None)
+    assert not (folder / "runs" / "tiny" / "recipe.yaml").exists()
+
+
+@pytest.mark.slow
+def test_a_failed_training_is_an_error_of_its_kind(folder):
+    recipe = echelon.load_recipe(write_recipe(folder), {"optim.learning_rate": 1e30, "fault.on_bad_step": "stop"})
+    with pytest.raises(TrainingError, match="not finite"):
+        echelon.train(recipe, nproc=1, say=lambda line: None)
+    assert echelon.Run("runs/tiny").status == "failed"
+
+
+SCRIPT = """
+    import json
+    import sys
+    import echelon
+
+    run = echelon.train("recipe.json", nproc=2)
+    assert not {"torch", "echelon.lifecycle.session"} & set(sys.modules), "the run's process is another one"
+    numbers = echelon.evaluate(run)
+    texts = echelon.generate(run, ["1 plus", "2 plus"], max_tokens=4, num_samples=2, temperature=0)
+    one = echelon.generate(run, "1 plus", max_tokens=4, temperature=0)
+    out = echelon.export(run, "model", dtype="bf16")
+    print(json.dumps({"rows": run.metrics(), "loss": numbers["loss"], "texts": texts, "one": one, "out": str(out)}))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_does_what_the_commands_do(folder):
+    """Without `if __name__ == "__main__"`, though two processes tokenize; step by step the run of the command."""
+    write_recipe(folder, data={"prepare_workers": 2})
+    (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    *shown, last = done.stdout.splitlines()
+    told = json.loads(last)
+    assert any(line.startswith("step 6") for line in shown)
+    assert told["texts"][0] == told["texts"][1] == told["one"] and told["texts"][2].startswith("2 plus")
+    assert AutoModelForCausalLM.from_pretrained(folder / told["out"]).dtype.itemsize == 2
+
+    command = [sys.executable, "-m", "echelon", "train", "recipe.json", "run.name=other", "--nproc", "2"]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    rows = echelon.Run("runs/other").metrics()
+    assert [{key: row[key] for key in EXACT} for row in rows] == [{key: row[key] for key in EXACT} for row in told["rows"]]
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon", "eval", "runs/tiny", "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["loss"] == told["loss"]
