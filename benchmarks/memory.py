@@ -21,7 +21,7 @@ from echelon.distributed.mesh import build_mesh
 from echelon.distributed.runtime import start_runtime, stop_runtime
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
-from echelon.objectives.objective import CausalLM
+from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape

@@ -9,7 +9,7 @@ import torch
 from echelon.distributed.mesh import build_mesh
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
-from echelon.objectives.objective import CausalLM
+from echelon.objectives.causal_lm import CausalLM
 from echelon.recipe import load_recipe
 from families import small_config, small_model
 from training import Row, resolve, with_ranks, write_recipe

@@ -10,7 +10,7 @@ from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
-from echelon.objectives.objective import CausalLM
+from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe

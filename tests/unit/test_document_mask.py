@@ -17,7 +17,8 @@ from echelon.model.attention import (
 )
 from echelon.model.build import load_config
 from echelon.model.parts import FAMILIES
-from echelon.objectives.objective import CausalLM, ObjectiveModule
+from echelon.objectives.causal_lm import CausalLM
+from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
 from families import small_config, small_model
 
@@ -122,11 +123,11 @@ def test_masks_go_with_checkpointing_compilation_and_autocast():
 
 
 def test_masks_are_made_once_for_all_layers(monkeypatch):
-    import echelon.objectives.objective
+    import echelon.objectives.outputs
 
     calls = []
     monkeypatch.setattr(
-        echelon.objectives.objective, "document_inputs", lambda *args: calls.append(args) or document_inputs(*args)
+        echelon.objectives.outputs, "document_inputs", lambda *args: calls.append(args) or document_inputs(*args)
     )
     losses(small_model("llama", num_hidden_layers=3).eval(), packed())
     assert len(calls) == 1

@@ -30,7 +30,7 @@ from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta
 from echelon.model.quantization import _code_books
 from echelon.model.sharding import local_part
-from echelon.objectives.objective import CausalLM
+from echelon.objectives.causal_lm import CausalLM
 from echelon.optimizer import build_optimizer
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.step import SingleStage

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 import echelon.objectives.loss
 from echelon.data.loader import Microbatch
-from echelon.objectives.objective import CausalLM, ObjectiveModule
+from echelon.objectives.causal_lm import CausalLM
+from echelon.objectives.outputs import ObjectiveModule
 from families import EXTRA, random_batch, small_model
 from watch import Watch
 

@@ -13,8 +13,10 @@ from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Cluster
 from echelon.inference.evaluate import EvalResults, build_result, count_labels
 from echelon.lifecycle.setup import prepare_run
+from echelon.objectives.dpo import DPO
 from echelon.objectives.loss import IGNORE, HeadArithmetic, chunked_log_probabilities
-from echelon.objectives.objective import DPO, ObjectiveModule, build_objective
+from echelon.objectives.objective import build_objective
+from echelon.objectives.outputs import ObjectiveModule
 from families import EXTRA, random_batch, small_model
 from packed import pack
 from recipe_samples import SMALL, load_text
@@ -208,7 +210,7 @@ def test_bf16_trains_every_parameter():
 
 def test_an_adapter_that_changes_the_reference_is_refused(tmp_path):
     recipe, _ = load_text(tmp_path, SMALL, "objective={name: dpo, beta: 0.2, loss: ipo}")
-    assert build_objective(recipe) == DPO(0.2, "ipo")
+    assert build_objective(recipe.objective) == DPO(0.2, "ipo")
     with pytest.raises(ConfigError, match=r"use adapter\.init=default"):
         load_text(tmp_path, SMALL, "objective.name=dpo", "adapter={method: lora, init: pissa}")
 

@@ -24,8 +24,11 @@ from echelon.model.router import (
     find_routers,
     number_sequences,
 )
+from echelon.objectives.causal_lm import CausalLM
+from echelon.objectives.dpo import DPO
 from echelon.objectives.loss import IGNORE
-from echelon.objectives.objective import DPO, CausalLM, ObjectiveModule, training_sums
+from echelon.objectives.objective import training_sums
+from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
 from families import random_batch, small_config, small_model
 

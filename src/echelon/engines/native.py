@@ -24,7 +24,8 @@ from echelon.model.quantization import QuantizedLinear
 from echelon.model.router import choose_router_loss
 from echelon.model.sharding import local_part, whole
 from echelon.objectives.loss import IGNORE
-from echelon.objectives.objective import Objective, ObjectiveModule
+from echelon.objectives.objective import Objective
+from echelon.objectives.outputs import ObjectiveModule
 from echelon.optimizer import LossScale, Optimizer, build_optimizer, global_norm
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.data_parallel import DataParallel

@@ -28,8 +28,10 @@ from echelon.inference.held_out import open_held_out, prepare_given
 from echelon.inference.sampler import encode_prompts
 from echelon.inference.target import find_device, load_first_weights, load_target
 from echelon.model.build import is_model_folder
+from echelon.objectives.causal_lm import CausalLM
 from echelon.objectives.loss import IGNORE
-from echelon.objectives.objective import CausalLM, Objective, ObjectiveModule, build_objective
+from echelon.objectives.objective import Objective, build_objective
+from echelon.objectives.outputs import ObjectiveModule
 from echelon.recipe import Recipe
 from echelon.stopping import StopRequest, agreed_stop
 from echelon.stored import read_json
@@ -280,12 +282,12 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
     with ExitStack() as stack:
         if data is None:
             sets, source = open_held_out(target), "held-out text of the run"
-            objective = build_objective(read_run_recipe(target))
+            objective = build_objective(read_run_recipe(target).objective)
         else:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             given, pairs = prepare_given(target, data, model, tokenizer, sequence_len, scratch)
             sets, source = [given], str(data)
-            objective = build_objective(read_run_recipe(target)) if pairs else objective
+            objective = build_objective(read_run_recipe(target).objective) if pairs else objective
         module = ObjectiveModule(model).eval()
         if objective.needs_reference and not read_run_recipe(target).adapter.is_adapter:
             module.refer_to(ObjectiveModule(load_first_weights(target, device)).eval())

@@ -188,7 +188,7 @@ def build_trainer(
     config = resolve_config(here, data.vocab_size, data.tokenizer)
     if runtime.rank == 0:
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
-    objective, new_tokens = build_objective(recipe), find_new_tokens(recipe, data.tokenizer)
+    objective, new_tokens = build_objective(recipe.objective), find_new_tokens(recipe, data.tokenizer)
     engine = build_engine(here, config, plan, meshes, objective, device, compile_backend, new_tokens)
     sync = build_synchronizer(recipe.sync, engine, meshes)
     first = _any_microbatch(data, plan, device)

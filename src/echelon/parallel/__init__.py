@@ -7,7 +7,7 @@ from torch import nn
 from echelon.distributed.mesh import Meshes
 from echelon.model.parts import find_parts
 from echelon.model.router import Router, RouterTap
-from echelon.objectives.objective import ObjectiveModule
+from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
 from echelon.parallel.data_parallel import DataParallel, apply_fully_shard, build_data_parallel
 from echelon.planner.plan import ParallelPlan

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.distributed.mesh import Meshes
-from echelon.objectives.objective import ObjectiveModule
+from echelon.objectives.outputs import ObjectiveModule
 from echelon.planner.plan import ParallelPlan
 
 # Rotary tables are equal on every rank; sending them before every forward would only cost. Renamed in torch 2.13.

@@ -1,0 +1,165 @@
+"""What an objective is given: one forward pass of a decoder, and the module that runs it."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.data.loader import Microbatch
+from echelon.model.adapters import disabled_adapter
+from echelon.model.attention import document_inputs
+from echelon.model.parts import DecoderParts, find_parts
+from echelon.model.router import RouterTap, balance_sum, number_sequences
+from echelon.objectives.loss import (
+    IGNORE,
+    chunked_log_probabilities,
+    chunked_loss_sum,
+    token_log_probabilities,
+    token_loss_sum,
+)
+
+
+class DecoderOutputs:
+    """One forward pass of a decoder, run when first asked for: hands out losses, log-probabilities or logits.
+
+    Must be used inside the forward of the module that data parallelism wraps: that is where the head's weight is whole.
+    Where the layers run elsewhere, as in the earlier stages of a pipeline, `hidden` stands for the pass through them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: DecoderParts,
+        batch: Microbatch,
+        reference: "ObjectiveModule | None" = None,
+        tap: RouterTap | None = None,
+        hidden: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """`hidden`: returns the last hidden states after the final norm, [batch, seq, hidden]; None: the backbone's.
+
+        Given, it takes a family with a row in `model/parts.py`, and a reference must be a copy of the whole model.
+        """
+        assert hidden is None or parts.head is not None, "hidden states need a head that is known"
+        self._model = model
+        self._parts = parts
+        self._batch = batch
+        self._reference = reference
+        self._tap = tap
+        self._given_hidden = hidden
+        self._router_logits: list[Tensor] = []
+
+    @cached_property
+    def _inputs(self) -> dict[str, Any]:
+        batch, inputs = self._batch, {"input_ids": self._batch.input_ids, "use_cache": False}
+        if batch.documents is None or batch.position_ids is None:
+            return inputs
+        return inputs | document_inputs(self._model, batch.documents, batch.position_ids)
+
+    @cached_property
+    def _hidden(self) -> Tensor:
+        if self._given_hidden is not None:
+            return self._given_hidden()
+        assert self._parts.backbone is not None
+        hidden: Tensor = self._run(self._parts.backbone).last_hidden_state
+        return hidden
+
+    @cached_property
+    def _logits(self) -> Tensor:
+        logits: Tensor = self._run(self._model).logits
+        return logits
+
+    def _run(self, module: nn.Module) -> Any:
+        if self._tap is None:
+            return module(**self._inputs)
+        with self._tap.collecting() as self._router_logits:
+            return module(**self._inputs)
+
+    def router_loss_sum(self, token_weights: Tensor) -> Tensor:
+        """Balance losses of the sequences, each times its weight, the mean over routers: a scalar, fp32.
+
+        To be called once the pass has run. 0 for a model without a router loss.
+
+        Args:
+            token_weights: [batch, seq], fp32, of which a sequence's weight is the sum.
+        """
+        if self._tap is None:
+            return token_weights.new_zeros(())
+        routers, batch = self._tap.routers, self._batch
+        filled = batch.labels != IGNORE if batch.filled is None else batch.filled
+        sequences = number_sequences(filled, token_weights, batch.documents)
+        pairs = zip(self._router_logits, routers, strict=True)
+        return torch.stack([balance_sum(logits, router, sequences) for logits, router in pairs]).mean()
+
+    def token_loss_sum(self, labels: Tensor) -> Tensor:
+        """Sum of token cross-entropies against shifted labels [batch, seq]; scalar, fp32."""
+        if self._parts.head is None:
+            return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
+        parts = self._parts
+        return chunked_loss_sum(self._hidden, labels, parts.head_weight, parts.head_bias, parts.arithmetic)
+
+    def log_probabilities(self, labels: Tensor) -> Tensor:
+        """Log-probability of each label: [batch, seq], fp32, 0 where there is none."""
+        if self._parts.head is None:
+            return token_log_probabilities(self._logits.flatten(0, -2), labels.flatten()).view_as(labels)
+        parts = self._parts
+        return chunked_log_probabilities(self._hidden, labels, parts.head_weight, parts.head_bias, parts.arithmetic)
+
+    def reference_log_probabilities(self, labels: Tensor) -> Tensor:
+        """The same under the weights that training started from: no dropout, no gradient.
+
+        Of the frozen copy where there is one, else of this model without its adapter. Collective where weights are
+        sharded: they are gathered once more.
+        """
+        if self._reference is not None:
+            with torch.no_grad():
+                scores: Tensor = self._reference(self._batch, lambda outputs, _: outputs.log_probabilities(labels))
+            return scores
+        assert self._given_hidden is None, "a pass without the adapter needs all layers here"
+        trains = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad(), disabled_adapter(self._model):
+                return DecoderOutputs(self._model, self._parts, self._batch).log_probabilities(labels)
+        finally:
+            self._model.train(trains)
+
+    def logits_at(self, places: Tensor) -> Tensor:
+        """Logits of the token after position `places` [batch] of each sequence: [batch, vocabulary], fp32."""
+        rows = torch.arange(len(places), device=places.device)
+        head = self._parts.head
+        if head is None:
+            return self._logits[rows, places].float()
+        return self._parts.arithmetic.apply(head(self._hidden[rows, places])).float()
+
+
+Reading = Callable[[DecoderOutputs, Microbatch], Tensor]
+"""What is taken from a forward pass, for example `objective.loss_sum`."""
+
+
+class ObjectiveModule(nn.Module):
+    """A decoder whose forward returns what is read from it: the objective's summed loss, in training.
+
+    Data parallelism wraps this module, so that the head and the loss run where its hooks have made the weights
+    whole and are ready to reduce gradients. The decoder's own parameter names start with `model.` here.
+    """
+
+    def __init__(self, model: nn.Module, tap: RouterTap | None = None) -> None:
+        """`tap`: of a model whose router loss is trained."""
+        super().__init__()
+        self.model: Any = model
+        self._tap = tap
+        # In tuples, so that they are not registered: parts a second time, and a reference not at all, since nothing
+        # that wraps, steps or saves this module's parameters is about a frozen copy.
+        self._parts = (find_parts(model),)
+        self._reference: tuple[ObjectiveModule | None] = (None,)
+
+    def refer_to(self, reference: "ObjectiveModule") -> None:
+        """Give it a frozen copy of the starting weights, for objectives that compare with them."""
+        self._reference = (reference,)
+
+    def forward(self, batch: Microbatch, read: Reading, hidden: Callable[[], Tensor] | None = None) -> Tensor:
+        """What `read` takes from the forward pass of one microbatch. `hidden`: see DecoderOutputs."""
+        outputs = DecoderOutputs(self.model, self._parts[0], batch, self._reference[0], self._tap, hidden)
+        return read(outputs, batch)
