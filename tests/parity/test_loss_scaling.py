@@ -16,8 +16,8 @@ def train_from(rank, world_size, path, plan, stop_at, initial, is_broken):
     """Train with another initial loss scale, with a norm that is never finite if asked; what it raised."""
     global_norm = native.global_norm
 
-    def broken(gradients):
-        return global_norm(gradients) * float("nan")
+    def broken(gradients, stages):
+        return global_norm(gradients, stages) * float("nan")
 
     with (
         mock.patch.object(loss_scale, "INITIAL", initial),

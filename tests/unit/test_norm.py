@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from echelon.optimizer import global_norm
+from echelon.optimizer import clip_gradients, global_norm
 
 
 def test_global_norm_is_the_norm_of_everything_joined():
@@ -16,3 +16,22 @@ def test_a_large_gradient_is_not_off():
     gradient = torch.randn(50257, 768, generator=torch.Generator().manual_seed(0))
     exact = torch.linalg.vector_norm(gradient.double()).item()
     assert global_norm([gradient]).item() == pytest.approx(exact, rel=2e-6)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_clipping_is_that_of_torch(max_norm):
+    generator = torch.Generator().manual_seed(0)
+    ours = [torch.randn(shape, generator=generator) for shape in ((3, 4), (5,), (2, 2, 2))]
+    theirs = [torch.nn.Parameter(torch.zeros_like(each)) for each in ours]
+    for parameter, gradient in zip(theirs, ours, strict=True):
+        parameter.grad = gradient.clone()
+    norm = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    clip_gradients(ours, max_norm, global_norm(ours))
+    assert global_norm(ours).item() == pytest.approx(min(max_norm, norm.item()), rel=1e-6)
+    for gradient, parameter in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
+
+
+def test_gradients_in_bf16_are_added_up_in_fp32():
+    """Of as many ones each further one would be rounded away in bf16."""
+    assert global_norm([torch.ones(400, 400, dtype=torch.bfloat16)]).item() == 400.0

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -26,7 +27,7 @@ from echelon.model.sharding import local_part, whole
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective
 from echelon.objectives.outputs import ObjectiveModule
-from echelon.optimizer import LossScale, Optimizer, build_optimizer, global_norm
+from echelon.optimizer import LossScale, Optimizer, build_optimizer, clip_gradients, global_norm
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.data_parallel import DataParallel
 from echelon.parallel.step import ForwardBackward, SingleStage, StepSums
@@ -48,8 +49,10 @@ class NativeEngine:
         loss_scale: LossScale | None = None,
         principal: PrincipalParts | None = None,
         lines: Sequence[str] = (),
+        stages: dist.ProcessGroup | None = None,
     ) -> None:
-        """`lines`: what `describe` returns."""
+        """`lines`: what `describe` returns. `stages`: the ranks of the model's other layers, if any."""
+        self._stages = stages
         self._principal = principal or {}
         self._parallel = parallel
         self._decoder = decoder
@@ -75,14 +78,13 @@ class NativeEngine:
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See Engine."""
-        parameters = [parameter for parameter in self._decoder.parameters() if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._decoder.parameters() if parameter.grad is not None]
         if self._loss_scale is not None:
             self._loss_scale.unscale(local_part(gradient) for gradient in gradients)
-        norm = global_norm(gradients)
+        norm = global_norm(gradients, self._stages)
         self._is_finite = torch.isfinite(norm)
         if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            clip_gradients(gradients, max_norm, norm)
         return norm
 
     def step(self, learning_rate: float, commit: Tensor) -> None:
@@ -276,4 +278,4 @@ def build_native_engine(
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
     steps = SingleStage(parallel, recipe.run.seed, None if router.loss is None else router.loss.strength)
     lines = () if router.line is None else (router.line,)
-    return NativeEngine(parallel, model, optimizer, objective, steps, loss_scale, principal, lines)
+    return NativeEngine(parallel, model, optimizer, objective, steps, loss_scale, principal, lines, meshes.pp)

@@ -2,7 +2,7 @@
 
 from echelon.optimizer.groups import check_groups
 from echelon.optimizer.loss_scale import LossScale
-from echelon.optimizer.norm import global_norm
+from echelon.optimizer.norm import clip_gradients, global_norm
 from echelon.optimizer.stepper import Optimizer, build_optimizer
 
-__all__ = ["LossScale", "Optimizer", "build_optimizer", "check_groups", "global_norm"]
+__all__ = ["LossScale", "Optimizer", "build_optimizer", "check_groups", "clip_gradients", "global_norm"]
