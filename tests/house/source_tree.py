@@ -1,0 +1,118 @@
+"""The source of a package as the house rules see it: its modules, what they import, their functions."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Import:
+    """`import source`, or `from source import names`; `source` is a whole dotted name."""
+
+    source: str
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Module:
+    """A file. `name` is dotted and begins with the package's; an `__init__.py` has that of its package."""
+
+    name: str
+    path: Path
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def short(self) -> str:
+        """Without the outermost package: training.trainer."""
+        return self.name.partition(".")[2] or "__init__"
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+    def functions(self) -> Iterator[Function]:
+        """All functions, also those in classes and in other functions."""
+        return (node for node in ast.walk(self.tree) if isinstance(node, Function))
+
+    def imports(self, for_types: bool = True, in_functions: bool = True) -> Iterator[Import]:
+        """`for_types`: with what stands under `if TYPE_CHECKING`. `in_functions`: with what waits for a call."""
+        package = self.name if self.is_package else self.name.rpartition(".")[0]
+        for node in _walk(self.tree, for_types, in_functions):
+            if isinstance(node, ast.Import):
+                yield from (Import(alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                around = package.rsplit(".", node.level - 1)[0] if node.level else ""
+                source = ".".join(part for part in (around, node.module) if part)
+                yield Import(source, tuple(alias.name for alias in node.names))
+
+
+def _walk(node: ast.AST, for_types: bool, in_functions: bool) -> Iterator[ast.AST]:
+    """`ast.walk`, without what is not wanted."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function) and not in_functions:
+            continue
+        if isinstance(child, ast.If) and not for_types and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _walk(child, for_types, in_functions)
+
+
+class SourceTree:
+    """The modules of a package, by their names."""
+
+    def __init__(self, package: Path) -> None:
+        self.package = package
+        paths = sorted(package.rglob("*.py"))
+        dotted = [".".join(path.relative_to(package.parent).with_suffix("").parts) for path in paths]
+        names = [name.removesuffix(".__init__") for name in dotted]
+        self.modules = {name: Module(name, path) for name, path in zip(names, paths, strict=True)}
+
+    def __iter__(self) -> Iterator[Module]:
+        return iter(self.modules.values())
+
+    def imported(self, module: Module, for_types: bool = True) -> set[str]:
+        """The modules of this package that one imports, at its top or when called.
+
+        `from a import b` is an import of a.b where that is a module; else one of a, which defines b.
+        """
+        found = set[str]()
+        for each in module.imports(for_types):
+            members = {name for part in each.names if (name := f"{each.source}.{part}") in self.modules}
+            found |= members
+            if not each.names or len(members) < len(each.names):
+                found.add(each.source)
+        return (found & self.modules.keys()) - {module.name}
+
+
+ECHELON = SourceTree(ROOT / "src" / "echelon")
+
+
+def read_layers(document: str) -> dict[str, int]:
+    """The table of layers in docs/architecture.md: the dotted name of a room or a file, and its number."""
+    rows = re.findall(r"^\| L(\d+) \| (.*?) \|", document, re.MULTILINE)
+    named = [(name, int(number)) for number, cell in rows for name in re.findall(r"`([\w/.]+)`", cell)]
+    assert len({name for name, _ in named}) == len(named), "a room stands in two rows of the table of layers"
+    return {name.removesuffix(".py").rstrip("/").replace("/", "."): number for name, number in named}
+
+
+LAYERS = read_layers((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+
+
+def find_layer(layers: dict[str, int], module: str) -> int | None:
+    """By a module's own row, or by that of the innermost package around it that has one. None: it has none."""
+    parts = module.split(".")
+    around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((layers[name] for name in around if name in layers), None)

@@ -1,0 +1,183 @@
+"""What a file and a function may be: their size, their complexity, their docstrings and annotations."""
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from source_tree import ECHELON, Function, Module, SourceTree
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+MAX_COMPLEXITY = 15
+MAX_EXCEPTIONS = 5
+
+# Functions that are simpler whole than in parts, each with the reason.
+EXCEPTIONS: dict[str, str] = {}
+
+# Functions that were too complex when the rule was made, and are to be mended: the list only ever gets shorter.
+PENDING = frozenset(
+    (
+        "checkpoint.folder.clear_out",
+        "checkpoint.store._finish",
+        "commands.generate.generate",
+        "data.prepare.prepare",
+        "data.readers.datasets.find_on_hub",
+        "data.readers.datasets.list_saved_dataset",
+        "data.readers.megatron.load_index",
+        "data.source._list_paths",
+        "doctor.probing.examine",
+        "inference.generate._continue",
+        "inference.tasks._parse_example",
+        "launch.kubernetes.checks._check_names",
+        "launch.kubernetes.pods.judge",
+        "launch.sagemaker.model_parallel._plan",
+        "launch.sagemaker.staging._list_local",
+        "launch.ssh_launcher.status",
+        "lifecycle.model_checks._check_built",
+        "lifecycle.session._prepare_for_all",
+        "model.adapters.find_saved",
+        "model.router.find_routers",
+        "planner.adapter_plan.build_adapter_plan",
+        "planner.machines.describe",
+        "recipe.foreign.data._carry_learned",
+        "recipe.foreign.data._carry_packing",
+        "recipe.foreign.hf_data._item",
+        "recipe.foreign.model._carry_targets",
+        "recipe.foreign.model._find_method",
+        "recipe.foreign.operation._carry_deepspeed",
+        "recipe.foreign.operation._carry_evaluation",
+        "recipe.foreign.operation._carry_fsdp",
+        "recipe.foreign.operation._carry_saving",
+        "recipe.foreign.operation._carry_tracking",
+        "recipe.foreign.operation.carry_parallel",
+        "recipe.foreign.training._carry_batch",
+        "recipe.foreign.training._carry_moments",
+        "recipe.foreign.training._carry_precision",
+        "recipe.foreign.training._carry_warmup",
+        "supervise.meeting.decide",
+        "supervise.outcome.find_cause",
+        "sweep.space._build_dimension",
+    )
+)
+
+_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.comprehension, ast.Assert)
+
+
+def measure_complexity(function: ast.AST) -> int:
+    """1, and one for each if (also in an expression or a comprehension), for, while, except, comprehension and assert,
+    and for each operand of `and` and `or` after the first. What is defined inside counts with it."""
+    nodes = list(ast.walk(function))
+    operands = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    conditions = sum(len(node.ifs) for node in nodes if isinstance(node, ast.comprehension))
+    return 1 + sum(isinstance(node, _BRANCHES) for node in nodes) + operands + conditions
+
+
+def find_long(module: Module) -> list[str]:
+    """The file, where it is too long, and its functions that are."""
+    lines = module.text.count("\n")
+    found = [f"{module.short}: {lines} lines"] if lines > MAX_FILE_LINES else []
+    lengths = [(each.name, (each.end_lineno or each.lineno) - each.lineno + 1) for each in module.functions()]
+    return found + [f"{module.short}.{name}: {length} lines" for name, length in lengths if length > MAX_FUNCTION_LINES]
+
+
+def find_complex(tree: SourceTree, exceptions: Mapping[str, str]) -> list[str]:
+    """Functions that are too complex, but for the exceptions; and exceptions that are none."""
+    sizes = {f"{module.short}.{each.name}": measure_complexity(each) for module in tree for each in module.functions()}
+    above = {name: size for name, size in sizes.items() if size > MAX_COMPLEXITY}
+    found = [f"{name}: complexity {size}" for name, size in above.items() if name not in exceptions]
+    return found + [f"{name} is listed and need not be" for name in exceptions if name not in above]
+
+
+def find_undocumented(module: Module) -> list[str]:
+    """The module and its public classes, methods and functions without a docstring."""
+    public = [node for node in module.tree.body if isinstance(node, ast.ClassDef | Function) and _is_public(node.name)]
+    methods = [
+        (f"{owner.name}.{node.name}", node)
+        for owner in public
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if isinstance(node, Function) and _is_public(node.name)
+    ]
+    named = [("", module.tree), *((node.name, node) for node in public), *methods]
+    return [f"{module.short} {name}".rstrip() for name, node in named if ast.get_docstring(node) is None]
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def find_unannotated(module: Module) -> list[str]:
+    """Functions with an argument or a result of no declared type."""
+    found = []
+    for node in module.functions():
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        bare = [each.arg for each in arguments if each.annotation is None and each.arg not in ("self", "cls")]
+        if bare or node.returns is None:
+            found.append(f"{module.short}.{node.name}")
+    return found
+
+
+@pytest.mark.parametrize("module", ECHELON, ids=lambda module: module.short)
+def test_sizes(module):
+    assert not find_long(module)
+
+
+def test_complexity():
+    assert not [found for found in find_complex(ECHELON, EXCEPTIONS) if found.partition(":")[0] not in PENDING]
+    assert len(EXCEPTIONS) <= MAX_EXCEPTIONS
+
+
+@pytest.mark.parametrize("module", ECHELON, ids=lambda module: module.short)
+def test_public_names_have_docstrings_and_annotations(module):
+    assert not find_undocumented(module)
+    assert not find_unannotated(module)
+
+
+def write(folder: Path, text: str) -> Module:
+    (folder / "house").mkdir(exist_ok=True)
+    (folder / "house" / "a.py").write_text(text, encoding="utf-8")
+    return SourceTree(folder / "house").modules["house.a"]
+
+
+def test_a_long_file_and_a_long_function_are_found(tmp_path):
+    longest = "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)
+    assert not find_long(write(tmp_path, longest + "\n" * (MAX_FILE_LINES - MAX_FUNCTION_LINES)))
+    assert find_long(write(tmp_path, longest + "    y = 1\n")) == [f"a.f: {MAX_FUNCTION_LINES + 1} lines"]
+    assert find_long(write(tmp_path, "\n" * (MAX_FILE_LINES + 1))) == [f"a: {MAX_FILE_LINES + 1} lines"]
+
+
+@pytest.mark.parametrize(
+    ("body", "complexity"),
+    [
+        ("return x", 1),
+        ("if x:\n        pass\n    elif y:\n        pass", 3),
+        ("return x and y or z", 3),
+        ("return [a for b in x for a in b if a]", 4),
+        ("return 1 if x else 2", 2),
+        ("try:\n        pass\n    except OSError:\n        pass\n    except ValueError:\n        pass", 3),
+        ("for a in x:\n        while a:\n            assert a", 4),
+        ("def g():\n        if x:\n            pass", 2),
+    ],
+)
+def test_complexity_is_counted(body, complexity):
+    assert measure_complexity(ast.parse(f"def f():\n    {body}").body[0]) == complexity
+
+
+def test_a_complex_function_and_a_needless_exception_are_found(tmp_path):
+    def tree(operands: int) -> SourceTree:
+        write(tmp_path, f"def f(x):\n    return {' and '.join(['x'] * operands)}\n")
+        return SourceTree(tmp_path / "house")
+
+    assert not find_complex(tree(MAX_COMPLEXITY), {})
+    assert find_complex(tree(MAX_COMPLEXITY + 1), {}) == [f"a.f: complexity {MAX_COMPLEXITY + 1}"]
+    assert not find_complex(tree(MAX_COMPLEXITY + 1), {"a.f": "a reason"})
+    assert find_complex(tree(MAX_COMPLEXITY), {"a.f": "a reason"}) == ["a.f is listed and need not be"]
+
+
+def test_missing_docstrings_and_annotations_are_found(tmp_path):
+    module = write(tmp_path, "def f(x: int):\n    pass\nclass C:\n    def m(self, y) -> None:\n        pass\n")
+    assert find_undocumented(module) == ["a", "a f", "a C", "a C.m"]
+    assert find_unannotated(module) == ["a.f", "a.m"]
+    fine = '"""A."""\ndef _f(x: int) -> None: ...\nclass _C:\n    def m(self) -> None: ...\n'
+    assert not find_undocumented(write(tmp_path, fine)) and not find_unannotated(write(tmp_path, fine))

@@ -1,0 +1,202 @@
+"""How the modules stand to each other: layers, imports, names. Each rule is a function that lists what breaks it."""
+
+from collections import Counter
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from source_tree import ECHELON, LAYERS, SourceTree, find_layer
+
+SIBLINGS = {"parallel", "sync", "checkpoint"}
+HEAVY = {"torch", "transformers"}
+MAX_TOP_MODULES = 12
+MAX_SHARED_NAMES = 6
+VAGUE = {"utils", "common", "helper", "helpers", "manager", "base", "misc"}
+
+
+def find_unplaced(tree: SourceTree, layers: Mapping[str, int]) -> list[str]:
+    """Modules without a layer, and rows of the table for what is not there."""
+    names = [module.short for module in tree]
+    unplaced = [f"{name} has no layer" for name in names if find_layer(layers, name) is None]
+    stale = [row for row in layers if not any(f"{name}.".startswith(f"{row}.") for name in names)]
+    return unplaced + [f"{row} has a layer and is not there" for row in stale]
+
+
+def find_upward_imports(tree: SourceTree, layers: Mapping[str, int]) -> list[str]:
+    """Imports of a higher layer, also those for types; at L3 those of a sibling; at L0 of torch at a module's top."""
+    found = []
+    for module in tree:
+        here = find_layer(layers, module.short) or 0
+        for target in (tree.modules[name] for name in sorted(tree.imported(module))):
+            there = find_layer(layers, target.short) or 0
+            if there > here:
+                found.append(f"{module.short} (L{here}) imports {target.short} (L{there})")
+            rooms = {each.short.partition(".")[0] for each in (module, target)}
+            if len(rooms & SIBLINGS) == 2:
+                found.append(f"{module.short} imports its sibling {target.short}")
+        if here == 0:
+            outside = {each.source.partition(".")[0] for each in module.imports(for_types=False, in_functions=False)}
+            found += [f"{module.short} (L0) imports {name} at its top" for name in sorted(outside & HEAVY)]
+    return found
+
+
+def find_cycles(tree: SourceTree) -> list[str]:
+    """The first circle of imports; those that wait until a function is called count, those for types do not."""
+    graph = {module.short: {tree.modules[name].short for name in tree.imported(module, False)} for module in tree}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [" <- ".join(error.args[1])]
+    return []
+
+
+def find_imports_of_own_package(tree: SourceTree) -> list[str]:
+    """Modules that import the `__init__` of a package they are in, which imports them."""
+    return [
+        f"{module.short} imports its package {name}"
+        for module in tree
+        for name in sorted(tree.imported(module, for_types=False))
+        if module.name.startswith(f"{name}.")
+    ]
+
+
+def find_loose_modules(tree: SourceTree) -> list[str]:
+    """The files at the top of the package where they are too many: what belongs together has a room."""
+    top = sorted(path.name for path in tree.package.glob("*.py"))
+    return top if len(top) > MAX_TOP_MODULES else []
+
+
+def find_shared_names(tree: SourceTree) -> list[str]:
+    """File names that stand twice, where they are too many: a command is called as what it runs."""
+    files = [module.path for module in tree if not module.path.name.startswith("__")]
+    counts = Counter(path.name for path in files if path.parent.name != "commands")
+    shared = sorted(name for name, count in counts.items() if count > 1)
+    return shared if len(shared) > MAX_SHARED_NAMES else []
+
+
+def find_vague_names(tree: SourceTree) -> list[str]:
+    """Files named after nothing that they do."""
+    return [str(module.path) for module in tree if module.path.stem in VAGUE]
+
+
+def test_every_file_has_one_layer():
+    assert not find_unplaced(ECHELON, LAYERS)
+
+
+def test_imports_point_down():
+    assert not find_upward_imports(ECHELON, LAYERS)
+
+
+def test_imports_make_no_cycle():
+    assert not find_cycles(ECHELON)
+
+
+def test_no_module_imports_its_own_package():
+    assert not find_imports_of_own_package(ECHELON)
+
+
+def test_few_modules_stand_at_the_top():
+    assert not find_loose_modules(ECHELON)
+
+
+def test_few_file_names_stand_twice():
+    assert not find_shared_names(ECHELON)
+
+
+def test_no_file_is_called_utils():
+    assert not find_vague_names(ECHELON)
+
+
+def plant(folder: Path, files: Mapping[str, str]) -> SourceTree:
+    """A package of these files, and of an `__init__.py` in each of its folders."""
+    for name, content in {"house/__init__.py": "", **{f"house/{name}": text for name, text in files.items()}}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+        (path.parent / "__init__.py").touch()
+    return SourceTree(folder / "house")
+
+
+PLANTED_LAYERS = {"__init__": 1, "low": 0, "low.heavy": 1, "high": 1}
+
+
+@pytest.mark.parametrize(
+    ("files", "finding"),
+    [
+        ({"low/a.py": "import house.high.b", "high/b.py": ""}, "low.a (L0) imports high.b (L1)"),
+        ({"low/a.py": "def f():\n    from house.high import b", "high/b.py": ""}, "low.a (L0) imports high.b (L1)"),
+        ({"low/a.py": "from ..high.b import c", "high/b.py": "c = 1"}, "low.a (L0) imports high.b (L1)"),
+        ({"low/a.py": "from house.low.heavy import c", "low/heavy.py": "c = 1"}, "low.a (L0) imports low.heavy (L1)"),
+        ({"low/a.py": "try:\n    import torch.nn\nfinally:\n    pass"}, "low.a (L0) imports torch at its top"),
+        ({"sync/a.py": "import house.parallel.b", "parallel/b.py": ""}, "sync.a imports its sibling parallel.b"),
+    ],
+)
+def test_an_import_that_points_up_is_found(tmp_path, files, finding):
+    layers = {**PLANTED_LAYERS, "sync": 1, "parallel": 1}
+    assert find_upward_imports(plant(tmp_path, files), layers) == [finding]
+
+
+def test_what_may_be_imported_is_not_found(tmp_path):
+    types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor\n"
+    files = {
+        "low/a.py": types + "def f():\n    import torch",
+        "low/heavy.py": "import torch",
+        "high/b.py": "from house.low import a",
+    }
+    assert find_upward_imports(plant(tmp_path, files), PLANTED_LAYERS) == []
+
+
+def test_a_file_without_a_layer_and_a_row_without_a_file_are_found(tmp_path):
+    tree = plant(tmp_path, {"low/a.py": "", "lost/b.py": "", "low/heavy.py": ""})
+    assert find_unplaced(tree, PLANTED_LAYERS) == [
+        "lost has no layer",
+        "lost.b has no layer",
+        "high has a layer and is not there",
+    ]
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        "from house.a import x",
+        "def f():\n    from house.a import x",
+        "class C:\n    def f(self):\n        import house.a",
+    ],
+)
+def test_a_cycle_is_found(tmp_path, waiting):
+    tree = plant(tmp_path, {"a.py": "from house.b import y\nx = 1", "b.py": "from house import c", "c.py": waiting})
+    [cycle] = find_cycles(tree)
+    assert set(cycle.split(" <- ")) == {"a", "b", "c"}
+
+
+def test_an_import_for_types_makes_no_cycle(tmp_path):
+    types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house.a import x\n"
+    assert not find_cycles(plant(tmp_path, {"a.py": "from house.b import y\nx = 1", "b.py": types + "y = 1"}))
+
+
+@pytest.mark.parametrize("line", ["from house.room import VALUE", "from . import VALUE", "import house.room"])
+def test_an_import_of_the_own_package_is_found(tmp_path, line):
+    tree = plant(tmp_path, {"room/__init__.py": "VALUE = 1", "room/a.py": f"def f():\n    {line}", "room/b.py": ""})
+    assert find_imports_of_own_package(tree) == ["room.a imports its package house.room"]
+    (tmp_path / "house" / "room" / "a.py").write_text("from house.room import b")  # a sibling, by its package
+    assert find_imports_of_own_package(SourceTree(tmp_path / "house")) == []
+
+
+def test_too_many_loose_modules_are_found(tmp_path):
+    names = [f"m{number}.py" for number in range(MAX_TOP_MODULES - 1)]
+    assert not find_loose_modules(plant(tmp_path, dict.fromkeys(names, "")))
+    assert "one_more.py" in find_loose_modules(plant(tmp_path, {"one_more.py": ""}))
+
+
+def test_too_many_shared_names_are_found(tmp_path):
+    names = [f"m{number}.py" for number in range(MAX_SHARED_NAMES)]
+    twice = {f"{room}/{name}": "" for room in ("low", "high", "commands") for name in names}
+    assert not find_shared_names(plant(tmp_path, {**twice, "commands/extra.py": "", "low/extra.py": ""}))
+    assert "extra.py" in find_shared_names(plant(tmp_path, {"high/extra.py": ""}))
+
+
+def test_a_vague_name_is_found(tmp_path):
+    assert find_vague_names(plant(tmp_path, {"low/helpers.py": "", "low/a.py": ""})) == [
+        str(tmp_path / "house" / "low" / "helpers.py")
+    ]

@@ -1,0 +1,67 @@
+"""What is shipped beside the source: recipes and sweeps that load, tests that run."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from source_tree import ROOT
+
+from echelon.errors import ConfigError
+from echelon.recipe import load_recipe
+from echelon.sweep.space import Space
+from echelon.sweep.sweep_file import load_sweep
+
+
+def check_sweep(path: Path) -> None:
+    """Raise ConfigError for a sweep with a value that its recipe does not take."""
+    sweep = load_sweep(path)
+    Space(sweep, path).check(sweep.sweep.sampler == "grid")
+
+
+def find_repeated(paths: Iterable[Path]) -> list[str]:
+    """Names that stand twice: pytest imports test files by name alone."""
+    names = [path.name for path in paths if path.name != "conftest.py"]
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def find_left_out(paths: Iterable[Path], patterns: Iterable[str]) -> set[str]:
+    """Folders of tests that pytest passes over, by default also those called dist or build."""
+    folders = {part for path in paths for part in path.parent.parts}
+    return {name for name in folders if any(fnmatch(name, pattern) for pattern in patterns)}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_recipe_loads(path):
+    load_recipe(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "sweeps").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_sweep_loads(path):
+    check_sweep(path)
+
+
+def test_every_test_file_has_a_name_of_its_own():
+    assert not find_repeated((ROOT / "tests").rglob("*.py"))
+
+
+def test_every_test_is_collected(pytestconfig):
+    paths = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not find_left_out(paths, pytestconfig.getini("norecursedirs"))
+
+
+def test_a_recipe_and_a_sweep_that_do_not_load_are_found(tmp_path):
+    sweep = next((ROOT / "recipes" / "sweeps").glob("*.yaml")).read_text(encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text("train: {step: 3}", encoding="utf-8")
+    (tmp_path / "sweep.yaml").write_text(sweep + "\nunheard_of: 1\n", encoding="utf-8")
+    with pytest.raises(ConfigError):
+        load_recipe(tmp_path / "recipe.yaml")
+    with pytest.raises(ConfigError):
+        check_sweep(tmp_path / "sweep.yaml")
+
+
+def test_tests_that_would_not_run_are_found():
+    assert find_repeated([Path("a/test_x.py"), Path("b/test_x.py"), Path("b/conftest.py"), Path("conftest.py")]) == [
+        "test_x.py"
+    ]
+    assert find_left_out([Path("tests/dist/test_x.py"), Path("tests/unit/test_y.py")], ["dist", ".*"]) == {"dist"}

@@ -1,0 +1,142 @@
+"""What stands in no file, or in one alone: reads of the environment, printing, choices by name, unfiled notes."""
+
+import ast
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from source_tree import ECHELON, Module, SourceTree
+
+from echelon.recipe.inputs import AdapterConfig, ObjectiveConfig
+from echelon.recipe.training import EngineName, OptimConfig, ParallelName, SyncConfig
+
+# The second runs in a container, where echelon may not be importable yet.
+ENVIRONMENT_READERS = {"supervise.launch_environment", "launch.sagemaker.enter"}
+# Where the choices are tables; the loop must not know which was made.
+NAMELESS_ROOM = "training"
+
+
+def list_choices() -> set[str]:
+    """The names of strategies, engines and methods, as the recipe's types say them; `auto` is none."""
+    fields = [
+        ParallelName,
+        EngineName,
+        *(model.model_fields["name"].annotation for model in (SyncConfig, ObjectiveConfig, OptimConfig)),
+        AdapterConfig.model_fields["method"].annotation,
+    ]
+    return {name for field in fields for name in get_args(field) if isinstance(name, str)} - {"auto"}
+
+
+def find_environment_reads(tree: SourceTree, readers: Collection[str]) -> list[str]:
+    """Modules that read or write the variables of the process, but for the readers."""
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+    def reads(module: Module) -> bool:
+        attributes = {node.attr for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and _is_os(node)}
+        imported = {name for each in module.imports() if each.source == "os" for name in each.names}
+        return bool(names & (attributes | imported))
+
+    return [module.short for module in tree if module.short not in readers and reads(module)]
+
+
+def _is_os(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "os"
+
+
+def find_branches_on(module: Module, names: Collection[str]) -> list[str]:
+    """Comparisons and matches with one of these names, alone or among others, and looks at how a name begins."""
+    found = []
+    for node in ast.walk(module.tree):
+        compared: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            compared = [node.value]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            compared = list(node.args) if node.func.attr in ("startswith", "endswith") else []
+        constants = {each.value for part in compared for each in ast.walk(part) if isinstance(each, ast.Constant)}
+        named = sorted(each for each in constants if isinstance(each, str) and each in names)
+        found += [f"{module.short}:{node.lineno} asks for {name}" for name in named]
+    return found
+
+
+def find_prints(module: Module) -> list[str]:
+    """Calls of `print` that do not say where to."""
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    prints = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+    return [
+        f"{module.short}:{call.lineno} prints"
+        for call in prints
+        if not any(keyword.arg == "file" for keyword in call.keywords)
+    ]
+
+
+def find_unfiled(module: Module) -> list[str]:
+    """Notes of what is to be done that name no issue."""
+    lines = enumerate(module.text.splitlines(), 1)
+    return [f"{module.short}:{n}" for n, line in lines if re.search(r"\b(TODO|FIXME|XXX)\b(?!.*#\d+)", line)]
+
+
+def test_one_module_touches_the_environment():
+    assert not find_environment_reads(ECHELON, ENVIRONMENT_READERS)
+    assert set(find_environment_reads(ECHELON, ())) == ENVIRONMENT_READERS
+
+
+def test_the_loop_asks_for_no_name():
+    loop = [module for module in ECHELON if module.short.startswith(f"{NAMELESS_ROOM}.")]
+    assert loop
+    assert not [found for module in loop for found in find_branches_on(module, list_choices())]
+
+
+def test_print_is_for_the_console():
+    assert not [found for module in ECHELON for found in find_prints(module)]
+
+
+def test_no_unfiled_todo():
+    assert not [found for module in ECHELON for found in find_unfiled(module)]
+
+
+def write(folder: Path, text: str) -> SourceTree:
+    (folder / "house").mkdir(exist_ok=True)
+    (folder / "house" / "a.py").write_text(text, encoding="utf-8")
+    return SourceTree(folder / "house")
+
+
+@pytest.mark.parametrize(
+    "text", ["import os\nos.environ['A']", "import os\nos.getenv('A')", "def f():\n    from os import environ, sep"]
+)
+def test_a_read_of_the_environment_is_found(tmp_path, text):
+    tree = write(tmp_path, text)
+    assert find_environment_reads(tree, ()) == ["a"]
+    assert not find_environment_reads(tree, {"a"})
+    assert not find_environment_reads(write(tmp_path, "import os\nos.getpid()\nenviron = 1"), ())
+
+
+def test_choices_are_those_of_the_recipe():
+    assert {"ddp", "fsdp", "native", "every_step", "diloco", "causal_lm", "dpo", "adamw", "lora"} <= list_choices()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plan.strategy == 'fsdp'",
+        "'fsdp' != plan.strategy",
+        "plan.strategy in ('ddp', 'fsdp')",
+        "match plan.strategy:\n    case 'fsdp':\n        pass",
+        "match plan.strategy:\n    case 'ddp' | 'fsdp':\n        pass",
+        "plan.strategy.startswith('fsdp')",
+    ],
+)
+def test_a_branch_on_a_name_is_found(tmp_path, text):
+    module = write(tmp_path, text).modules["house.a"]
+    assert [found.rpartition(" ")[2] for found in find_branches_on(module, {"fsdp"})] == ["fsdp"]
+    assert not find_branches_on(module, {"zero1"})
+
+
+def test_a_print_and_an_unfiled_note_are_found(tmp_path):
+    text = "print('a')\nprint('b', file=stream)\n# TO" + "DO later\n# TO" + "DO(#12) later\n"
+    module = write(tmp_path, text).modules["house.a"]
+    assert find_prints(module) == ["a:1 prints"]
+    assert find_unfiled(module) == ["a:3"]
