@@ -1,7 +1,9 @@
 """Fixtures every tier shares."""
 
 import argparse
+import logging
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -16,6 +18,16 @@ from workers import WorkerPool
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
+
+
+@pytest.fixture(autouse=True)
+def logging_restored() -> Iterator[None]:
+    """A command that runs in this process sets handlers and a level; without them caplog sees echelon's records."""
+    logger = logging.getLogger("echelon")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
+    os.environ.pop("ECHELON_LOG_LEVEL", None)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from echelon.commands.schema import schema
 from echelon.commands.sweep import sweep
 from echelon.commands.terminal import complain
 from echelon.commands.train import train
+from echelon.commands.verbosity import QuietOption, VerboseOption, set_verbosity, with_verbosity
 from echelon.errors import EchelonError, explain_storage_error, render_traceback
 
 app = typer.Typer(
@@ -54,15 +55,19 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "schema": schema,
 }
 for name, command in COMMANDS.items():
-    app.command(name)(command)
+    app.command(name)(with_verbosity(command))
 app.add_typer(checkpoint_app, name="checkpoint")
 
 
 @app.callback()
 def begin(
+    verbose: VerboseOption = False,
+    quiet: QuietOption = False,
     local_rank: Annotated[int | None, typer.Option("--local-rank", "--local_rank", hidden=True)] = None,
 ) -> None:
-    """Take the argument that `python -m torch.distributed.launch` hands to each rank; LOCAL_RANK says the same."""
+    """Set up logging. `--local-rank` is what `python -m torch.distributed.launch` hands to each rank; LOCAL_RANK says
+    the same."""
+    set_verbosity(verbose, quiet)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from echelon.commands.terminal import say
+from echelon.commands.verbosity import with_verbosity
 from echelon.runs.run_folder import require_folder
 
 app = typer.Typer(help="List, verify and remove the checkpoints of a run.", no_args_is_help=True, rich_markup_mode=None)
@@ -14,6 +15,7 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder."
 
 
 @app.command("list")
+@with_verbosity
 def list_run_checkpoints(run: RunArgument) -> None:
     """The checkpoints of a run, oldest first; then those in `checkpoint.remote`."""
     require_folder(run)
@@ -30,6 +32,7 @@ def list_run_checkpoints(run: RunArgument) -> None:
 
 
 @app.command()
+@with_verbosity
 def verify(run: RunArgument) -> None:
     """Read every checkpoint, those in `checkpoint.remote` too, and compare it with its checksums; exit code 1 if any is
     damaged."""
@@ -57,6 +60,7 @@ def verify(run: RunArgument) -> None:
 
 
 @app.command()
+@with_verbosity
 def prune(
     run: RunArgument,
     keep: Annotated[int, typer.Option("--keep", metavar="N", min=1, help="The newest whole ones that stay.")],

@@ -21,10 +21,17 @@ from echelon.distributed.runtime import (
     use_deterministic_algorithms,
 )
 from echelon.errors import EchelonError, PlanError, explain_storage_error, render_traceback
+from echelon.logs import log_as_rank
 from echelon.redaction import redact_text
 from echelon.runs.run_folder import RunFolder, describe_gone, is_run
 from echelon.stopping import StopRequest
-from echelon.supervise.launch_environment import find_host_dir, find_place, is_managed, shares_files
+from echelon.supervise.launch_environment import (
+    find_host_dir,
+    find_log_level,
+    find_place,
+    is_managed,
+    shares_files,
+)
 from echelon.supervise.outcome import (
     DONE,
     FAILED,
@@ -257,7 +264,7 @@ def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
 
 
 def redirect_output(folder: RunFolder) -> tuple[TextIO, TextIO]:
-    """Send this process's stdout and stderr, also those of native code, to the rank's log.
+    """Send this process's stdout and stderr, also those of native code, to the rank's log, and what it logs too.
 
     Returns the console (on rank 0 the former stdout, elsewhere the log) and the former stderr.
     """
@@ -272,6 +279,7 @@ def redirect_output(folder: RunFolder) -> tuple[TextIO, TextIO]:
     os.dup2(log, 2)
     os.close(log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    log_as_rank(rank, sys.stdout, stdout if rank == 0 else None, find_log_level())
     return (stdout if rank == 0 else sys.stdout), stderr
 
 

@@ -17,6 +17,7 @@ from typing import Literal, NoReturn
 
 from echelon.errors import ConfigError, LaunchError
 from echelon.hardware.cores import num_cores
+from echelon.logs import LEVELS
 from echelon.supervise.hosts import HostGroup, parse_group
 from echelon.supervise.nodelist import expand_nodelist, in_number_order
 from echelon.supervise.openmpi import find_meeting
@@ -41,6 +42,9 @@ ADDRESS_VARIABLE = "ECHELON_ADDRESS"
 
 RESTART_VARIABLE = "ECHELON_RESTART"
 """Set for restarted workers: JSON of when the processes before them ended, and after how many seconds."""
+
+LOG_LEVEL_VARIABLE = "ECHELON_LOG_LEVEL"
+"""The level from which on a command, and the processes that it starts, show messages: one of `logs.LEVELS`."""
 
 # When the command began that started this process, and when this process did.
 _STARTED_VARIABLE = "ECHELON_STARTED_AT"
@@ -301,6 +305,14 @@ def set_default_variables(variables: Mapping[str, str]) -> None:
     """Set each variable that this process's environment does not have: the settings of a library that reads it."""
     for key, value in variables.items():
         os.environ.setdefault(key, value)
+
+
+def find_log_level() -> int:
+    """The level from which on messages are shown, as the environment names it; by default INFO. Raises ConfigError."""
+    name = os.environ.get(LOG_LEVEL_VARIABLE) or "info"
+    if name not in LEVELS:
+        raise ConfigError(f"{LOG_LEVEL_VARIABLE}={name} is no level; use one of {', '.join(LEVELS)}.")
+    return LEVELS[name]
 
 
 def keep_hub_cache_beside(run_dir: Path) -> None:
