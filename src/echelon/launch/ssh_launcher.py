@@ -83,7 +83,7 @@ class TorchrunLauncher:
         live = [host for host, answer in answers.items() if answer == "lives"]
         unreached = {host: str(answer) for host, answer in answers.items() if isinstance(answer, LaunchError)}
         codes |= {host: code for host in silent if (code := _read_code(record, host)) is not None}  # ended in between
-        words = [f"{host}: exit code {code}" for host, code in codes.items()]
+        words = [f"{host}: exit code {codes[host]}" for host in hosts if host in codes]
         words += [f"{host}: runs" for host in live if host not in codes]
         words += [f"{host}: {reason}" for host, reason in unreached.items()]
         words += [f"{host}: lost" for host in silent if host not in {*codes, *live, *unreached}]
