@@ -6,9 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from echelon.distributed.mesh import build_mesh
 from echelon.errors import TrainingError
 from echelon.model.sharding import local_part
+from echelon.planner.plan import ParallelPlan
+from echelon.training.replicas import Difference, compare_replicas
 from echelon.training.trainer import Trainer
 from training import Row, train, train_rank, with_ranks
 
@@ -88,3 +92,51 @@ def test_shards_have_no_replicas(workers, text, tmp_path):
     pool = Workers(workers, flipping=1)
     train(pool, checked(with_ranks(Row("fsdp"), 2), every=1), tmp_path, text, steps=5)
     assert pool.raised == [None, None]
+
+
+def weights_of(meshes):
+    """A weight of each kind, the same on every rank: plain, sharded, divided by tensor parallelism, and left whole."""
+    weights = {"model.plain": torch.arange(6.0)}
+    if meshes.shard is not None:
+        weights["model.sharded"] = distribute_tensor(torch.ones(4, 3), meshes.shard["shard"], [Shard(0)])
+    if meshes.tp is not None:
+        weights["model.divided"] = distribute_tensor(torch.ones(3, 4), meshes.tp, [Shard(1)])
+        weights["model.whole"] = distribute_tensor(torch.ones(2, 2), meshes.tp, [Replicate()])
+    return weights | {"optimizer.plain.exp_avg": torch.ones(6)}
+
+
+def compare_with_flip(rank, world_size, plan, flipping, name):
+    """What is found where one rank holds another number in one weight; the last stage has a weight more."""
+    meshes = build_mesh(plan, "cpu")
+    weights = weights_of(meshes)
+    if meshes.place["pp"] == plan.pp - 1:
+        weights = {"model.head": torch.ones(5), **weights}
+    if rank == flipping:
+        local_part(weights[name]).view(-1)[0] += 1
+    return compare_replicas(weights, meshes)
+
+
+PIPELINE = ParallelPlan("mapping", pp=2, dp_replicate=2)
+TENSOR = ParallelPlan("mapping", dp_shard=2, tp=2)
+COPIES = {
+    "a stage is compared with its own copies": (PIPELINE, 3, "model.plain", (2, 3)),
+    "a weight of one stage": (PIPELINE, 2, "model.head", (2, 3)),
+    "a plain weight beside shards": (TENSOR, 1, "model.plain", (0, 1, 2, 3)),
+    "a weight that tensor parallelism leaves whole": (TENSOR, 2, "model.whole", (0, 1, 2, 3)),
+    "a weight that it divides": (TENSOR, 3, "model.divided", (1, 3)),
+    "a shard": (TENSOR, 3, "model.sharded", (2, 3)),
+    "replicas may differ": (ParallelPlan("mapping", num_replicas=2, dp_replicate=2), 1, "model.plain", (0, 1)),
+}
+
+
+@pytest.mark.parametrize(("plan", "flipping", "name", "copies"), COPIES.values(), ids=COPIES)
+def test_along_every_axis_that_does_not_divide_a_weight(workers, plan, flipping, name, copies):
+    for found in workers.run(compare_with_flip, 4, plan, flipping, name):
+        [difference] = found
+        odd = (flipping,) if len(copies) > 2 else copies
+        assert difference == Difference(odd, copies, name.removeprefix("model."), 1)
+
+
+def test_what_may_differ_is_not_compared(workers):
+    for plan, name in ((TENSOR, "optimizer.plain.exp_avg"), (ParallelPlan("mapping", num_replicas=4), "model.plain")):
+        assert workers.run(compare_with_flip, 4, plan, 1, name) == [[]] * 4

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from echelon.training import replicas
-from echelon.training.replicas import Difference, describe_differences, find_differences, hash_bits
+from echelon.training.replicas import Difference, describe_differences, find_odd_ranks, hash_bits
 
 WORD = 2**64 - 1
 
@@ -41,14 +41,10 @@ def test_every_single_bit_counts_and_so_does_the_place():
 
 
 def test_the_rank_that_differs_from_the_majority_is_named_or_both_of_two():
-    names = ["embed", "norm", "head"]
     same, other, third = (1, 2, 3), (1, 9, 3), (1, 2, 8)
-    assert find_differences([same] * 4, [(0, 1, 2, 3)], names) == []
-    assert find_differences([same, same, other], [(0, 1, 2)], names) == [Difference((2,), (0, 1, 2), "norm", 1)]
-    assert find_differences([same, other], [(0, 1)], names) == [Difference((0, 1), (0, 1), "norm", 1)]
-    assert find_differences([third, other, same], [(0, 1, 2)], names)[0] == Difference((0, 1, 2), (0, 1, 2), "norm", 2)
-    # Two shards with two replicas each: ranks 0 and 2 hold one, 1 and 3 the other.
-    [found] = find_differences([same, other, same, third], [(0, 2), (1, 3)], names)
-    assert found == Difference((1, 3), (1, 3), "norm", 2)
+    assert find_odd_ranks(dict.fromkeys((0, 1, 2, 3), same)) == ()
+    assert find_odd_ranks({0: same, 1: same, 2: other}) == (2,)
+    assert find_odd_ranks({0: same, 1: other}) == (0, 1)
+    assert find_odd_ranks({1: third, 3: other, 5: same}) == (1, 3, 5)
     message = describe_differences([Difference((2,), (0, 1, 2), "norm", 1)], 7)
     assert message.startswith("after step 7: rank 2 holds other weights than rank 0, 1, where all should be equal")

@@ -15,7 +15,7 @@ DATA_AXES = ("replica", "dp_replicate", "dp_shard")
 LOSS_AXES = ("dp_replicate", "dp_shard", "cp")
 # The axes of the mesh that tensors are sharded over. `shard` is dp_shard and cp as one: context parallelism divides
 # activations alone, so parameters are sharded over its ranks as over those of dp_shard.
-_MESH_AXES = {
+MESH_AXES = {
     "replica": ("replica",),
     "pp": ("pp",),
     "dp_replicate": ("dp_replicate",),
@@ -143,7 +143,7 @@ def _init_world(plan: ParallelPlan, grid: Grid, device_type: str) -> DeviceMesh 
     """
     if not plan.uses_fully_shard and plan.tp == 1:
         return None
-    sizes = {name: grid.size(axes) for name, axes in _MESH_AXES.items()}
+    sizes = {name: grid.size(axes) for name, axes in MESH_AXES.items()}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
@@ -156,7 +156,7 @@ def _find_group(grid: Grid, axes: Sequence[str], world: DeviceMesh | None) -> di
         return dist.group.WORLD
     if world is not None:
         for name in world.mesh_dim_names or ():
-            if grid.peers(_MESH_AXES[name]) == peers:
+            if grid.peers(MESH_AXES[name]) == peers:
                 return world.get_group(name)
     mine: dist.ProcessGroup
     mine, _ = dist.new_subgroups_by_enumeration(peers, group_desc="_".join(axes))  # type: ignore[no-untyped-call]

@@ -1,18 +1,20 @@
 """Whether all replicas still hold the same weights: bad memory and missed broadcasts are silent otherwise."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from echelon.distributed.mesh import Meshes
+from echelon.distributed.mesh import MESH_AXES, Grid, Meshes
 from echelon.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
 
+# Ranks with other places on these belong to one replica and one stage of a pipeline.
+_COPYING_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**22  # numbers hashed at once: 64-bit copies of a whole parameter would need much memory
 # The constants and shifts of SplitMix64 (Steele, Lea & Flood 2014), as signed words.
@@ -51,22 +53,81 @@ def describe_replicas(plan: ParallelPlan) -> str:
     return f"replicas: {plan.dp_replicate} of each weight are compared"
 
 
-def compare_replicas(tensors: Mapping[str, Any], meshes: Meshes) -> list[Difference]:
-    """Compare the weights of all replicas: what differs, the same on every rank. One small gather. Collective.
+def compare_replicas(tensors: Mapping[str, Tensor], meshes: Meshes) -> list[Difference]:
+    """Compare all copies of the weights inside each replica: what differs, the same on every rank. Collective.
+
+    Copies lie along dp_replicate, and along every other axis that does not divide the tensor. Each rank sends two
+    numbers for each of its tensors.
 
     Args:
         tensors: what the engine keeps: those named `model.NAME` are compared.
     """
-    if meshes.grid.sizes["dp_replicate"] == 1:
-        return []
     weights = {name.removeprefix("model."): each for name, each in tensors.items() if name.startswith("model.")}
-    device = torch.device(meshes.device_type)
-    mine = torch.stack([hash_bits(local_part(each)).to(device) for each in weights.values()])
+    names = list(weights)
+    found = list(_find_differing(_gather_digests(list(weights.values()), meshes), meshes.grid))
+    if not found:
+        return []
+    all_names = [names] * meshes.num_devices  # ranks with other layers have other names
+    dist.all_gather_object(all_names, names, group=meshes.everyone)
+    return [
+        Difference(odd, copies, all_names[copies[0]][differing[0]], len(differing)) for odd, copies, differing in found
+    ]
+
+
+def _find_differing(
+    digests: list[list[tuple[int, int]]], grid: Grid
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], list[int]]]:
+    """The ranks that differ, the ranks that should be equal, and the places of the tensors that are not.
+
+    Args:
+        digests: for each rank, as `_gather_digests` has them.
+    """
+    for code in sorted({code for each in digests for code, _ in each} - {0}):
+        for copies in grid.peers(_decode(code)):
+            places = [place for place, (each, _) in enumerate(digests[copies[0]]) if each == code]
+            hashes = {rank: tuple(digests[rank][place][1] for place in places) for rank in copies}
+            odd = find_odd_ranks(hashes)
+            if odd:
+                columns = zip(places, zip(*hashes.values(), strict=True), strict=True)
+                yield odd, tuple(copies), [place for place, column in columns if len(set(column)) > 1]
+
+
+def _gather_digests(weights: list[Tensor], meshes: Meshes) -> list[list[tuple[int, int]]]:
+    """For each rank and each of its tensors: the axes along which there are copies of it, as a code, and its hash.
+
+    The code 0 means that there are none; stages of a pipeline with fewer tensors than others are filled up with it.
+    """
+    device = torch.device("cpu" if dist.get_backend(meshes.everyone) == "gloo" else meshes.device_type)
+    count = torch.tensor(len(weights), device=device)
+    dist.all_reduce(count, dist.ReduceOp.MAX, group=meshes.everyone)
+    mine = torch.zeros(int(count), 2, dtype=torch.int64, device=device)
+    for place, weight in enumerate(weights):
+        code = _encode(copied_axes(weight, meshes.grid))
+        if code:
+            mine[place, 0] = code
+            mine[place, 1] = hash_bits(local_part(weight))
     everyone = [torch.empty_like(mine) for _ in range(meshes.num_devices)]
     dist.all_gather(everyone, mine, group=meshes.everyone)
-    hashes = [tuple(each.tolist()) for each in everyone]
-    replicas = [tuple(ranks) for ranks in meshes.grid.peers(("dp_replicate",))]
-    return find_differences(hashes, replicas, list(weights))
+    return [[(code, digest) for code, digest in each.tolist()] for each in everyone]
+
+
+def copied_axes(weight: Tensor, grid: Grid) -> tuple[str, ...]:
+    """The axes with several places along which the ranks of one replica and one stage hold the same of a tensor."""
+    divided: set[str] = set()
+    if isinstance(weight, DTensor):
+        for name, placement in zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=True):
+            if not placement.is_replicate():
+                divided.update(MESH_AXES[name])
+    return tuple(axis for axis in _COPYING_AXES if grid.sizes[axis] > 1 and axis not in divided)
+
+
+def _encode(axes: tuple[str, ...]) -> int:
+    """Axes as a number, one bit for each."""
+    return sum(1 << _COPYING_AXES.index(axis) for axis in axes)
+
+
+def _decode(code: int) -> tuple[str, ...]:
+    return tuple(axis for place, axis in enumerate(_COPYING_AXES) if code >> place & 1)
 
 
 def describe_differences(differences: list[Difference], step: int) -> str:
@@ -102,25 +163,17 @@ def _shifted(words: Tensor, places: int) -> Tensor:
     return torch.bitwise_and(words >> places, 2 ** (64 - places) - 1)
 
 
-def find_differences(
-    hashes: list[tuple[int, ...]], replicas: list[tuple[int, ...]], names: list[str]
-) -> list[Difference]:
-    """Which ranks differ from their replicas.
+def find_odd_ranks(hashes: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """The ranks whose hashes are not those of most; all of them where most do not agree, none where all do.
 
     Args:
-        hashes: of every rank, one number for each name.
-        replicas: groups of ranks that should have the same.
+        hashes: by rank, of ranks that should have the same.
     """
-    found = []
-    for group in replicas:
-        counts = Counter(hashes[rank] for rank in group)
-        if len(counts) == 1:
-            continue
-        usual, count = counts.most_common(1)[0]
-        odd = tuple(rank for rank in group if hashes[rank] != usual) if 2 * count > len(group) else group
-        places = [place for place in range(len(names)) if len({hashes[rank][place] for rank in group}) > 1]
-        found.append(Difference(odd, group, names[places[0]], len(places)))
-    return found
+    counts = Counter(hashes.values())
+    if len(counts) == 1:
+        return ()
+    usual, count = counts.most_common(1)[0]
+    return tuple(rank for rank, each in hashes.items() if each != usual or 2 * count <= len(hashes))
 
 
 def _listed(ranks: tuple[int, ...] | list[int]) -> str:
