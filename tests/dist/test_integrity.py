@@ -197,7 +197,7 @@ def save_with_one_rank_failing(rank, world_size, folder, asynchronous):
     with failing(1, "__1_0.distcp" if rank else "manifest"):
         for step in range(1, 400):
             time.sleep(0.002)  # a step of training
-            if step == 1 or store.is_retry_due(step):
+            if step == 1 or store.agree_on_retry(step):
                 store.save(step, tensors | {f"b{rank}": torch.ones(3)}, {"train": {}})
                 seen.append(step)
     assert store.wait()

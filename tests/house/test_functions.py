@@ -19,7 +19,6 @@ EXCEPTIONS: dict[str, str] = {}
 PENDING = frozenset(
     (
         "checkpoint.folder.clear_out",
-        "checkpoint.store._finish",
         "commands.generate.generate",
         "data.prepare.prepare",
         "data.readers.datasets.find_on_hub",

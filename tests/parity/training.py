@@ -300,8 +300,8 @@ def with_ranks(row: Row, ranks: int, **changes: Any) -> Row:
 
 def tensors_of(run: Path, step: int) -> dict[str, Any]:
     """Every tensor of a checkpoint, whole."""
+    from echelon.checkpoint.filling import load_alone
     from echelon.checkpoint.safety import read_metadata
-    from echelon.checkpoint.store import load_alone
 
     folder = run / "checkpoints" / f"step-{step:08d}"
     entries = read_metadata(folder).state_dict_metadata

@@ -10,9 +10,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from echelon.checkpoint.filling import load_alone
 from echelon.checkpoint.folder import find_checkpoints, publish
 from echelon.checkpoint.safety import read_metadata
-from echelon.checkpoint.store import CheckpointStore, load_alone
+from echelon.checkpoint.store import CheckpointStore
 from echelon.errors import CheckpointError
 from echelon.runs.checksums import check_files
 
@@ -207,10 +208,10 @@ def test_a_save_that_fails_says_why_is_repeated_and_leaves_earlier_ones(tmp_path
         f"The checkpoint step-00000002 could not be written: {reason} (failure 1 of 3; it is tried again)."
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert [store.is_retry_due(step) for step in (3, 11, 12, 13)] == [False, False, True, True]
+    assert [store.agree_on_retry(step) for step in (3, 11, 12, 13)] == [False, False, True, True]
     store.save(12, {"a": torch.ones(4)}, {})
     assert not store.wait()
-    assert [store.is_retry_due(step) for step in (13, 111, 112)] == [False, False, True]
+    assert [store.agree_on_retry(step) for step in (13, 111, 112)] == [False, False, True]
     with pytest.raises(CheckpointError, match=r"third failure in a row.*last good one is step-00000001; make room"):
         store.save(112, {"a": torch.ones(4)}, {})
         store.wait()
@@ -221,6 +222,6 @@ def test_a_save_that_fails_says_why_is_repeated_and_leaves_earlier_ones(tmp_path
     assert store.wait() and steps(tmp_path) == [1, 113]
     monkeypatch.setattr("echelon.checkpoint.store.publish", full)
     store.save(114, {"a": torch.ones(4)}, {})
-    assert not store.wait() and not store.is_retry_due(115)
+    assert not store.wait() and not store.agree_on_retry(115)
     monkeypatch.undo()
     store.close()

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
+from echelon.checkpoint.filling import load_alone
 from echelon.checkpoint.first_weights import fill_weights
 from echelon.checkpoint.folder import checkpoint_of, require_run
-from echelon.checkpoint.store import load_alone
 from echelon.errors import ConfigError
 from echelon.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
 from echelon.model.build import build_on_meta, is_model_folder, load_config, materialize

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from echelon.checkpoint.adapted import Adapted, load_adapted, read_run_recipe, run_skeleton
 from echelon.checkpoint.adapter_folder import write_adapter
+from echelon.checkpoint.filling import load_alone
 from echelon.checkpoint.folder import checkpoint_of
 from echelon.checkpoint.model_card import render_card
 from echelon.checkpoint.read_back import check_weights
 from echelon.checkpoint.safety import read_metadata
-from echelon.checkpoint.store import load_alone
 from echelon.errors import CheckpointError, ConfigError
 from echelon.model.build import materialize, parameter_names
 from echelon.model.model_folder import run_model_dir

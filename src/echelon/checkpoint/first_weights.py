@@ -6,9 +6,9 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 
+from echelon.checkpoint.filling import load_alone
 from echelon.checkpoint.folder import newest_of
 from echelon.checkpoint.safety import read_metadata
-from echelon.checkpoint.store import load_alone
 from echelon.errors import CheckpointError
 from echelon.model.weights import (
     grown,

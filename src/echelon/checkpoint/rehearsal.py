@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,20 +18,25 @@ MARGIN_BYTES_PER_TENSOR = 4096
 _PROBE_BYTES = 4096
 
 
-def rehearse_save(
-    folder: Path, num_bytes: int, num_tensors: int, group: dist.ProcessGroup, is_here: bool = True
-) -> None:
+def rehearse_save(folder: Path, sizes: Mapping[str, int], group: dist.ProcessGroup, is_here: bool = True) -> None:
     """Do what a save does, with a small file of each rank, and compare the free space with a checkpoint's size.
 
     Collective over `group`. Each rank writes and flushes its file into one hidden folder; rank 0 renames and removes
     it. Space is that of the file system as this user may use it; of a quota that the file system does not tell of, only
-    one that is used up is noticed. `is_here`: whether the folder of this rank's machine is the one that is written to.
+    one that is used up is noticed.
+
+    Args:
+        sizes: the bytes of each whole tensor that this rank holds all or a part of, by name. Of what several ranks
+            have under one name a checkpoint holds one.
+        is_here: whether the folder of this rank's machine is the one that is written to.
 
     Raises:
         CheckpointError: the same on every rank; nothing is left behind.
     """
     writing, final = folder / ".writing-probe", folder / ".removing-probe"
     is_publisher = dist.get_rank(group) == 0
+    everyone: list[Mapping[str, int]] | None = [{}] * dist.get_world_size(group) if is_publisher else None
+    dist.gather_object(sizes, everyone, group=group, group_dst=0)
 
     def write() -> None:
         if not is_here:
@@ -46,7 +52,7 @@ def rehearse_save(
             sync_path(writing)
             writing.rename(final)
             sync_path(folder)
-            _check_space(folder, num_bytes, num_tensors)
+            _check_space(folder, dict(ChainMap(*map(dict, everyone or []))))
 
     try:
         for action in (write, publish):
@@ -76,8 +82,9 @@ def _attempt(action: Callable[[], None]) -> str | None:
     return None
 
 
-def _check_space(folder: Path, num_bytes: int, num_tensors: int) -> None:
-    needed = round(num_bytes * (1 + MARGIN_FRACTION)) + num_tensors * MARGIN_BYTES_PER_TENSOR
+def _check_space(folder: Path, sizes: Mapping[str, int]) -> None:
+    num_bytes = sum(sizes.values())
+    needed = round(num_bytes * (1 + MARGIN_FRACTION)) + len(sizes) * MARGIN_BYTES_PER_TENSOR
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(

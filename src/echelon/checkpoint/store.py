@@ -5,9 +5,7 @@ A checkpoint is written into a hidden folder beside its final place. When every 
 """
 
 import math
-import re
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -18,12 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from echelon.checkpoint.carrier import Carrier
+from echelon.checkpoint.filling import fill_tensors, find_reason
 from echelon.checkpoint.folder import (
     Checkpoint,
     describe_newest,
@@ -32,59 +28,23 @@ from echelon.checkpoint.folder import (
     publish,
 )
 from echelon.checkpoint.rehearsal import rehearse_save
-from echelon.checkpoint.safety import SafeReader, read_metadata
+from echelon.checkpoint.retries import MAX_FAILURES, Retries
+from echelon.checkpoint.stager import Stager
 from echelon.checkpoint.upload import Uploader
-from echelon.errors import CheckpointError, is_disk_full
-from echelon.runs.checksums import check_files, describe_files, find_faults
+from echelon.errors import CheckpointError
+from echelon.runs.checksums import describe_files, find_faults
 from echelon.runs.run_folder import sweep_checkpoints
-
-MAX_FAILURES = 3
 
 T = TypeVar("T")
 
-_COPIERS = 4
 # Checking a checkpoint longer than this is worth a line.
 _LONG_SECONDS = 10.0
 # For how long a failed run awaits its last upload.
 _ABANDONED_SECONDS = 3.0
-# What torch's writer says, without an errno, when a disk takes only the beginning of a file.
-_CUT_SHORT = re.compile(r"PytorchStreamWriter failed|unexpected pos|file write failed")
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     """Where nobody listens."""
-
-
-class _Stager(BlockingAsyncStager):
-    """Copies a save's tensors into the memory of the save before: new memory costs several times what copying does,
-    because every page of it must first be found and cleared. `save` lets the save before end first.
-
-    Without a GPU a few threads copy, since one alone does not get all of the memory's bandwidth. With one, torch's own
-    cache is pinned memory, which copies from it fastest.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(cache_staged_state_dict=True)
-        self._shapes: dict[str, Any] = {}
-        self._parts: list[BlockingAsyncStager] = []
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """See AsyncStager."""
-        shapes = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in state_dict.items()}
-        if shapes != self._shapes:
-            self._shapes, self._parts, self.state_dict_cache = shapes, [], None
-        return super().stage(state_dict) if torch.cuda.is_available() else self._copy(state_dict)
-
-    def _copy(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        names = list(state_dict)
-        shares = [{name: state_dict[name] for name in names[first::_COPIERS]} for first in range(_COPIERS)]
-        if not self._parts:
-            self._parts = [BlockingAsyncStager(cache_staged_state_dict=True) for _ in shares]
-            for part, share in zip(self._parts, shares, strict=True):
-                part.state_dict_cache = BlockingAsyncStager().stage(share)
-        with ThreadPoolExecutor(_COPIERS) as copiers:
-            copies = list(copiers.map(lambda part, share: part.stage(share), self._parts, shares))
-        return {name: copies[index % _COPIERS][name] for index, name in enumerate(names)}
 
 
 class CheckpointStore:
@@ -118,14 +78,10 @@ class CheckpointStore:
         self._group = dist.new_group(backend="gloo")
         self._control = dist.new_group(backend="gloo")
         self._carrier = None if carry is None else carry(self._group)
-        self._stager = _Stager()
-        self._is_publisher = dist.get_rank() == 0
+        self._stager = Stager()
         self._publisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
-        self._began_at = 0
-        self._look_at = 0
-        self._retry_at: int | None = None
-        self._num_failures = 0
+        self._retries = Retries()
         self._damaged: set[int] = set()
         # How long the newest save that this rank knows of took until it was published.
         self.write_seconds: float | None = None
@@ -140,10 +96,10 @@ class CheckpointStore:
         Raises:
             CheckpointError: the same on every rank, with the bytes needed and free where they are the reason.
         """
-        # What ranks hold alike is written once, and a DTensor counts whole.
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        # A DTensor counts whole.
+        sizes = {name: copies * tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         is_here = self._carrier is None or self._carrier.is_here
-        rehearse_save(self._folder, num_bytes * copies, len(tensors), self._group, is_here)
+        rehearse_save(self._folder, sizes, self._group, is_here)
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int | None = None) -> None:
         """Save one checkpoint, and remove what is beyond the newest few.
@@ -160,7 +116,7 @@ class CheckpointStore:
         if self._carrier is None and not self._folder.is_dir():  # DCP would make it again
             raise self._save_error(f"{self._folder} is gone")
         began = time.monotonic()
-        self._began_at, self._look_at, self._retry_at = step, step + 1, None
+        self._retries.begin(step)
         self._tell("save", step)
         checkpoint = Checkpoint(step, self._folder / f"step-{step:08d}")
         writing = self._folder / f".writing-{step:08d}"
@@ -171,7 +127,7 @@ class CheckpointStore:
                 dict(tensors), storage_writer=writer, async_stager=self._stager, process_group=self._group
             )
         except (Exception, CheckpointException) as error:  # DCP's own is no Exception
-            raise self._save_error(_find_reason(error)) from error
+            raise self._save_error(find_reason(error)) from error
         assert isinstance(written, Future)
         self._pending = self._publisher.submit(self._finish, began, written, writing, checkpoint, dict(state), keep)
         if not self._asynchronous:
@@ -186,26 +142,23 @@ class CheckpointStore:
         pending, self._pending = self._pending, None
         if pending is not None:
             reason = pending.result()
-            self._num_failures = self._num_failures + 1 if reason else 0
-            if reason:
-                self._retry_at = self._began_at + 10**self._num_failures
-            if reason and self._num_failures == MAX_FAILURES:
+            self._retries.end(failed=reason is not None)
+            if self._retries.is_exhausted:
                 raise self._save_error(f"{reason}; it was the third failure in a row")
-        return self._retry_at is None
+        return not self._retries.is_needed
 
-    def is_retry_due(self, step: int) -> bool:
-        """Whether a save failed and is to be repeated after this step. To be called after every step.
+    def agree_on_retry(self, step: int) -> bool:
+        """Find out together whether a save failed and is to be repeated after this step. To be called after every step.
 
         Ranks see a save end at different moments. So 1, 2, 4, 8... steps after one began, and at no other step, they
         ask each other whether it has ended everywhere: an all-reduce of one number between the hosts.
         """
-        if self._pending is not None and step >= self._look_at:
-            self._look_at = step + (step - self._began_at)
+        if self._pending is not None and self._retries.take_look(step):
             ended = torch.tensor(int(self._pending.done()))
             dist.all_reduce(ended, dist.ReduceOp.MIN, group=self._control)
             if ended.item():
                 self.wait()
-        return self._retry_at is not None and step >= self._retry_at
+        return self._retries.is_due(step)
 
     def close(self, time_left: Callable[[], float] = lambda: math.inf) -> None:
         """Wait, for the last upload too, and release the thread; no rank leaves while rank 0 is at the upload.
@@ -271,10 +224,13 @@ class CheckpointStore:
         Raises:
             CheckpointError: the checkpoint is hostile, lacks a tensor, or holds another shape.
         """
-        check_shapes(checkpoint.path, tensors)
-        _fill(checkpoint.path, tensors, process_group=self._group)
+        fill_tensors(checkpoint.path, tensors, process_group=self._group)
         if self._carrier is not None:
             self._carrier.clear()
+
+    @property
+    def _is_publisher(self) -> bool:
+        return dist.get_rank() == 0
 
     def _finish(
         self,
@@ -286,33 +242,45 @@ class CheckpointStore:
         keep: int | None,
     ) -> str | None:
         """In the thread: publish what all ranks have written. Why not, or None; the same on every rank."""
-        reason, described = None, {}
-        try:
-            written.result()
-            # Each rank reads what it wrote: one for all would take as many times longer as there are ranks.
-            mine = writing if self._carrier is None else self._carrier.writing(writing)
-            described = describe_files(mine.glob(f"__{dist.get_rank()}_*"))
-        except (Exception, CheckpointException) as error:
-            reason = _find_reason(error)
-        reports = self._gather((reason, described))
+        reports = self._gather(self._describe_written(written, writing))
         reason = next((each for each, _ in reports if each is not None), None)
         if self._carrier is not None:
             reason = self._carrier.collect(writing) if reason is None else self._carrier.discard(writing, reason)
-        if self._is_publisher and reason is None:
-            self._tell("publish", checkpoint.step)
-            try:
-                merged = {name: entry for _, each in reports for name, entry in each.items()}
-                publish(writing, checkpoint.path, state, merged)
-            except Exception as error:
-                reason = _find_reason(error)
-        if self._is_publisher and reason is None:
-            self._conclude(checkpoint, keep, time.monotonic() - began)
-        elif self._is_publisher:
-            self._give_up(checkpoint, str(reason))
+        if self._is_publisher:
+            if reason is None:
+                described = {name: entry for _, each in reports for name, entry in each.items()}
+                reason = self._publish(writing, checkpoint, state, described)
+            if reason is None:
+                self._conclude(checkpoint, keep, time.monotonic() - began)
+            else:
+                self._give_up(checkpoint, reason)
         reason = self._gather(reason)[0]
         if reason is None:
             self.write_seconds = time.monotonic() - began
         return reason
+
+    def _describe_written(self, written: "Future[Any]", writing: Path) -> tuple[str | None, dict[str, Any]]:
+        """Why this rank could not write, or None; sizes and checksums of its files.
+
+        Each rank reads what it wrote: one for all would take as many times longer as there are ranks.
+        """
+        try:
+            written.result()
+            mine = writing if self._carrier is None else self._carrier.writing(writing)
+            return None, describe_files(mine.glob(f"__{dist.get_rank()}_*"))
+        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
+            return find_reason(error), {}
+
+    def _publish(
+        self, writing: Path, checkpoint: Checkpoint, state: dict[str, Any], described: dict[str, Any]
+    ) -> str | None:
+        """On rank 0: give the checkpoint its name. Why it could not, or None."""
+        self._tell("publish", checkpoint.step)
+        try:
+            publish(writing, checkpoint.path, state, described)
+        except Exception as error:
+            return find_reason(error)
+        return None
 
     def _gather(self, value: T) -> list[T]:
         """What each rank brings, by rank."""
@@ -333,7 +301,7 @@ class CheckpointStore:
     def _give_up(self, checkpoint: Checkpoint, reason: str) -> None:
         """After a save that failed: no trace of it but a line and an event."""
         sweep_checkpoints(self._folder)
-        count = self._num_failures + 1
+        count = self._retries.num_failures + 1
         plan = "" if count == MAX_FAILURES else "; it is tried again"
         name = checkpoint.path.name
         self._say(f"The checkpoint {name} could not be written: {reason} (failure {count} of {MAX_FAILURES}{plan}).")
@@ -346,50 +314,7 @@ class CheckpointStore:
 
     def _save_error(self, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"The checkpoint step-{self._began_at:08d} could not be written: {reason}. Earlier checkpoints in "
+            f"The checkpoint step-{self._retries.began_at:08d} could not be written: {reason}. Earlier checkpoints in "
             f"{self._folder} are untouched, the last good one is {describe_newest(self._folder)}; make room or choose "
             "another run.dir, and start the same command again."
         )
-
-
-def check_shapes(folder: Path, tensors: Mapping[str, Any]) -> None:
-    """Whether a checkpoint holds every tensor asked for, in the same whole shape. Raises CheckpointError."""
-    saved = read_metadata(folder).state_dict_metadata
-    for name, tensor in tensors.items():
-        entry = saved.get(name)
-        if entry is None:
-            raise CheckpointError(f"Checkpoint {folder} has no {name}; it belongs to another model or optimizer.")
-        assert isinstance(entry, TensorStorageMetadata)
-        if entry.size != tensor.shape:
-            raise CheckpointError(
-                f"Checkpoint {folder} holds {name} as {tuple(entry.size)} and the recipe's model has "
-                f"{tuple(tensor.shape)}."
-            )
-
-
-def load_alone(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors, whole or sharded, from a checkpoint: each process reads its own part. Raises CheckpointError."""
-    check_files(folder)
-    check_shapes(folder, tensors)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
-        _fill(folder, tensors, no_dist=True)
-
-
-def _fill(folder: Path, tensors: Mapping[str, Any], **options: Any) -> None:
-    try:
-        load(dict(tensors), storage_reader=SafeReader(folder), **options)
-    except CheckpointException as error:
-        raise CheckpointError(f"Checkpoint {folder} cannot be read: {_find_reason(error)}.") from error
-
-
-def _find_reason(error: BaseException) -> str:
-    """What went wrong on the first rank that failed; DCP wraps the errors of all of them into one of its own."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    text = str(error).strip()
-    if is_disk_full(error) or "No space left" in text:
-        return "No space left on device: the disk is full"
-    if _CUT_SHORT.search(text):
-        return "a file was cut short, as on a full disk"
-    return (text.splitlines() or [type(error).__name__])[0]

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from echelon.checkpoint.filling import load_alone
 from echelon.checkpoint.folder import Checkpoint, list_checkpoints
 from echelon.checkpoint.safety import read_metadata
-from echelon.checkpoint.store import load_alone
 from echelon.errors import EchelonError, TrainingError
 from echelon.runs.run_folder import OWNER_ONLY, RunFolder
 

@@ -204,7 +204,7 @@ class Trainer:
         return every is not None and done % every == 0
 
     def _saves_at(self, done: int) -> bool:
-        return done == self.num_steps or self.interval.is_due(done) or self.store.is_retry_due(done)
+        return done == self.num_steps or self.interval.is_due(done) or self.store.agree_on_retry(done)
 
     def _evaluates_at(self, done: int) -> bool:
         return self.evaluator is not None and (done == self.num_steps or self.evaluations.is_due(done))

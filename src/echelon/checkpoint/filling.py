@@ -1,0 +1,66 @@
+"""Filling tensors from a checkpoint, whatever plan wrote it."""
+
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from echelon.checkpoint.safety import SafeReader, read_metadata
+from echelon.distributed.replica_names import match_replicas
+from echelon.errors import CheckpointError, is_disk_full
+from echelon.runs.checksums import check_files
+
+# What torch's writer says, without an errno, when a disk takes only the beginning of a file.
+_CUT_SHORT = re.compile(r"PytorchStreamWriter failed|unexpected pos|file write failed")
+
+
+def fill_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], **options: Any) -> None:
+    """Fill tensors in place, whole or sharded. Collective, unless `options`, which are those of DCP's `load`, say not.
+
+    A replica's own tensors (`replica_names.py`) may come from another number of replicas.
+
+    Raises:
+        CheckpointError: the checkpoint is hostile, lacks a tensor, or holds another shape.
+    """
+    saved = read_metadata(folder).state_dict_metadata
+    found = match_replicas(tensors, saved)
+    for name, tensor in found.items():
+        entry = saved.get(name)
+        if entry is None:
+            raise CheckpointError(f"Checkpoint {folder} has no {name}; it belongs to another model or optimizer.")
+        assert isinstance(entry, TensorStorageMetadata)
+        if entry.size != tensor.shape:
+            raise CheckpointError(
+                f"Checkpoint {folder} holds {name} as {tuple(entry.size)} and the recipe's model has "
+                f"{tuple(tensor.shape)}."
+            )
+    try:
+        load(dict(found), storage_reader=SafeReader(folder), **options)
+    except CheckpointException as error:
+        raise CheckpointError(f"Checkpoint {folder} cannot be read: {find_reason(error)}.") from error
+
+
+def load_alone(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors, whole or sharded, from a checkpoint: each process reads its own part. Raises CheckpointError."""
+    check_files(folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+        fill_tensors(folder, tensors, no_dist=True)
+
+
+def find_reason(error: BaseException) -> str:
+    """What went wrong on the first rank that failed; DCP wraps the errors of all of them into one of its own."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip()
+    if is_disk_full(error) or "No space left" in text:
+        return "No space left on device: the disk is full"
+    if _CUT_SHORT.search(text):
+        return "a file was cut short, as on a full disk"
+    return (text.splitlines() or [type(error).__name__])[0]
