@@ -1,4 +1,5 @@
-"""A job whose workers do almost nothing, to see how endings travel: `stub_job.py parent RUN COUNT MODE RESTARTS`.
+"""A job whose workers do almost nothing, to see how endings travel: `stub_job.py parent RUN COUNT MODE RESTARTS`,
+and HOST:PORT for the only agent of a group that would meet there.
 
 Its workers are this same file; they use echelon's own process part, and a collective in place of training.
 """
@@ -11,17 +12,22 @@ from pathlib import Path
 
 from echelon.errors import ConfigError
 from echelon.supervise.workers import Workers
-from echelon.supervise.agent import LocalAgent
+from echelon.supervise.agent import Agent
+from echelon.supervise.hosts import THIS_MACHINE, parse_group
 from echelon.runs.run_folder import RunFolder
 from echelon.distributed.runtime import start_runtime, start_watchdog, stop_runtime
-from echelon.supervise.launch_environment import worker_environment
+from echelon.supervise.launch_environment import managed_environment, worker_environment
 from echelon.lifecycle.worker import OutcomeReport, leave, leave_after_peers, redirect_output
 
 
-def run_parent(run_dir, count, mode, restarts):
+def run_parent(run_dir, count, mode, restarts, rendezvous=None):
     argv = (sys.executable, __file__, "worker", run_dir, mode)
-    job = Workers(argv, int(count), Path(run_dir), worker_environment(int(count)), int(restarts))
-    outcome = LocalAgent(lambda line: print(line, flush=True)).submit(job)
+    folder = RunFolder(Path(run_dir))
+    folder.create()
+    environment = worker_environment(int(count)) | managed_environment()
+    job = Workers(argv, int(count), folder, environment, int(restarts))
+    group = THIS_MACHINE if rendezvous is None else parse_group("1", rendezvous)
+    outcome = Agent(group, lambda line: print(line, flush=True)).submit(job)
     print(f"message: {outcome.message}", flush=True)
     return outcome.code
 

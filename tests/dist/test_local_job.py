@@ -19,14 +19,14 @@ STUB = Path(__file__).with_name("stub_job.py")
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def start_job(folder, mode, count=2, restarts=0):
-    command = [sys.executable, str(STUB), "parent", str(folder), str(count), mode, str(restarts)]
+def start_job(folder, mode, count=2, restarts=0, *rendezvous):
+    command = [sys.executable, str(STUB), "parent", str(folder), str(count), mode, str(restarts), *rendezvous]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def run_job(folder, mode, count=2, restarts=0):
+def run_job(folder, mode, count=2, restarts=0, *rendezvous):
     """The exit code, the lines on the terminal, and the message the parent would show."""
-    job = start_job(folder, mode, count, restarts)
+    job = start_job(folder, mode, count, restarts, *rendezvous)
     output, _ = job.communicate(timeout=60)
     lines = output.splitlines()
     [message] = [line.removeprefix("message: ") for line in lines if line.startswith("message: ")]
@@ -81,9 +81,13 @@ def test_killed_rank_is_named(tmp_path):
     assert message.endswith(f"see {tmp_path / 'logs' / 'rank-00001.log'}")
 
 
-def test_killed_rank_is_replaced_and_a_peer_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize("group", ["none", "of one machine"])
+def test_killed_rank_is_replaced_and_a_peer_that_hangs_is_not_waited_for(tmp_path, monkeypatch, group):
+    """A machine alone and a group of one are the same job, and neither meets anywhere: the port is another program's."""
     monkeypatch.setenv("STUB_KILLED", str(tmp_path / "killed"))
-    code, lines, message = run_job(tmp_path, "kill once", restarts=1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        rendezvous = [] if group == "none" else [f"127.0.0.1:{other.getsockname()[1]}"]
+        code, lines, message = run_job(tmp_path, "kill once", 2, 1, *rendezvous)
     assert (code, message) == (0, ""), lines
     up, failure, restart, up_again, _ = lines
     assert up == up_again == "rank 0 of 2 is up"

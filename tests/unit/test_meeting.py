@@ -7,12 +7,13 @@ import pytest
 from echelon.errors import ConfigError, LaunchError
 from echelon.supervise import hosts
 from echelon.supervise.hosts import (
+    THIS_MACHINE,
     HostGroup,
     await_name,
     find_interface,
     find_own_address,
+    is_coordinator,
     limit_silence,
-    owns_address,
     parse_group,
 )
 from echelon.supervise.launch_environment import find_host_group, launch_role
@@ -106,6 +107,14 @@ def test_a_save_nobody_asked_for_is_a_machine_that_came():
     assert (ending.goes_on, ending.restarts, ending.message) == (True, 0, "")
 
 
+def test_a_machine_alone_ends_when_a_rank_of_its_own_was_stopped():
+    """No machine comes to it, so somebody has sent the rank a signal."""
+    stopped = told("a", STOPPED, "stopped by SIGTERM at step 5", step=5)
+    ending = decided(stopped, group=THIS_MACHINE)
+    assert (ending.goes_on, ending.code, ending.message) == (False, STOPPED, stopped.message)
+    assert decided(told("a", FAILED, "rank 0 was killed"), group=THIS_MACHINE).goes_on
+
+
 def test_a_lost_machine_shrinks_an_elastic_job_and_ends_a_fixed_one():
     echo = told("a", FAILED, "connection reset", Weight.ECHO, step=40)
     ending = decided(echo, "b", group=ELASTIC)
@@ -127,9 +136,9 @@ def test_where_machines_meet():
 def test_this_machine_knows_its_address_and_who_listens():
     with socket.create_server(("127.0.0.1", 0)) as server:
         group = parse_group("2", f"127.0.0.1:{server.getsockname()[1]}")
-        assert not owns_address(group)
-    assert owns_address(group)
-    assert not owns_address(parse_group("2", "192.0.2.1:29400"))  # of a network that is for documentation
+        assert not is_coordinator(group)
+    assert is_coordinator(group)
+    assert not is_coordinator(parse_group("2", "192.0.2.1:29400"))  # of a network that is for documentation
     assert find_own_address(group) == "127.0.0.1"
     assert find_interface("127.0.0.1") in ("lo", None)
     with pytest.raises(ConfigError, match="--interface nothere0 has no address"):

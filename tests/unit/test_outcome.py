@@ -12,7 +12,7 @@ from echelon.supervise.outcome import (
     Outcome,
     ProcessDeath,
     RankOutcome,
-    fold_outcomes,
+    find_cause,
     is_peer_leaving,
     is_secondary,
     read_outcomes,
@@ -25,13 +25,13 @@ DONE_0, DONE_1 = RankOutcome(0, DONE, "", 9.0), RankOutcome(1, DONE, "", 9.0)
 
 
 def test_all_done():
-    assert fold_outcomes([DONE_0, DONE_1], [], LOGS) == Outcome(DONE)
+    assert find_cause([DONE_0, DONE_1], [], LOGS).outcome == Outcome(DONE)
 
 
 def test_killed_rank_wins_over_its_peers_echo():
     echo = RankOutcome(0, FAILED, "rank 0 failed: Connection closed by peer", 5.0, secondary=True)
     deaths = [ProcessDeath(0, 122, 1, 5.0), ProcessDeath(1, 123, -signal.SIGKILL, 5.0)]
-    outcome = fold_outcomes([echo], deaths, LOGS)
+    outcome = find_cause([echo], deaths, LOGS).outcome
     assert outcome.code == FAILED
     assert outcome.message.startswith("rank 1 (pid 123) was killed by SIGKILL")
     assert outcome.message.endswith("see runs/x/logs/rank-00001.log")
@@ -42,40 +42,40 @@ def test_earliest_cause_wins():
     later = RankOutcome(0, FAILED, "rank 0 failed: RuntimeError: other", 6.0)
     echo = RankOutcome(2, FAILED, "echo", 4.0, secondary=True)
     deaths = [ProcessDeath(rank, 100 + rank, 1, 6.0) for rank in range(3)]
-    assert fold_outcomes([later, first, echo], deaths, LOGS) == Outcome(FAILED, first.message)
+    assert find_cause([later, first, echo], deaths, LOGS).outcome == Outcome(FAILED, first.message)
 
 
 def test_the_agents_own_kills_explain_nothing():
     cause = RankOutcome(1, FAILED, "rank 1 failed: ValueError: seven", 5.0)
     deaths = [ProcessDeath(1, 101, 1, 5.0), ProcessDeath(0, 100, -signal.SIGKILL, 36.0)]
-    assert fold_outcomes([cause], deaths, LOGS).message == cause.message
+    assert find_cause([cause], deaths, LOGS).outcome.message == cause.message
     deaths = [ProcessDeath(1, 101, 1, 5.0), ProcessDeath(0, 100, -signal.SIGTERM, 5.0)]
-    assert fold_outcomes([cause], deaths, LOGS).message == cause.message
+    assert find_cause([cause], deaths, LOGS).outcome.message == cause.message
 
 
 def test_abort_is_named_only_without_a_cause():
     abort = ProcessDeath(0, 100, -signal.SIGABRT, 5.0)
     cause = RankOutcome(1, FAILED, "rank 1 failed: ValueError: seven", 5.0)
-    assert fold_outcomes([cause], [abort], LOGS).message == cause.message
-    assert "killed by SIGABRT" in fold_outcomes([], [abort], LOGS).message
+    assert find_cause([cause], [abort], LOGS).outcome.message == cause.message
+    assert "killed by SIGABRT" in find_cause([], [abort], LOGS).outcome.message
 
 
 def test_exit_without_a_report():
-    outcome = fold_outcomes([DONE_0], [ProcessDeath(1, 101, 7, 5.0)], LOGS)
+    outcome = find_cause([DONE_0], [ProcessDeath(1, 101, 7, 5.0)], LOGS).outcome
     assert outcome == Outcome(FAILED, "rank 1 (pid 101) exited with code 7; see runs/x/logs/rank-00001.log")
 
 
 def test_refused_and_stopped_keep_their_code():
     refused = RankOutcome(0, REFUSED, "run.dir=x: not shared", 5.0)
     echo = RankOutcome(1, FAILED, "Connection closed by peer", 5.5, secondary=True)
-    assert fold_outcomes([refused, echo], [], LOGS) == Outcome(REFUSED, refused.message)
+    assert find_cause([refused, echo], [], LOGS).outcome == Outcome(REFUSED, refused.message)
     stopped = [RankOutcome(rank, STOPPED, "stopped at step 7", 5.0 + rank) for rank in range(2)]
-    assert fold_outcomes(stopped, [], LOGS) == Outcome(STOPPED, "stopped at step 7")
+    assert find_cause(stopped, [], LOGS).outcome == Outcome(STOPPED, "stopped at step 7")
 
 
 def test_only_an_echo_is_still_a_failure():
     echo = RankOutcome(0, FAILED, "Connection closed by peer", 5.0, secondary=True)
-    assert fold_outcomes([echo, DONE_1], [ProcessDeath(0, 1, 1, 5.0)], LOGS) == Outcome(FAILED, echo.message)
+    assert find_cause([echo, DONE_1], [ProcessDeath(0, 1, 1, 5.0)], LOGS).outcome == Outcome(FAILED, echo.message)
 
 
 def test_reports_survive_the_disk(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +19,15 @@ from echelon.lifecycle.setup import PreparedRun, digest_run, prepare_run
 from echelon.recipe import Recipe
 from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stopping import StopRequest
-from echelon.supervise.agent import LocalAgent, worker_argv
-from echelon.supervise.host_agent import HostAgent
-from echelon.supervise.hosts import HostGroup, owns_address
+from echelon.supervise.agent import Agent, worker_argv
+from echelon.supervise.hosts import THIS_MACHINE, HostGroup, is_coordinator
 from echelon.supervise.launch_environment import (
     find_host_dir,
     find_host_group,
     find_place,
     hosted_environment,
     is_elastic,
+    managed_environment,
     read_environment,
     shares_agent_store,
     shares_files,
@@ -73,16 +74,10 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: S
     folder = run.folder
     try:
         with memory_held(recipe.checkpoint.snapshot_every_steps is not None) as memory:
-            job = Workers(
-                worker_argv("echelon.lifecycle.worker", str(folder.path)),
-                count,
-                folder.path,
-                worker_environment(count, recipe.train.deterministic, memory),
-                recipe.fault.max_restarts,
-                recipe.fault.notice_seconds,
-                memory,
-            )
-            outcome = LocalAgent(say).submit(job)
+            folder.clear_outcomes()
+            argv = worker_argv("echelon.lifecycle.worker", str(folder.path))
+            job = _make_job(recipe, argv, count, folder, managed_environment(memory), memory)
+            outcome = Agent(THIS_MACHINE, say).submit(job)
         if outcome.code == DONE or not is_run(folder.path):  # without a folder there is nothing to sweep or to note
             return outcome
         folder.sweep()
@@ -123,23 +118,29 @@ def train_on_hosts(
     """
     _refuse_snapshots(recipe)
     count = default_num_processes() if num_processes is None else num_processes
-    agent = HostAgent(group, say)
-    folder = RunFolder(recipe.run.dir)
-    if fresh and (not group.shares_files or group.coordinates or (group.coordinates is None and owns_address(group))):
-        _move_aside(folder, say)
-    environment = {**agent.variables(), **hosted_environment(count, recipe.train.deterministic)}
-    job = Workers(
-        worker_argv("echelon", "train", *arguments),
-        count,
-        folder.path,
-        environment,
-        recipe.fault.max_restarts,
-        recipe.fault.notice_seconds,
-    )
-    outcome = agent.submit(job)
+    agent = Agent(group, say)
+    if fresh and (not group.shares_files or is_coordinator(group)):
+        _move_aside(RunFolder(recipe.run.dir), say)
+    with tempfile.TemporaryDirectory(prefix="echelon-host-") as scratch:
+        folder = RunFolder(recipe.run.dir, Path(scratch))
+        argv = worker_argv("echelon", "train", *arguments)
+        job = _make_job(recipe, argv, count, folder, hosted_environment(Path(scratch), group.shares_files))
+        outcome = agent.submit(job)
     if agent.keeps_journal and is_run(folder.path):
         outcome = _describe_ending(folder, outcome)
-    return outcome, agent.speaks or not group.shares_files
+    return outcome, agent.is_coordinator or not group.shares_files
+
+
+def _make_job(
+    recipe: Recipe,
+    argv: tuple[str, ...],
+    count: int,
+    folder: RunFolder,
+    variables: Mapping[str, str],
+    memory: Path | None = None,
+) -> Workers:
+    environment = {**worker_environment(count, recipe.train.deterministic), **variables}
+    return Workers(argv, count, folder, environment, recipe.fault.max_restarts, recipe.fault.notice_seconds, memory)
 
 
 def _move_aside(folder: RunFolder, say: Say) -> None:

@@ -1,133 +1,232 @@
-"""Workers on this machine, under torchrun's elastic agent, which runs inside this process."""
+"""The agent of a machine: it starts the workers under torchrun's elastic agent, which runs inside this process.
+
+There is one agent for each machine of a job, and a machine alone is a group of one. Within an attempt torchrun's agents
+meet each other, give out the ranks, and start everybody again when a machine comes. How an attempt ended, and whether
+there is another one, is decided once for all machines (`meeting.py`): torchrun's agents know exit codes, but neither
+what a rank said nor that a failure would come back, and between two of their attempts nobody could remove what was left
+half-written.
+"""
 
 import json
 import logging
-import shlex
+import platform
 import signal
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import fields
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.runs.run_folder import RunFolder, describe_gone, is_run, newest_step
-from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS
+from echelon.errors import LaunchError
+from echelon.runs.run_folder import describe_gone, newest_step
+from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
 from echelon.stored import write_text
-from echelon.supervise.launch_environment import RESTART_VARIABLE, exported
-from echelon.supervise.outcome import FAILED, Outcome, ProcessDeath, fold_outcomes, is_peer_leaving, read_outcomes
-from echelon.supervise.rendezvous import ALONE, register_backends
+from echelon.supervise.hosts import HostGroup, await_name, find_interface, find_own_address
+from echelon.supervise.launch_environment import ADDRESS_VARIABLE, RESTART_VARIABLE, exported
+from echelon.supervise.meeting import Decision, HostReport, Meeting
+from echelon.supervise.news import news_shared
+from echelon.supervise.outcome import (
+    FAILED,
+    STOPPED,
+    Cause,
+    Outcome,
+    ProcessDeath,
+    Weight,
+    find_cause,
+    is_peer_leaving,
+    read_outcomes,
+)
+from echelon.supervise.rendezvous import ALONE, TOGETHER, register_backends
 from echelon.supervise.restart import Restarts, deaths_watched
 from echelon.supervise.workers import Workers
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-# How long workers may take to leave after a forwarded signal before they are killed.
-SHUTDOWN_SECONDS = 5
+# How long the workers of a machine alone may take to leave after a signal of torchrun's agent before they are killed.
+_SHUTDOWN_SECONDS = 5
 _MONITOR_SECONDS = 0.2
-_ALONE = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": ALONE}
+# The first machines of an elastic job wait so long for more.
+_LAST_CALL_SECONDS = 5
+# Machines of a cloud may come up minutes apart.
+_JOIN_SECONDS = 1800
 # These end the job at once; STOP_SIGNALS let it save first.
 _ENDING_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
 
 
-class LocalAgent:
-    """Starts the workers here, waits for them, starts them again when one fails, takes them along when it is stopped.
+class Agent:
+    """Starts this machine's workers, waits for them, starts them again when one fails, ends them when it is stopped.
 
-    `say` gets a line about each restart.
+    The agents of all machines end with the same outcome. `say` gets lines for the user: on the coordinator, or about
+    what only this machine can know.
     """
 
-    def __init__(
-        self,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
+    def __init__(self, group: HostGroup, say: Callable[[str], None]) -> None:
+        """Raises LaunchError where the coordinator's name does not resolve, ConfigError for an unknown interface."""
+        self._group = group
         self._say = say
-
-    def render(self, job: Workers) -> str:
-        """The command each worker runs, and how many there are."""
-        settings = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(job.env.items()))
-        return f"{job.num_processes} x {settings} {shlex.join(job.argv)}".replace("  ", " ")
+        if not group.is_alone:
+            await_name(group, say)
+        self._address = find_own_address(group)
+        self.is_coordinator = False
+        """Whether this machine tells the user how the job ended."""
+        self.keeps_journal = False
+        """Whether this machine writes the run's events: the coordinator; where files are not shared, rank 0's."""
 
     def submit(self, job: Workers) -> Outcome:
-        """Run the job to its end. Workers inherit stdout and stderr; no worker outlives the call."""
+        """Run the job to its end; the outcome is the same on every machine. No worker outlives the call.
+
+        Workers inherit stdout and stderr. Raises LaunchError when the machines cannot meet, or the coordinator is lost.
+        """
+        from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing import SignalException
 
-        folder = RunFolder(job.run_dir)
-        folder.create()
-        folder.clear_outcomes()
-        silence_agent()
-        with stops_handed_on(job.notice_seconds, folder.stop_path) as asked:
+        _silence_torchrun()
+        with stops_forwarded(job.notice_seconds, job.folder.stop_path) as asked:
+            meeting = None
             try:
-                return self._run(job, folder, asked)
+                meeting = Meeting(self._group, platform.node(), Restarts(job.max_restarts), self._say)
+                self.is_coordinator = meeting.coordinates
+                return self._run(job, meeting, asked)
             except SignalException as error:
                 return Outcome(FAILED, f"stopped by {error.sigval.name}")
+            except DistError as error:
+                raise self._explain_loss(error) from error
+            finally:
+                if meeting is not None:
+                    meeting.close()
 
-    def _run(self, job: Workers, folder: RunFolder, asked: Sequence[object]) -> Outcome:
-        """Attempt after attempt, each under an agent of its own, until one does not fail or may not be repeated.
-
-        The agent could restart by itself; but between two of its attempts nobody could read how the first one ended,
-        sweep what it left half-written, or see that the same failure comes back.
-        """
-        restarts = Restarts(job.max_restarts)
+    def _run(self, job: Workers, meeting: Meeting, asked: Sequence[object]) -> Outcome:
+        """Attempt after attempt, each under an agent of torchrun of its own, until the machines decide to end."""
+        folder = job.folder
         announced: dict[str, str] = {}
-        was_run = is_run(folder.path)
         while True:
-            outcome, failed_at = self._attempt(job, folder, announced)
-            if was_run and not is_run(folder.path):
-                return Outcome(FAILED, describe_gone(folder.path))
-            if outcome.code != FAILED or asked or is_peer_leaving(folder.outcomes_dir):
-                return outcome
-            step = _find_newest_step(job, folder)
-            ending = restarts.refuse(outcome, step)
-            if ending is not None:
-                return ending
+            attempt = meeting.attempt()
+            meeting.join(attempt)
+            cause, died_at = self._attempt(job, meeting, attempt, announced)
+            self.keeps_journal = meeting.coordinates if self._group.shares_files else 0 in folder.read_pids()
+            if asked:
+                meeting.watch(attempt).ask(read_stop_file(folder.stop_path) or "SIGTERM")
+            decision = meeting.await_decision(attempt, HostReport.of(meeting.host, cause, _find_newest_step(job)))
+            if meeting.host in decision.leaving:
+                return Outcome(STOPPED if cause.outcome.code == STOPPED else FAILED, cause.outcome.message)
+            if not decision.goes_on:
+                return Outcome(decision.code, decision.message)
+            if asked:  # since the decision: the next attempt stops as soon as it can
+                write_text(folder.stop_path, read_stop_file(folder.stop_path) or "SIGTERM")
             ended_at = time.time()
-            folder.sweep()
+            detection = None if died_at is None else max(0.0, ended_at - died_at)
+            self._tell_restart(job, decision, detection)
             folder.clear_outcomes(restart=True)
-            seconds = None if failed_at is None else ended_at - failed_at
-            with suppress(OSError):  # a full disk takes no event
-                folder.append_event("failure", step=step, code=outcome.code, message=outcome.message)
-                folder.append_event("restart", step=step, number=restarts.done, detection_seconds=seconds)
-            start = "from the beginning" if step is None else f"from step {step}"
-            self._say(f"failure: {outcome.message}")
-            self._say(f"restart {restarts.done} of {job.max_restarts}: {start}")
-            announced = {RESTART_VARIABLE: json.dumps({"ended_at": ended_at, "detection_seconds": seconds})}
+            announced = {RESTART_VARIABLE: json.dumps({"ended_at": ended_at, "detection_seconds": detection})}
 
-    def _attempt(self, job: Workers, folder: RunFolder, variables: Mapping[str, str]) -> tuple[Outcome, float | None]:
-        """Start the workers once; how they ended, and when the first of them died."""
-        with exported({**job.env, **variables}), deaths_watched(folder, job.num_processes) as watch:
-            deaths = run_agent(job, _ALONE | {"run_id": uuid.uuid4().hex})
-        return fold_outcomes(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir), watch.died_at
+    def _attempt(
+        self, job: Workers, meeting: Meeting, attempt: int, announced: Mapping[str, str]
+    ) -> tuple[Cause, float | None]:
+        """Start the workers once, with all other machines: how they ended here, and when the first of them died."""
+        folder = job.folder
+        variables = {**self._network_variables(), **job.env, **announced}
+        # Nobody else is there to be told, and a stop at the very start is the workers' to answer.
+        news: AbstractContextManager[None] = (
+            nullcontext() if self._group.is_alone else news_shared(meeting.watch(attempt), folder, self._say)
+        )
+        with exported(variables), deaths_watched(folder, job.num_processes) as death, news:
+            deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
+        cause = find_cause(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir)
+        if not folder.outcomes_dir.exists():  # it went with the run folder, and with it what the ranks said
+            cause = Cause(Outcome(FAILED, describe_gone(folder.path), final=True), Weight.CAUSE, time.time())
+        elif deaths and cause.weight is Weight.NOTHING:
+            cause = replace(cause, outcome=Outcome(FAILED, "its peers were lost"), weight=Weight.ECHO)
+        elif self._group.is_alone and is_peer_leaving(folder.outcomes_dir):  # by itself, as no machine comes or goes
+            cause = replace(cause, outcome=replace(cause.outcome, final=True))
+        return cause, death.died_at
+
+    def _network_variables(self) -> dict[str, str]:
+        """What this machine's workers need to know of the network; those of a machine alone talk over loopback."""
+        interface = find_interface(self._address)
+        names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        # The store of torchrun's agent listens everywhere, and would give workers that start anew stale addresses.
+        return {ADDRESS_VARIABLE: self._address, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **names}
+
+    def _settings(self, job: Workers, meeting: Meeting, attempt: int) -> dict[str, Any]:
+        """Of torchrun's LaunchConfig: how its agent meets the others, if there are any."""
+        group = self._group
+        settings = {"min_nodes": group.min_nodes, "max_nodes": group.max_nodes, "run_id": f"echelon-{attempt}"}
+        if group.is_alone:
+            return settings | {"rdzv_backend": ALONE, "shutdown_timeout": _SHUTDOWN_SECONDS}
+        return settings | {
+            "rdzv_backend": TOGETHER,
+            "rdzv_endpoint": meeting.endpoint,
+            "rdzv_configs": {"is_host": 0, "last_call_timeout": _LAST_CALL_SECONDS, "join_timeout": _JOIN_SECONDS},
+            "local_addr": group.name or self._address,
+            # Workers that are stopped because a machine came have to save.
+            "shutdown_timeout": max(1, int(job.notice_seconds)),
+        }
+
+    def _run_torchrun(self, job: Workers, settings: Mapping[str, Any]) -> list[ProcessDeath]:
+        """Run torchrun's agent for one attempt: the processes that did not leave with 0."""
+        # torch is imported here alone, so that this module stays light enough for `echelon --help`.
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import (
+            RendezvousClosedError,
+            RendezvousConnectionError,
+            RendezvousError,
+            RendezvousStateError,
+        )
+        from torch.distributed.launcher.api import elastic_launch
+
+        register_backends()
+        entrypoint, *arguments = job.argv
+        with tempfile.TemporaryDirectory(prefix="echelon-agent-") as scratch:
+            try:
+                elastic_launch(_build_config(job, Path(scratch), settings), entrypoint)(*arguments)
+            except ChildFailedError as error:
+                failures = error.failures.items()
+                return [ProcessDeath(rank, each.pid, each.exitcode, each.timestamp) for rank, each in failures]
+            except RendezvousClosedError:
+                pass  # the attempt ended before this machine took part in it
+            except RendezvousConnectionError as error:
+                raise self._explain_loss(error.__cause__ or error) from error
+            except RendezvousStateError as error:
+                raise LaunchError(f"{error}, and start the same command again.") from error
+            except RendezvousError as error:
+                raise LaunchError(
+                    f"the machines did not meet at {self._group.endpoint}: {error}; start the same command on "
+                    f"{self._group.min_nodes} machines."
+                ) from error
+        return []
+
+    def _explain_loss(self, error: BaseException) -> LaunchError:
+        return LaunchError(
+            f"the machine at {self._group.endpoint}, where all meet, is gone or cut off "
+            f"({str(error).splitlines()[0]}); start the same command again on the machines that are left, and it "
+            "resumes."
+        )
+
+    def _tell_restart(self, job: Workers, decision: Decision, detection: float | None) -> None:
+        """One line, and the events where the run's journal is kept."""
+        if not decision.message:  # machines left or came
+            return
+        if self.keeps_journal:
+            job.folder.sweep()
+            with suppress(OSError):  # the disk may be full
+                job.folder.append_event("failure", step=decision.step, code=FAILED, message=decision.message)
+                number = decision.restarts
+                job.folder.append_event("restart", step=decision.step, number=number, detection_seconds=detection)
+        if self.is_coordinator:
+            where = "" if self._group.is_alone else ", on all machines"
+            start = "from the beginning" if decision.step is None else f"from step {decision.step}"
+            self._say(f"failure: {decision.message}")
+            self._say(f"restart {decision.restarts} of {job.max_restarts}{where}: {start}")
 
 
-def _find_newest_step(job: Workers, folder: RunFolder) -> int | None:
+def _find_newest_step(job: Workers) -> int | None:
     """Of the checkpoints on disk and in memory."""
     held = None if job.memory is None else newest_step(job.memory)
-    return max((step for step in (folder.newest_step(), held) if step is not None), default=None)
-
-
-def run_agent(job: Workers, settings: Mapping[str, Any]) -> list[ProcessDeath]:
-    """Run torchrun's agent for one attempt: the processes that did not leave with 0.
-
-    `settings`: of the LaunchConfig, how it meets other agents, if there are any.
-    """
-    # torch is imported here alone, so that this module stays light enough for `echelon --help`.
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    register_backends()
-    entrypoint, *arguments = job.argv
-    with tempfile.TemporaryDirectory(prefix="echelon-agent-") as scratch:
-        try:
-            elastic_launch(_build_config(job, Path(scratch), settings), entrypoint)(*arguments)
-        except ChildFailedError as error:
-            return [
-                ProcessDeath(rank, each.pid, each.exitcode, each.timestamp) for rank, each in error.failures.items()
-            ]
-    return []
+    return max((step for step in (job.folder.newest_step(), held) if step is not None), default=None)
 
 
 def _build_config(job: Workers, scratch: Path, settings: Mapping[str, Any]) -> "LaunchConfig":
@@ -144,16 +243,14 @@ def _build_config(job: Workers, scratch: Path, settings: Mapping[str, Any]) -> "
         "signals_to_handle": ",".join(
             each.name for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN
         ),
-        # Older torch releases wait a fixed 30 seconds.
-        "shutdown_timeout": SHUTDOWN_SECONDS,
         **settings,
     }
     known = {field.name for field in fields(LaunchConfig)}
     return LaunchConfig(**{key: value for key, value in config.items() if key in known})
 
 
-def silence_agent() -> None:
-    """The agent's loggers repeat, as warnings and errors, what the outcome says in one sentence."""
+def _silence_torchrun() -> None:
+    """Its loggers repeat, as warnings and errors, what the outcome says in one sentence."""
     import torch.distributed.elastic.agent.server.local_elastic_agent
     import torch.distributed.elastic.rendezvous.dynamic_rendezvous  # noqa: F401
 
@@ -164,7 +261,7 @@ def silence_agent() -> None:
 
 
 @contextmanager
-def stops_handed_on(notice_seconds: float, stop_file: Path) -> Iterator[Sequence[object]]:
+def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence[object]]:
     """The first signal asks the workers to save and stop; a second one, or the end of the notice, ends the agent.
 
     Yields a sequence that is not empty once a signal has come. Afterwards the earlier handlers come back, also those

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,6 +40,11 @@ class HostGroup:
     name: str | None = None
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there is no other machine, and never will be."""
+        return self.max_nodes == 1
+
+    @property
     def is_elastic(self) -> bool:
         """Whether machines may leave and come."""
         return self.min_nodes < self.max_nodes
@@ -47,6 +53,10 @@ class HostGroup:
     def endpoint(self) -> str:
         """Where all meet, as torch's rendezvous takes it."""
         return join_endpoint(self.host, self.port)
+
+
+THIS_MACHINE = HostGroup(1, 1, "127.0.0.1", 0)
+"""The group of a machine that was given no other."""
 
 
 def join_endpoint(host: str, port: int) -> str:
@@ -88,8 +98,11 @@ def await_name(group: HostGroup, say: Callable[[str], None]) -> None:
 def find_own_address(group: HostGroup) -> str:
     """This machine's address as the others can reach it: that of the interface, else of the way to the coordinator.
 
+    A machine alone has that of loopback: no host name to resolve, no firewall to ask, and nobody else gets in.
     Raises LaunchError when the coordinator's name does not resolve, ConfigError for an interface there is not.
     """
+    if group.is_alone:
+        return THIS_MACHINE.host
     if group.interface is not None:
         address = address_of(group.interface)
         if address is None:
@@ -107,6 +120,8 @@ def find_own_address(group: HostGroup) -> str:
 
 def find_interface(address: str) -> str | None:
     """The interface that has this address; None where that cannot be told."""
+    if is_loopback(address):
+        return "lo0" if sys.platform == "darwin" else "lo"
     return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
 
 
@@ -137,8 +152,13 @@ def open_coordinator(group: HostGroup) -> socket.socket | None:
         ) from error
 
 
-def owns_address(group: HostGroup) -> bool:
-    """Whether the coordinator's address is one of this machine's, and nobody here listens at its port yet."""
+def is_coordinator(group: HostGroup) -> bool:
+    """Whether this machine is the coordinator, before the machines have met.
+
+    Where the group does not say so, it is the one that has the coordinator's address, if nobody listens there yet.
+    """
+    if group.is_alone or group.coordinates:
+        return True
     found = open_coordinator(group)
     if found is not None:
         found.close()

@@ -253,32 +253,26 @@ def read_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def worker_environment(num_processes: int, deterministic: bool = False, memory: Path | None = None) -> dict[str, str]:
-    """The variables of `num_processes` local workers: their share of the cores, and the process they belong to.
+def worker_environment(num_processes: int, deterministic: bool = False) -> dict[str, str]:
+    """The variables of `num_processes` workers of this machine: their share of its cores, and when the command began.
 
-    `deterministic`: with what cuBLAS must find before CUDA starts, for `use_deterministic_algorithms`. `memory`: the
-    folder in memory for their snapshots.
+    `deterministic`: with what cuBLAS must find before CUDA starts, for `use_deterministic_algorithms`.
     """
-    # One machine talks to itself: no host name to resolve, no firewall to ask, and nobody else gets in.
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes))),
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
-        AGENT_PID_VARIABLE: str(os.getpid()),
-        _STARTED_VARIABLE: str(_PROCESS_STARTED),
-        **({} if memory is None else {SNAPSHOT_VARIABLE: str(memory)}),
-        **(CUBLAS_WORKSPACES if deterministic else {}),
-    }
-
-
-def hosted_environment(num_processes: int, deterministic: bool = False) -> dict[str, str]:
-    """The variables of `num_processes` workers of one machine of several, but for those of the network."""
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes))),
         _STARTED_VARIABLE: str(_PROCESS_STARTED),
         **(CUBLAS_WORKSPACES if deterministic else {}),
     }
+
+
+def managed_environment(memory: Path | None = None) -> dict[str, str]:
+    """What tells workers that this process prepared their run; `memory`: the folder for their snapshots."""
+    return {AGENT_PID_VARIABLE: str(os.getpid()), **({} if memory is None else {SNAPSHOT_VARIABLE: str(memory)})}
+
+
+def hosted_environment(outcomes_dir: Path, shares_files: bool) -> dict[str, str]:
+    """What tells workers that they prepare the run themselves, and where the agent reads how they ended."""
+    return {HOST_VARIABLE: str(outcomes_dir), SHARED_VARIABLE: str(int(shares_files))}
 
 
 @contextmanager

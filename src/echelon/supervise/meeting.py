@@ -91,66 +91,97 @@ def decide(
 
     What ended the attempt is the report that explains most, and of those the earliest.
     """
-    told = sorted((each for each in reports.values() if each is not None), key=lambda each: (each.weight, each.time))
-    step = max((each.step for each in told if each.step is not None), default=None)
-    lost = [host for host, report in reports.items() if report is None]
-    first = told[0] if told else None
-    staying = len(reports) - len(lost) - len(asked - set(lost))
+    tally = _Tally.of(reports, asked)
+    first = tally.first
+    ending = tally.find_ending(group)
+    if ending is None and (asked or (first is not None and first.code == STOPPED)):
+        # Machines leave or come: the others have saved and go on.
+        return Decision(True, FAILED, "", restarts.done, tally.step, tuple(sorted(asked)))
+    if ending is None:
+        failure = tally.describe_failure()
+        ending = failure if tally.num_staying < group.min_nodes else restarts.refuse(failure, tally.step)
+        if ending is None:
+            return Decision(True, FAILED, failure.message, restarts.done, tally.step)
+    return Decision(False, ending.code, ending.message, restarts.done, tally.step)
 
-    def end(outcome: Outcome) -> Decision:
-        return Decision(False, outcome.code, outcome.message, restarts.done, step)
 
-    def go_on(message: str = "") -> Decision:
-        return Decision(True, FAILED, message, restarts.done, step, tuple(sorted(asked)))
+@dataclass(frozen=True)
+class _Tally:
+    """The reports of an attempt, the one that explains most first; which machines are lost, or were asked to stop."""
 
-    if first is not None and first.code == REFUSED:
-        return end(first.outcome)
-    if first is not None and first.code == DONE and not lost:
-        return end(first.outcome)
-    if asked and not (group.is_elastic and staying >= group.min_nodes):
-        stopped = next((each for each in told if each.code == STOPPED), None)
-        return end((stopped or first).outcome if first is not None else Outcome(FAILED, "stopped by a signal"))
-    if first is not None and first.code == STOPPED:
-        # Nobody asked for it, or the machines that were asked leave: the others have saved and go on.
-        is_membership = first.message.startswith("stopped by SIG")
-        return go_on() if is_membership else end(first.outcome)
-    if asked:
-        return go_on()
-    silence = f"{len(lost)} of {len(reports)} machines went silent: {', '.join(lost)}"
-    if first is None:
-        failure = Outcome(FAILED, "every machine was lost")
-    elif not lost:
-        failure = first.outcome
-    elif first.weight == Weight.CAUSE:  # such as a hang, which may come of it
-        failure = replace(first.outcome, message=f"{first.outcome.message}; {silence}")
-    else:
-        failure = Outcome(FAILED, silence)
-    if staying < group.min_nodes:
-        return end(failure)
-    ending = restarts.refuse(failure, step)
-    return go_on(failure.message) if ending is None else end(ending)
+    reports: tuple[HostReport, ...]
+    lost: tuple[str, ...]
+    asked: frozenset[str]
+
+    @staticmethod
+    def of(reports: Mapping[str, HostReport | None], asked: frozenset[str]) -> "_Tally":
+        told = sorted(
+            (each for each in reports.values() if each is not None), key=lambda each: (each.weight, each.time)
+        )
+        return _Tally(tuple(told), tuple(host for host, report in reports.items() if report is None), asked)
+
+    @property
+    def first(self) -> HostReport | None:
+        return self.reports[0] if self.reports else None
+
+    @property
+    def step(self) -> int | None:
+        return max((each.step for each in self.reports if each.step is not None), default=None)
+
+    @property
+    def num_staying(self) -> int:
+        return len(self.reports) - len(self.asked - set(self.lost))
+
+    def find_ending(self, group: HostGroup) -> Outcome | None:
+        """How the job ends although restarts may be left; None where it goes on if it may."""
+        first = self.first
+        if first is not None and (first.code == REFUSED or (first.code == DONE and not self.lost)):
+            return first.outcome
+        if self.asked and not (group.is_elastic and self.num_staying >= group.min_nodes):
+            told = next((each for each in self.reports if each.code == STOPPED), first)
+            return Outcome(FAILED, "stopped by a signal") if told is None else told.outcome
+        if first is not None and first.code == STOPPED:
+            # torchrun's agents stop their workers when a machine has come.
+            is_membership = not group.is_alone and first.message.startswith("stopped by SIG")
+            return None if is_membership else first.outcome
+        return None
+
+    def describe_failure(self) -> Outcome:
+        """What failed; a machine that went silent is named beside it, as a hang may come of it."""
+        if self.first is None:
+            return Outcome(FAILED, "every machine was lost")
+        failure = self.first.outcome
+        if not self.lost:
+            return failure
+        silence = (
+            f"{len(self.lost)} of {len(self.lost) + len(self.reports)} machines went silent: {', '.join(self.lost)}"
+        )
+        if self.first.weight == Weight.CAUSE:
+            return replace(failure, message=f"{failure.message}; {silence}")
+        return Outcome(FAILED, silence)
 
 
 class Meeting:
     """This machine's line to the others. Made by every agent of a job; methods but `watch`'s are for its main thread.
 
-    Raises LaunchError, from any method, when the coordinator is gone.
+    A machine alone meets nobody, in a store within this process. Methods raise torch's DistError when the coordinator
+    is gone.
     """
 
     def __init__(self, group: HostGroup, name: str, restarts: Restarts, say: Callable[[str], None]) -> None:
-        """`name`: what messages call this machine. Waits until the coordinator listens."""
+        """`name`: what messages call this machine. Waits until the coordinator listens, or raises LaunchError."""
         self._group = group
         self._restarts = restarts
         self.host = f"{name} ({uuid.uuid4().hex[:6]})"
-        listener = open_coordinator(group)
-        self.coordinates = listener is not None
+        listener = None if group.is_alone else open_coordinator(group)
+        self.coordinates = group.is_alone or listener is not None
         self.endpoint = group.endpoint if listener is None else join_endpoint(*listener.getsockname()[:2])
         """Where this machine reaches the store."""
-        if listener is None:
-            self._store = _find_store(group, say)
-        else:
+        if listener is not None:
             _warn_of_loopback(group, listener.getsockname()[0], say)
             self._store = _host_store(listener)
+        else:
+            self._store = _open_own_store() if group.is_alone else _find_store(group, say)
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._complete_at: float | None = None
         self._over = threading.Event()
@@ -169,15 +200,8 @@ class Meeting:
         self._store.set(f"{attempt}/report/{self.host}", json.dumps(asdict(mine)))
         key = f"{attempt}/decision"
         while not self._store.check([key]):
-            if self.coordinates and (reports := self._collect(attempt)) is not None:
-                asked = self._find_asked(list(reports))
-                # Where the coordinator leaves, the store goes with it, and so must all.
-                leaving = frozenset(reports if self.host in asked else asked)
-                decision = decide(reports, leaving, self._group, self._restarts)
-                if decision.goes_on:
-                    self._store.add("attempt", 1)
-                self._store.set(key, json.dumps(asdict(decision)))
-            time.sleep(_LOOK_SECONDS)
+            if not (self.coordinates and self._decide(attempt, key)):
+                time.sleep(_LOOK_SECONDS)
         fields = json.loads(self._store.get(key))
         if not self.coordinates:
             self._store.append(f"{attempt}/read", self.host + "\n")
@@ -185,13 +209,27 @@ class Meeting:
             self._await_readers(attempt)
         return Decision(**{**fields, "leaving": tuple(fields["leaving"])})
 
-    def watch(self) -> "Watch":
+    def watch(self, attempt: int) -> "Watch":
         """What a thread may ask beside the main one."""
-        return Watch(self._store.clone(), self.host, self.coordinates, self._group.is_elastic, self._silent)
+        return Watch(self._store.clone(), attempt, self._group, self.host, self.coordinates, self._silent)
 
     def close(self) -> None:
         """Stop beating."""
         self._over.set()
+
+    def _decide(self, attempt: int, key: str) -> bool:
+        """Decide for all machines under this key of the store, if the attempt has ended everywhere."""
+        reports = self._collect(attempt)
+        if reports is None:
+            return False
+        asked = self._find_asked(list(reports))
+        # Where the coordinator leaves, the store goes with it, and so must all.
+        leaving = frozenset(reports if self.host in asked else asked)
+        decision = decide(reports, leaving, self._group, self._restarts)
+        if decision.goes_on:
+            self._store.add("attempt", 1)
+        self._store.set(key, json.dumps(asdict(decision)))
+        return True
 
     def _collect(self, attempt: int) -> dict[str, HostReport | None] | None:
         """The reports of all who joined; None while one of them still works. Lost ones have None."""
@@ -207,7 +245,8 @@ class Meeting:
                 return None
         now = time.monotonic()
         self._complete_at = now if self._complete_at is None else self._complete_at
-        if self._find_asked(hosts) and now - self._complete_at < _ASKING_SECONDS:
+        num_asked = len(self._find_asked(hosts))
+        if 0 < num_asked < len(hosts) and now - self._complete_at < _ASKING_SECONDS:
             return None
         self._complete_at = None
         return reports
@@ -247,12 +286,13 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Watch:
-    """The part of a meeting that the thread beside the workers needs: stops and deaths, both ways."""
+    """The part of a meeting that the thread beside the workers of an attempt needs: stops and deaths, both ways."""
 
     store: "_Store"
+    attempt: int
+    group: HostGroup
     host: str
     coordinates: bool
-    is_elastic: bool
     silent: Callable[["_Store", str], bool]
 
     def ask(self, name: str) -> None:
@@ -262,24 +302,27 @@ class Watch:
 
     def asked(self) -> str | None:
         """The signal by which the whole job was asked to stop; machines that may leave alone stop alone."""
-        is_all = not self.is_elastic and self.store.check(["asked/name"])
+        is_all = not self.group.is_elastic and self.store.check(["asked/name"])
         return self.store.get("asked/name").decode() if is_all else None
 
-    def count(self, attempt: int) -> int:
-        """How many machines have joined."""
-        return len(_lines(self.store, f"{attempt}/hosts"))
+    def count_missing(self) -> int:
+        """How many machines have not joined that the attempt needs."""
+        return max(0, self.group.min_nodes - len(self._hosts()))
 
-    def tell_death(self, attempt: int) -> None:
+    def tell_death(self) -> None:
         """Tell the others that this attempt has lost a rank."""
-        self.store.set(f"{attempt}/death", self.host)
+        self.store.set(f"{self.attempt}/death", self.host)
 
-    def has_death(self, attempt: int) -> bool:
+    def has_death(self) -> bool:
         """Whether some machine has lost a rank, or is lost itself."""
-        if self.coordinates and not self.store.check([f"{attempt}/death"]):
-            hosts = _lines(self.store, f"{attempt}/hosts")
-            if any(self.silent(self.store, host) for host in hosts):
-                self.tell_death(attempt)
-        return self.store.check([f"{attempt}/death"])
+        key = f"{self.attempt}/death"
+        is_looking = self.coordinates and not self.store.check([key])
+        if is_looking and any(self.silent(self.store, host) for host in self._hosts()):
+            self.tell_death()
+        return self.store.check([key])
+
+    def _hosts(self) -> list[str]:
+        return _lines(self.store, f"{self.attempt}/hosts")
 
 
 def _lines(store: "_Store", key: str) -> list[str]:
@@ -304,6 +347,12 @@ def _host_store(listener: socket.socket) -> "_Store":
     return cast(_Store, store)
 
 
+def _open_own_store() -> "_Store":
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+    return cast(_Store, HashStore())
+
+
 def _find_store(group: HostGroup, say: Callable[[str], None]) -> "_Store":
     """The coordinator's store, as soon as that listens. Raises LaunchError when nobody does, or another program."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -315,7 +364,15 @@ def _find_store(group: HostGroup, say: Callable[[str], None]) -> "_Store":
         asked_at = time.monotonic()
         try:
             with socket.create_connection((group.host, group.port), _PATIENCE.total_seconds()) as line:
-                is_store = answers_as_store(line)
+                if answers_as_store(line):
+                    return cast(_Store, TCPStore(group.host, group.port, timeout=_PATIENCE, wait_for_workers=False))
+            # It may also be a coordinator that is just leaving.
+            strange_since = strange_since or asked_at
+            if time.monotonic() - strange_since >= _PATIENCE.total_seconds():
+                raise LaunchError(
+                    f"what listens at {group.endpoint}, where all meet, is no agent of this job; end that program, or "
+                    "choose another port."
+                )
         except OSError as error:
             if asked_at > deadline:
                 reason = error.strerror or str(error)
@@ -327,14 +384,4 @@ def _find_store(group: HostGroup, say: Callable[[str], None]) -> "_Store":
             if not is_told:
                 is_told = True
                 say(f"waiting for {group.endpoint}, where all machines meet")
-        else:
-            if is_store:
-                return cast(_Store, TCPStore(group.host, group.port, timeout=_PATIENCE, wait_for_workers=False))
-            # It may also be a coordinator that is just leaving.
-            strange_since = asked_at if strange_since is None else strange_since
-            if time.monotonic() - strange_since >= _PATIENCE.total_seconds():
-                raise LaunchError(
-                    f"what listens at {group.endpoint}, where all meet, is no agent of this job; end that program, or "
-                    "choose another port."
-                )
         time.sleep(_LOOK_SECONDS)

@@ -119,11 +119,6 @@ def is_peer_leaving(directory: Path) -> bool:
     return any(each.code in (REFUSED, STOPPED) and not each.secondary for each in read_outcomes(directory))
 
 
-def fold_outcomes(outcomes: Sequence[RankOutcome], deaths: Sequence[ProcessDeath], logs_dir: Path) -> Outcome:
-    """One outcome from the rank that failed first; see `find_cause`."""
-    return find_cause(outcomes, deaths, logs_dir).outcome
-
-
 class Weight(IntEnum):
     """How much an outcome explains; the smallest one of several is the cause of the others."""
 

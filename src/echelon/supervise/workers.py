@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from echelon.runs.run_folder import RunFolder
+
 HUB_PLACES = frozenset({"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"})
 """Each says where files of the Hugging Face hub are kept."""
 
@@ -19,7 +21,7 @@ class Workers:
 
     argv: tuple[str, ...]
     num_processes: int
-    run_dir: Path
+    folder: RunFolder
     env: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     notice_seconds: float = 0.0

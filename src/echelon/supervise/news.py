@@ -1,0 +1,84 @@
+"""Stops and deaths of this machine made known to the others, and theirs here, while the workers run."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from echelon.runs.run_folder import RunFolder
+from echelon.stopping import read_stop_file
+from echelon.stored import write_text
+from echelon.supervise.meeting import Watch
+
+_LOOK_SECONDS = 0.2
+# Between two lines about machines that are not there yet.
+_WAITING_SECONDS = 20.0
+
+
+@contextmanager
+def news_shared(watch: Watch, folder: RunFolder, say: Callable[[str], None]) -> Iterator[None]:
+    """Share stops and deaths with the other machines of an attempt during the block.
+
+    A lost coordinator counts as a death: the workers leave, and the main thread learns why when it next asks the store.
+    """
+    news = _News(watch, folder, say)
+    thread = threading.Thread(target=news.share, name="news", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        news.over.set()
+        thread.join()
+
+
+class _News:
+    def __init__(self, watch: Watch, folder: RunFolder, say: Callable[[str], None]) -> None:
+        self.over = threading.Event()
+        self._watch = watch
+        self._folder = folder
+        self._say = say
+        self._next_line_at = time.monotonic() + _WAITING_SECONDS
+
+    def share(self) -> None:
+        """Look at the folder and at the store until the attempt is over; each stop and each death is passed on once."""
+        is_stop_known = is_death_known = False
+        try:
+            while not self.over.wait(_LOOK_SECONDS):
+                self._tell_who_is_missing()
+                is_stop_known = is_stop_known or self._share_stop()
+                is_death_known = is_death_known or self._share_death()
+        except RuntimeError:
+            with suppress(OSError):
+                write_text(self._folder.death_path, "the coordinator is lost\n")
+
+    def _tell_who_is_missing(self) -> None:
+        is_late = self._watch.coordinates and time.monotonic() > self._next_line_at
+        if is_late and (missing := self._watch.count_missing()):
+            needed = self._watch.group.min_nodes
+            self._say(f"waiting for machines: {needed - missing} of {needed} are here")
+            self._next_line_at += _WAITING_SECONDS
+
+    def _share_stop(self) -> bool:
+        if (name := read_stop_file(self._folder.stop_path)) is not None:
+            self._watch.ask(name)
+        elif (name := self._watch.asked()) is not None:
+            write_text(self._folder.stop_path, name)
+            if not self._folder.read_pids():
+                os.kill(os.getpid(), signal.Signals[name])  # the main thread waits for machines, and hears this
+                time.sleep(_LOOK_SECONDS)
+        else:
+            return False
+        if not self._folder.read_pids():  # no rank is there yet that could use the notice to save
+            os.kill(os.getpid(), signal.SIGALRM)  # what `stops_forwarded` takes for the end of the notice
+        return True
+
+    def _share_death(self) -> bool:
+        if self._folder.death_path.exists():
+            self._watch.tell_death()
+        elif self._watch.has_death():
+            write_text(self._folder.death_path, "another machine has lost a rank\n")
+        else:
+            return False
+        return True
