@@ -19,26 +19,12 @@ EXCEPTIONS: dict[str, str] = {}
 PENDING = frozenset(
     (
         "checkpoint.folder.clear_out",
-        "commands.generate.generate",
-        "data.prepare.prepare",
-        "data.readers.datasets.find_on_hub",
-        "data.readers.datasets.list_saved_dataset",
-        "data.readers.megatron.load_index",
-        "data.source._list_paths",
         "doctor.probing.examine",
-        "inference.generate._continue",
-        "inference.tasks._parse_example",
         "launch.kubernetes.checks._check_names",
         "launch.kubernetes.pods.judge",
         "launch.sagemaker.model_parallel._plan",
         "launch.sagemaker.staging._list_local",
         "launch.ssh_launcher.status",
-        "lifecycle.model_checks._check_built",
-        "lifecycle.session._prepare_for_all",
-        "model.adapters.find_saved",
-        "model.router.find_routers",
-        "planner.adapter_plan.build_adapter_plan",
-        "planner.machines.describe",
         "recipe.foreign.data._carry_learned",
         "recipe.foreign.data._carry_packing",
         "recipe.foreign.hf_data._item",
@@ -54,9 +40,7 @@ PENDING = frozenset(
         "recipe.foreign.training._carry_moments",
         "recipe.foreign.training._carry_precision",
         "recipe.foreign.training._carry_warmup",
-        "supervise.meeting.decide",
         "supervise.outcome.find_cause",
-        "sweep.space._build_dimension",
     )
 )
 

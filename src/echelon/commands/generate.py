@@ -1,8 +1,9 @@
 """`echelon generate`: samples of a run or of an HF folder."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,10 +74,7 @@ def generate(
         for sample in samples:
             say("" if streams else sample.text)
     else:
-        repeated = (record for record in records for _ in range(num_samples))
-        _write_samples(zip(repeated, samples, strict=True), out)
-    if out is not None:
-        say(f"generate: {len(records) * num_samples} samples in {out}")
+        _write_samples(samples, records, num_samples, out)
 
 
 def _read_records(prompt: str | None, path: Path | None) -> list[dict[str, Any]]:
@@ -90,13 +88,18 @@ def _read_records(prompt: str | None, path: Path | None) -> list[dict[str, Any]]
     raise ConfigError("generate needs one of --prompt TEXT and --prompts FILE; give one.")
 
 
-def _write_samples(samples: Iterable[tuple[dict[str, Any], "Sample"]], out: Path | None) -> None:
-    """A line of JSON for each record and its sample, as soon as there is one: into `out`, or onto stdout."""
+def _write_samples(
+    samples: Iterator["Sample"], records: list[dict[str, Any]], num_samples: int, out: Path | None
+) -> None:
+    """A line of JSON for each sample of each record, as soon as there is one: into `out`, or onto stdout."""
     from echelon.inference.generate import render_sample
 
     with out.open("w", encoding="utf-8") if out is not None else nullcontext(sys.stdout) as lines:
-        for record, sample in samples:
-            print(render_sample(record, sample), file=lines, flush=True)
+        for record in records:
+            for sample in islice(samples, num_samples):
+                print(render_sample(record, sample), file=lines, flush=True)
+    if out is not None:
+        say(f"generate: {len(records) * num_samples} samples in {out}")
 
 
 def _write(text: str) -> None:

@@ -162,40 +162,60 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
     corpus = list_corpus(spec.train, spec.validation)
     for line in (*describe_left_out(corpus), *describe_examples(corpus), *describe_limits(corpus)):
         say(line)
-    tokenizer = None
-    if not isinstance(spec.tokenizer, int):
-        tokenizer = build_tokenizer(spec.tokenizer, spec.checkpoint, spec.trust_remote_code)
-        for line in describe_known_tokens(tokenizer, spec.new_tokens):
-            say(line)
-        add_new_tokens(tokenizer, spec.new_tokens)
+    tokenizer = None if isinstance(spec.tokenizer, int) else _build_tokenizer(spec, spec.tokenizer, say)
     rule = _sample_rule(spec, corpus, tokenizer)
     if rule is None:
         separator = spec.separator if tokenizer is None else separator_id(tokenizer, spec.separator)
         check_mask(spec.document_mask, separator)
     folder = spec.prepared_dir / _cache_key(spec, corpus, tokenizer)
     if not folder.is_dir():
-        try:
-            spec.prepared_dir.mkdir(parents=True, exist_ok=True)
-            with _locked(folder.with_suffix(".lock"), say):
-                if not folder.is_dir():
-                    _write_folder(folder, spec, corpus, tokenizer, say)
-        except OSError as error:
-            kept = f" What was done so far is kept in {_partial(folder)}." if has_progress(_partial(folder)) else ""
-            raise EchelonError(
-                f"the prepared data cannot be written to {folder}: {error.strerror or error}; free some space or set "
-                f"data.prepared_dir to another place.{kept}"
-            ) from error
+        _make_folder(folder, spec, corpus, tokenizer, say)
     prepared = open_prepared(folder, spec.sequence_len, spec.document_mask, verify=verify)
-    held_out = sum(each.dataset.num_tokens for each in prepared.validation)
-    for line in (*prepared.manifest.remarks, *describe_split(prepared.manifest)):
+    for line in _describe_prepared(prepared, folder, spec.document_mask):
         say(line)
+    return prepared
+
+
+def _build_tokenizer(spec: PrepareSpec, name: str | None, say: Say) -> "PreTrainedTokenizerFast":
+    """The tokenizer with the tokens that the recipe adds; `say` gets a line about those it has already."""
+    built = build_tokenizer(name, spec.checkpoint, spec.trust_remote_code)
+    for line in describe_known_tokens(built, spec.new_tokens):
+        say(line)
+    add_new_tokens(built, spec.new_tokens)
+    return built
+
+
+def _make_folder(
+    folder: Path,
+    spec: PrepareSpec,
+    corpus: Sequence[CorpusEntry],
+    tokenizer: "PreTrainedTokenizerFast | None",
+    say: Say,
+) -> None:
+    """Write the folder, unless another process does so meanwhile. Raises EchelonError where the disk takes no more."""
+    try:
+        spec.prepared_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_suffix(".lock"), say):
+            if not folder.is_dir():
+                _write_folder(folder, spec, corpus, tokenizer, say)
+    except OSError as error:
+        kept = f" What was done so far is kept in {_partial(folder)}." if has_progress(_partial(folder)) else ""
+        raise EchelonError(
+            f"the prepared data cannot be written to {folder}: {error.strerror or error}; free some space or set "
+            f"data.prepared_dir to another place.{kept}"
+        ) from error
+
+
+def _describe_prepared(prepared: PreparedData, folder: Path, document_mask: DocumentMask) -> Iterator[str]:
+    """Lines for a person: how the text was split and packed, and how much of it there is."""
+    yield from (*prepared.manifest.remarks, *describe_split(prepared.manifest))
     kept = "attends to no other" if prepared.apart else "attends to those before it in its sequence"
     if prepared.manifest.shares_sequences:
-        say(f"documents: each {kept} (data.document_mask={str(spec.document_mask).lower()})")
+        yield f"documents: each {kept} (data.document_mask={str(document_mask).lower()})"
     else:
-        say("documents: each is alone in its sequence (data.packing=false)")
-    say(f"data: {prepared.train.num_tokens:,} tokens to train on, {held_out:,} held out, in {folder}")
-    return prepared
+        yield "documents: each is alone in its sequence (data.packing=false)"
+    held_out = sum(each.dataset.num_tokens for each in prepared.validation)
+    yield f"data: {prepared.train.num_tokens:,} tokens to train on, {held_out:,} held out, in {folder}"
 
 
 def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None") -> str:

@@ -82,10 +82,7 @@ def _list_saved(source: Source, path: Path) -> list[SourceFile]:
 
 def _list_paths(source: Source, path: Path, left_out: LeftOut) -> list[SourceFile]:
     if source.path == PYTHON_STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
-        walked = walk(root, LeftOut(), partial(_unlistable, source))
-        found = [(path, name) for path, name in walked if path.suffix == ".py" and not _is_of_tests(name)]
-        return [_describe(source, path, name, "text", False) for path, name in found]
+        return _list_stdlib(source)
     if not path.is_file() and path.parent.is_dir() and is_megatron_index(path.with_name(path.name + ".idx")):
         path = path.with_name(path.name + ".idx")  # Megatron's own tools name a dataset without its suffixes
     if path.is_file():
@@ -98,15 +95,28 @@ def _list_paths(source: Source, path: Path, left_out: LeftOut) -> list[SourceFil
                 f"the files with a glob such as {source.path}/** if theirs is another."
             )
         return files
-    if glob.has_magic(source.path):
-        names = sorted(name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
-        files = [_describe(source, Path(name), name, _choose_format(source, Path(name)), False) for name in names]
-        if files:
-            return list({file.path: file for file in files}.values())
+    if files := _list_matches(source, path):
+        return files
     raise DataError(
         f"{source}: no such file or folder, seen from {Path.cwd()}; give a text file, a folder, "
         f"a glob or {PYTHON_STDLIB}, or set format: hub for a dataset of the hub."
     )
+
+
+def _list_stdlib(source: Source) -> list[SourceFile]:
+    """The source of Python's standard library, without its tests."""
+    walked = walk(Path(sysconfig.get_path("stdlib")), LeftOut(), partial(_unlistable, source))
+    found = [(path, name) for path, name in walked if path.suffix == ".py" and not _is_of_tests(name)]
+    return [_describe(source, path, name, "text", False) for path, name in found]
+
+
+def _list_matches(source: Source, path: Path) -> list[SourceFile]:
+    """The files that a glob matches, by name; none where the path is no glob."""
+    if not glob.has_magic(source.path):
+        return []
+    names = sorted(name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
+    files = [_describe(source, Path(name), name, _choose_format(source, Path(name)), False) for name in names]
+    return list({file.path: file for file in files}.values())
 
 
 def _choose_format(source: Source, path: Path) -> str:

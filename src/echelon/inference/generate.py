@@ -212,14 +212,22 @@ def _continue(
         stopping_criteria=StoppingCriteriaList([_StopTexts(decoders, width, sampling.stop)] if sampling.stop else []),
         streamer=stream,
     )
-    samples = []
-    for row, decoder, new in zip(rows, decoders, output[:, width:].tolist(), strict=True):
-        end = next((place for place, token in enumerate(new) if token in eos), len(new))
-        text = decoder(new[:end])
-        kept = cut_at_stop(text, sampling.stop)
-        ended_by = "stop" if len(kept) < len(text) else "eos" if end < len(new) else "length"
-        samples.append(Sample(row.prompt, decoder.head + kept if with_prompt else kept, row.number, ended_by))
-    return samples
+    new_ids = output[:, width:].tolist()
+    return [
+        _finish(row, decoder, new, eos, sampling.stop, with_prompt)
+        for row, decoder, new in zip(rows, decoders, new_ids, strict=True)
+    ]
+
+
+def _finish(
+    row: _Row, decoder: "_Decoder", new: list[int], eos: list[int], stop: Sequence[str], with_prompt: bool
+) -> Sample:
+    """The sample that the new ids of a row are, up to where it ended."""
+    end = next((place for place, token in enumerate(new) if token in eos), len(new))
+    text = decoder(new[:end])
+    kept = cut_at_stop(text, stop)
+    ended_by = "stop" if len(kept) < len(text) else "eos" if end < len(new) else "length"
+    return Sample(row.prompt, decoder.head + kept if with_prompt else kept, row.number, ended_by)
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -58,21 +58,29 @@ def _parse_example(path: Path, number: int, line: str) -> Example:
         record = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON: {error}; correct that line.") from error
-    fields = [name for name in CONTEXT_FIELDS if isinstance(record, dict) and name in record]
-    if len(fields) != 1 or not isinstance(record[fields[0]], str) or not record[fields[0]].strip():
+    contexts = [record[name] for name in CONTEXT_FIELDS if name in record] if isinstance(record, dict) else []
+    if len(contexts) != 1 or not _is_text(contexts[0]) or not contexts[0].strip():
         raise ConfigError(f"{where} needs exactly one text of {', '.join(CONTEXT_FIELDS)}, and it must not be empty.")
     choices = record.get("choices")
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(each, str) and each for each in choices):
+    if not isinstance(choices, list) or len(choices) < 2 or not all(map(_is_text, choices)):
         raise ConfigError(f"{where}: `choices` must be a list of two texts or more, none of them empty.")
-    answer = record.get("answer")
+    return Example(number, contexts[0], tuple(choices), _find_answer(record.get("answer"), choices, where))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _find_answer(answer: object, choices: list[str], where: str) -> int:
+    """The place of the right choice, which is given by its place or its text. Raises ConfigError."""
     if isinstance(answer, str) and choices.count(answer) == 1:
-        answer = choices.index(answer)
+        return choices.index(answer)
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
         raise ConfigError(
-            f"{where}: `answer` is {record.get('answer')!r}; give the place of the right choice, 0 to "
-            f"{len(choices) - 1}, or its text."
+            f"{where}: `answer` is {answer!r}; give the place of the right choice, 0 to {len(choices) - 1}, or "
+            "its text."
         )
-    return Example(number, record[fields[0]], tuple(choices), answer)
+    return answer
 
 
 def evaluate_task(target: Path, path: Path, checkpoint: str | None = None) -> dict[str, Any]:

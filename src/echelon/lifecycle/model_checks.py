@@ -16,7 +16,7 @@ from echelon.model.model_folder import find_model_dir
 from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.shape import build_shape, resolve_vocab_size
-from echelon.recipe import Recipe, TrainedTokenizerConfig, load_recipe
+from echelon.recipe import AdapterConfig, Recipe, TrainedTokenizerConfig, load_recipe
 from echelon.reporting.trackers import check_trackers
 from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stored import read_json
@@ -127,7 +127,6 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
             build_config(fields)
         left += [f"{check} ({why})" for check in _list_built_checks(recipe)]
         return
-    from echelon.model.adapters import apply_adapter, check_adapter, check_packages
     from echelon.model.build import build_on_meta, load_config, parameter_names
     from echelon.model.causality import check_is_causal
     from echelon.model.router import check_routers
@@ -145,17 +144,24 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
         model = build_on_meta(config, None, trusted)
     check_routers(model)
     check_is_causal(config, trusted)
-    if recipe.adapter.is_adapter:
-        check_adapter(model, recipe.adapter)
-        try:
-            check_packages(recipe.adapter)
-        except ConfigError:
-            if not elsewhere:
-                raise
-            left.append(f"adapter: the packages of {recipe.adapter.method}, and optim with it (they are not all here)")
-            return
-        apply_adapter(model, recipe.adapter)
-    check_groups((name for name, each in parameter_names(model).items() if each.requires_grad), recipe.optim)
+    if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
+        check_groups((name for name, each in parameter_names(model).items() if each.requires_grad), recipe.optim)
+
+
+def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list[str]) -> bool:
+    """Put the adapter into the model. False: its packages are not here, and may be where the recipe trains."""
+    from echelon.model.adapters import apply_adapter, check_adapter, check_packages
+
+    check_adapter(model, adapter)
+    try:
+        check_packages(adapter)
+    except ConfigError:
+        if not elsewhere:
+            raise
+        left.append(f"adapter: the packages of {adapter.method}, and optim with it (they are not all here)")
+        return False
+    apply_adapter(model, adapter)
+    return True
 
 
 def _is_counted(recipe: Recipe, fields: dict[str, Any]) -> bool:

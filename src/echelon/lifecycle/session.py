@@ -258,9 +258,8 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> P
         if commits and (code := await_fetched(store)) is not None:  # the rank that failed says why
             word["code"] = code
             return Outcome(code)
-        if run is not None and (place := find_host_dir()) is not None and not shares_files():
-            send_run(run.folder, store)
-            mark_ready(store, place)
+        if run is not None and not shares_files():
+            _send_to_hosts(run, store)
         word = {"code": DONE, "digest": digest_run(run.folder) if run else 0}
     except EchelonError as error:
         word["code"] = error.exit_code
@@ -276,6 +275,13 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> P
             # This process may keep the store: give the others the time to read the word.
             time.sleep(3 * _POLL_SECONDS)
     return Outcome(DONE) if run is None else run
+
+
+def _send_to_hosts(run: PreparedRun, store: "Store") -> None:
+    """Give the run to the machines that do not see its folder, where agents of several machines started the ranks."""
+    if (place := find_host_dir()) is not None:
+        send_run(run.folder, store)
+        mark_ready(store, place)
 
 
 def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store", say: Say) -> Outcome | None:

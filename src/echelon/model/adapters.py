@@ -93,11 +93,7 @@ def find_saved(model: Any, adapter: AdapterConfig) -> dict[str, nn.Module]:
     Raises:
         ConfigError: a name of `modules_to_save` is no module's that has weights of its own, and no others below it.
     """
-    leaves = {
-        name: module
-        for name, module in model.named_modules()
-        if any(True for _ in module.parameters(recurse=False)) and not any(True for _ in module.children())
-    }
+    leaves = {name: module for name, module in model.named_modules() if _has_weights_alone(module)}
     ends = sorted({name.rpartition(".")[2] for name in leaves})
     for wanted in adapter.modules_to_save:
         if wanted not in ends:
@@ -106,6 +102,11 @@ def find_saved(model: Any, adapter: AdapterConfig) -> dict[str, nn.Module]:
     saved = {name: each for name, each in leaves.items() if name.rpartition(".")[2] in adapter.modules_to_save}
     weights = {id(each) for module in saved.values() for each in module.parameters()}
     return {name: each for name, each in leaves.items() if any(id(weight) in weights for weight in each.parameters())}
+
+
+def _has_weights_alone(module: nn.Module) -> bool:
+    """Whether a module has weights of its own, and no modules in it."""
+    return bool(list(module.parameters(recurse=False))) and not list(module.children())
 
 
 def _vocabulary_modules(model: Any) -> list[str]:

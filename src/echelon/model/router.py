@@ -175,19 +175,8 @@ def find_routers(model: PreTrainedModel) -> list[Router]:
     """The routers of a model on meta, by what `transformers` says of where their logits come out; may be none."""
     found: dict[str, tuple[Any, int]] = {}
     for prefix, part in model.named_modules():
-        if not isinstance(part, PreTrainedModel):
-            continue
-        recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
-        for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            wanted = getattr(recorder, "target_class", recorder)
-            if not isinstance(wanted, type):
-                continue
-            layer_name, index = getattr(recorder, "layer_name", None), getattr(recorder, "index", 1)
-            name: str
-            module: nn.Module
-            for name, module in part.named_modules(prefix=prefix):
-                if isinstance(module, wanted) and (layer_name is None or f".{layer_name}." in f".{name}."):
-                    found[name] = (module, index)
+        if isinstance(part, PreTrainedModel):
+            found |= _find_recorded(prefix, part)
     innermost = [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
     text = model.config.get_text_config()
     routers = []
@@ -197,6 +186,21 @@ def find_routers(model: PreTrainedModel) -> list[Router]:
         if isinstance(num_chosen, int) and num_chosen > 0:
             routers.append(Router(name, index, num_chosen, _find_scores(module, index, text.hidden_size)))
     return routers
+
+
+def _find_recorded(prefix: str, part: PreTrainedModel) -> dict[str, tuple[Any, int]]:
+    """The modules whose outputs `transformers` records as router logits, by name, with which output it is."""
+    recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
+    found: dict[str, tuple[Any, int]] = {}
+    for recorder in recorders if isinstance(recorders, list) else [recorders]:
+        wanted, inside = getattr(recorder, "target_class", recorder), getattr(recorder, "layer_name", None)
+        if isinstance(wanted, type):
+            found |= {
+                name: (module, getattr(recorder, "index", 1))
+                for name, module in part.named_modules(prefix=prefix)
+                if isinstance(module, wanted) and (inside is None or f".{inside}." in f".{name}.")
+            }
+    return found
 
 
 @torch.no_grad()

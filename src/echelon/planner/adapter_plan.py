@@ -2,6 +2,7 @@
 
 import difflib
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 # What families of transformers call the modules that can be trained whole.
 _INPUT_TABLES = frozenset(("embed_tokens", "wte", "embed_in", "word_embeddings"))
 _OUTPUT_TABLES = frozenset(("lm_head", "embed_out"))
+_TABLES = (_INPUT_TABLES, _OUTPUT_TABLES)
 _LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 _LAYER_NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "ln_1",
@@ -34,39 +36,65 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
     """
     if adapter.method == "full":
         return None
-    saved = {name: _saved_size(name, shape) for name in adapter.modules_to_save}
-    targets = tuple(name for name in _target_names(adapter.target_modules, shape) if name not in saved)
-    head = LinearShape("lm_head", shape.hidden_size, shape.vocab_size, 1)
-    targeted = [linear for linear in (*shape.linears, head) if linear.name in targets]
-    trained = sum(linear.count * adapter.r * (linear.in_features + linear.out_features) for linear in targeted)
-    if adapter.method == "dora":
-        trained += sum(linear.count * linear.out_features for linear in targeted)
-    tables = [_INPUT_TABLES, _OUTPUT_TABLES]
-    frozen_tables = [table for table in tables if table.isdisjoint(saved)]
-    if shape.tied_embeddings:  # one weight, trained whole if it is by either name
-        frozen_tables = frozen_tables[:1] if len(frozen_tables) == len(tables) else []
-    trained += num_new_tokens * shape.hidden_size * len(frozen_tables)
-    inside = sum(size for size, is_inside in saved.values() if is_inside)
-    outside = sum(size for size, is_inside in saved.values() if not is_inside)
-    if shape.tied_embeddings and not any(table.isdisjoint(saved) for table in tables):
-        outside -= shape.num_embedding_parameters
-    looked_up = sum(saved[name][0] for name in _INPUT_TABLES & saved.keys()) if not shape.tied_embeddings else 0
+    saved = _count_saved(adapter.modules_to_save, shape)
+    targets = tuple(name for name in _target_names(adapter.target_modules, shape) if name not in saved.names)
     quantized = adapter.method == "qlora"
-    linears = [each for each in shape.linears if each.name not in saved]
+    frozen = [each for each in shape.linears if each.name not in saved.names]
+    trained = _count_adapter(adapter, targets, shape)
+    trained += num_new_tokens * shape.hidden_size * _count_frozen_tables(saved.names, shape)
     return AdapterPlan(
         method=adapter.method,
         r=adapter.r,
         dropout=adapter.dropout,
         targets=targets,
-        num_trained_parameters=trained + inside + outside,
-        num_frozen_parameters=shape.num_parameters - inside - outside,
-        num_quantized_parameters=sum(each.count * _size(each) for each in linears) if quantized else 0,
+        num_trained_parameters=trained + saved.inside + saved.outside,
+        num_frozen_parameters=shape.num_parameters - saved.inside - saved.outside,
+        num_quantized_parameters=sum(each.count * _size(each) for each in frozen) if quantized else 0,
         double_quant=quantized and adapter.double_quant,
         saved=adapter.modules_to_save,
-        num_saved_inside=inside,
-        num_saved_outside=outside,
-        num_looked_up=looked_up,
+        num_saved_inside=saved.inside,
+        num_saved_outside=saved.outside,
+        num_looked_up=saved.looked_up,
     )
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Modules that are trained whole: their parameters in decoder layers, outside, and of these in looked-up tables."""
+
+    names: tuple[str, ...]
+    inside: int
+    outside: int
+    looked_up: int
+
+
+def _count_saved(names: tuple[str, ...], shape: ModelShape) -> _Saved:
+    sizes = {name: _saved_size(name, shape) for name in names}
+    inside = sum(size for size, is_inside in sizes.values() if is_inside)
+    outside = sum(size for size, is_inside in sizes.values() if not is_inside)
+    if not shape.tied_embeddings:
+        return _Saved(names, inside, outside, sum(sizes[name][0] for name in _INPUT_TABLES & sizes.keys()))
+    if not any(table.isdisjoint(names) for table in _TABLES):  # one weight, by both of its names
+        outside -= shape.num_embedding_parameters
+    return _Saved(names, inside, outside, 0)
+
+
+def _count_adapter(adapter: "AdapterConfig", targets: tuple[str, ...], shape: ModelShape) -> int:
+    """Parameters of A and B beside each target, and of DoRA's magnitudes."""
+    head = LinearShape("lm_head", shape.hidden_size, shape.vocab_size, 1)
+    targeted = [linear for linear in (*shape.linears, head) if linear.name in targets]
+    added = sum(linear.count * adapter.r * (linear.in_features + linear.out_features) for linear in targeted)
+    if adapter.method == "dora":
+        added += sum(linear.count * linear.out_features for linear in targeted)
+    return added
+
+
+def _count_frozen_tables(saved: tuple[str, ...], shape: ModelShape) -> int:
+    """How many tables of the vocabulary are not trained whole: each gets rows of its own for new tokens."""
+    frozen = sum(table.isdisjoint(saved) for table in _TABLES)
+    if shape.tied_embeddings:  # one weight, trained whole if it is by either name
+        return int(frozen == len(_TABLES))
+    return frozen
 
 
 def _saved_size(name: str, shape: ModelShape) -> tuple[int, bool]:

@@ -1,6 +1,6 @@
 """`--instance auto`: the cheapest machines of the catalogue on which a recipe's plan fits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,26 +74,23 @@ class Choice:
 
     def describe(self) -> list[str]:
         """Lines for a person: what was chosen and why, the other candidates, and what was left out."""
-        fitting = [each for each in self.candidates if each.fits]
-        priced = sorted((each for each in fitting if each.usd_per_hour is not None), key=_rank)
-        unknown = [f"{each.count} x {each.instance.name}" for each in fitting if each.usd_per_hour is None]
-        fewer = [each for each in fitting if each.usd_per_hour is None and each.count < self.count]
+        fitting, small = _part(self.candidates, lambda each: each.fits)
+        priced, unknown = _part(fitting, lambda each: each.usd_per_hour is not None)
+        fewer, _ = _part(unknown, lambda each: each.count < self.count)
         lines = [
             f"instance auto: {self.count} x {self.instance.name}, the fewest machines on which the plan fits, and of "
             f"{len(priced)} priced types the cheapest an hour; a faster one may finish for less"
         ]
-        lines += [f"  {each.describe()}" for each in priced[:_SHOWN]]
+        lines += [f"  {each.describe()}" for each in sorted(priced, key=_rank)[:_SHOWN]]
         if len(priced) > _SHOWN:
             lines.append(f"  and {len(priced) - _SHOWN} more, on more machines or dearer")
         if unknown:
-            lines.append(
-                f"  fits, price unknown, so not chosen; name one, with budget.usd_per_hour: {', '.join(unknown)}"
-            )
+            names = ", ".join(f"{each.count} x {each.instance.name}" for each in unknown)
+            lines.append(f"  fits, price unknown, so not chosen; name one, with budget.usd_per_hour: {names}")
         if fewer:
-            lines.append(f"  of these on fewer machines than chosen: {', '.join(each.instance.name for each in fewer)}")
-        small = [each for each in self.candidates if not each.fits]
+            lines.append(f"  of these on fewer machines than chosen: {_join_names(fewer)}")
         if small:
-            lines.append(f"  does not fit: {', '.join(each.instance.name for each in small)}")
+            lines.append(f"  does not fit: {_join_names(small)}")
         return lines
 
 
@@ -110,10 +107,9 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
         return Choice(min(priced, key=_rank), candidates)
     machines = f"{count} machine(s)" if count is not None else f"up to {_COUNTS[-1]} machines"
     if fitting:
-        names = ", ".join(each.instance.name for each in fitting)
         raise PlanError(
             f"launch.sagemaker.instance_type=auto: on {machines} no type with a known price fits; name one that fits: "
-            f"{names}."
+            f"{_join_names(fitting)}."
         )
     raise PlanError(
         f"launch.sagemaker.instance_type=auto: the plan fits {machines} of no type; the largest, "
@@ -152,6 +148,18 @@ def _try_type(recipe: "Recipe", shape: ModelShape, instance: Instance, count: in
 
 def _tries(recipe: "Recipe", shape: ModelShape, instance: Instance, counts: tuple[int, ...]) -> Iterator[Candidate]:
     return (plan_on(recipe, shape, instance, count) for count in counts)
+
+
+def _part(candidates: Iterable[Candidate], has: Callable[[Candidate], bool]) -> tuple[list[Candidate], list[Candidate]]:
+    """Those that have it, and the others."""
+    found: tuple[list[Candidate], list[Candidate]] = ([], [])
+    for each in candidates:
+        found[not has(each)].append(each)
+    return found
+
+
+def _join_names(candidates: Iterable[Candidate]) -> str:
+    return ", ".join(each.instance.name for each in candidates)
 
 
 def _rank(candidate: Candidate) -> tuple[int, float, str]:

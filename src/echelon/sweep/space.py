@@ -231,21 +231,24 @@ def _name_the_same(one: KeyPath, other: KeyPath) -> str | None:
 
 def _build_dimension(key: str, values: RangeConfig | Sequence[Any], source: Path) -> Dimension:
     place = f"{source}: search.{key}"
-    if not isinstance(values, RangeConfig):
-        for index, value in enumerate(values):
-            if value in values[:index]:
-                raise ConfigError(f"{place} has {show_value(value)} twice; keep one.")
-        if not values:
-            raise ConfigError(f"{place} is an empty list; give the values to try.")
-        return Dimension(key, choices=tuple(values))
+    if isinstance(values, RangeConfig):
+        return _build_range(key, values, place)
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise ConfigError(f"{place} has {show_value(value)} twice; keep one.")
+    if not values:
+        raise ConfigError(f"{place} is an empty list; give the values to try.")
+    return Dimension(key, choices=tuple(values))
+
+
+def _build_range(key: str, values: RangeConfig, place: str) -> Dimension:
     whole = _takes_whole_numbers(key, values)
     if whole is None:
         raise ConfigError(f"{place}: {key} takes no numbers; give a list of values instead of low and high.")
     low, high, step = values.low, values.high, values.step
-    if whole:
-        for name, number in (("low", low), ("high", high), ("step", step or 1)):
-            if number != int(number):
-                raise ConfigError(f"{place}.{name}={number:g}: {key} takes whole numbers; use one.")
+    for name, number in (("low", low), ("high", high), ("step", step or 1)):
+        if whole and number != int(number):
+            raise ConfigError(f"{place}.{name}={number:g}: {key} takes whole numbers; use one.")
     if low >= high:
         raise ConfigError(f"{place}.low={low:g} must be less than high={high:g}.")
     if values.log and (low <= 0 or step is not None):

@@ -5,7 +5,7 @@ hands out its records: nothing of it is kept on the disk but the tokens.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,19 +47,11 @@ def list_saved_dataset(folder: Path, split: str | None, where: str) -> list[Save
     Raises DataError for a folder that is damaged or has no such split, ConfigError for what is no split.
     """
     try:
-        if not (folder / _SPLITS).is_file():
-            name = json.loads((folder / _DATASET).read_text(encoding="utf-8")).get("_split") or "train"
-            members = {str(name): folder}
-        else:
-            names = json.loads((folder / _SPLITS).read_text(encoding="utf-8"))["splits"]
-            members = {name: folder / name for name in names}
-        files = {name: _list_files(member) for name, member in members.items()}
+        files = {name: _list_files(member) for name, member in _find_members(folder).items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{where} is a damaged dataset of save_to_disk ({error}); save it again.") from error
     if split is None:
-        if len(files) > 1:
-            raise ConfigError(f"{where} holds the splits {', '.join(files)}; choose with split: {next(iter(files))}.")
-        return [SavedFile(path, None) for path in next(iter(files.values()))]
+        return [SavedFile(path, None) for path in files[_only_split(files, where)]]
     lengths = {name: [_count_rows(path) for path in paths] for name, paths in files.items()}
     chosen = []
     for name, start, stop in parse_split(split, {name: sum(each) for name, each in lengths.items()}, where):
@@ -72,6 +64,23 @@ def list_saved_dataset(folder: Path, split: str | None, where: str) -> list[Save
     if not chosen:
         raise DataError(f"{where}, split={split} holds no records.")
     return chosen
+
+
+def _find_members(folder: Path) -> dict[str, Path]:
+    """The folder of each split of a saved dataset, by the split's name."""
+    if (folder / _SPLITS).is_file():
+        names = json.loads((folder / _SPLITS).read_text(encoding="utf-8"))["splits"]
+        return {name: folder / name for name in names}
+    name = json.loads((folder / _DATASET).read_text(encoding="utf-8")).get("_split") or "train"
+    return {str(name): folder}
+
+
+def _only_split(splits: Iterable[str], where: str) -> str:
+    """The one split there is, where none was asked for. Raises ConfigError where there are several to choose from."""
+    first, *others = splits
+    if others:
+        raise ConfigError(f"{where} holds the splits {', '.join(splits)}; choose with split: {first}.")
+    return first
 
 
 def parse_split(split: str, num_rows: dict[str, int], where: str) -> list[tuple[str, int, int]]:
@@ -128,10 +137,10 @@ def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
     Raises DataError when it cannot be read, ConfigError for what is no split, and as `hub.find_commits`.
     """
     folder = Path(name).expanduser()
-    revision, files = None, []
+    revision, size, newest = None, 0, 0
     if folder.is_dir():
         name = str(folder.resolve())
-        files = [path.stat() for path in sorted(folder.rglob("*")) if path.is_file()]
+        size, newest = _measure_folder(folder)
     else:
         name, _, given = name.partition("@")
         revision = given or find_dataset_commit(name, where)
@@ -139,24 +148,32 @@ def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
         members = _stream(name, revision)
     except (OSError, ValueError) as error:
         raise DataError(f"{where} with format: hub cannot be read ({_one_line(error)}); check its name.") from error
-    if split is None and len(members) > 1:
-        raise ConfigError(f"{where} holds the splits {', '.join(members)}; choose with split: {next(iter(members))}.")
     infos = {key: (member.info.splits or {}).get(key) for key, member in members.items()}
     sizes = {key: info.num_bytes if info else 0 for key, info in infos.items()}
-    parts: list[tuple[str, tuple[int, int] | None]] = [(split or next(iter(members)), None)]
-    if parts[0][0] not in members:
-        num_rows = {key: info.num_examples if info and info.num_examples else 0 for key, info in infos.items()}
-        if "[" in parts[0][0] and not all(num_rows.values()):
-            raise ConfigError(
-                f"{where}, split={split}: the dataset does not say how many records it has, so no share of it can be "
-                f"streamed; choose a whole split: {', '.join(members)}."
-            )
-        parts = [(key, (start, stop)) for key, start, stop in parse_split(parts[0][0], num_rows, where)]
-    total, newest = sum(each.st_size for each in files), max((each.st_mtime_ns for each in files), default=0)
+    wanted = _only_split(members, where) if split is None else split
+    parts: list[tuple[str, tuple[int, int] | None]]
+    parts = [(wanted, None)] if wanted in members else _find_shares(wanted, infos, where)
     return [
-        SourceFile(Path(name), name, "hub", sizes[key] or total, newest, True, EITHER_FIELD, rows, key, revision)
+        SourceFile(Path(name), name, "hub", sizes[key] or size, newest, True, EITHER_FIELD, rows, key, revision)
         for key, rows in parts
     ]
+
+
+def _measure_folder(folder: Path) -> tuple[int, int]:
+    """Bytes of all files of a folder, and when the newest of them was written, in nanoseconds."""
+    files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return sum(each.st_size for each in files), max((each.st_mtime_ns for each in files), default=0)
+
+
+def _find_shares(split: str, infos: Mapping[str, Any], where: str) -> list[tuple[str, tuple[int, int] | None]]:
+    """Which records of which splits of a streamed dataset a slice means. Raises ConfigError."""
+    num_rows = {key: info.num_examples if info and info.num_examples else 0 for key, info in infos.items()}
+    if "[" in split and not all(num_rows.values()):
+        raise ConfigError(
+            f"{where}, split={split}: the dataset does not say how many records it has, so no share of it can be "
+            f"streamed; choose a whole split: {', '.join(infos)}."
+        )
+    return [(key, (start, stop)) for key, start, stop in parse_split(split, num_rows, where)]
 
 
 def _stream(name: str, revision: str | None) -> Any:

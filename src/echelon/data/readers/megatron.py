@@ -109,6 +109,22 @@ def load_index(path: Path) -> MegatronIndex:
         size, data_bytes = path.stat().st_size, path.with_suffix(".bin").stat().st_size
     except OSError as error:
         raise MegatronIndexError(f"and its .bin cannot both be read ({error.filename}: {error.strerror})") from error
+    dtype, num_sequences, num_bounds = _parse_header(header)
+    starts = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_bounds]).tolist()
+    if size < starts[-1] or num_bounds < 1:
+        raise MegatronIndexError(f"has {size} bytes, too few for {num_sequences} sequences and {num_bounds} bounds")
+    index = MegatronIndex(
+        dtype,
+        lengths=_map(path, "<i4", starts[0], num_sequences),
+        offsets=_map(path, "<i8", starts[1], num_sequences),
+        bounds=_map(path, "<i8", starts[2], num_bounds),
+    )
+    _check_places(index, data_bytes)
+    return index
+
+
+def _parse_header(header: bytes) -> tuple[np.dtype[Any], int, int]:
+    """The type of the ids, the number of sequences and that of document bounds. Raises MegatronIndexError."""
     if len(header) < _HEADER.size or not header.startswith(MAGIC):
         raise MegatronIndexError("is no index of Megatron's: it does not begin with MMIDIDX")
     _, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
@@ -116,20 +132,19 @@ def load_index(path: Path) -> MegatronIndex:
         raise MegatronIndexError(f"is of version {version}; version 1 is read")
     if code not in DTYPES:
         raise MegatronIndexError(f"says that the ids have type {code}; whole numbers are {sorted(DTYPES)}")
-    starts = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_bounds]).tolist()
-    if size < starts[-1] or num_bounds < 1:
-        raise MegatronIndexError(f"has {size} bytes, too few for {num_sequences} sequences and {num_bounds} bounds")
-    dtype = np.dtype(DTYPES[code])
-    lengths = _map(path, "<i4", starts[0], num_sequences)
-    offsets = _map(path, "<i8", starts[1], num_sequences)
-    bounds = _map(path, "<i8", starts[2], num_bounds)
+    return np.dtype(DTYPES[code]), num_sequences, num_bounds
+
+
+def _check_places(index: MegatronIndex, data_bytes: int) -> None:
+    """Raise MegatronIndexError unless sequences lie in the .bin, and documents hold all of them in order."""
+    lengths, offsets, bounds = index.lengths, index.offsets, index.bounds
+    num_sequences = len(lengths)
     if num_sequences and (lengths.min() < 0 or offsets.min() < 0):
         raise MegatronIndexError("has negative lengths or offsets")
-    if num_sequences and int((offsets + lengths.astype(np.int64) * dtype.itemsize).max()) > data_bytes:
+    if num_sequences and int((offsets + lengths.astype(np.int64) * index.dtype.itemsize).max()) > data_bytes:
         raise MegatronIndexError(f"reaches beyond its .bin, which has {data_bytes} bytes")
     if bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
         raise MegatronIndexError("has document bounds that do not cover its sequences in order")
-    return MegatronIndex(dtype, lengths, offsets, bounds)
 
 
 def _map(path: Path, dtype: str, offset: int, count: int) -> TokenIds:
