@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test slow fuzz parity faults launchers bench gpu lint clean
+.PHONY: help demo test slow fuzz parity parity-table faults launchers bench gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make slow     the tests that take too long for every day: a killed server, a browser on MLflow's page, full disks (12 minutes)"
 	@echo "make fuzz     10,000 damaged files and recipes through the real loaders, and a table of what became of them (10 minutes)"
 	@echo "make parity   every strategy against the single process, the whole product of options (long)"
+	@echo "make parity-table  the same rows, and docs/parity.md from what they measured; goes on where it was killed (hours)"
 	@echo "make faults   kills a job at drawn moments, 66 times, and compares its end: benchmarks/results/faults-cpu.md (30 minutes)"
 	@echo "make launchers  jobs on several machines of this one's making: a real Slurm, mpirun, ssh (as root, on Debian or Ubuntu)"
 	@echo "make bench    the cost of a step beside a plain PyTorch loop's (long)"
@@ -57,6 +58,13 @@ fuzz: .venv/.installed
 parity: .venv/.installed
 	@echo "== comparing every strategy with the single process"
 	$(BIN)/python -m pytest tests/parity -m "not gpu"
+
+PARITY_RESULTS := benchmarks/results/parity-cpu.jsonl
+
+parity-table: .venv/.installed
+	@echo "== measuring what is not yet in $(PARITY_RESULTS), then writing docs/parity.md"
+	$(BIN)/python -m pytest tests/parity -m "not gpu" --publish $(PARITY_RESULTS); status=$$?; \
+	$(BIN)/python benchmarks/parity_table.py $(PARITY_RESULTS) && exit $$status
 
 faults: .venv/.installed
 	@echo "== killing jobs in every phase, and comparing them with those that were never interrupted"

@@ -13,9 +13,11 @@ from echelon.planner.shape import build_shape
 from echelon.recipe import RESUMABLE, load_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.training.metrics import StepMetrics, train_row
-from parity_rows import COVERING, FULL
+from parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS
+from parity_table import RESULTS, render_page
+from published_rows import read_measured
 from traffic import expect_traffic
-from training import HALF_LOSS, HALF_NORM, LOSS, NORM
+from training import HALF_LOSS, HALF_NORM, LOSS, NORM, bounds
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
@@ -104,3 +106,13 @@ def test_every_file_of_a_run_is_explained() -> None:
                  folder.metrics_path, folder.events_path, folder.outcome_path):  # fmt: skip
         assert f"| `{path.name}` |" in RUNS
     assert f"| `{folder.model_dir.name}/` |" in RUNS
+
+
+def test_the_parity_page_is_what_was_measured() -> None:
+    """No figure there but those of rows that the parity tests wrote, each of them within the bounds of today."""
+    measured = read_measured([RESULTS])
+    assert (ROOT / "docs" / "parity.md").read_text(encoding="utf-8") == render_page(measured)
+    rows = {str(row): row for row in (*FULL, *COVERING, *OPTIMIZERS, *PRECISIONS)}
+    for each in measured:
+        loss, norm = bounds(rows[each.name])
+        assert each.equal and each.difference.loss <= loss and each.difference.norm <= norm, each.name

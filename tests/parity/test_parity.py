@@ -3,39 +3,62 @@
 The rows here are a covering array: every pair of options stands in at least one row. `make parity` runs the product.
 """
 
+import shutil
+import time
+
 import pytest
 
 from parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS
-from training import Row, bounds, difference, hashes, train, with_ranks
+from published_rows import Difference
+from training import LOSS, Row, bounds, difference, hashes, losses_of, train, weight_difference, with_ranks
 
 pytestmark = pytest.mark.dist
 
 
-def check(workers, references, text, folder, row):
+def check(workers, references, text, folder, row, publish):
+    started = time.monotonic()
     rows = train(workers, row, folder, text)
     expected = references(row.reference())
     losses, norms = difference(rows, expected)
     loss_bound, norm_bound = bounds(row)
-    assert losses <= loss_bound and norms <= norm_bound, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
-    assert hashes(rows) == hashes(expected)
+    within = losses <= loss_bound and norms <= norm_bound
     evaluations = [[each["loss"] for each in run if each["kind"] == "eval"] for run in (rows, expected)]
-    assert evaluations[0] == pytest.approx(evaluations[1], abs=loss_bound)
+    same = hashes(rows) == hashes(expected) and evaluations[0] == pytest.approx(evaluations[1], abs=loss_bound)
+    if publish is not None:
+        share = max(abs(ours / theirs - 1) for ours, theirs in zip(losses_of(rows), losses_of(expected), strict=True))
+        weights = weight_difference(folder / "run", references.folder(row.reference()) / "run", step=len(hashes(rows)))
+        seconds = time.monotonic() - started
+        publish(row, Difference(losses, share, norms, weights), within and same, seconds)
+        shutil.rmtree(folder)  # the checkpoints of the whole product would fill a disk
+    assert within, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
+    assert hashes(rows) == hashes(expected)
+    assert same, evaluations
 
 
 @pytest.mark.parametrize("row", COVERING, ids=str)
-def test_equals_one_process(workers, references, text, tmp_path, row):
-    check(workers, references, text, tmp_path, row)
+def test_equals_one_process(workers, references, text, tmp_path, publish, row):
+    check(workers, references, text, tmp_path, row, publish)
 
 
 @pytest.mark.parametrize("row", OPTIMIZERS + PRECISIONS, ids=str)
-def test_every_optimizer_and_precision_equals_one_process(workers, references, text, tmp_path, row):
-    check(workers, references, text, tmp_path, row)
+def test_every_optimizer_and_precision_equals_one_process(workers, references, text, tmp_path, publish, row):
+    check(workers, references, text, tmp_path, row, publish)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", FULL, ids=str)
-def test_equals_one_process_whole_product(workers, references, text, tmp_path, row):
-    check(workers, references, text, tmp_path, row)
+def test_equals_one_process_whole_product(workers, references, text, tmp_path, publish, row):
+    check(workers, references, text, tmp_path, row, publish)
+
+
+def test_what_is_published_is_what_was_measured(workers, references, text, tmp_path):
+    row, kept = with_ranks(Row(), ranks=2), []
+    check(workers, references, text, tmp_path / "right", row, lambda *measured: kept.append(measured))
+    [(_, right, equal, _)] = kept
+    assert equal and 0 < right.weight < 1e-4 and right.loss <= LOSS and right.loss_share < right.loss
+    train(workers, row, tmp_path / "wrong", text, mutation="wrong sample")
+    wrong = weight_difference(tmp_path / "wrong" / "run", references.folder(row.reference()) / "run", step=4)
+    assert wrong > 100 * right.weight
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp"])

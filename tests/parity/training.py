@@ -293,6 +293,19 @@ def hashes(rows: list[dict[str, Any]]) -> list[str]:
     return [row["batch_hash"] for row in rows if row["kind"] == "train"]
 
 
+def losses_of(rows: list[dict[str, Any]]) -> list[float]:
+    """The training loss of every step."""
+    return [row["loss"] for row in rows if row["kind"] == "train"]
+
+
+def weight_difference(run: Path, reference: Path, step: int) -> float:
+    """The largest absolute difference of any weight between the checkpoints of two runs."""
+    ours, theirs = tensors_of(run, step), tensors_of(reference, step)
+    names = [name for name in theirs if name.startswith("model.")]
+    assert names and {name for name in ours if name.startswith("model.")} == set(names)
+    return max((ours[name].double() - theirs[name].double()).abs().max().item() for name in names)
+
+
 def with_ranks(row: Row, ranks: int, **changes: Any) -> Row:
     """The row on another number of ranks, with the largest microbatch that divides."""
     return replace(row, ranks=ranks, micro_batch=changes.pop("micro_batch", GLOBAL_BATCH // ranks), **changes)

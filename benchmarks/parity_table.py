@@ -1,0 +1,154 @@
+"""Publish how far every strategy is from the single process: docs/parity.md, from what the parity tests measured.
+
+    python benchmarks/parity_table.py [RESULTS.jsonl ...]
+
+reads what `pytest tests/parity --publish RESULTS.jsonl` wrote, and writes the page; `make parity-table` does both.
+Parts that ran on several machines are given together. Rows of another source than the newest's are left out, and said.
+"""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parity")]
+
+from parity_rows import COVERING, FULL, OPTIMIZERS, PRECISIONS  # noqa: E402
+from published_rows import Measured, read_measured  # noqa: E402
+from training import GLOBAL_BATCH, bounds  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "parity-cpu.jsonl"
+PAGE = ROOT / "docs" / "parity.md"
+STRATEGIES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp": "FSDP", "hsdp": "HSDP"}
+PARTS = {"loss_share": "loss, relative", "norm": "gradient norm, relative", "weight": "weight, absolute"}
+HEAD = """\
+# Every strategy against the single process
+
+`benchmarks/parity_table.py` writes this page from `benchmarks/results/parity-cpu.jsonl`, which lists every row with its
+options. A row is a run of 4 steps in real processes, compared step by step with a single process in fp32 that takes the
+whole batch at once: see [strategies.md](strategies.md#what-the-same-means).
+
+"""
+COLUMNS = """\
+Each difference is the largest of any row in the group: of a step's loss, relative to the reference; of a step's
+gradient norm, relative; of any single weight after the last step, absolute.
+
+"""
+
+
+def render_page(measured: list[Measured]) -> str:
+    """The page, of rows that one source was measured by."""
+    failed = [each for each in measured if not each.equal]
+    lines = [
+        *HEAD.splitlines(),
+        *_render_coverage(measured),
+        "",
+        *_render_machines(measured),
+        "",
+        *COLUMNS.splitlines(),
+    ]
+    places = [(_place(each), each) for each in measured]
+    lines += ["## By strategy, processes and precision", ""]
+    lines += _render_table(("strategy", "processes", "precision"), places)
+    lines += ["", "## By option", "", *_render_table(("option", "value", "precision"), _by_option(measured))]
+    if failed:
+        lines += ["", "## Not equal", "", *(f"- {each.name}: {_describe(each)}" for each in failed)]
+    return "\n".join(lines) + "\n"
+
+
+def _render_coverage(measured: list[Measured]) -> list[str]:
+    names = {each.name for each in measured}
+    counts = [
+        (rows, sum(str(row) in names for row in {str(row) for row in rows}), len({str(row) for row in rows}))
+        for rows in (FULL, COVERING, OPTIMIZERS + PRECISIONS)
+    ]
+    (_, product, whole), (_, pairs, all_pairs), (_, others, all_others) = counts
+    lines = [
+        f"Measured: {product:,} of the {whole:,} rows of the product of all options ({pairs} of the {all_pairs} that "
+        f"`make test` runs), and {others} of the {all_others} rows of other optimizers and precisions.",
+        f"{sum(each.equal for each in measured):,} of these {len(measured):,} rows are within their bounds, with the "
+        "same batches and evaluations.",
+    ]
+    if product < whole:
+        lines.append("This is a partial run: the missing rows were not measured.")
+    return textwrap.wrap(" ".join(lines), 120)
+
+
+def _render_machines(measured: list[Measured]) -> list[str]:
+    """A line for each kind of machine and set of versions, with the days on which it measured."""
+    machines: dict[str, set[str]] = {}
+    for each in measured:
+        on = each.environment
+        line = (
+            f"{on['processor']}, {on['cores']} cores, Python {on['python']}, torch {on['torch']}, transformers "
+            f"{on['transformers']}, echelon {on['echelon']}"
+        )
+        machines.setdefault(line, set()).add(on["date"])
+    return [f"- {line}; {' to '.join(sorted({min(days), max(days)}))}" for line, days in sorted(machines.items())]
+
+
+def _place(measured: Measured) -> tuple[str, ...]:
+    """Where a row stands in the first table."""
+    return STRATEGIES[measured.row.parallel], str(measured.row.ranks), measured.row.precision
+
+
+def _by_option(measured: Iterable[Measured]) -> list[tuple[tuple[str, ...], Measured]]:
+    """Each row under each of its options."""
+    found = []
+    for each in measured:
+        row = each.row
+        options = {
+            "model": f"{row.family}, {'tied' if row.tied else 'untied'}",
+            "activation checkpointing": row.checkpointing,
+            "compile": "on" if row.compile else "off",
+            "optimizer": row.optimizer,
+            "master weights": row.master_weights,
+            "microbatches": str(GLOBAL_BATCH // row.ranks // row.micro_batch),
+        }
+        found += [((name, value, row.precision), each) for name, value in options.items()]
+    return found
+
+
+def _render_table(heads: tuple[str, ...], rows: list[tuple[tuple[str, ...], Measured]]) -> list[str]:
+    """A line for each key, in their order, with the largest differences of the rows that have it."""
+    groups: dict[tuple[str, ...], list[Measured]] = {}
+    for key, measured in sorted(rows, key=lambda row: [_sort_key(part) for part in row[0]]):
+        groups.setdefault(key, []).append(measured)
+    lines = [f"| {' | '.join((*heads, 'rows', *PARTS.values()))} |", "|---" * (len(heads) + 1 + len(PARTS)) + "|"]
+    for key, group in groups.items():
+        largest = [max(getattr(each.difference, part) for each in group) for part in PARTS]
+        lines.append(f"| {' | '.join((*key, str(len(group)), *(f'{value:.1e}' for value in largest)))} |")
+    return lines
+
+
+def _sort_key(word: str) -> tuple[int, str]:
+    """Strategies in their order, everything else by name."""
+    names = list(STRATEGIES.values())
+    return (names.index(word), "") if word in names else (len(names), word)
+
+
+def _describe(measured: Measured) -> str:
+    difference, (loss, norm) = measured.difference, bounds(measured.row)
+    return f"loss {difference.loss:.1e} (at most {loss:g}), norm {difference.norm:.1e} (at most {norm:g})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="*", default=[RESULTS], help="files that --publish wrote")
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page")
+    arguments = parser.parse_args()
+    measured = read_measured(arguments.results)
+    if not measured:
+        sys.exit(f"no row stands in {', '.join(map(str, arguments.results))}; run `make parity-table`")
+    newest = measured[-1].environment["source"]
+    kept = [each for each in measured if each.environment["source"] == newest]
+    if len(kept) < len(measured):
+        print(f"left out: {len(measured) - len(kept)} rows of other source than {newest}; measure them again")
+    arguments.out.write_text(render_page(kept), encoding="utf-8")
+    print(f"{arguments.out}: {len(kept)} rows, {sum(each.equal for each in kept)} of them equal")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What `make parity-table` keeps: a run that was killed goes on, parts are disjoint, and the page is what is kept."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from published_rows import Difference, Measured, append, begin, choose_rows, parse_part, read_measured
+from training import Row
+
+ROOT = Path(__file__).parents[2]
+NAMES = [f"row {number}" for number in range(10)]
+MACHINE = {"date": "2026-01-02", "python": "3", "echelon": "0", "torch": "2", "transformers": "5", "processor": "one",
+           "cores": 2, "source": "abc"}  # fmt: skip
+MEASURED = Measured(Row("fsdp", ranks=2), Difference(1e-6, 2e-7, 3e-5, 4e-4), True, 1.5, MACHINE)
+
+
+def test_rows_are_read_back_and_the_last_one_counts(tmp_path):
+    path = tmp_path / "there" / "rows.jsonl"
+    begin(path, MACHINE)
+    append(path, replace(MEASURED, equal=False))
+    append(path, MEASURED)
+    begin(path, {**MACHINE, "cores": 8})
+    append(path, replace(MEASURED, row=Row()))
+    assert read_measured([path]) == [MEASURED, replace(MEASURED, row=Row(), environment={**MACHINE, "cores": 8})]
+    assert read_measured([tmp_path / "absent.jsonl"]) == []
+
+
+def test_a_run_goes_on_behind_a_torn_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    begin(path, MACHINE)
+    append(path, MEASURED)
+    path.write_text(path.read_text()[:-9])
+    assert read_measured([path]) == []
+    append(path, MEASURED)
+    assert read_measured([path]) == [MEASURED]
+
+
+def test_parts_are_disjoint_and_complete():
+    parts = [choose_rows([*NAMES, NAMES[0]], [], "abc", (number, 3)) for number in (1, 2, 3)]
+    assert sum(map(len, parts)) == len(NAMES) and set().union(*parts) == set(NAMES)
+
+
+def test_what_stands_there_is_left_out_unless_it_was_red_or_of_other_source():
+    names = [*NAMES, MEASURED.name]
+    assert choose_rows(names, [MEASURED], "abc", (1, 1)) == set(NAMES)
+    assert choose_rows(names, [replace(MEASURED, equal=False)], "abc", (1, 1)) == set(names)
+    assert choose_rows(names, [MEASURED], "def", (1, 1)) == set(names)
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "1", "a/b"])
+def test_what_is_no_part_is_refused(text):
+    assert parse_part("4/4") == (4, 4)
+    with pytest.raises(ValueError):
+        parse_part(text)
+
+
+def test_the_page_has_the_largest_difference_of_each_group(tmp_path):
+    begin(tmp_path / "rows.jsonl", MACHINE)
+    for family, loss in (("llama", 1e-7), ("qwen3", 9e-7)):
+        row, difference = Row(family=family), Difference(1e-6, loss, 3e-5, 4e-4)
+        append(tmp_path / "rows.jsonl", replace(MEASURED, row=row, difference=difference))
+    append(tmp_path / "rows.jsonl", replace(MEASURED, equal=False))
+    begin(tmp_path / "old.jsonl", {**MACHINE, "source": "older"})
+    append(tmp_path / "old.jsonl", replace(MEASURED, row=Row("zero1", ranks=4)))
+    files = [str(tmp_path / name) for name in ("old.jsonl", "rows.jsonl")]
+    command = [sys.executable, "benchmarks/parity_table.py", *files, "--out", str(tmp_path / "page.md")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "left out: 1 rows of other source" in done.stdout and "3 rows, 2 of them equal" in done.stdout
+    page = (tmp_path / "page.md").read_text()
+    assert "| DDP | 1 | fp32 | 2 | 9.0e-07 | 3.0e-05 | 4.0e-04 |" in page
+    assert "| FSDP | 2 | fp32 | 1 | 2.0e-07 |" in page and "ZeRO-1" not in page
+    assert "partial" in page and f"- {MEASURED.name}: loss 1.0e-06 (at most 2e-05)" in page
