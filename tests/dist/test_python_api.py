@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import echelon
 from command import EXACT, assert_no_orphan, write_recipe
-from echelon.errors import DataError, StoppedError, TrainingError
+from own_parts import write_package
+from echelon.errors import ConfigError, DataError, StoppedError, TrainingError
 
 pytestmark = pytest.mark.dist
 
@@ -27,11 +29,11 @@ def folder(monkeypatch, tmp_path):
     assert_no_orphan()
 
 
-def interrupt(name, at):
-    """Takes the lines of a run, and sends this process a signal at one of them."""
+def interrupt(name, step):
+    """Takes the lines of a run, and sends this process a signal at that of a step."""
 
     def say(line):
-        if line.startswith(at):
+        if re.match(rf"step +{step}/", line):
             signal.raise_signal(name)
 
     return say
@@ -41,14 +43,14 @@ def interrupt(name, at):
 def test_an_interrupt_saves_and_the_same_call_goes_on(folder):
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     recipe = echelon.load_recipe(write_recipe(folder), {"train.steps": 100_000})
-    with pytest.raises(KeyboardInterrupt, match="^stopped by SIGINT; the newest checkpoint is step"):
-        echelon.train(recipe, nproc=2, say=interrupt(signal.SIGINT, "step 4"))
+    with pytest.raises(KeyboardInterrupt, match="^stopped by SIGINT at step .* the same command resumes from it"):
+        echelon.train(recipe, nproc=2, say=interrupt(signal.SIGINT, 4))
     run = echelon.Run("runs/tiny")
     stopped_at = run.checkpoints()[-1].step
     assert run.status == "stopped" and 4 <= stopped_at and run.plan.world_size == 2
 
     lines = []
-    stop = interrupt(signal.SIGTERM, f"step {stopped_at + 2}")
+    stop = interrupt(signal.SIGTERM, stopped_at + 2)
     with pytest.raises(StoppedError, match="^stopped by SIGTERM"):
         echelon.train(recipe, nproc=2, say=lambda line: (lines.append(line), stop(line)))
     assert f"Resuming from step-{stopped_at:08d}." in lines
@@ -96,7 +98,7 @@ def test_a_script_does_what_the_commands_do(folder):
     assert done.returncode == 0, done.stderr
     *shown, last = done.stdout.splitlines()
     told = json.loads(last)
-    assert any(line.startswith("step 6") for line in shown)
+    assert any(line.startswith("step 6/6") for line in shown)
     assert told["texts"][0] == told["texts"][1] == told["one"] and told["texts"][2].startswith("2 plus")
     assert AutoModelForCausalLM.from_pretrained(folder / told["out"]).dtype.itemsize == 2
 
@@ -108,3 +110,30 @@ def test_a_script_does_what_the_commands_do(folder):
         [sys.executable, "-m", "echelon", "eval", "runs/tiny", "--json"], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout)["loss"] == told["loss"]
+
+
+@pytest.mark.slow
+def test_parts_from_outside_train_in_real_workers(folder, monkeypatch):
+    """A reader, an optimizer, an objective and a synchronizer of a package that only the caller's sys.path knows."""
+    monkeypatch.syspath_prepend(folder / "site")
+    package = write_package(folder / "site", "parts_of_the_dist_test")
+    (folder / "poems.verse").write_text("".join(f"verse {number} of them\n***\n" for number in range(400)))
+    write_recipe(folder)
+    overrides = {
+        "data.train": [{"path": "poems.verse", "format": f"{package}:Verses"}],
+        "optim.name": f"{package}:SignMomentum",
+        "optim.options": {"momentum": 0.9},
+        "objective.name": f"{package}:ZLoss",
+        "objective.options": {"weight": 0.001},
+        "sync.name": f"{package}:Slower",
+        "sync.options": {"factor": 0.5},
+    }
+    run = echelon.train(echelon.load_recipe("recipe.json", overrides), nproc=2, say=lambda line: None)
+    assert run.metrics()[0]["loss"] > run.metrics()[-1]["loss"] and run.checkpoints()[-1].read_state()["sync"] == {
+        "steps": 6
+    }
+    assert run.recipe.optim.name == f"{package}:SignMomentum" and echelon.evaluate(run)["loss"] > 0
+    overrides["optim.name"] = f"{package}:SignMomentun"
+    with pytest.raises(ConfigError, match=r"^optim.name=parts_of_the_dist_test:SignMomentun: the module .* has no Sign"):
+        echelon.train(echelon.load_recipe("recipe.json", {**overrides, "run.name": "other"}), nproc=2)
+    assert not (folder / "runs" / "other").exists()

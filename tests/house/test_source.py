@@ -10,6 +10,7 @@ import pytest
 from source_tree import ECHELON, Module, SourceTree
 
 from echelon.recipe.inputs import AdapterConfig, ObjectiveConfig
+from echelon.recipe.names import OneOf
 from echelon.recipe.training import EngineName, OptimConfig, ParallelName, SyncConfig
 
 # The second runs in a container, where echelon may not be importable yet.
@@ -20,13 +21,10 @@ NAMELESS_ROOM = "training"
 
 def list_choices() -> set[str]:
     """The names of strategies, engines and methods, as the recipe's types say them; `auto` is none."""
-    fields = [
-        ParallelName,
-        EngineName,
-        *(model.model_fields["name"].annotation for model in (SyncConfig, ObjectiveConfig, OptimConfig)),
-        AdapterConfig.model_fields["method"].annotation,
-    ]
-    return {name for field in fields for name in get_args(field) if isinstance(name, str)} - {"auto"}
+    fields = [ParallelName, EngineName, AdapterConfig.model_fields["method"].annotation]
+    named = [model.model_fields["name"].metadata for model in (SyncConfig, ObjectiveConfig, OptimConfig)]
+    own = {name for field in fields for name in get_args(field) if isinstance(name, str)}
+    return own.union(*(each.names for metadata in named for each in metadata if isinstance(each, OneOf))) - {"auto"}
 
 
 def find_environment_reads(tree: SourceTree, readers: Collection[str]) -> list[str]:

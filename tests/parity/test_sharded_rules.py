@@ -7,7 +7,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from echelon.errors import ConfigError
 from echelon.model.sharding import local_slices
-from echelon.optimizer.groups import Member
 from echelon.optimizer.rounding import random_bits
 from echelon.optimizer.sharded_parameter import Layout
 from echelon.optimizer.stepper import Group, Optimizer, Slot, choose_rule
@@ -31,7 +30,7 @@ def run_steps(place, name, master_weights):
     results = {}
     for index, (label, shape) in enumerate(SHAPES.items()):
         parameter = torch.nn.Parameter(place(random(shape, index).to(dtype)))
-        rule = choose_rule(Member(label, parameter, 0.1, 1.0, is_layer_matrix=len(shape) == 2), config)
+        rule = choose_rule(config, is_layer_matrix=len(shape) == 2)
         slot = Slot(label, parameter, rule, name == "adamw_8bit", master_weights == "bf16_kahan")
         optimizer = Optimizer([Group(rule, 0.1, 1.0, [slot])], seed=1)
         for step in range(3):
@@ -71,7 +70,7 @@ def test_packed_moments_and_random_bits_are_the_same_bit_for_bit(workers, master
 def refusal(rank, world_size):
     parameter = distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (world_size,)), [Shard(1)])
     config = OptimConfig(name="adamw_8bit", learning_rate=1.0)
-    rule = choose_rule(Member("w", torch.nn.Parameter(parameter), 0.0, 1.0, is_layer_matrix=True), config)
+    rule = choose_rule(config, is_layer_matrix=True)
     try:
         Slot("w", torch.nn.Parameter(parameter), rule, packs=True, keeps_remainder=False)
     except ConfigError as error:

@@ -29,10 +29,13 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) -> "Recipe":
     """Read the recipe, print its notes, and refuse what is not built."""
+    from echelon.extensions import find_from_here
+    from echelon.lifecycle.extension_checks import list_extensions
     from echelon.recipe import check_built, load_recipe
 
     recipe, notes = load_recipe(path, overrides or [])
     check_built(recipe)
+    find_from_here(each.name for each in list_extensions(recipe))
     for note in [] if quiet else notes:
         say(redact_text(note))
     return recipe

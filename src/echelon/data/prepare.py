@@ -141,6 +141,7 @@ def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
             config.label,
             config.split,
             config.max_samples,
+            json.dumps(config.options or {}, sort_keys=True, default=str),
         )
         for index, config in enumerate(configs)
     )
@@ -237,7 +238,10 @@ def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "Pre
         limit = [] if entry.source.max_samples is None else [entry.source.max_samples]
         digest.update(json.dumps([entry.stream, entry.source.key, entry.source.name, *limit]).encode())
         for file in entry.files:
-            digest.update(json.dumps(asdict(file), default=os.fspath).encode())
+            described = asdict(file)
+            if described["options"] == "{}":  # data prepared before there were any stays good
+                del described["options"]
+            digest.update(json.dumps(described, default=os.fspath).encode())
     return digest.hexdigest()[:16]
 
 

@@ -13,12 +13,15 @@ from echelon.data.readers.arrays import is_array
 from echelon.data.readers.record import EITHER_FIELD, ExampleFields, Fields, SourceFile
 from echelon.errors import DataError
 from echelon.recipe.data_formats import PLAIN_FIELDS, RECORD_FORMATS, recognise_format
+from echelon.recipe.names import FORMATS
 
 if TYPE_CHECKING:
     from echelon.data.source import Source
 
-RECORD_FILES = ("jsonl", "json", "csv", "parquet", "arrow", "hub")
-"""The formats of files that hold records with named fields."""
+
+def has_records(format: str) -> bool:
+    """Whether files of a format hold records with named fields."""
+    return format in FORMATS and FORMATS[format].has_records
 
 
 def settle_fields(source: "Source", files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
@@ -27,11 +30,11 @@ def settle_fields(source: "Source", files: Sequence[SourceFile]) -> tuple[Source
     Raises DataError where the recipe names fields of an instruction format and the first record has none.
     """
     files = _find_arrays(source, files)
-    records = [file for file in files if file.format in RECORD_FILES]
+    records = [file for file in files if has_records(file.format)]
     if not records:
         return tuple(files)
     fields = _choose_fields(source, records)
-    return tuple(replace(file, fields=fields) if file.format in RECORD_FILES else file for file in files)
+    return tuple(replace(file, fields=fields) if has_records(file.format) else file for file in files)
 
 
 def has_known_fields(renames: Mapping[str, str], names: Collection[str]) -> bool:
@@ -83,7 +86,7 @@ def _find_arrays(source: "Source", files: Sequence[SourceFile]) -> Sequence[Sour
     """Files named .json as arrays of records, where all files of the source are of records. Others are plain text."""
     is_json = [file.format == "text" and ".json" in file.path.suffixes[-2:] for file in files]
     pairs = list(zip(files, is_json, strict=True))
-    if source.format != "auto" or not all(each or file.format in RECORD_FILES for file, each in pairs):
+    if source.format != "auto" or not all(each or has_records(file.format) for file, each in pairs):
         return files
     found = []
     for file, each in pairs:

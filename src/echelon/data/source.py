@@ -8,15 +8,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from echelon.data.readers import FORMATS, guess_format
+from echelon.data.readers import find_reader, guess_format
 from echelon.data.readers.datasets import find_on_hub, is_saved_dataset, list_saved_dataset
 from echelon.data.readers.megatron import is_megatron_index
 from echelon.data.readers.record import SourceFile
 from echelon.data.readers.separated import read_header
-from echelon.data.record_kinds import RECORD_FILES, has_known_fields, settle_fields
+from echelon.data.record_kinds import has_known_fields, has_records, settle_fields
 from echelon.data.walking import LeftOut, walk
 from echelon.errors import ConfigError, DataError
+from echelon.extensions import is_extension
 from echelon.recipe.data_formats import RECORD_FORMATS
+from echelon.recipe.names import FORMATS
 
 PYTHON_STDLIB = "python-stdlib"
 """The source every machine has: the running Python's standard library, its *.py files."""
@@ -34,7 +36,8 @@ class Source:
 
     `key` is its place in the recipe, for messages; `path` a file, a folder, a glob, `python-stdlib` or a dataset of the
     hub; `fields` the names of the records' fields, by the format's own; `name` what lines and metrics call it;
-    `max_samples` how many of its records are read, from the first on; None for all.
+    `max_samples` how many of its records are read, from the first on; None for all; `options` what a reader from
+    outside is made with, as JSON.
     """
 
     key: str
@@ -44,6 +47,7 @@ class Source:
     name: str = ""
     split: str | None = None
     max_samples: int | None = None
+    options: str = "{}"
 
     def __str__(self) -> str:
         """The path as the user gave it, for messages: `data.train.0.path=PATH`, or `--data PATH`."""
@@ -60,7 +64,7 @@ def list_files(source: Source, left_out: LeftOut | None = None) -> tuple[SourceF
     path = Path(source.path).expanduser()
     if source.format == "hub":
         return settle_fields(source, find_on_hub(source.path, source.split, str(source)))
-    if path.is_dir() and is_saved_dataset(path):
+    if path.is_dir() and is_saved_dataset(path) and not is_extension(source.format):
         return settle_fields(source, _check_not_empty(source, _list_saved(source, path)))
     if source.split is not None:
         raise ConfigError(
@@ -68,6 +72,9 @@ def list_files(source: Source, left_out: LeftOut | None = None) -> tuple[SourceF
             f"is none; list the files to read, or hold out a share with data.validation_fraction."
         )
     files = _check_not_empty(source, _list_paths(source, path, left_out))
+    if is_extension(source.format):
+        files = [replace(file, options=source.options) for file in files]
+        find_reader(files[0], f"{source.key}.format")
     for file in files:
         if not file.size and source.path != PYTHON_STDLIB:
             left_out.note("empty files", file.name)
@@ -124,7 +131,7 @@ def _choose_format(source: Source, path: Path) -> str:
     if source.format in RECORD_FORMATS:
         if path.suffix.lower() == ".json":
             return "json"
-        if guessed is None or guessed not in RECORD_FILES:
+        if guessed is None or not has_records(guessed):
             raise ConfigError(
                 f"{source.key}.format={source.format} is for records in .jsonl, .json, .csv, .parquet or .arrow, and "
                 f"{path} is none"
@@ -151,13 +158,15 @@ def _list_folder(source: Source, folder: Path, left_out: LeftOut) -> Iterator[So
 
 def _is_wanted(format: str, path: Path, guessed: str | None) -> bool:
     """Whether a folder's file is read where this format is asked for; `guessed` is the one that its name tells."""
+    if is_extension(format):
+        return True
     is_json = path.suffix.lower() == ".json"
     if guessed is None:
         return False
     if format == "auto":
         return FORMATS[guessed].in_folders
     if format in RECORD_FORMATS:
-        return guessed in RECORD_FILES or is_json
+        return has_records(guessed) or is_json
     if format == "text":
         return guessed in ("text", "csv", "jsonl")
     return is_json if format == "json" else format == guessed

@@ -12,6 +12,7 @@ from typing import Any
 
 from echelon.data.mixture import divide_slots
 from echelon.errors import ConfigError, HubUnreachableError
+from echelon.lifecycle.extension_checks import describe_extensions
 from echelon.model.model_folder import find_model_dir
 from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import ModelShape
@@ -62,7 +63,7 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     if recipe.data.is_mixture:
         divide_slots(recipe.data.weights)
     _check_deterministic(recipe)
-    left: list[str] = []
+    left = describe_extensions(recipe)
     if not elsewhere:
         check_trackers(recipe)
     elif recipe.track:

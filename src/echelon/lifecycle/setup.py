@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.errors import ConfigError, EchelonError, PlanError
 from echelon.hardware.accelerators import Cluster
+from echelon.lifecycle.extension_checks import check_extensions
 from echelon.lifecycle.model_checks import check_model, check_weights, find_model_fields
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
@@ -60,6 +61,7 @@ def prepare_run(
     from echelon.inference.evaluate import check_evaluation
     from echelon.model.hub import fetch_models, find_commits, read_commits, write_commits
 
+    check_extensions(recipe)
     find_cluster = cache(find_cluster)
     rate = find_price_here(recipe, variables)
     check_budget(recipe, rate)

@@ -6,15 +6,10 @@ import torch
 from torch import Tensor
 
 from echelon.data.loader import Microbatch
-from echelon.extensions import find_named
+from echelon.extensions import build_named
 from echelon.objectives.outputs import DecoderOutputs, Reading
 from echelon.recipe import ObjectiveConfig
-
-OBJECTIVES: dict[str, str] = {
-    "causal_lm": "echelon.objectives.causal_lm:build_causal_lm",
-    "dpo": "echelon.objectives.dpo:build_dpo",
-}
-"""What `objective.name` can be. Each is called with the recipe's section."""
+from echelon.recipe.names import OBJECTIVES
 
 
 class Objective(Protocol):
@@ -54,7 +49,7 @@ class Objective(Protocol):
 
 def build_objective(config: ObjectiveConfig) -> Objective:
     """The objective that the recipe names."""
-    made: Objective = find_named("objective.name", config.name, OBJECTIVES)(config)
+    made: Objective = build_named("objective.name", config.name, OBJECTIVES, Objective, config, options=config.options)
     return made
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from echelon.optimizer.rules import Item, assign
 from echelon.optimizer.sharded_parameter import Layout
+from echelon.recipe import OptimConfig
 
 EPS = torch.finfo(torch.float32).eps  # below this a root of a second moment counts as this
 SMALLEST_SCALE = 1e-3  # the least root mean square a parameter is taken to have
@@ -57,3 +58,8 @@ class Adafactor:
         assign(state["column_variance"], column, commit)
         mean = layout.add_up(row.sum(-2, keepdim=True), -2) / rows
         return row * column / mean.clamp(min=EPS)
+
+
+def build_adafactor(config: OptimConfig, is_layer_matrix: bool) -> Adafactor:
+    """The rule of the recipe's section."""
+    return Adafactor()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.optimizer.rules import Item, assign
+from echelon.optimizer.rules import AdamW, Item, assign, build_adamw
 from echelon.optimizer.sharded_parameter import Layout
+from echelon.recipe import OptimConfig
 
 # Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": five quintic steps.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -42,6 +43,11 @@ class Muon:
             scale = rate * UPDATE_RMS * math.sqrt(max(item.layout.shape))
             assign(item.weight, item.weight * (1 - rate * weight_decay) - scale * update, commit)
             assign(momentum, mixed, commit)
+
+
+def build_muon(config: OptimConfig, is_layer_matrix: bool) -> Muon | AdamW:
+    """The rule of the recipe's section: Muon leaves all but the matrices of the layers to AdamW."""
+    return Muon(config.momentum) if is_layer_matrix else build_adamw(config, is_layer_matrix)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from echelon.optimizer.sharded_parameter import Layout
+from echelon.recipe import OptimConfig
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class AdamW:
         )
 
 
+def build_adamw(config: OptimConfig, is_layer_matrix: bool) -> AdamW:
+    """The rule of the recipe's section."""
+    return AdamW(config.betas, config.eps)
+
+
 @dataclass(frozen=True)
 class MomentumSGD:
     """SGD with momentum, b = momentum * b + g, w -= rate * b, by PyTorch's fused kernel; weight decay decoupled."""
@@ -112,6 +118,11 @@ class MomentumSGD:
         )
 
 
+def build_sgd(config: OptimConfig, is_layer_matrix: bool) -> MomentumSGD:
+    """The rule of the recipe's section."""
+    return MomentumSGD(config.momentum)
+
+
 @dataclass(frozen=True)
 class Lion:
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2)."""
@@ -129,3 +140,8 @@ class Lion:
             sign = momentum.lerp(item.gradient, 1 - self.betas[0]).sign_()
             assign(item.weight, item.weight * (1 - rate * weight_decay) - rate * sign, commit)
             assign(momentum, momentum.lerp(item.gradient, 1 - self.betas[1]), commit)
+
+
+def build_lion(config: OptimConfig, is_layer_matrix: bool) -> Lion:
+    """The rule of the recipe's section."""
+    return Lion(config.betas)

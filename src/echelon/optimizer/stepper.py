@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import ConfigError
+from echelon.extensions import build_named
 from echelon.model.sharding import local_part, local_slices
-from echelon.optimizer.adafactor import Adafactor
 from echelon.optimizer.eight_bit import num_blocks, pack, unpack
-from echelon.optimizer.groups import Member, find_members
-from echelon.optimizer.muon import Muon
+from echelon.optimizer.groups import find_members
 from echelon.optimizer.rounding import random_bits, round_stochastically
-from echelon.optimizer.rules import AdamW, Item, Lion, MomentumSGD, Rule, assign
+from echelon.optimizer.rules import Item, Rule, assign
 from echelon.optimizer.sharded_parameter import Layout
 from echelon.recipe import OptimConfig
+from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 
 # The moments that `adamw_8bit` packs, and whether they have a sign. Vectors are small, and stay as they are.
 PACKED_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -135,23 +135,17 @@ def build_optimizer(model: nn.Module, config: OptimConfig, master_weights: str, 
         master_weights: `train.master_weights`; the parameters' dtype says whether they are bf16.
     """
     groups: dict[tuple[Rule, float, float], list[Slot]] = {}
+    packed = OPTIMIZERS.get(config.name, OPTIMIZER_FROM_OUTSIDE).packed
+    rules = {is_layer_matrix: choose_rule(config, is_layer_matrix) for is_layer_matrix in (True, False)}
     for member in find_members(model, config):
-        rule = choose_rule(member, config)
-        slot = Slot(member.name, member.parameter, rule, config.name == "adamw_8bit", master_weights == "bf16_kahan")
+        rule = rules[member.is_layer_matrix]
+        slot = Slot(member.name, member.parameter, rule, packed, master_weights == "bf16_kahan")
         groups.setdefault((rule, member.weight_decay, member.rate_factor), []).append(slot)
     return Optimizer([Group(*key, slots) for key, slots in groups.items()], seed)
 
 
-def choose_rule(member: Member, config: OptimConfig) -> Rule:
-    """The rule that moves a parameter: Muon leaves all but the matrices of the layers to AdamW."""
-    match config.name:
-        case "lion":
-            return Lion(config.betas)
-        case "sgd":
-            return MomentumSGD(config.momentum)
-        case "adafactor":
-            return Adafactor()
-        case "muon" if member.is_layer_matrix:
-            return Muon(config.momentum)
-        case _:
-            return AdamW(config.betas, config.eps)
+def choose_rule(config: OptimConfig, is_layer_matrix: bool) -> Rule:
+    """The rule of the recipe for the matrices of the layers, or for the other parameters."""
+    places = {name: row.place for name, row in OPTIMIZERS.items()}
+    rule: Rule = build_named("optim.name", config.name, places, Rule, config, is_layer_matrix, options=config.options)
+    return rule

@@ -11,6 +11,7 @@ from echelon.hardware.accelerators import DeviceKind
 from echelon.planner.adapter_plan import adapter_bytes_per_token, frozen_bytes, trains_head, whole_weight_bytes
 from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
+from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 
 FP32_BYTES = 4
 # Copies of a chunk of fp32 logits alive at once: the logits, their softmax, and the gradient.
@@ -19,7 +20,8 @@ LOGITS_COPIES = 3
 ASSUMPTIONS = (
     "eager execution; a compiled model keeps less",
     "DDP's gradients are views into its buckets",
-    "optimizer: statistics of rows and columns and scales of 8-bit moments are left out; Muon has whole layers",
+    "optimizer: statistics of rows and columns and scales of 8-bit moments are left out; Muon has whole layers; one of "
+    "your own keeps two numbers for each parameter, as AdamW does",
     "adapters: DoRA with dropout, and new tokens, keep copies of weights that are left out",
     "no attention mask: a document mask adds its own bytes",
     "selective checkpointing keeps the outputs of matrix products and attention, a rough count",
@@ -154,18 +156,10 @@ def describe_checkpoint(shape: ModelShape, plan: ParallelPlan) -> str:
 def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
     """Bytes kept beside the trained parameters for one whole copy of the model."""
     total, number = _num_trained(shape, plan), DTYPE_BYTES[plan.precision.optimizer]
-    match plan.optimizer:
-        case "adamw":
-            moments = 2 * number * total
-        case "adamw_8bit":
-            moments = 2 * total
-        case "lion" | "sgd":
-            moments = number * total
-        case "muon":
-            layers = shape.num_layers * shape.num_layer_parameters if plan.adapter is None else total
-            moments = number * layers + 2 * number * (total - layers)
-        case "adafactor":
-            moments = 0
+    row = OPTIMIZERS.get(plan.optimizer, OPTIMIZER_FROM_OUTSIDE)
+    layers = shape.num_layers * shape.num_layer_parameters if plan.adapter is None else total
+    elsewhere = row.moments if row.moments_elsewhere is None else row.moments_elsewhere
+    moments = (1 if row.packed else number) * (row.moments * layers + elsewhere * (total - layers))
     remainders = DTYPE_BYTES[plan.precision.master] * total if plan.precision.rounding == "kahan" else 0
     return moments + remainders
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from echelon.errors import PlanError
+from echelon.extensions import is_extension
+from echelon.recipe.names import OPTIMIZERS
 from echelon.stored import read_as
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Rounding = Literal["nearest", "stochastic", "kahan"]
-OptimizerName = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
 ReduceGradients = Literal["each", "last"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 AdapterMethod = Literal["lora", "qlora", "dora"]
@@ -119,7 +120,7 @@ class ParallelPlan:
     activation_checkpointing: ActivationCheckpointing = "none"
     compile: bool = False
     precision: Precision = field(default_factory=Precision)
-    optimizer: OptimizerName = "adamw"
+    optimizer: str = "adamw"
     adapter: AdapterPlan | None = None
     lossy: bool = False
     why: tuple[str, ...] = ()
@@ -135,7 +136,8 @@ class ParallelPlan:
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"plan.{name}={getattr(self, name)!r} is not true or false.")
         _check_choice("reduce_gradients", self.reduce_gradients, get_args(ReduceGradients))
-        _check_choice("optimizer", self.optimizer, get_args(OptimizerName))
+        if not is_extension(self.optimizer):
+            _check_choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
         _check_choice("activation_checkpointing", self.activation_checkpointing, get_args(ActivationCheckpointing))
 
     @property

@@ -6,12 +6,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from echelon.recipe.data_formats import check_fields
+from echelon.recipe.names import FormatName, ObjectiveName, Options, check_has_options
 from echelon.recipe.section import AnyPath, Count, Flag, Number, PathOrName, Positive, Section, Whole, check_folder_name
-
-TextFormat = Literal[
-    "auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "hub", "nanogpt", "npy", "megatron",
-    "alpaca", "sharegpt", "messages", "prompt_completion", "preference", "rejected_response", "tokens",
-]  # fmt: skip
 
 DEFAULT_VALIDATION_FRACTION = 0.01
 
@@ -187,7 +183,8 @@ class SourceConfig(Section):
         "hub (with `format: hub`), or `python-stdlib`: the source of the running Python's standard library, without "
         "its tests."
     )
-    format: TextFormat = Field("auto", description="`auto` tells it from the file's name.")
+    format: FormatName = Field("auto", description="`auto` tells it from the file's name.")
+    options: Options = Field(None, description="Arguments of a reader of your own, by their names.")
     split: str | None = Field(
         None, description="The split of a Hugging Face dataset, on disk or on the hub, for example `train[:90%]`."
     )
@@ -334,6 +331,7 @@ class DataConfig(Section):
         for part, sources in (("train", self.train), ("validation", self.validation)):
             for index, source in enumerate(sources):
                 check_fields(f"data.{part}.{index}", source.format, source.fields)
+                check_has_options(f"data.{part}.{index}.format", source.format, source.options)
         return self
 
     @model_validator(mode="after")
@@ -359,9 +357,10 @@ class DataConfig(Section):
 class ObjectiveConfig(Section):
     """What is minimised."""
 
-    name: Literal["causal_lm", "dpo"] = Field(
+    name: ObjectiveName = Field(
         "causal_lm", description="`causal_lm` predicts the next token; `dpo` prefers chosen over rejected answers."
     )
+    options: Options = Field(None, description="Arguments of an objective of your own, by their names.")
     beta: Positive = Field(0.1, description="Of `dpo`: how strongly the model is kept near the reference.")
     loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="Of `dpo`: the loss of a pair's margin.")
     label_smoothing: Number = Field(
@@ -373,6 +372,7 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _every_key_means_something(self) -> Self:
+        check_has_options("objective.name", self.name, self.options)
         for name in ("beta", "loss", "label_smoothing"):
             if self.name != "dpo" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(

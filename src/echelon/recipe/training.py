@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from echelon.recipe.names import OptimizerName, Options, SynchronizerName, check_has_options
 from echelon.recipe.section import (
     Count,
     CountOrZero,
@@ -103,11 +104,12 @@ class TrainConfig(Section):
 class OptimConfig(Section):
     """The optimizer and the schedule of its learning rate."""
 
-    name: Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"] = Field(
+    name: OptimizerName = Field(
         "adamw",
         description="The optimizer. `muon` is for the matrices of the layers; the rest takes AdamW. `adamw_8bit` keeps "
         "moments in 8 bits. The learning rate of `adafactor` is relative to each parameter's size.",
     )
+    options: Options = Field(None, description="Arguments of an optimizer of your own, by their names.")
     learning_rate: Positive = Field(description="The peak of the schedule.")
     learning_rate_multipliers: dict[str, PositiveOrZero] = Field(
         default_factory=dict,
@@ -157,6 +159,11 @@ class OptimConfig(Section):
         le=1,
         description="Where the schedule ends, as a fraction of `learning_rate`; `inverse_sqrt` never falls below it.",
     )
+
+    @model_validator(mode="after")
+    def _options_are_taken(self) -> Self:
+        check_has_options("optim.name", self.name, self.options)
+        return self
 
     @model_validator(mode="after")
     def _betas_below_one(self) -> Self:
@@ -244,6 +251,12 @@ class ParallelConfig(Section):
 class SyncConfig(Section):
     """How replicas agree on the weights."""
 
-    name: Literal["every_step", "local_sgd", "diloco", "parameter_server", "quorum"] = Field(
+    name: SynchronizerName = Field(
         "every_step", description="`every_step` averages gradients in every step: the exact one."
     )
+    options: Options = Field(None, description="Arguments of a synchronizer of your own, by their names.")
+
+    @model_validator(mode="after")
+    def _options_are_taken(self) -> Self:
+        check_has_options("sync.name", self.name, self.options)
+        return self

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.errors import ConfigError
+from echelon.extensions import is_extension
 from echelon.recipe.document import Recipe
 from echelon.recipe.keys import KeyPath, dotted, recipe_keys
 from echelon.recipe.render import plain_value
@@ -24,6 +25,8 @@ class Unbuilt:
     key: str
     possible: str
     built: tuple[Any, ...] = ()
+    admits_own: bool = False
+    """Whether `package.module:Name` works too."""
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
@@ -36,7 +39,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("parallel.microbatches", "no pipeline; set train.micro_batch_size"),
     Unbuilt("parallel.placement", "dp_shard inside dp_replicate"),
     Unbuilt("parallel.order", "dp_shard inside dp_replicate"),
-    Unbuilt("sync.name", "every_step"),
+    Unbuilt("sync.name", "every_step, or package.module:Name of your own", admits_own=True),
     Unbuilt("engine", "native"),
     Unbuilt("profile", "leaving this key out"),
 )
@@ -48,7 +51,8 @@ def check_built(recipe: Recipe) -> None:
     for row in UNBUILT:
         default = fields[row.key].get_default(call_default_factory=True)
         for path, value in _values(recipe, row.key.replace("[]", ".[]").split(".")):
-            if value != default and value not in row.built and type(value) not in row.built:
+            is_own = row.admits_own and is_extension(value)
+            if value != default and value not in row.built and type(value) not in row.built and not is_own:
                 shown = show_value(redact(plain_value(value)))
                 raise ConfigError(f"{dotted(path)}={shown} is not built yet; possible now: {row.possible}.")
 

@@ -191,9 +191,9 @@ def parse_ids(value: object, name: str) -> TokenIds:
 class SourceFile:
     """A file of a source, as it was when listed.
 
-    `format` is a row of the table in `readers`. `required`: named by the user, so it may not be skipped. `rows` bounds
-    the records that belong to the source, where a split takes some of them; `split` and `revision` choose within a
-    dataset that is streamed.
+    `format` is a row of the table of formats, or a reader from outside. `required`: named by the user, so it may not be
+    skipped. `rows` bounds the records that belong to the source, where a split takes some of them; `split` and
+    `revision` choose within a dataset that is streamed. `options`: what a reader from outside is made with, as JSON.
     """
 
     path: Path
@@ -206,6 +206,7 @@ class SourceFile:
     rows: tuple[int, int] | None = None
     split: str | None = None
     revision: str | None = None
+    options: str = "{}"
 
 
 @dataclass(frozen=True, slots=True)

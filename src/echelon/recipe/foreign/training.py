@@ -10,6 +10,7 @@ from echelon.recipe.aliases import read_value, spellings
 from echelon.recipe.foreign.defaults import Defaults, put_default
 from echelon.recipe.foreign.ledger import Ledger
 from echelon.recipe.foreign.reading import Tool
+from echelon.recipe.names import OPTIMIZERS
 from echelon.recipe.training import OptimConfig
 from echelon.recipe.yaml_text import show_value
 
@@ -27,7 +28,7 @@ _OTHER_OPTIMIZERS: Mapping[str, str] = {
     "adafactor": "its learning rate is taken as it is there, and relative to each parameter's size here.",
     "muon": "its updates are scaled in another way there.",
 }
-_OPTIMIZERS: tuple[str, ...] = get_args(OptimConfig.model_fields["name"].annotation)
+_OPTIMIZERS = tuple(OPTIMIZERS)
 _SCHEDULES: tuple[str, ...] = get_args(OptimConfig.model_fields["schedule"].annotation)
 # Degrees among which the processes are divided that do not see other data.
 _DIVISIONS = (

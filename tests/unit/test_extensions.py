@@ -1,0 +1,160 @@
+"""Parts that a recipe names from outside of echelon: what is taken, and one clear error for what is not."""
+
+import json
+import subprocess
+import sys
+
+import jsonschema
+import numpy as np
+import pytest
+
+from echelon.data.prepare import prepare_data
+from echelon.errors import ConfigError
+from echelon.extensions import find_named
+from echelon.lifecycle.extension_checks import check_extensions, describe_extensions, list_extensions
+from echelon.objectives.objective import build_objective
+from echelon.optimizer.stepper import choose_rule
+from echelon.planner.memory import estimate_memory
+from echelon.recipe import OptimConfig, build_recipe, recipe_json_schema, render_recipe
+from own_parts import write_package
+
+RECIPE = {
+    "run": {"name": "small"},
+    "model": {"config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}},
+    "tokenizer": "bytes",
+    "data": {"train": "text.txt", "sequence_len": 16, "validation_fraction": 0.2},
+    "train": {"steps": 10, "global_batch_size": 4},
+    "optim": {"learning_rate": 1e-3},
+}
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Somebody else's package, installed, and a name for each test, since Python keeps what it has imported."""
+    name = write_package(tmp_path / "site", f"their_parts_{abs(hash(tmp_path))}")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def build(**overrides):
+    return build_recipe(RECIPE, {key.replace("__", "."): value for key, value in overrides.items()})[0]
+
+
+def test_an_optimizer_gets_its_options(package):
+    config = build(optim__name=f"{package}:SignMomentum", optim__options={"momentum": 0.25}).optim
+    rule = choose_rule(config, True)
+    assert (rule.momentum, rule.is_layer_matrix, rule.config) == (0.25, True, config)
+    assert rule == choose_rule(config, True) != choose_rule(config, False), "parameters of equal rules go together"
+
+
+def test_an_objective_gets_its_options(package):
+    recipe = build(objective__name=f"{package}:ZLoss", objective__options={"weight": 0.5})
+    assert build_objective(recipe.objective).weight == 0.5
+    assert load_recipe_text(recipe) == recipe
+
+
+def load_recipe_text(recipe):
+    from echelon.recipe.load import parse_recipe
+
+    return parse_recipe(render_recipe(recipe), "recipe.yaml")[0]
+
+
+def test_a_reader_feeds_what_it_reads(package, tmp_path):
+    (tmp_path / "poems.verse").write_text("one two\n+++\n  three\n+++\nfour\n" + "+++\nmore of it\n" * 20)
+    source = {"path": "poems.verse", "format": f"{package}:Verses", "options": {"stars": "+++"}}
+    lines = []
+    prepared = prepare_data(build(data__train=[source], data__validation_fraction=0), lines.append)
+    text = b"one two" + b"three" + b"four" + b"more of it" * 20
+    assert bytes(prepared.train.read_samples(np.array([0])).inputs[0].tolist()) == text[:16]
+    assert prepared.train.num_tokens == len(text)
+    again = prepare_data(build(data__train=[{**source, "options": {"stars": "more"}}]), lines.append)
+    assert again.path != prepared.path, "other options are other text"
+    with pytest.raises(
+        ConfigError, match=r"^data.train.0.format=\S+:Verses: it cannot be made: no such star; see data"
+    ):
+        prepare_data(build(data__train=[{**source, "options": {"fault": "no such star"}}]), lines.append)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_package.parts:Rule", r"no_such_package.parts cannot be imported on this machine .*PYTHONPATH"),
+        ("{package}:Nothing", r"the module their_parts\w* has no Nothing; correct the name"),
+        ("os:system", r"must be a class with build_state, update, as echelon's Rule has, and it is a builtin_function"),
+        ("subprocess:Popen", r"must be a class with build_state, update, .* and it has no build_state\(\)"),
+        ("__main__:Mine", r"what a script or a notebook defines itself cannot be imported .* name my_parts:Mine"),
+    ],
+)
+def test_what_cannot_be_used_is_one_error(package, name, message):
+    recipe = build(optim__name=name.format(package=package))
+    for use in (check_extensions, lambda recipe: choose_rule(recipe.optim, True)):
+        with pytest.raises(ConfigError, match=rf"^optim.name={name.format(package=package)}: .*{message}"):
+            use(recipe)
+
+
+def test_options_are_compared_with_what_is_made(package):
+    recipe = build(objective__name=f"{package}:ZLoss", objective__options={"wait": 1})
+    with pytest.raises(ConfigError, match=r"^objective.options=\{'wait': 1\}: .* unexpected keyword argument 'wait'"):
+        check_extensions(recipe)
+    with pytest.raises(ConfigError, match=r"optim.options=\{'x': 1\} has no meaning with optim.name=lion"):
+        build(optim__name="lion", optim__options={"x": 1})
+
+
+@pytest.mark.parametrize("key", ["optim.name", "objective.name", "sync.name"])
+@pytest.mark.parametrize("name", ["adamx", "a.b", "a:", ":b", "a b:c", "a:b.c"])
+def test_other_names_are_refused_when_the_recipe_is_read(key, name):
+    with pytest.raises(ConfigError, match=rf"{key}={name!r} must be .* or package.module:Name|{key}={name} must be"):
+        build_recipe(RECIPE, {key: name})
+
+
+def test_editors_know_both_spellings():
+    schema = recipe_json_schema()
+    check = jsonschema.Draft202012Validator(schema).is_valid
+    for name, good in (("muon", True), ("their.parts:Rule", True), ("muom", False), ("a b:c", False)):
+        recipe = {**RECIPE, "data": {"train": [{"path": "x"}]}, "optim": {"learning_rate": 1e-3, "name": name}}
+        assert check(recipe) is good, name
+
+
+def test_plans_are_made_without_importing(package):
+    import echelon
+
+    recipe = build(optim__name="not_here.at_all:Rule", data__train=[{"path": "x", "format": "nor.this:Reader"}])
+    assert [each.key for each in list_extensions(recipe)] == ["data.train.0.format", "optim.name"]
+    report = echelon.plan(recipe, "2xH100")
+    told = f"left to train: optim.name=not_here.at_all:Rule: {describe_extensions(recipe)[1].partition(': ')[2]}"
+    assert told in report.lines and "whether the package not_here is installed on every machine" in told
+    adamw = echelon.plan(RECIPE, "2xH100")
+    assert report.memory == adamw.memory == estimate_memory(adamw.shape, adamw.plan, 16, "cuda")
+
+
+def test_a_users_own_recipe_finds_modules_beside_it(package, tmp_path, monkeypatch):
+    """As a script does; what only reads a run's folder does not."""
+    write_package(tmp_path, "beside_it")
+    (tmp_path / "recipe.json").write_text(json.dumps({**RECIPE, "objective": {"name": "beside_it:ZLoss"}}))
+    program = (
+        "import sys; sys.path = [each for each in sys.path if each]\n"
+        "from pathlib import Path\n"
+        "from echelon.commands.arguments import read_recipe\n"
+        "from echelon.objectives.objective import build_objective\n"
+        "from echelon.recipe import load_recipe\n"
+        "try: build_objective(load_recipe(Path('recipe.json'))[0].objective)\n"
+        "except ValueError as error: assert 'cannot be imported' in str(error)\n"
+        "else: raise SystemExit('found without being asked for')\n"
+        "build_objective(read_recipe(Path('recipe.json'), []).objective)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_tables_name_what_there_is():
+    from echelon.data.readers import find_reader
+    from echelon.data.readers.record import Reader, SourceFile
+    from echelon.recipe.names import FORMATS, OBJECTIVES, OPTIMIZERS, SYNCHRONIZERS
+
+    for name in OPTIMIZERS:
+        choose_rule(OptimConfig(name=name, learning_rate=1.0), True)
+    for name in FORMATS:
+        assert isinstance(find_reader(SourceFile(None, "", name, 0, 0, True)), Reader)
+    for table in (OBJECTIVES, SYNCHRONIZERS):
+        for name in table:
+            assert callable(find_named("key", name, table))
