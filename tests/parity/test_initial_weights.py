@@ -5,11 +5,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from echelon.distributed.mesh import build_mesh
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
+from echelon.model.sharding import local_part, local_places
+from echelon.model.weights import WeightPlace
 from echelon.objectives.causal_lm import CausalLM
+from echelon.optimizer.rounding import random_bits
+from echelon.planner.plan import ParallelPlan
 from echelon.recipe import load_recipe
 from families import small_config, small_model
 from training import Row, resolve, with_ranks, write_recipe
@@ -107,3 +116,32 @@ def _without_config(content: str) -> str:
     recipe = json.loads(content)
     recipe["model"].pop("_")
     return json.dumps(recipe)
+
+
+def parts_of_every_kind(rank, world_size):
+    """Whether what is taken of a whole tensor is the part that torch gives this rank; and which parts are blocks."""
+    meshes = build_mesh(ParallelPlan("mapping", dp_shard=2, tp=2), "cpu")
+    whole = torch.arange(96.0).view(12, 8)
+    layer = torch.nn.Linear(8, 12, bias=False)
+    layer.weight.data = whole.clone()
+    parallelize_module(layer, meshes.tp, ColwiseParallel())
+    fully_shard(layer, mesh=meshes.shard)
+    parts = {
+        "plain": whole.clone(),
+        "uneven": distribute_tensor(whole, init_device_mesh("cpu", (4,)), [Shard(1)]),
+        "fsdp over tp": layer.weight.detach(),
+        "packed": distribute_tensor(whole, meshes.tp, [_StridedShard(0, split_factor=2)], src_data_rank=None),
+        "packed columns": distribute_tensor(whole, meshes.tp, [_StridedShard(1, split_factor=2)], src_data_rank=None),
+    }
+    for name, part in parts.items():
+        place = WeightPlace(part)
+        assert torch.equal(place.take(whole), local_part(part)), name
+        assert place.block is None or torch.equal(whole[place.block], local_part(part)), name
+        bits = random_bits(local_places(whole), whole.device, "w", seed=1, step=2)
+        assert torch.equal(random_bits(local_places(part), whole.device, "w", seed=1, step=2), place.take(bits)), name
+    return {name for name, part in parts.items() if WeightPlace(part).block is not None}
+
+
+def test_a_rank_takes_its_part_of_a_whole_however_it_is_dealt_out(workers):
+    for blocks in workers.run(parts_of_every_kind, 4):
+        assert blocks == {"plain", "uneven", "fsdp over tp"}

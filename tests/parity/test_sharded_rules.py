@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from echelon.errors import ConfigError
-from echelon.model.sharding import local_slices
+from echelon.model.sharding import local_places
 from echelon.optimizer.rounding import random_bits
 from echelon.optimizer.sharded_parameter import Layout
 from echelon.optimizer.stepper import Group, Optimizer, Slot, choose_rule
@@ -87,7 +87,7 @@ def parts_of_bits(rank, world_size, placement):
     mesh = init_device_mesh("cpu", (world_size,))
     tensor = distribute_tensor(torch.zeros(7, 10), mesh, PLACEMENTS[placement])
     whole, part = (
-        random_bits(local_slices(each), each.device, "w", seed=1, step=2) for each in (torch.zeros(7, 10), tensor)
+        random_bits(local_places(each), each.device, "w", seed=1, step=2) for each in (torch.zeros(7, 10), tensor)
     )
     return torch.equal(part, Layout(tensor).keep_part(whole))
 

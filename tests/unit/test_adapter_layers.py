@@ -36,7 +36,7 @@ def adapted(base, config, adapter, new_token_ids=()):
     materialize(model, "cpu")
     with torch.no_grad():
         for name, place in weight_places(model).items():
-            place.write(base.get_parameter(name)[place.slices])
+            place.write(place.take(base.get_parameter(name)))
     initialize_buffers(model, skeleton)
     principal = initialize_adapter(model, adapter, seed=5)
     torch.manual_seed(0)
@@ -166,7 +166,7 @@ def test_pissa_begins_as_the_base_and_as_peft_does():
     apply_adapter(fresh, adapter)
     materialize(fresh, "cpu")
     for name, place in weight_places(fresh).items():
-        place.write(base.get_parameter(name).detach()[place.slices])
+        place.write(place.take(base.get_parameter(name).detach()))
     initialize_buffers(fresh, build_on_meta(config))
     initialize_adapter(fresh, adapter, seed=5)
     assert torch.allclose(logits(fresh.eval()), logits(base), atol=1e-5)
@@ -194,7 +194,7 @@ def test_an_export_in_fp32_takes_off_what_a_run_in_bf16_began_with():
         for name, place in weight_places(model).items():
             if "proj" in name:
                 place.tensor.data = place.tensor.data.to(held)
-            place.write(base.get_parameter(name).detach()[place.slices])
+            place.write(place.take(base.get_parameter(name).detach()))
         return initialize_adapter(model, adapter, 5, frozen_dtype)
 
     trained_with, exported, careless = begin(torch.bfloat16), begin(torch.float32, torch.bfloat16), begin(torch.float32)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.model.sharding import local_slices
+from echelon.model.sharding import local_places
 from echelon.optimizer import build_optimizer
 from echelon.optimizer.rounding import random_bits, round_stochastically
 from echelon.recipe import OptimConfig
@@ -12,7 +12,7 @@ from test_optimizer import YES, one_layer
 
 
 def bits_of(tensor, name, seed, step):
-    return random_bits(local_slices(tensor), tensor.device, name, seed, step)
+    return random_bits(local_places(tensor), tensor.device, name, seed, step)
 
 
 def test_rounds_to_a_neighbour_with_the_chances_its_nearness_gives():

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 from echelon.data.tokenizer import build_bytes_tokenizer
 from echelon.errors import CheckpointError, ConfigError
 from echelon.inference.target import load_target
+from echelon.model import weights
 from echelon.model.build import build_on_meta, load_config
 from echelon.model.seeds import derive_seed
-from echelon.model.weights import load_pretrained
+from echelon.model.weights import initialize_weights, load_pretrained
 from families import EXTRA, small_config, small_model
 
 
@@ -111,3 +112,32 @@ def test_damaged_weights_are_refused_by_training_and_evaluation(tmp_path):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
         with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json cannot be read"):
             load_pretrained(*materialised(tmp_path), tmp_path)
+
+
+def last_stage(folder):
+    """A tied model without its embedding and its first layer, as a pipeline's last rank holds it, and its skeleton."""
+    config = load_config(str(folder))
+    skeleton, model = build_on_meta(config), build_on_meta(config)
+    model.model.embed_tokens, model.model.layers[0] = torch.nn.Identity(), torch.nn.Identity()
+    return model.to_empty(device="cpu"), skeleton
+
+
+@pytest.mark.parametrize("source", ["seed", "folder"])
+def test_a_stage_has_the_weights_of_the_whole_and_no_other(source, tmp_path, monkeypatch):
+    """Also its head, which is tied to an embedding that is on another stage."""
+    whole = small_model("llama", tied=True, seed=5)
+    whole.save_pretrained(tmp_path)
+    model, skeleton = last_stage(tmp_path)
+    made, make = [], weights._make_unit
+    monkeypatch.setattr(
+        weights, "_make_unit", lambda skeleton, name, *rest: made.append(name) or make(skeleton, name, *rest)
+    )
+    if source == "seed":
+        initialize_weights(model, skeleton, seed=5)
+        assert "model.layers.1" in made and "model.layers.0" not in made
+    else:
+        load_pretrained(model, skeleton, tmp_path)
+    found = dict(model.named_parameters())
+    assert "lm_head.weight" in found and not any("layers.0" in name or "embed" in name for name in found)
+    for name, parameter in found.items():
+        assert torch.equal(parameter, whole.get_parameter(name)), name

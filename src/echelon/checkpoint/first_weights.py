@@ -11,12 +11,12 @@ from echelon.checkpoint.folder import newest_of
 from echelon.checkpoint.safety import read_metadata
 from echelon.errors import CheckpointError
 from echelon.model.weights import (
+    find_places,
     grown,
     initialize_buffers,
     initialize_weights,
     load_pretrained,
     vocabulary_names,
-    weight_places,
 )
 from echelon.recipe import Recipe
 from echelon.runs.run_folder import is_run
@@ -42,9 +42,11 @@ def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Reci
 @torch.no_grad()
 def _load_from_run(model: PreTrainedModel, skeleton: PreTrainedModel, checkpoint: Path, may_grow: bool) -> None:
     """Straight into what holds a weight as it is; one at a time, through a whole copy, into what does not."""
-    saved, places = read_metadata(checkpoint).state_dict_metadata, weight_places(model)
+    saved, places = read_metadata(checkpoint).state_dict_metadata, find_places(model, skeleton)
     vocabulary, direct = vocabulary_names(skeleton), {}
     for name, parameter in skeleton.named_parameters():
+        if name not in places:
+            continue
         place, entry = places[name], saved.get(f"model.{name}")
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"Checkpoint {checkpoint} has no model.{name}; it belongs to another model.")
@@ -54,5 +56,5 @@ def _load_from_run(model: PreTrainedModel, skeleton: PreTrainedModel, checkpoint
             continue
         held = torch.empty(entry.size if grows else parameter.shape)
         load_alone(checkpoint, {f"model.{name}": held})
-        place.write(grown(held, parameter.shape[0])[place.slices] if grows else held[place.slices])
+        place.write(place.take(grown(held, parameter.shape[0]) if grows else held))
     load_alone(checkpoint, direct)

@@ -6,7 +6,7 @@ DTensor's CPU generator gives every shard the same numbers.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from echelon.model.adapters import plain_name
 from echelon.model.parts import weight_groups
 from echelon.model.quantization import QuantizedLinear
 from echelon.model.seeds import derive_seed
-from echelon.model.sharding import local_part, local_slices
+from echelon.model.sharding import local_part, local_places, take
 from echelon.stored import read_json
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
@@ -43,12 +43,19 @@ class WeightPlace:
         return tuple(self.tensor.shape)
 
     @property
-    def slices(self) -> tuple[slice, ...]:
+    def block(self) -> tuple[slice, ...] | None:
+        """What `take` cuts out, where it is one block of the whole; None where it is several."""
+        if self.quantized is not None:
+            return (slice(None), slice(None))
+        slices = tuple(each for each in local_places(self.tensor) if isinstance(each, slice))
+        return slices if len(slices) == self.tensor.ndim else None
+
+    def take(self, whole: Tensor) -> Tensor:
         """The part of the whole weight that `write` wants: what this rank holds, or all that is quantised together."""
-        return local_slices(self.tensor) if self.quantized is None else (slice(None), slice(None))
+        return take(whole, local_places(self.tensor)) if self.quantized is None else whole
 
     def write(self, part: Tensor) -> None:
-        """Fill in the part of a whole weight that `slices` means."""
+        """Fill in what `take` has cut out of a whole weight."""
         if self.quantized is None:
             local_part(self.tensor).copy_(part)
         else:
@@ -76,47 +83,53 @@ def initialize_weights(model: PreTrainedModel, skeleton: PreTrainedModel, seed: 
     """Fill every parameter and buffer of `model` by the architecture's own rules.
 
     Args:
-        model: materialised (`to_empty`), sharded or not.
+        model: materialised (`to_empty`), sharded or not; of a stage of a pipeline only what is its own is made.
         skeleton: the same model on meta, untouched by any transform.
         seed: run.seed; the same seed gives the same weights on any number of ranks and under any strategy.
 
     Raises:
         ConfigError: the architecture has a parameter that its own rules do not initialise.
     """
-    places = weight_places(model)
     buffers = {plain_name(name): WeightPlace(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    places = find_places(model, skeleton) | {name: place for name, place in buffers.items() if name is not None}
     filled: set[int] = set()
-    for name, tensor in _initial_tensors(skeleton, seed, parameters=True):
-        place = places.get(name) or buffers[name]
-        if id(place.tensor) not in filled:  # a tied weight keeps the values of the name it has first
-            filled.add(id(place.tensor))
-            place.write(tensor[place.slices])
+    for name, tensor in _initial_tensors(skeleton, seed, places.keys()):
+        if id(places[name].tensor) not in filled:  # a tied weight keeps the values of the name it has first
+            filled.add(id(places[name].tensor))
+            places[name].write(places[name].take(tensor))
+    assert filled == {id(place.tensor) for place in places.values()}, "a parameter is in no unit of the skeleton"
 
 
 @torch.no_grad()
 def initialize_buffers(model: PreTrainedModel, skeleton: PreTrainedModel) -> None:
     """Rebuild what no checkpoint holds: rotary tables and other non-persistent buffers."""
     targets = {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
-    for name, tensor in _initial_tensors(skeleton, seed=0, parameters=False):
+    for name, tensor in _initial_tensors(skeleton, 0, targets.keys()):
         targets[name].copy_(tensor)
 
 
-def _initial_tensors(skeleton: PreTrainedModel, seed: int, parameters: bool) -> Iterator[tuple[str, Tensor]]:
-    """Make each unit whole on the CPU and hand out its tensors: all of them, or only buffers."""
+def _initial_tensors(
+    skeleton: PreTrainedModel, seed: int, wanted: Collection[str | None]
+) -> Iterator[tuple[str, Tensor]]:
+    """Make each unit that has a tensor of these names whole on the CPU, and hand out those tensors."""
     for unit_name, module, whole in weight_groups(skeleton):
-        if not parameters and not any(True for _ in module.buffers(recurse=whole)):
+        if not any(name in wanted for name, _ in _named_tensors(module, unit_name, whole)):
             continue
         unit = _make_unit(skeleton, unit_name, module, seed)
-        tensors = dict(unit.named_buffers(prefix=unit_name, recurse=whole))
-        if parameters:
-            tensors |= dict(unit.named_parameters(prefix=unit_name, recurse=whole))
-        for name, tensor in tensors.items():
+        for name, tensor in _named_tensors(unit, unit_name, whole):
+            if name not in wanted:
+                continue
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ConfigError(
                     f"model: {type(skeleton).__name__} has no rule that initialises {name}; give model.checkpoint "
                     "instead of model.config."
                 )
             yield name, tensor
+
+
+def _named_tensors(module: nn.Module, prefix: str, recurse: bool) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_buffers(prefix, recurse)
+    yield from module.named_parameters(prefix, recurse)
 
 
 def _make_unit(skeleton: PreTrainedModel, name: str, module: nn.Module, seed: int) -> nn.Module:
@@ -152,10 +165,13 @@ class SafetensorsFolder:
         bare = name.removeprefix(base_prefix + ".")
         return next((candidate for candidate in (name, bare) if candidate in self._files), None)
 
-    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """One slice of one tensor; only its bytes are read. Raises CheckpointError, as everything that reads here."""
+    def read(self, name: str, block: tuple[slice, ...] | None = None) -> Tensor:
+        """One tensor, or one block of it, of which only the bytes are read.
+
+        Raises CheckpointError, as everything that reads here.
+        """
         with _opened(self._files[name]) as file:
-            tensor: Tensor = file.get_slice(name)[slices]
+            tensor: Tensor = file.get_tensor(name) if block is None else file.get_slice(name)[block]
             return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -203,7 +219,7 @@ def load_pretrained(model: PreTrainedModel, skeleton: PreTrainedModel, path: Pat
     """
     files = SafetensorsFolder(path)
     vocabulary = vocabulary_names(skeleton)
-    for names, place in _names_by_place(model):
+    for names, place in _names_by_place(model, skeleton):
         found = [match for name in names if (match := files.find(name, model.base_model_prefix)) is not None]
         if not found:
             raise CheckpointError(
@@ -217,9 +233,11 @@ def load_pretrained(model: PreTrainedModel, skeleton: PreTrainedModel, path: Pat
                 "folder's files do not belong together."
             )
         if grows:
-            place.write(grown(files.read(found[0], (slice(None),) * len(shape)), place.shape[0])[place.slices])
+            place.write(place.take(grown(files.read(found[0]), place.shape[0])))
+        elif place.block is not None:
+            place.write(files.read(found[0], place.block))
         else:
-            place.write(files.read(found[0], place.slices))
+            place.write(place.take(files.read(found[0])))
     initialize_buffers(model, skeleton)
 
 
@@ -236,9 +254,30 @@ def grown(weight: Tensor, num_rows: int) -> Tensor:
     return torch.cat([weight, mean.expand(num_rows - len(weight), *weight.shape[1:])])
 
 
-def _names_by_place(model: nn.Module) -> list[tuple[list[str], WeightPlace]]:
+def find_places(model: nn.Module, skeleton: nn.Module) -> dict[str, WeightPlace]:
+    """The place on this rank of each weight of the plain model, under all of its names; without those of other stages.
+
+    A tied weight has a place wherever one of its names has one.
+    """
+    places = weight_places(model)
+    return {
+        name: place
+        for names in tied_names(skeleton)
+        for place in [next((places[name] for name in names if name in places), None)]
+        if place is not None
+        for name in names
+    }
+
+
+def tied_names(skeleton: nn.Module) -> list[list[str]]:
+    """Every weight of the plain model once, as the names that it has."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def _names_by_place(model: nn.Module, skeleton: nn.Module) -> list[tuple[list[str], WeightPlace]]:
     """Every place once, with all the names of its weight."""
-    found: dict[int, tuple[list[str], WeightPlace]] = {}
-    for name, place in weight_places(model).items():
-        found.setdefault(id(place.tensor), ([], place))[0].append(name)
-    return list(found.values())
+    places = find_places(model, skeleton)
+    return [(names, places[names[0]]) for names in tied_names(skeleton) if names[0] in places]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from echelon.model.seeds import derive_seed
+from echelon.model.sharding import Places
 
 _LOW_BITS = 0xFFFF
 
@@ -21,14 +22,15 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
     return ((values.view(torch.int32) + bits) & ~_LOW_BITS).view(torch.float32).bfloat16()
 
 
-def random_bits(slices: tuple[slice, ...], device: torch.device, name: str, seed: int, step: int) -> Tensor:
-    """16 random bits, as int32, for each number of a part of the parameter `name`: the part that `slices` cut out."""
+def random_bits(part: Places, device: torch.device, name: str, seed: int, step: int) -> Tensor:
+    """16 random bits, as int32, for each number of the parameter `name` that lies at the places of `part`."""
     key = derive_seed(seed, "rounding", step, name)
     words = (key & 0x7FFFFFFF, (key >> 31) & 0x7FFFFFFF)
     bits = torch.zeros((), dtype=torch.int32, device=device)
-    for dim, piece in enumerate(slices):
-        places = torch.arange(piece.start, piece.stop, dtype=torch.int32, device=device)
-        shape = [-1 if other == dim else 1 for other in range(len(slices))]
+    for dim, piece in enumerate(part):
+        numbers = torch.arange(piece.start, piece.stop) if isinstance(piece, slice) else piece
+        places = numbers.to(device, torch.int32)
+        shape = [-1 if other == dim else 1 for other in range(len(part))]
         bits = _mix(bits + (_mix(places ^ words[dim % 2]) + dim).view(shape))
     return bits & _LOW_BITS
 

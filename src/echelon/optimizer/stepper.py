@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from echelon.errors import ConfigError
 from echelon.extensions import build_named
-from echelon.model.sharding import local_part, local_slices
+from echelon.model.sharding import local_part, local_places
 from echelon.optimizer.eight_bit import num_blocks, pack, unpack
 from echelon.optimizer.groups import find_members
 from echelon.optimizer.rounding import random_bits, round_stochastically
@@ -32,7 +32,7 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.layout = Layout(parameter)
-        self._slices = local_slices(parameter)
+        self._places = local_places(parameter)
         self.state = rule.build_state(parameter, self.layout)
         self._packed = PACKED_MOMENTS if packs and parameter.ndim >= 2 else {}
         for key in self._packed:
@@ -71,7 +71,7 @@ class Slot:
             rounded = item.weight.to(weight.dtype)
             assign(local_part(self.state["remainder"]), (item.weight - rounded.float()).to(weight.dtype), commit)
         else:
-            rounded = round_stochastically(item.weight, random_bits(self._slices, weight.device, self.name, seed, step))
+            rounded = round_stochastically(item.weight, random_bits(self._places, weight.device, self.name, seed, step))
         assign(weight, rounded, commit)
 
     def _build_scales(self) -> Tensor:
