@@ -8,7 +8,7 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,24 +137,36 @@ def examine(
     offsets = _successes(on_each(there, lambda host: _find_offset(probes[host])))
     say("connecting every pair, both ways")
     blocked = _find_blocked(probes, facts, there, port)
-    bad = {tuple(sorted(pair)) for pair in blocked}
+    pairs = _measure_pairs(probes, facts, there, {tuple(sorted(pair)) for pair in blocked}, backend, say)
+    whole: Speed | str | None = None
+    if len(there) > 2 and not blocked and not any(isinstance(each, str) for each in pairs.values()):
+        say("measuring all together")
+        whole = _measure_apart(probes, facts, [tuple(there)], "whole", backend)[tuple(there)]
+    return Examination(hosts, port, facts, offsets, blocked, pairs, whole)
+
+
+def _measure_pairs(
+    probes: Mapping[str, Probe],
+    facts: Mapping[str, Any],
+    hosts: Sequence[str],
+    bad: Set[tuple[str, ...]],
+    backend: str,
+    say: Callable[[str], None],
+) -> dict[tuple[str, str], Speed | str]:
+    """The speed of every pair that is not `bad`, or why there is none; slow ones are measured again by themselves."""
     speeds: dict[tuple[str, ...], Speed | str] = {}
-    for number, round_ in enumerate(rounds(there)):
+    for number, round_ in enumerate(rounds(hosts)):
         good = [pair for pair in round_ if tuple(sorted(pair)) not in bad]
         if good:
             say(f"measuring {', '.join(f'{a}-{b}' for a, b in good)}")
             speeds |= _measure_apart(probes, facts, good, f"round-{number}", backend)
     pairs = {(a, b): speed for (a, b), speed in speeds.items()}
     measured = {pair: speed for pair, speed in pairs.items() if isinstance(speed, Speed)}
-    for pair in find_slow(measured):  # alone this time, and the better of both counts
+    for pair in find_slow(measured):  # the better of both counts
         say(f"measuring {pair[0]}-{pair[1]} again")
         again = _measure_apart(probes, facts, [pair], f"again-{pair[0]}-{pair[1]}", backend)[pair]
         pairs[pair] = again.better(measured[pair]) if isinstance(again, Speed) else again
-    whole: Speed | str | None = None
-    if len(there) > 2 and not bad and not any(isinstance(each, str) for each in pairs.values()):
-        say("measuring all together")
-        whole = _measure_apart(probes, facts, [tuple(there)], "whole", backend)[tuple(there)]
-    return Examination(hosts, port, facts, offsets, blocked, pairs, whole)
+    return pairs
 
 
 def measure_here(start: Callable[[str], Probe]) -> Speed:

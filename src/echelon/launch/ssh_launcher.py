@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from echelon.errors import ConfigError, LaunchError
@@ -19,6 +19,7 @@ _ASK_SECONDS = 15.0
 _AGENT, _START, _PASTE = "agent.sh", "start.sh", "by-hand.txt"
 # Another process may have the number by now.
 _FIND = f'group=$(cat "$0/host-$1.pid") && grep -qsaF "$0/{_AGENT}" "/proc/$group/cmdline"'
+_RUNS = "runs"
 _LOOK = f"if {_FIND}; then echo lives; else echo gone; fi"
 _STOP = f'if {_FIND}; then kill -TERM -- "-$group" && echo asked; else echo gone; fi'
 
@@ -77,21 +78,17 @@ class TorchrunLauncher:
     def status(self, record: JobRecord) -> JobStatus:
         """See Launcher: a host that left no exit code is asked whether its agent lives."""
         hosts = record.place["hosts"].split(",")
-        codes = {host: code for host in hosts if (code := _read_code(record, host)) is not None}
+        codes = _read_codes(record, hosts)
         silent = [host for host in hosts if host not in codes]
         answers = on_each(silent, lambda host: _ask(record, host, _LOOK)) if silent else {}
-        live = [host for host, answer in answers.items() if answer == "lives"]
-        unreached = {host: str(answer) for host, answer in answers.items() if isinstance(answer, LaunchError)}
-        codes |= {host: code for host in silent if (code := _read_code(record, host)) is not None}  # ended in between
-        words = [f"{host}: exit code {codes[host]}" for host in hosts if host in codes]
-        words += [f"{host}: runs" for host in live if host not in codes]
-        words += [f"{host}: {reason}" for host, reason in unreached.items()]
-        words += [f"{host}: lost" for host in silent if host not in {*codes, *live, *unreached}]
-        detail = "; ".join(words)
-        if any(host not in codes for host in live):
+        codes |= _read_codes(record, silent)  # ended in between
+        states = {host: _describe_host(codes.get(host), answers.get(host)) for host in hosts}
+        detail = "; ".join(f"{host}: {state}" for host, state in states.items())
+        if _RUNS in states.values():
             return JobStatus("running", detail)
         if not codes:
-            return JobStatus("unknown" if unreached else "failed", detail)
+            is_unreached = any(isinstance(answer, LaunchError) for answer in answers.values())
+            return JobStatus("unknown" if is_unreached else "failed", detail)
         # Machines that were lost on the way left a failure or nothing; those that stayed to the end agree.
         ending = next((code for code in (DONE, STOPPED) if code in codes.values()), max(codes.values()))
         return JobStatus(name_ending(ending), detail, ending)
@@ -120,6 +117,20 @@ class TorchrunLauncher:
             if isinstance(answer, LaunchError):
                 raise answer
         raise LaunchError(f"{record.name} has ended already.")
+
+
+def _read_codes(record: JobRecord, hosts: Sequence[str]) -> dict[str, int]:
+    """The exit codes of the hosts that have left one."""
+    return {host: code for host in hosts if (code := _read_code(record, host)) is not None}
+
+
+def _describe_host(code: int | None, answer: str | LaunchError | None) -> str:
+    """The state of a host by its exit code, or else by what it answered."""
+    if code is not None:
+        return f"exit code {code}"
+    if isinstance(answer, LaunchError):
+        return str(answer)
+    return _RUNS if answer == "lives" else "lost"
 
 
 def agent_command(job: JobSpec) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ vanished; the message must come from the first, so a report says whether it is o
 """
 
 import json
+import math
 import re
 import signal
 import time
@@ -145,27 +146,30 @@ def find_cause(outcomes: Sequence[RankOutcome], deaths: Sequence[ProcessDeath], 
     SIGTERM; an echo.
     """
     reports = sorted((each for each in outcomes if each.code != DONE), key=lambda each: each.time)
-    causes = [each for each in reports if not each.secondary]
-    first_cause_time = causes[0].time if causes else float("inf")
-    killed = [each for each in deaths if each.exit_code < 0]
-    unreported = [each for each in deaths if each.exit_code > 0 and each.rank not in {one.rank for one in reports}]
-    expected = (-signal.SIGTERM, -signal.SIGABRT)
-    by_accident = [
-        each
-        for each in killed
-        if each.exit_code not in expected and each.time < first_cause_time + _KILLED_BY_AGENT_SECONDS
-    ]
-    if by_accident:
-        return Cause(_describe_death(by_accident[0], logs_dir), Weight.CAUSE, by_accident[0].time)
-    if causes:
-        return Cause(Outcome(causes[0].code, causes[0].message, causes[0].final), Weight.CAUSE, causes[0].time)
-    aborted = [each for each in killed if each.exit_code == -signal.SIGABRT]
-    rest = [*aborted, *unreported, *killed]
-    if rest:
-        return Cause(_describe_death(rest[0], logs_dir), Weight.DEATH, rest[0].time)
+    cause = next((each for each in reports if not each.secondary), None)
+    accident = _find_accident(deaths, math.inf if cause is None else cause.time)
+    if accident is not None:
+        return Cause(_describe_death(accident, logs_dir), Weight.CAUSE, accident.time)
+    if cause is not None:
+        return Cause(Outcome(cause.code, cause.message, cause.final), Weight.CAUSE, cause.time)
+    reported = {each.rank for each in reports}
+    unexplained = [each for each in deaths if each.exit_code < 0 or each.rank not in reported]
+    if unexplained:
+        # An abort explains more than an exit code, and that more than any other signal.
+        first = min(unexplained, key=lambda each: (each.exit_code != -signal.SIGABRT, each.exit_code < 0))
+        return Cause(_describe_death(first, logs_dir), Weight.DEATH, first.time)
     if reports:
         return Cause(Outcome(reports[0].code, reports[0].message), Weight.ECHO, reports[0].time)
     return Cause(Outcome(DONE), Weight.NOTHING, time.time())
+
+
+def _find_accident(deaths: Sequence[ProcessDeath], first_cause_time: float) -> ProcessDeath | None:
+    """The first process killed by a signal that neither an agent nor a collective sends, before the agent did."""
+    until = first_cause_time + _KILLED_BY_AGENT_SECONDS
+    expected = (-signal.SIGTERM, -signal.SIGABRT)
+    return next(
+        (each for each in deaths if each.exit_code < 0 and each.exit_code not in expected and each.time < until), None
+    )
 
 
 def _describe_death(death: ProcessDeath, logs_dir: Path) -> Outcome:

@@ -1,7 +1,7 @@
 """What can be known of a Kubernetes job before anybody is asked: names, amounts, places, and what a kind cannot do."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import PurePosixPath
 
@@ -110,7 +110,11 @@ def _check_names(job: JobSpec) -> None:
                 _check_name(f"{_KEY}.{key}", name, _SUBDOMAIN, _SUBDOMAIN_LENGTH)
     if settings.queue is not None and len(settings.queue) > _LABEL_LENGTH:
         raise ConfigError(f"{_KEY}.queue={settings.queue}: it becomes a label, of at most {_LABEL_LENGTH} characters.")
-    for label, value in settings.node_selector.items():
+    _check_selector(settings.node_selector)
+
+
+def _check_selector(selector: Mapping[str, str]) -> None:
+    for label, value in selector.items():
         prefix, slash, name = label.rpartition("/")
         right = _VALUE.fullmatch(name) and name and (not slash or _SUBDOMAIN.fullmatch(prefix))
         if not right or not _VALUE.fullmatch(value) or max(len(name), len(value)) > _LABEL_LENGTH:

@@ -77,8 +77,7 @@ def judge(job: Mapping[str, Any] | None, pods: Sequence[PodState]) -> JobStatus:
         if leaving:
             return JobStatus("running", f"deleted; {len(leaving)} of {len(pods)} pods save and leave")
         return JobStatus("stopped", "no longer in the cluster", STOPPED)
-    conditions = (job.get("status") or {}).get("conditions") or []
-    now = {each["type"]: each for each in conditions if each["status"] == "True"}
+    now = _find_conditions(job)
     if any(name in now for name in _DONE):
         return JobStatus("done", "", DONE)
     if "Failed" in now:
@@ -88,6 +87,12 @@ def judge(job: Mapping[str, Any] | None, pods: Sequence[PodState]) -> JobStatus:
     running = sum(pod.running for pod in pods)
     state: JobState = "running" if running else "queued"
     return JobStatus(state, _describe(running, pods))
+
+
+def _find_conditions(job: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The conditions of a job that hold now, by type."""
+    conditions = (job.get("status") or {}).get("conditions") or []
+    return {each["type"]: each for each in conditions if each["status"] == "True"}
 
 
 def _judge_failure(condition: Mapping[str, Any], pods: Sequence[PodState]) -> JobStatus:

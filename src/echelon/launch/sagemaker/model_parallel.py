@@ -193,19 +193,22 @@ def _plan(
             f"{key}: degrees of {max(shard, 1)} and {inner} do not divide the {world} processes of the job; use "
             "degrees whose product does."
         )
-    plan: str | dict[str, Any]
-    if others:
-        rest = {"dp_shard": "auto"} if shard == 0 else {"dp_shard": shard, "dp_replicate": world // (shard * inner)}
-        plan = {**rest, **others}
-    elif shard in (0, 1):
-        plan = "ddp" if shard == 1 else "fsdp"
-    elif shard == world:
-        plan = "fsdp"
-    else:
-        plan = {"dp_replicate": world // shard, "dp_shard": shard}
+    plan = _choose_parallel(shard, others, world // inner)
     shown = ", ".join(f"{name}={value}" for name, value in degrees.items())
     lines.append(f"{key}: {shown} -> parallel={plan if isinstance(plan, str) else _show(plan)}")
     return plan
+
+
+def _choose_parallel(shard: int, others: Mapping[str, int], num_data_ranks: int) -> str | dict[str, Any]:
+    """`parallel` of so many shards, 0 for all there can be, and the degrees of the other axes."""
+    if others:
+        replicas = {} if shard == 0 else {"dp_replicate": num_data_ranks // shard}
+        return {"dp_shard": shard or "auto", **replicas, **others}
+    if shard == 1:
+        return "ddp"
+    if shard in (0, num_data_ranks):
+        return "fsdp"
+    return {"dp_replicate": num_data_ranks // shard, "dp_shard": shard}
 
 
 def _show(plan: Mapping[str, Any]) -> str:

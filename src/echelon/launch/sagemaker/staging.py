@@ -31,6 +31,9 @@ _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
 InputMode = Literal["File", "FastFile"]
 
 
+_PAIR = (".idx", ".bin")  # of a dataset of Megatron's
+
+
 @dataclass(frozen=True)
 class Upload:
     """One object in S3. `source` is a file of this machine, or what makes the bytes; `shown` names it for people."""
@@ -236,27 +239,29 @@ def _list_local(key: str, path: str, workdir: Path) -> tuple[list[tuple[Path, st
     """
     local = workdir / Path(path).expanduser()
     if local.is_dir():
-        files = [(file, f"{local.name}/{name}") for file, name in _walk(local)]
-        if files:
-            return files, local.name
+        files, name = [(file, f"{local.name}/{below}") for file, below in _walk(local)], local.name
     elif local.is_file():
-        pair = [local.with_suffix(suffix) for suffix in (".idx", ".bin")] if local.suffix in (".idx", ".bin") else []
-        return [(file, file.name) for file in dict.fromkeys([local, *filter(Path.is_file, pair)])], local.name
+        pair = [local.with_suffix(suffix) for suffix in _PAIR] if local.suffix in _PAIR else []
+        files, name = [(file, file.name) for file in dict.fromkeys([local, *filter(Path.is_file, pair)])], local.name
     elif glob.has_magic(path):
-        pattern = str(Path(path).expanduser())
-        folder, rest = _split_glob(pattern)
-        names = sorted(glob.glob(pattern, root_dir=workdir, recursive=True))
-        files = [(workdir / name, Path(name).relative_to(folder).as_posix()) for name in names]
-        if files := [(file, name) for file, name in files if file.is_file()]:
-            return files, rest
+        files, name = _list_matches(str(Path(path).expanduser()), workdir)
     else:  # Megatron's tools name a dataset without its suffixes
-        pair = [local.with_name(local.name + suffix) for suffix in (".idx", ".bin")]
-        if all(map(Path.is_file, pair)):
-            return [(file, file.name) for file in pair], local.name
-    raise ConfigError(
-        f"{key}={path}: there is no file at it, seen from {workdir}; give a file or folder of this machine, an s3:// "
-        "address, or /opt/ml/input/data/CHANNEL with launch.sagemaker.channels."
-    )
+        pair = [local.with_name(local.name + suffix) for suffix in _PAIR]
+        files, name = [(file, file.name) for file in pair] if all(map(Path.is_file, pair)) else [], local.name
+    if not files:
+        raise ConfigError(
+            f"{key}={path}: there is no file at it, seen from {workdir}; give a file or folder of this machine, an "
+            "s3:// address, or /opt/ml/input/data/CHANNEL with launch.sagemaker.channels."
+        )
+    return files, name
+
+
+def _list_matches(pattern: str, workdir: Path) -> tuple[list[tuple[Path, str]], str]:
+    """The files that a pattern matches, each with its name below the pattern's folder, and the rest of the pattern."""
+    folder, rest = _split_glob(pattern)
+    found = sorted(glob.glob(pattern, root_dir=workdir, recursive=True))
+    files = [(workdir / name, Path(name).relative_to(folder).as_posix()) for name in found]
+    return [(file, name) for file, name in files if file.is_file()], rest
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, str]]:

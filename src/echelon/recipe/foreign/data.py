@@ -83,35 +83,56 @@ def _carry_packing(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, d
     if tool == "llamafactory-v1":
         _carry_batching(ledger)
         return
-    why = f"{full}: {show_value(value)}" if full is not None else f"the default of {defaults.name}"
-    pretrains = ledger.given.get("stage") == "pt"
-    packs = bool(neat) or (bool(value) if full is not None else pretrains or defaults.packing)
+    default = _pretrains(ledger) or defaults.packing
+    packs = bool(neat or (default if full is None else value))
     if any(name.startswith("pretraining_dataset.") for name in ledger.given):
-        apart = packs and ledger.take("pretrain_multipack_attn") is not False
-        ledger.put("data.packing", True, "pretraining_dataset: texts are joined")
-        ledger.put("data.document_mask", apart, f"sample_packing: {show_value(packs)}")
+        _carry_joined(ledger, packs)
         return
-    if tool == "axolotl" and read.plain and not packs:
+    _refuse_padding(ledger, tool, full, is_padded=bool(read.plain) and not packs)
+    if dpo and packs:
+        ledger.put("data.packing", False, "one pair at a time")
+        return
+    ledger.put(
+        "data.packing", packs, f"the default of {defaults.name}" if full is None else f"{full}: {show_value(value)}"
+    )
+    if packs:
+        joins = tool == "llamafactory" and not neat and not _pretrains(ledger)
+        _carry_mask(ledger, tool, defaults, full or "packing", joins, bool(read.plain))
+
+
+def _pretrains(ledger: Ledger) -> bool:
+    """Whether the file is LLaMA-Factory's of pretraining."""
+    return ledger.given.get("stage") == "pt"
+
+
+def _refuse_padding(ledger: Ledger, tool: Tool, full: str | None, is_padded: bool) -> None:
+    if tool == "axolotl" and is_padded:
         ledger.refuse(
             full or "datasets.0.type", "each text is cut into sequences of its own there, and padded; set "
             "sample_packing: true, which is had here."
         )  # fmt: skip
-    ledger.put("data.packing", packs and not dpo, "one pair at a time" if packs and dpo else why)
-    if not packs or dpo:
-        return
+
+
+def _carry_joined(ledger: Ledger, packs: bool) -> None:
+    """Axolotl's `pretraining_dataset`."""
+    apart = packs and ledger.take("pretrain_multipack_attn") is not False
+    ledger.put("data.packing", True, "pretraining_dataset: texts are joined")
+    ledger.put("data.document_mask", apart, f"sample_packing: {show_value(packs)}")
+
+
+def _carry_mask(ledger: Ledger, tool: Tool, defaults: Defaults, full: str, joins: bool, plain: bool) -> None:
+    """Whether packed samples attend to each other. `joins`: they do in the tool."""
     strategy = ledger.take("packing_strategy")
-    if tool == "llamafactory" and not neat and not pretrains:
+    if joins:
         ledger.put("data.document_mask", False, "packing without neat_packing")
         ledger.differ(
-            full or "packing", "without neat_packing packed samples attend to each other, and document_mask: false "
-            "says so; take it out, and they will not."
+            full, "without neat_packing packed samples attend to each other, and document_mask: false says so; take it "
+            "out, and they will not."
         )  # fmt: skip
     elif tool == "axolotl" or (tool == "hf" and defaults.name != "transformers" and strategy != "wrapped"):
         ledger.put("data.document_mask", True, "packed samples do not see each other")
-        if read.plain:
-            ledger.differ(
-                full or "packing", "plain texts are joined and cut at data.sequence_len, and not each by itself."
-            )
+        if plain:
+            ledger.differ(full, "plain texts are joined and cut at data.sequence_len, and not each by itself.")
 
 
 def _carry_batching(ledger: Ledger) -> None:
@@ -153,25 +174,27 @@ def _carry_learned(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, d
     only_answers = ledger.find("assistant_only_loss")
     assistant = ledger.take("assistant_only_loss")
     if read.plain or dpo:
-        for name in (whole, last):
-            if name is not None:
-                ledger.need_not(
-                    name, "all of a text is learned." if read.plain else "the answers of a pair are compared."
-                )
+        why = "all of a text is learned." if read.plain else "the answers of a pair are compared."
+        for name in filter(None, (whole, last)):
+            ledger.need_not(name, why)
         return
     if whole is not None and ledger.take(whole) is True:
         ledger.put("data.train_on", "all", f"{whole}: true")
-        if tool == "axolotl" and any(_has_turns(source) for source in read.train):
+        if tool == "axolotl" and any(map(_has_turns, read.train)):
             ledger.refuse(
                 whole, "of each turn its text is learned there, and here what the template puts around it too."
             )
     elif last is not None and ledger.take(last):
         ledger.put("data.train_on", "last", f"{last}: true")
-    elif tool == "hf" and not assistant:
-        ledger.put("data.train_on", "all", f"{only_answers}: false" if only_answers else "the default of TRL")
     else:
-        why = f"{only_answers}: true" if only_answers else f"the default of {defaults.name}"
-        ledger.put("data.train_on", "assistant", why)
+        everything = tool == "hf" and not assistant
+        default = f"the default of {'TRL' if everything else defaults.name}"
+        why = f"{only_answers}: {show_value(not everything)}" if only_answers else default
+        ledger.put("data.train_on", "all" if everything else "assistant", why)
+    _carry_completions(ledger)
+
+
+def _carry_completions(ledger: Ledger) -> None:
     full = ledger.find("completion_only_loss")
     if full is not None and ledger.given[full] is True:
         ledger.need_not(full, "of a prompt with its completion, the completion is learned.")

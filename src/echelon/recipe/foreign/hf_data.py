@@ -79,8 +79,14 @@ def _item(ledger: Ledger, name: str) -> dict[str, Any]:
         ledger.refuse(f"{name}.columns", "settings of the template for each record are not read here.")
     fields = {column: column for column in columns if column in ("prompt",) and form == "preference"}
     source = build_source(path, form, fields, None if config == "default" else config)
-    share = ledger.number(f"{name}.weight", f"{name}.fraction")
     put_split(ledger, f"{name}.split", source, "train")
+    _carry_share(ledger, name, source)
+    return source
+
+
+def _carry_share(ledger: Ledger, name: str, source: dict[str, Any]) -> None:
+    """A share of a data set as a slice of its split."""
+    share = ledger.number(f"{name}.weight", f"{name}.fraction")
     if share is not None and share < 1 and "split" in source:
         source["split"] = f"{source['split']}[:{share * 100:g}%]"
         ledger.differ(
@@ -89,7 +95,6 @@ def _item(ledger: Ledger, name: str) -> dict[str, Any]:
         )
     elif share is not None and share != 1:
         ledger.refuse(f"{name}.weight", "a part of a data set is taken by data.train.0.split; this is no part of it.")
-    return source
 
 
 def _mixer(ledger: Ledger, mixer: dict[str, Any]) -> list[dict[str, Any]]:

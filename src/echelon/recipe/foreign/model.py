@@ -130,20 +130,13 @@ def _reason(ledger: Ledger, *names: str) -> str:
 
 def _find_method(ledger: Ledger, tool: Tool) -> str | None:
     """lora, qlora or dora, or None for full fine-tuning; the keys that say it are accounted for."""
-    bits = ledger.peek("quantization_bit")
-    four = bool(ledger.peek("load_in_4bit", "use_4bit")) or bits == 4
-    eight = bool(ledger.peek("load_in_8bit", "use_8bit")) or bits == 8
-    peft = ledger.take("use_peft", "use_lora")
-    named = ledger.find("adapter", "finetuning_type", "peft_type", "peft_config.name")
-    word = ledger.take("adapter", "finetuning_type", "peft_type", "peft_config.name")
+    width = _find_width(ledger)
+    named = ledger.find(*_METHOD_KEYS)
+    wanted = _find_wanted(ledger, tool)
     dora = bool(ledger.take("use_dora", "peft_use_dora"))
-    has_config = ledger.find("lora_r", "lora_rank", "r", "lora_alpha", "target_modules") is not None
-    wanted = str(word).lower() if word else "lora" if peft or (tool == "hf" and has_config and peft is None) else None
-    if tool == "llamafactory" and not word:
-        wanted = "lora"
     if wanted in (None, "full", "none"):
-        for name in ("load_in_4bit", "load_in_8bit", "quantization_bit", "use_4bit", "use_8bit"):
-            if (four or eight) and ledger.peek(name):
+        for name in _WIDTH_KEYS:
+            if width in (4, 8) and ledger.peek(name):
                 ledger.refuse(name, "quantised weights cannot be trained without an adapter; name one, or take it out.")
         return None
     if wanted not in ("lora", "qlora", "dora"):
@@ -152,53 +145,70 @@ def _find_method(ledger: Ledger, tool: Tool) -> str | None:
         ledger.take("quantization_bit")
         ledger.take("quantization_method")
         return None
-    if dora and (four or wanted == "qlora"):
+    if dora and (width == 4 or wanted == "qlora"):
         ledger.refuse(
             ledger.find("load_in_4bit", "quantization_bit") or str(named), "dora is not beside 4-bit weights here."
         )
+    _carry_width(ledger, width)
+    return "dora" if dora else "qlora" if width == 4 else wanted
+
+
+_METHOD_KEYS = ("adapter", "finetuning_type", "peft_type", "peft_config.name")
+_WIDTH_KEYS = ("load_in_4bit", "load_in_8bit", "quantization_bit", "use_4bit", "use_8bit")
+
+
+def _find_width(ledger: Ledger) -> int | None:
+    """The bits of a frozen weight; None where the file says nothing of it."""
+    bits = ledger.peek("quantization_bit")
+    if ledger.peek("load_in_4bit", "use_4bit") or bits == 4:
+        return 4
+    return 8 if ledger.peek("load_in_8bit", "use_8bit") else bits
+
+
+def _find_wanted(ledger: Ledger, tool: Tool) -> str | None:
+    """The method that the file names, or that its keys belong to; None: full fine-tuning."""
+    peft = ledger.take("use_peft", "use_lora")
+    word = ledger.take(*_METHOD_KEYS)
+    if word:
+        return str(word).lower()
+    has_config = ledger.find("lora_r", "lora_rank", "r", "lora_alpha", "target_modules") is not None
+    return "lora" if peft or tool == "llamafactory" or (tool == "hf" and has_config and peft is None) else None
+
+
+def _carry_width(ledger: Ledger, width: int | None) -> None:
+    """4-bit weights are carried by the method; any other width differs, or is refused."""
     ledger.take("load_in_4bit", "use_4bit")
-    if eight:
-        full = ledger.find("load_in_8bit", "use_8bit", "quantization_bit")
-        ledger.differ(str(full), "frozen weights are kept in 16 bits, of which 8 are a rounding: more memory.")
-    elif bits == 4:
+    full = ledger.find("load_in_8bit", "use_8bit", "quantization_bit")
+    if width == 4:
         ledger.take("quantization_bit")
-    elif bits is not None:
+    elif width == 8:
+        ledger.differ(str(full), "frozen weights are kept in 16 bits, of which 8 are a rounding: more memory.")
+    elif width is not None:
         ledger.refuse("quantization_bit", "frozen weights take 4 bits (bitsandbytes), or none less than 16.")
-    quantiser = ledger.take("quantization_method", "quant_config.name")
-    if quantiser not in (None, "bnb", "bitsandbytes"):
+    if ledger.take("quantization_method", "quant_config.name") not in (None, "bnb", "bitsandbytes"):
         ledger.refuse(
             ledger.find("quant_config.name") or "quantization_method", "4-bit weights are bitsandbytes' here."
         )
-    return "dora" if dora else "qlora" if four or wanted == "qlora" else wanted
 
 
 def _carry_targets(ledger: Ledger, defaults: Defaults) -> None:
-    linear = ledger.peek("lora_target_linear")
     names = ("lora_target_modules", "lora_target", "target_modules")
     full = ledger.find(*names)
     value: Any = ledger.take(*names)
-    if linear:
+    if ledger.peek("lora_target_linear"):
         ledger.move("adapter.target_modules", "lora_target_linear")
         ledger.put("adapter.target_modules", "all-linear", "lora_target_linear: true")
         if full is not None and value and value != "all-linear":
-            named = [str(each) for each in value] if isinstance(value, list) else [str(value)]
-            if any("embed" in name or "head" in name for name in named):
-                ledger.refuse(full, "embeddings and the head get no adapter; train them whole: lora_modules_to_save.")
-            else:
-                ledger.need_not(full, "lora_target_linear takes every linear layer.")
+            _explain_targets(ledger, full, value)
         return
-    if isinstance(value, str) and value not in ("all", "all-linear") and not any(mark in value for mark in "*|()\\[^$"):
-        value = [name.strip() for name in value.split(",")]
-    if value in ("all", "all-linear", ["all"], ["all-linear"]):
-        value = "all-linear"
-    elif isinstance(value, str):
+    value = _read_targets(value)
+    if isinstance(value, str) and value != "all-linear":
         assert full is not None
         ledger.refuse(
             full, "modules are named by the last parts of their names, not by a pattern; write them as a list, such as "
             "[q_proj, v_proj]."
         )  # fmt: skip
-        return
-    if value:
+    elif value:
         ledger.put("adapter.target_modules", value, f"{full}: {show_value(value)}")
     elif defaults.targets is not None:
         put_default(ledger, defaults, "adapter.target_modules", defaults.targets)
@@ -208,6 +218,24 @@ def _carry_targets(ledger: Ledger, defaults: Defaults) -> None:
             "the file names no target modules: PEFT takes q_proj and v_proj of most models, and they are written; "
             "adapter.target_modules: all-linear learns more for little."
         )
+
+
+def _explain_targets(ledger: Ledger, full: str, value: Any) -> None:
+    """Modules that are named beside `lora_target_linear`, which takes every linear layer of the decoder."""
+    named = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+    if any("embed" in name or "head" in name for name in named):
+        ledger.refuse(full, "embeddings and the head get no adapter; train them whole: lora_modules_to_save.")
+    else:
+        ledger.need_not(full, "lora_target_linear takes every linear layer.")
+
+
+def _read_targets(value: Any) -> Any:
+    """Module names as a list, or all-linear; a pattern stays a text."""
+    if value in ("all", "all-linear", ["all"], ["all-linear"]):
+        return "all-linear"
+    if isinstance(value, str) and not any(mark in value for mark in "*|()\\[^$"):
+        return [name.strip() for name in value.split(",")]
+    return value
 
 
 def _carry_initial_values(ledger: Ledger, method: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,34 +33,41 @@ def carry_run(ledger: Ledger, defaults: Defaults, path: Path) -> None:
 def carry_parallel(ledger: Ledger, folder: Path) -> int | None:
     """How the work is spread: DeepSpeed's stage, FSDP's strategy, or degrees. Returns the number of devices that
     degrees make, where they are given."""
-    shard, replicate = ledger.number("dp_shard_size"), ledger.number("dp_replicate_size")
-    for name in ("tensor_parallel_size", "tp_size", "context_parallel_size", "cp_size", "sequence_parallel_degree",
-                 "expert_parallel_size", "ep_size", "pp_size", "tensor_model_parallel_size",
-                 "pipeline_model_parallel_size",
-                 "expert_model_parallel_size"):  # fmt: skip
-        if (ledger.peek(name) or 1) == 1:
-            if ledger.find(name):
-                ledger.need_not(name, "one is no division.")
-        else:
-            ledger.lose(name, "how the work is divided is chosen anew; what is computed is the same.")
+    _carry_divisions(ledger)
+    degrees = {"dp_replicate": ledger.number("dp_replicate_size"), "dp_shard": ledger.number("dp_shard_size")}
+    sizes = {key: int(size) for key, size in degrees.items() if size and size > 0}
     if (full := ledger.find("deepspeed")) is not None and ledger.given[full]:
         _carry_deepspeed(ledger, full, folder)
     elif (ledger.peek("fsdp") or ledger.peek("fsdp_config")) and _carry_fsdp(ledger):
         pass
-    elif shard or replicate:
-        degrees = {key: size for key, size in (("dp_replicate", replicate), ("dp_shard", shard)) if size and size > 1}
-        if degrees:
-            ledger.put("parallel", degrees, "dp_shard_size, dp_replicate_size")
-    sizes = [int(size) for size in (shard, replicate) if size and size > 0]
-    return math.prod(sizes) if sizes else None
+    elif divided := {key: size for key, size in sizes.items() if size > 1}:
+        ledger.put("parallel", divided, "dp_shard_size, dp_replicate_size")
+    return math.prod(sizes.values()) if sizes else None
+
+
+_DIVISIONS = (
+    "tensor_parallel_size", "tp_size", "context_parallel_size", "cp_size", "sequence_parallel_degree",
+    "expert_parallel_size", "ep_size", "pp_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)  # fmt: skip
+
+
+def _carry_divisions(ledger: Ledger) -> None:
+    """Degrees of divisions that a recipe does not take over."""
+    for name in _DIVISIONS:
+        if (ledger.peek(name) or 1) != 1:
+            ledger.lose(name, "how the work is divided is chosen anew; what is computed is the same.")
+        elif ledger.find(name):
+            ledger.need_not(name, "one is no division.")
 
 
 def _carry_deepspeed(ledger: Ledger, full: str, folder: Path) -> None:
     value = ledger.take(full)
-    content = value if isinstance(value, dict) else _read_json(folder, str(value))
-    zero = (content or {}).get("zero_optimization", {})
+    found = value if isinstance(value, dict) else _read_json(folder, str(value))
+    content = found or {}
+    zero = content.get("zero_optimization", {})
     stage = zero.get("stage")
-    if content is None:
+    if found is None:
         match = re.search(r"z(?:ero)?[_-]?([0-3])", str(value).lower())
         stage = int(match[1]) if match else None
         ledger.differ(full, "the file was not found; its name tells the stage.")
@@ -73,11 +81,7 @@ def _carry_deepspeed(ledger: Ledger, full: str, folder: Path) -> None:
         ledger.differ(full, "parameters and optimizer state are both in host memory, and sharded as ZeRO-3 does.")
     else:
         ledger.put("parallel", strategy, f"{full}: ZeRO-{stage}")
-    _check_deepspeed(ledger, full, content or {})
-    left = sorted(set(content or {}) - {"zero_optimization", "bf16", "fp16", "optimizer", "scheduler"})
-    left = [key for key in left if (content or {})[key] not in ("auto", False, None)]
-    if left:
-        ledger.differ(full, f"of DeepSpeed's own settings, {', '.join(left)} could not be carried over.")
+    _check_deepspeed(ledger, full, content)
 
 
 def _device(offload: Any) -> bool:
@@ -96,10 +100,14 @@ def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def _check_deepspeed(ledger: Ledger, full: str, content: dict[str, Any]) -> None:
-    """Refuse an optimizer or a schedule of DeepSpeed's file other than the Trainer's own."""
+    """Refuse an optimizer or a schedule of DeepSpeed's file other than the Trainer's own; tell what is left in it."""
     for part, same in (("optimizer", ("AdamW", "Adam")), ("scheduler", ())):
         if isinstance(content.get(part), dict) and content[part].get("type") not in same:
             ledger.refuse(full, f"its {part}, {content[part].get('type')}, goes before the file's; take it out of it.")
+    known = {"zero_optimization", "bf16", "fp16", "optimizer", "scheduler"}
+    left = sorted(key for key in content.keys() - known if content[key] not in ("auto", False, None))
+    if left:
+        ledger.differ(full, f"of DeepSpeed's own settings, {', '.join(left)} could not be carried over.")
 
 
 def _carry_fsdp(ledger: Ledger) -> bool:
@@ -112,30 +120,31 @@ def _carry_fsdp(ledger: Ledger) -> bool:
     ledger.take("fsdp")
     if (name := ledger.find("fsdp_config")) is not None:
         ledger.expand(name, config)
-    strategy = str(meaningful.get("sharding_strategy", "")).lower()
-    strategy = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"}.get(strategy, strategy)
-    named = (read_value("parallel", word.removesuffix("_zero2")) for word in (strategy, *words))
-    ours = next((name for name in named if name in STRATEGY_NAMES), None)
-    if ours is None:
-        ours = "zero2" if meaningful.get("reshard_after_forward") is False else "fsdp"
     offload = bool(meaningful.get("offload_params") or meaningful.get("cpu_offload")) or "offload" in words
-    ledger.put("parallel", {"dp_shard": "auto", "cpu_offload": True} if offload else ours, "fsdp, fsdp_config")
-    carried = (
-        "sharding_strategy",
-        "reshard_after_forward",
-        "offload_params",
-        "cpu_offload",
-        "activation_checkpointing",
-    )
+    ours = {"dp_shard": "auto", "cpu_offload": True} if offload else _find_strategy(meaningful, words)
+    ledger.put("parallel", ours, "fsdp, fsdp_config")
     for key, value in config.items():
-        word = key.removeprefix("fsdp_")
-        if word in carried:
+        if key.removeprefix("fsdp_") in _CARRIED_OF_FSDP:
             ledger.take(f"{name}.{key}")
         elif value:
             ledger.need_not(f"{name}.{key}", "layers are wrapped, loaded and saved without being told how.")
     if meaningful.get("activation_checkpointing"):
         ledger.put("train.activation_checkpointing", "full", "fsdp_config")
     return True
+
+
+_CARRIED_OF_FSDP = (
+    "sharding_strategy", "reshard_after_forward", "offload_params", "cpu_offload", "activation_checkpointing",
+)  # fmt: skip
+
+
+def _find_strategy(config: Mapping[str, Any], words: Sequence[str]) -> str:
+    """The name of FSDP's strategy, of its configuration or of the words of `fsdp`."""
+    strategy = str(config.get("sharding_strategy", "")).lower()
+    strategy = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"}.get(strategy, strategy)
+    named = (read_value("parallel", word.removesuffix("_zero2")) for word in (strategy, *words))
+    default = "zero2" if config.get("reshard_after_forward") is False else "fsdp"
+    return next((name for name in named if name in STRATEGY_NAMES), default)
 
 
 def carry_operation(ledger: Ledger, defaults: Defaults, steps: int | None) -> None:
@@ -174,12 +183,13 @@ def _carry_evaluation(ledger: Ledger, defaults: Defaults, steps: int | None) -> 
     every, times = ledger.number("eval_steps"), ledger.number("evals_per_epoch")
     # Only Axolotl takes eval_steps for a strategy.
     asked = every or times if defaults.name == "Axolotl" and strategy is None else strategy
-    if strategy == "no" or not asked or not holds_out:
+    if strategy == "no" or not asked:
         ledger.put("train.eval_every", None, f"{named}: no" if strategy == "no" else "nothing is evaluated")
-        if asked not in (None, "no", 0) and not holds_out and named is not None:
+    elif not holds_out:
+        ledger.put("train.eval_every", None, "nothing is evaluated")
+        if named is not None:
             ledger.lose(named, "the file names no data to evaluate on; set data.validation.")
-        return
-    if times or strategy == "epoch":
+    elif times or strategy == "epoch":
         why = f"evals_per_epoch: {times:g}" if times else f"{named}: epoch"
         ledger.put("train.evals_per_epoch", times or 1, why)
     else:
@@ -203,6 +213,11 @@ def _carry_saving(ledger: Ledger, defaults: Defaults, steps: int | None) -> None
         put_default(ledger, defaults, "checkpoint.saves_per_epoch", 1)
     elif defaults.saves is not None:
         put_default(ledger, defaults, "checkpoint.every_steps", defaults.saves)
+    _carry_best(ledger, defaults)
+
+
+def _carry_best(ledger: Ledger, defaults: Defaults) -> None:
+    """How many checkpoints are kept, which of them is the best, and when there is no better one to come."""
     if ledger.move("checkpoint.keep_last") is None and defaults.keep_last is not None:
         put_default(ledger, defaults, "checkpoint.keep_last", defaults.keep_last)
     if ledger.peek("load_best_model_at_end"):
@@ -217,6 +232,18 @@ def _carry_saving(ledger: Ledger, defaults: Defaults, steps: int | None) -> None
     ledger.move("evaluate.early_stopping", "early_stopping_patience", "early_stopping_steps")
 
 
+# A key of the file, the recipe's, and the tracker that it asks for.
+_TRACKER_KEYS: dict[str, tuple[str | None, str | None]] = {
+    "wandb_project": ("wandb.project", "wandb"),
+    "wandb_entity": ("wandb.entity", None),
+    "use_wandb": (None, "wandb"),
+    "use_mlflow": (None, "mlflow"),
+    "use_tensorboard": (None, "tensorboard"),
+    "mlflow_tracking_uri": ("mlflow.tracking_uri", "mlflow"),
+    "mlflow_experiment_name": ("mlflow.experiment", None),
+}
+
+
 def _carry_tracking(ledger: Ledger) -> None:
     full = ledger.find("report_to")
     value = ledger.peek("report_to")
@@ -228,25 +255,15 @@ def _carry_tracking(ledger: Ledger) -> None:
     unknown = [name for name in wanted if name not in (*_TRACKERS, "none", "all")]
     if unknown:
         ledger.lose(str(full), f"metrics go to {', '.join(_TRACKERS)}, not to {', '.join(unknown)}.")
-    if ledger.peek("wandb_project"):
-        ledger.move("wandb.project", "wandb_project")
-        wanted.append("wandb")
-    if ledger.peek("wandb_entity"):
-        ledger.move("wandb.entity", "wandb_entity")
+    for name, (key, tracker) in _TRACKER_KEYS.items():
+        if ledger.peek(name):
+            if key is None:
+                ledger.take(name)
+            else:
+                ledger.move(key, name)
+            wanted += [] if tracker is None else [tracker]
     if ledger.peek("wandb_mode") in ("online", "offline"):
         ledger.move("wandb.mode", "wandb_mode")
-    if ledger.peek("use_wandb"):
-        ledger.take("use_wandb")
-        wanted.append("wandb")
-    for name, tracker in (("use_mlflow", "mlflow"), ("use_tensorboard", "tensorboard")):
-        if ledger.peek(name):
-            ledger.take(name)
-            wanted.append(tracker)
-    if ledger.peek("mlflow_tracking_uri"):
-        ledger.move("mlflow.tracking_uri", "mlflow_tracking_uri")
-        wanted.append("mlflow")
-    if ledger.peek("mlflow_experiment_name"):
-        ledger.move("mlflow.experiment", "mlflow_experiment_name")
     track = [name for name in _TRACKERS if name in wanted]
     if track:
         ledger.put("track", track, f"{full}: {show_value(value)}" if full else "the file's trackers")

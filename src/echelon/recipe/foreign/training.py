@@ -67,13 +67,8 @@ def _carry_batch(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amount
     if whole is not None:
         ledger.put("train.global_batch_size", whole, f"global_batch_size: {whole:g}")
         return int(whole)
-    full = ledger.find("gradient_accumulation_steps")
-    accumulation = ledger.number("gradient_accumulation_steps") or 1
-    if tool == "axolotl" and full is None and (name := ledger.find("batch_size")) is not None:
-        full, accumulation = name, (ledger.number(name) or micro) // micro
-    divided = math.prod(
-        int(value) for name in _DIVISIONS if isinstance(value := _degree(ledger, name), int) and value > 1
-    )
+    full, accumulation = _find_accumulation(ledger, tool, micro)
+    divided = math.prod(_degree(ledger, name) for name in _DIVISIONS)
     devices = max(1, (amounts.devices or 1) // divided)
     batch = int(micro * accumulation * devices)
     arithmetic = f"{micro:g} a device x {accumulation:g} accumulated x {devices} device{'s' if devices > 1 else ''}"
@@ -90,8 +85,20 @@ def _carry_batch(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amount
     return batch
 
 
-def _degree(ledger: Ledger, name: str) -> object:
-    return next((value for full, value in ledger.given.items() if full.rpartition(".")[2] == name), None)
+def _find_accumulation(ledger: Ledger, tool: Tool, micro: float) -> tuple[str | None, float]:
+    """(the key that says it, the microbatches of a step on each device)."""
+    full = ledger.find("gradient_accumulation_steps")
+    accumulation = ledger.number("gradient_accumulation_steps") or 1
+    if tool == "axolotl" and full is None and (name := ledger.find("batch_size")) is not None:
+        return name, (ledger.number(name) or micro) // micro
+    return full, accumulation
+
+
+def _degree(ledger: Ledger, name: str) -> int:
+    """A degree that the file names, accounted for or not; 1 where it names none."""
+    given = (value for full, value in ledger.given.items() if full.rpartition(".")[2] == name)
+    value = next(given, None)
+    return max(1, int(value)) if isinstance(value, int) else 1
 
 
 def _carry_length(ledger: Ledger, defaults: Defaults, batch: int, samples: int | None) -> int | None:
@@ -137,6 +144,11 @@ def _carry_precision(ledger: Ledger, defaults: Defaults) -> None:
         # LLaMA-Factory keeps frozen weights in the checkpoint's own type, and computes in it.
         adapts = defaults.name == "LLaMA-Factory" and "adapter.method" in ledger.values
         put_default(ledger, defaults, "train.precision", "auto" if adapts else defaults.precision)
+    _explain_dtypes(ledger)
+
+
+def _explain_dtypes(ledger: Ledger) -> None:
+    """The keys that say once more, or beside it, in which precision is computed."""
     while (again := ledger.find("bf16", "bfloat16")) is not None:
         ledger.need_not(again, f"train.precision={ledger.values['train.precision']} says it.")
     dtype = ledger.find("torch_dtype", "dtype")
@@ -200,19 +212,26 @@ def carry_optimizer(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int |
 
 def _carry_moments(ledger: Ledger, defaults: Defaults, name: str) -> None:
     """Betas, epsilon and momentum, where the optimizer has them."""
+    _carry_betas(ledger, defaults, name)
+    if name in ("adamw", "adamw_8bit", "muon") and ledger.move("optim.eps", "adamw_eps") is None:
+        put_default(ledger, defaults, "optim.eps", defaults.eps)
+    momentum = ledger.number("momentum")
+    if name in _MOMENTUM:
+        default, whose = _MOMENTUM[name]
+        ledger.put("optim.momentum", momentum or default, whose if momentum is None else "momentum")
+
+
+# Of the optimizers that have one: the momentum where the file names none, and whose default that is.
+_MOMENTUM = {"muon": (0.95, "the default of its Muon"), "sgd": (0.0, "torch.optim.SGD's default")}
+
+
+def _carry_betas(ledger: Ledger, defaults: Defaults, name: str) -> None:
     pair = ledger.take("adamw_betas")
     given = [ledger.number("adam_beta1"), ledger.number("adam_beta2")]
     if name in ("adamw", "adamw_8bit", "lion", "muon"):
         chosen = [default if value is None else value for value, default in zip(given, defaults.betas, strict=True)]
         said = pair is not None or any(value is not None for value in given)
         ledger.put("optim.betas", pair or chosen, "as in the file" if said else f"the default of {defaults.name}")
-    if name in ("adamw", "adamw_8bit", "muon") and ledger.move("optim.eps", "adamw_eps") is None:
-        put_default(ledger, defaults, "optim.eps", defaults.eps)
-    momentum = ledger.number("momentum")
-    if name == "muon":
-        ledger.put("optim.momentum", momentum or 0.95, "the default of its Muon" if momentum is None else "momentum")
-    elif name == "sgd":
-        ledger.put("optim.momentum", momentum or 0.0, "torch.optim.SGD's default" if momentum is None else "momentum")
 
 
 def _carry_rule(ledger: Ledger, tool: Tool) -> str:
@@ -290,8 +309,8 @@ def _carry_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | N
     count, ratio = ledger.find("warmup_steps"), ledger.find("warmup_ratio")
     value, share = ledger.number("warmup_steps"), ledger.number("warmup_ratio")
     if schedule == "constant":
-        for name in (count, ratio):
-            if name is not None and ledger.given[name]:
+        for name in filter(None, (count, ratio)):
+            if ledger.given[name]:
                 ledger.need_not(name, "the schedule `constant` does not warm up.")
         return False
     if value and value >= 1:
@@ -299,16 +318,22 @@ def _carry_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | N
         if ratio is not None:
             ledger.need_not(ratio, f"warmup_steps={value:g} goes first, there as here.")
         return True
-    named = count if value else ratio
-    share = value or share
-    if share is None and value is None:
-        share, named = defaults.warmup, None
+    if value or share:
+        fraction = value or share
+        ledger.put("optim.warmup_fraction", fraction, f"{count if value else ratio}: {fraction:g}")
+        return True
+    return value is None and share is None and _put_default_warmup(ledger, tool, defaults, steps)
+
+
+def _put_default_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None) -> bool:
+    """The tool's own warm-up, where the file names none; whether there is one."""
+    share = defaults.warmup
     if not share:
         return False
-    if tool == "axolotl" and named is None and steps is not None:
+    if tool == "axolotl" and steps is not None:
         ledger.put("optim.warmup_steps", min(int(share * steps), 100), f"the default of Axolotl, of {steps} steps")
         return True
-    ledger.put("optim.warmup_fraction", share, f"{named}: {share:g}" if named else f"the default of {defaults.name}")
-    if tool == "axolotl" and named is None:
+    ledger.put("optim.warmup_fraction", share, f"the default of {defaults.name}")
+    if tool == "axolotl":
         ledger.remark("Axolotl's own warm-up, 0.03 of the steps, is never longer than 100 steps.")
     return True
