@@ -1,13 +1,15 @@
 """ParallelPlan: how a run will run. The planner returns it, plan.json keeps it, the runtime consumes it unchanged."""
 
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from echelon.errors import PlanError
-from echelon.extensions import is_extension
-from echelon.recipe.names import OPTIMIZERS
+from echelon.recipe.names import OptimizerName
 from echelon.stored import read_as
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -18,7 +20,12 @@ AdapterMethod = Literal["lora", "qlora", "dora"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+Count = Annotated[int, Field(ge=1)]
+# A field that is not known is one of another version.
+_STRICT = ConfigDict(extra="forbid")
 
+
+@with_config(_STRICT)
 @dataclass(frozen=True)
 class Precision:
     """Dtype names of one policy.
@@ -36,15 +43,8 @@ class Precision:
     optimizer: DtypeName = "float32"
     rounding: Rounding = "nearest"
 
-    def __post_init__(self) -> None:
-        """Raises PlanError for a dtype or a rounding that is not known."""
-        for name, value in asdict(self).items():
-            _check_choice(f"precision.{name}", value, get_args(Rounding if name == "rounding" else DtypeName))
 
-
-_NAMES = ("targets", "saved")
-
-
+@with_config(_STRICT)
 @dataclass(frozen=True)
 class AdapterPlan:
     """An adapter beside frozen weights: what is trained, and how what is not is held.
@@ -69,14 +69,6 @@ class AdapterPlan:
     num_saved_outside: int = 0
     num_looked_up: int = 0
 
-    def __post_init__(self) -> None:
-        """Raises PlanError for a method that is not known, and for targets that are not names."""
-        _check_choice("adapter.method", self.method, get_args(AdapterMethod))
-        for key in _NAMES:
-            names = getattr(self, key)
-            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-                raise PlanError(f"plan.adapter.{key}={names!r} is not a list of names.")
-
     @property
     def num_trained_matmul_parameters(self) -> int:
         """What of the trained counts in the FLOP formula: all but tables that are looked up in."""
@@ -94,51 +86,37 @@ class AdapterPlan:
         )
 
 
+@with_config(_STRICT)
 @dataclass(frozen=True)
 class ParallelPlan:
     """Degrees, batch arithmetic and policies of one run; strategies are values of it.
 
     One global batch is num_replicas * dp_size * num_microbatches * micro_batch_size sequences, of which `num_fill` have
     no targets: they fill up a batch that the ranks of a resumed run cannot share evenly. `why` says, for people, what
-    was chosen for them and from which numbers. Raises PlanError for a malformed field.
+    was chosen for them and from which numbers.
     """
 
     strategy: str
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    num_replicas: int = 1
-    micro_batch_size: int = 1
-    num_microbatches: int = 1
-    num_fill: int = 0
+    dp_replicate: Count = 1
+    dp_shard: Count = 1
+    cp: Count = 1
+    tp: Count = 1
+    pp: Count = 1
+    ep: Count = 1
+    num_replicas: Count = 1
+    micro_batch_size: Count = 1
+    num_microbatches: Count = 1
+    num_fill: Annotated[int, Field(ge=0)] = 0
     reshard_after_forward: bool = False
     reduce_gradients: ReduceGradients = "last"
     cpu_offload: bool = False
     activation_checkpointing: ActivationCheckpointing = "none"
     compile: bool = False
     precision: Precision = field(default_factory=Precision)
-    optimizer: str = "adamw"
+    optimizer: OptimizerName = "adamw"
     adapter: AdapterPlan | None = None
     lossy: bool = False
     why: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PlanError(f"plan.{name}={value!r} is not a whole number above 0.")
-        if isinstance(self.num_fill, bool) or not isinstance(self.num_fill, int) or self.num_fill < 0:
-            raise PlanError(f"plan.num_fill={self.num_fill!r} is not a whole number.")
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"plan.{name}={getattr(self, name)!r} is not true or false.")
-        _check_choice("reduce_gradients", self.reduce_gradients, get_args(ReduceGradients))
-        if not is_extension(self.optimizer):
-            _check_choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
-        _check_choice("activation_checkpointing", self.activation_checkpointing, get_args(ActivationCheckpointing))
 
     @property
     def dp_size(self) -> int:
@@ -198,57 +176,40 @@ class ParallelPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plan.json holds it; `from_dict` gives an equal plan back."""
-        content = {**asdict(self), "why": list(self.why)}
-        if self.adapter is not None:
-            content["adapter"] |= {key: list(getattr(self.adapter, key)) for key in _NAMES}
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return content
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "ParallelPlan":
         """Plan of plan.json's content. Raises PlanError for missing, unknown or malformed fields."""
-        _check_keys("plan", content, {item.name for item in fields(cls)})
-        policy, why = content["precision"], content["why"]
-        if not isinstance(policy, Mapping):
-            raise PlanError(f"plan.precision={policy!r} is not a mapping of dtype names.")
-        _check_keys("plan.precision", policy, {item.name for item in fields(Precision)})
-        if not isinstance(why, list | tuple) or not all(isinstance(line, str) for line in why):
-            raise PlanError(f"plan.why={why!r} is not a list of lines.")
-        if not isinstance(content["strategy"], str):
-            raise PlanError(f"plan.strategy={content['strategy']!r} is not a name.")
-        adapter = _read_adapter(content["adapter"])
-        return cls(**{**content, "precision": Precision(**policy), "adapter": adapter, "why": tuple(why)})
+        for where, kind, part in (("plan", cls, content), ("plan.precision", Precision, content.get("precision"))):
+            if isinstance(part, Mapping) and (missing := {item.name for item in fields(kind)} - part.keys()):
+                raise _explain_version(where, "misses", missing)
+        try:
+            return TypeAdapter(cls).validate_json(json.dumps(content), strict=True)
+        except ValidationError as error:
+            raise _explain(error) from error
 
 
-_COUNTS = (
-    "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "num_replicas", "micro_batch_size", "num_microbatches",
-)  # fmt: skip
-_FLAGS = ("reshard_after_forward", "cpu_offload", "compile", "lossy")
+_VERSIONS = {"missing": "misses", "unexpected_keyword_argument": "has unknown"}
 
 
-def _read_adapter(content: Any) -> AdapterPlan | None:
-    if content is None:
-        return None
-    if not isinstance(content, Mapping):
-        raise PlanError(f"plan.adapter={content!r} is not a mapping.")
-    # Plans were written before modules could be trained whole.
-    content = {**{item.name: item.default for item in fields(AdapterPlan) if item.default is not MISSING}, **content}
-    _check_keys("plan.adapter", content, {item.name for item in fields(AdapterPlan)})
-    names = {key: tuple(content[key]) for key in _NAMES if isinstance(content[key], list)}
-    return AdapterPlan(**{**content, **names})
+def _explain(error: ValidationError) -> PlanError:
+    """The first fault that was found, with those of its kind beside it."""
+    errors = error.errors(include_url=False)
+    *parents, _ = first = ("plan", *map(str, errors[0]["loc"]))
+    if what := _VERSIONS.get(errors[0]["type"]):
+        alike = [each["loc"] for each in errors if each["type"] == errors[0]["type"]]
+        return _explain_version(".".join(parents), what, {str(loc[-1]) for loc in alike if len(loc) == len(parents)})
+    reason = errors[0]["msg"]
+    return PlanError(f"{'.'.join(first)}={errors[0]['input']!r}: {reason[0].lower()}{reason[1:]}.")
 
 
-def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise PlanError(f"plan.{key}={value!r} is not one of {', '.join(choices)}.")
-
-
-def _check_keys(where: str, content: Mapping[str, Any], names: set[str]) -> None:
-    missing, unknown = sorted(names - set(content)), sorted(set(content) - names)
-    if missing or unknown:
-        found = " and ".join(
-            f"{what} {', '.join(keys)}" for what, keys in (("misses", missing), ("has unknown", unknown)) if keys
-        )
-        raise PlanError(f"{where} {found}; it was written by another version of echelon: start again with --fresh.")
+def _explain_version(where: str, what: str, names: Iterable[str]) -> PlanError:
+    return PlanError(
+        f"{where} {what} {', '.join(sorted(names))}; it was written by another version of echelon: start again with "
+        "--fresh."
+    )
 
 
 def load_plan(path: Path) -> ParallelPlan:
