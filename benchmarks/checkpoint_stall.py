@@ -46,14 +46,14 @@ class Echelon:
 
     def __init__(self, trainer):
         self.trainer = trainer
-        self.store = trainer.store
+        self.store = trainer.saver.store
         self.state = {"train": trainer.state.to_dict(), "sync": {}}
         self.step_number = 0
 
     def step(self):
         started = time.perf_counter()
         self.trainer.train_step(self.step_number)
-        if self.trainer.device.type == "cuda":
+        if self.trainer.train_step.device.type == "cuda":
             torch.cuda.synchronize()
         self.step_number += 1
         return time.perf_counter() - started
@@ -64,7 +64,7 @@ class Echelon:
     def save(self, asynchronous):
         self.store._asynchronous = asynchronous
         started = time.perf_counter()
-        self.store.save(self.step_number, self.trainer.engine.state_dict(), self.state)
+        self.store.save(self.step_number, self.trainer.train_step.engine.state_dict(), self.state)
         return time.perf_counter() - started
 
     def save_asynchronously(self):
@@ -140,9 +140,10 @@ def main():
             (ours.save_asynchronously(), ours.save_synchronously(), save_with_peer(peer))
             for _ in range(arguments.rounds)
         ]
+        num_parameters = sum(each.numel() for each in trainer.train_step.engine.weights().values())
         num_bytes = sum(path.stat().st_size for path in prepared.folder.checkpoints_dir.rglob("*.distcp"))
-        trainer.loader.close()
-        trainer.store.close()
+        trainer.train_step.loader.close()
+        trainer.saver.store.close()
         stop_runtime()
     beside, alone, theirs = zip(*rounds, strict=True)
     calls, slowed, writing, ordinary = zip(*beside, strict=True)
@@ -155,7 +156,7 @@ def main():
         f"{torch.__version__}, transformers {transformers.__version__}"
     )
     print(
-        f"{trainer.shape.num_parameters / 1e6:.0f} M parameters, {num_bytes / 1e9:.2f} GB a checkpoint, "
+        f"{num_parameters / 1e6:.0f} M parameters, {num_bytes / 1e9:.2f} GB a checkpoint, "
         f"{arguments.rounds} rounds, an ordinary step {statistics.median(ordinary):.3f} s\n"
     )
     print("| per save | median | spread over rounds |\n|---|---|---|")

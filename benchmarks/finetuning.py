@@ -268,6 +268,7 @@ def run_echelon(run_dir, steps):
     from echelon.model.quantization import import_bitsandbytes
     from echelon.recipe import load_recipe
     from echelon.runs.run_folder import RunFolder
+    from echelon.training.pauses import Due
 
     import_bitsandbytes()
     import_what_both_use()
@@ -278,7 +279,7 @@ def run_echelon(run_dir, steps):
     with open("/dev/null", "w") as console:
         trainer = build_trainer(recipe, read_plan(folder), folder, runtime, console)
         trainer.num_steps = 0
-        trainer._saves_at = trainer._evaluates_at = lambda done: False  # only the steps are measured
+        trainer.pauses.agree_on_due = lambda done, is_last: Due()  # only the steps are measured
         targets = 0
         while gate.wait():
             trainer.num_steps += steps
@@ -290,8 +291,8 @@ def run_echelon(run_dir, steps):
             targets = done
             if trainer.num_steps == steps:
                 reset_peak()
-    trainer.loader.close()
-    trainer.store.close()
+    trainer.train_step.loader.close()
+    trainer.saver.store.close()
     stop_runtime()
 
 

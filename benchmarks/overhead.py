@@ -27,6 +27,7 @@ from echelon.lifecycle.assemble import build_trainer
 from echelon.lifecycle.setup import prepare_run
 from echelon.model.build import load_config
 from echelon.recipe import load_recipe
+from echelon.training.pauses import Due
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tinyshakespeare.yaml"
 TEXT = Path(pydoc_data.topics.__file__)  # real text that every machine has
@@ -106,7 +107,7 @@ def main():
         runtime = start_runtime()
         trainer = build_trainer(recipe, prepared.plan, folder, runtime, console)
         trainer.num_steps = 0
-        trainer._saves_at = trainer._evaluates_at = lambda done: False  # only the steps are measured
+        trainer.pauses.agree_on_due = lambda done, is_last: Due()  # only the steps are measured
         config = load_config(str(folder.model_dir))
         tokens = data.train.read_samples(np.arange(data.train.num_samples - 1)).inputs.ravel()
         length, plan = recipe.data.sequence_len, prepared.plan
@@ -116,8 +117,8 @@ def main():
         rounds = [
             (plain.run(arguments.steps), run_echelon(trainer, folder, arguments.steps)) for _ in range(arguments.rounds)
         ]
-        trainer.loader.close()
-        trainer.store.close()
+        trainer.train_step.loader.close()
+        trainer.saver.store.close()
         stop_runtime()
     ratios = [ours / theirs for theirs, ours in rounds]
     device = (

@@ -39,6 +39,8 @@ class StopRequest:
         self.limit: str | None = None
         """The one of LIMITS that is reached, which asks to stop too; None while there is none. A signal that follows is
         still the first one."""
+        self.agreed: str | None = None
+        """The signal or limit that all ranks have agreed to stop for; None while training goes on."""
         self._asked_at = 0.0
         self._leave: Callable[[str], None] = lambda name: None
 

@@ -213,13 +213,13 @@ class RunFolderFiles:
             self._longer, prepared.plan, self.folder, self._stored.runtime, self._stored.console, "eager"
         )
         try:
-            found = {name: digest(tensor) for name, tensor in trainer.engine.state_dict().items()}
+            found = {name: digest(tensor) for name, tensor in trainer.train_step.engine.state_dict().items()}
             state = {key: value for key, value in asdict(trainer.state).items() if key != "suppressed"}
-            trainer.goodput.describe()
+            trainer.accounting.goodput.describe()
             return {"state": digest(state), **found}
         finally:
-            trainer.loader.close()
-            trainer.journal.close()
-            trainer.store.close()
-            for group in (trainer.store._group, trainer.store._control):
+            trainer.train_step.loader.close()
+            trainer.accounting.journal.close()
+            trainer.saver.store.close()
+            for group in (trainer.saver.store._group, trainer.saver.store._control):
                 dist.destroy_process_group(group)

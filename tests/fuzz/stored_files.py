@@ -76,10 +76,14 @@ class StoredFiles:
         self.runtime = Runtime(0, 1, 0, 1, torch.device("cpu"), "gloo")
         trainer = build_trainer(recipe, prepared.plan, self.run, self.runtime, self.console)
         trainer.fit()
-        trainer.loader.close()
-        trainer.journal.close()
-        self._engine, self._store, self._sequence_len = trainer.engine, trainer.store, recipe.data.sequence_len
-        self._judge, self._snapshots, self._sync = trainer.judge, trainer.snapshots, trainer.sync
+        trainer.train_step.loader.close()
+        trainer.accounting.journal.close()
+        self._store, self._snapshots, self._contents = (
+            trainer.saver.store,
+            trainer.saver.snapshots,
+            trainer.saver.contents,
+        )
+        self._sequence_len = recipe.data.sequence_len
         self.run.unlock()
         self.single = export_run(self.run.path, root / "single")
         self._sharded = shutil.copytree(self.single, root / "sharded")
@@ -146,14 +150,12 @@ class StoredFiles:
 
     def _resume(self) -> Parts:
         """What a resumed run begins with; raises PassedOver where that is an earlier checkpoint and a line says so."""
-        tensors = self._engine.state_dict()
+        tensors = self._contents.tensors()
         for tensor in tensors.values():
             tensor.fill_(7)
         self.console.seek(0)
         self.console.truncate()
-        saved = load_newest(
-            self._store, self._snapshots, self._engine, self._sync, self._judge, self.runtime, self.console
-        )
+        saved = load_newest(self._store, self._snapshots, self._contents, self.runtime, self.console)
         assert saved is not None
         found = {"state": digest(asdict(saved))} | {name: digest(tensors[name]) for name in tensors}
         if "Passing over" in (line := self.console.getvalue()):

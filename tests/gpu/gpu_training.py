@@ -69,10 +69,10 @@ def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: in
         if case.around == "ddp":
             stack.enter_context(mock.patch.object(echelon.parallel, "build_data_parallel", replicate))
         trainer = build_trainer(recipe, plan, run, runtime, console)
-        trainer.plan, trainer.run_folder = plan, run
-        trainer.loader.close()
+        trainer.recipe, trainer.plan, trainer.run_folder = recipe, plan, run
+        trainer.train_step.loader.close()
         order = build_order(recipe, data.train)
-        trainer.loader = BatchLoader(
+        trainer.train_step.loader = BatchLoader(
             Masked(data.train, order) if recipe.data.sequence_len == 32 else data.train,
             order,
             recipe.batches,
@@ -83,9 +83,9 @@ def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: in
         try:
             yield trainer
         finally:
-            trainer.loader.close()
-            trainer.store.close()
-            trainer.journal.close()
+            trainer.train_step.loader.close()
+            trainer.saver.store.close()
+            trainer.accounting.journal.close()
 
 
 def train_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: int = 4, stop_at: int | None = None):

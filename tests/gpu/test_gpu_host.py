@@ -44,11 +44,11 @@ def forbidden():
 def test_a_step_synchronises_nowhere(gpu, text, tmp_path, forbidden, case):
     with trainer_on_gpu(case, gpu, tmp_path, text, steps=8) as trainer:
         for step in range(3):  # compilation, caches and the optimizer's state
-            PendingMetrics(trainer.train_step(step), trainer.meshes, peak_bytes=1).read()
+            PendingMetrics(trainer.train_step(step), trainer.train_step.meshes, peak_bytes=1).read()
         forbidden(True)
-        pending = PendingMetrics(trainer.train_step(3), trainer.meshes, peak_bytes=1)
+        pending = PendingMetrics(trainer.train_step(3), trainer.train_step.meshes, peak_bytes=1)
         # Another step is under way when the first one's metrics are read, as in `Trainer.fit`.
-        running = PendingMetrics(trainer.train_step(4), trainer.meshes)
+        running = PendingMetrics(trainer.train_step(4), trainer.train_step.meshes)
         metrics = pending.read()
         forbidden(False)
         assert metrics.committed and metrics.step == 3 and running.read().step == 4
@@ -64,20 +64,20 @@ def test_a_bad_step_is_skipped_on_the_device(gpu, text, tmp_path, forbidden):
     """A gradient that is not finite: weights, moments and step counts stay as they were, and no host asked."""
     with trainer_on_gpu(Case(), gpu, tmp_path, text, steps=8) as trainer:
         trainer.train_step(0)
-        before = {name: value.clone() for name, value in trainer.engine.state_dict().items()}
-        forward_backward = trainer.engine.forward_backward
+        before = {name: value.clone() for name, value in trainer.train_step.engine.state_dict().items()}
+        forward_backward = trainer.train_step.engine.forward_backward
 
         def poisoned(*arguments):
             loss = forward_backward(*arguments)
-            next(trainer.engine._decoder.parameters()).grad.fill_(float("inf"))
+            next(trainer.train_step.engine._decoder.parameters()).grad.fill_(float("inf"))
             return loss
 
-        trainer.engine.forward_backward = poisoned
+        trainer.train_step.engine.forward_backward = poisoned
         forbidden(True)
         record = trainer.train_step(1)
         forbidden(False)
         assert not record.verdict.commit.item()
-        after = trainer.engine.state_dict()
+        after = trainer.train_step.engine.state_dict()
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
 

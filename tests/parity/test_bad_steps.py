@@ -17,7 +17,7 @@ from echelon.errors import TrainingError
 from echelon.model.sharding import local_part
 from echelon.recipe import load_recipe
 from echelon.runs.run_folder import RunFolder
-from echelon.training.trainer import Trainer
+from echelon.training.training_step import TrainingStep
 from training import (
     Row,
     equal_tensors,
@@ -57,31 +57,32 @@ def poison(factors):
 
 def corrupt(number, times):
     """A weight of rank 0 that loses its value before a step, the first few times that it comes: broken memory."""
-    train_step = Trainer.train_step
+    call = TrainingStep.__call__
     left = [times]
 
-    def corrupted(trainer, step):
+    def corrupted(train_step, step, is_suppressed):
         if step + 1 == number and left[0] and dist.get_rank() == 0:
             left[0] -= 1
-            local_part(trainer.engine._decoder.get_parameter(f"{CORRUPT}.weight").detach()).view(-1)[:1].fill_(math.nan)
-        return train_step(trainer, step)
+            local_part(train_step.engine._decoder.get_parameter(f"{CORRUPT}.weight").detach()).view(-1)[:1].fill_(
+                math.nan
+            )
+        return call(train_step, step, is_suppressed)
 
-    return mock.patch.object(Trainer, "train_step", corrupted)
+    return mock.patch.object(TrainingStep, "__call__", corrupted)
 
 
 def cut_power(number):
     """The end of the process as this step begins for the second time."""
-    train_step = Trainer.train_step
+    call = TrainingStep.__call__
     times = [0]
 
-    def cut(trainer, step):
+    def cut(train_step, step, is_suppressed):
         times[0] += step + 1 == number
         if times[0] == 2:
-            trainer.store.wait()
             raise PowerCut
-        return train_step(trainer, step)
+        return call(train_step, step, is_suppressed)
 
-    return mock.patch.object(Trainer, "train_step", cut)
+    return mock.patch.object(TrainingStep, "__call__", cut)
 
 
 def train_with_faults(rank, world_size, path, plan, stop_at, faults):
@@ -124,10 +125,10 @@ def events(folder, name):
 def plain_loop(rank, world_size, path, plan, without):
     """The same training as a loop over PyTorch's own parts, on one process, these steps left out; its weights."""
     with masked_trainer(rank, world_size, path, plan) as trainer:
-        model, config = trainer.engine._decoder, trainer.recipe.optim
+        model, config = trainer.train_step.engine._decoder, load_recipe(Path(path))[0].optim
         optimizer = torch.optim.AdamW(model.parameters(), betas=config.betas, eps=config.eps, weight_decay=0.0)
         for step in range(trainer.num_steps):
-            batch = next(trainer.loader)
+            batch = next(trainer.train_step.loader)
             if step + 1 in without:
                 continue
             total, count = 0.0, 0
@@ -138,7 +139,7 @@ def plain_loop(rank, world_size, path, plan, without):
                 count += int((labels != -100).sum())
             (total / count).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-            optimizer.param_groups[0]["lr"] = trainer.schedule(step)
+            optimizer.param_groups[0]["lr"] = trainer.train_step.schedule(step)
             optimizer.step()
             optimizer.zero_grad()
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -51,10 +51,10 @@ def reads_of_a_step(rank, world_size, path, plan, samples):
             record = trainer.train_step(2)
         with HostReads() as outside:
             bool(record.verdict.commit)
-        trainer.loader.close()
-        trainer.store.close()
-        if trainer.journal is not None:
-            trainer.journal.close()
+        trainer.train_step.loader.close()
+        trainer.saver.store.close()
+        if trainer.accounting.journal is not None:
+            trainer.accounting.journal.close()
     return inside.found, outside.found
 
 

@@ -13,7 +13,7 @@ from echelon.errors import TrainingError
 from echelon.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
 from echelon.training.replicas import Difference, compare_replicas
-from echelon.training.trainer import Trainer
+from echelon.training.training_step import TrainingStep
 from training import Row, train, train_rank, with_ranks
 
 pytestmark = pytest.mark.dist
@@ -23,15 +23,15 @@ FLIPPED = "model.layers.0.self_attn.q_proj.weight"
 
 def train_with_flip(rank, world_size, path, plan, stop_at, flipping):
     """Train; on one rank the lowest bit of one weight flips before step 4. What it raised, as text."""
-    train_step = Trainer.train_step
+    call = TrainingStep.__call__
 
-    def flipped(trainer, step):
+    def flipped(train_step, step, is_suppressed):
         if step + 1 == 4 and rank == flipping:
-            weight = local_part(trainer.engine._decoder.get_parameter(FLIPPED).detach())
+            weight = local_part(train_step.engine._decoder.get_parameter(FLIPPED).detach())
             weight.view(torch.int32).view(-1)[:1].bitwise_xor_(torch.tensor(1, dtype=torch.int32))
-        return train_step(trainer, step)
+        return call(train_step, step, is_suppressed)
 
-    with mock.patch.object(Trainer, "train_step", flipped):
+    with mock.patch.object(TrainingStep, "__call__", flipped):
         try:
             train_rank(rank, world_size, path, plan, stop_at, "")
         except TrainingError as error:

@@ -193,26 +193,26 @@ def masked_trainer(rank: int, world_size: int, path: str, plan: ParallelPlan, mu
     with open("/dev/null", "w") as console:
         folder = RunFolder(Path(recipe.run.dir))
         trainer = build_trainer(recipe, plan, folder, runtime, console, compile_backend="aot_eager")
-        trainer.loader.close()
-        dataset = trainer.loader._dataset
+        trainer.train_step.loader.close()
+        dataset = trainer.train_step.loader._dataset
         order = build_order(recipe, dataset)
         masked = Masked(dataset, order)
         if mutation == "wrong sample" and rank == world_size - 1:
             order = SampleOrder(dataset.num_samples, recipe.run.seed + 1)
-        trainer.loader = BatchLoader(
+        trainer.train_step.loader = BatchLoader(
             masked,
             order,
             recipe.batches,
             plan.micro_batch_size,
-            trainer.meshes.data_rank,
-            trainer.meshes.data_size,
+            trainer.train_step.meshes.data_rank,
+            trainer.train_step.meshes.data_size,
             trainer.state.step,
         )
         yield trainer
-        trainer.loader.close()
-        trainer.store.close()
-        if trainer.journal is not None:
-            trainer.journal.close()
+        trainer.train_step.loader.close()
+        trainer.saver.store.close()
+        if trainer.accounting.journal is not None:
+            trainer.accounting.journal.close()
 
 
 def train_rank(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, mutation: str) -> None:
@@ -222,14 +222,14 @@ def train_rank(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_a
             stack.enter_context(patch)
         trainer = stack.enter_context(masked_trainer(rank, world_size, path, plan, mutation))
         if mutation == "local count":
-            trainer.count_targets = lambda batch: local_count(trainer, batch)
+            trainer.train_step.count_targets = lambda batch: local_count(trainer, batch)
         trainer.num_steps = stop_at or trainer.num_steps
         trainer.fit()
 
 
 def local_count(trainer: Any, batch: Any) -> Targets:
     """The classic mistake: each rank divides by its own targets, scaled so that equal counts would hide it."""
-    own = torch.stack([trainer.objective.count(microbatch) for microbatch in batch.microbatches]).sum()
+    own = torch.stack([trainer.train_step.objective.count(microbatch) for microbatch in batch.microbatches]).sum()
     return Targets(own, own * dist.get_world_size())
 
 

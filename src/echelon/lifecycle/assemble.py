@@ -1,8 +1,8 @@
 """Building a trainer from a recipe and a plan, in one rank, and running it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from typing import TextIO
 
 import torch
@@ -20,13 +20,13 @@ from echelon.data.mixture import build_order
 from echelon.data.prepared import PreparedData, open_prepared
 from echelon.distributed.mesh import Meshes, build_mesh
 from echelon.distributed.runtime import Runtime
-from echelon.engines import Engine, build_engine
+from echelon.engines import build_engine
 from echelon.errors import StoppedError
 from echelon.hardware.detection import describe_peak, find_peak_flops
 from echelon.inference.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
 from echelon.inference.sampler import PromptSampler
+from echelon.lifecycle.journaling import describe_training, open_goodput, open_journal
 from echelon.model.adapters import find_new_tokens
-from echelon.model.attention import describe_document_mask
 from echelon.model.build import resolve_config
 from echelon.model.hub import read_commits, with_copies
 from echelon.model.model_folder import find_stops, write_model_folder
@@ -35,35 +35,32 @@ from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
 from echelon.recipe.schedule import build_schedule
-from echelon.reporting.budget import CostMeter
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
 from echelon.reporting.recovery import RecoveryWatch
-from echelon.reporting.trackers import start_trackers
-from echelon.runs.cost import find_price_here
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest
 from echelon.supervise.launch_environment import (
     find_host_dir,
     find_snapshot_dir,
-    find_start,
-    read_environment,
     shares_files,
 )
-from echelon.sync import Synchronizer, build_synchronizer
+from echelon.sync import build_synchronizer
+from echelon.training.accounting import Accounting
 from echelon.training.bad_steps import StepJudge
+from echelon.training.contents import RunContents
+from echelon.training.evaluations import Evaluations
 from echelon.training.heartbeat import Heartbeat
 from echelon.training.interval import SaveInterval
-from echelon.training.replicas import describe_replicas
-from echelon.training.rollback import find_suppressed, load_checkpoint
-from echelon.training.state import GoodputState, SavedState, TrainState
+from echelon.training.pauses import Pauses
+from echelon.training.rollback import Recovery, find_suppressed
+from echelon.training.saving import Saver
+from echelon.training.state import SavedState, TrainState
 from echelon.training.trainer import Trainer
+from echelon.training.training_step import TrainingStep
 
 # Of the notice: what closing trackers and ending the processes may take after the last upload was given up.
 _LEAVING_SECONDS = 5.0
-
-# The events of a run that came to its end.
-_ENDS = ("done", "early_stop")
 
 
 def run_training(
@@ -79,42 +76,42 @@ def run_training(
 
     Raises StoppedError when a rank's `stop` was asked for. `heart` watches from the first step to the last.
     """
-    trainer = build_trainer(recipe, plan, folder, runtime, console)
-    trainer.stop, trainer.heart = stop, heart
+    trainer = build_trainer(recipe, plan, folder, runtime, console, stop=stop, heart=heart)
+    journal, store = trainer.accounting.journal, trainer.saver.store
 
     def time_left() -> float:
         return stop.seconds_left(recipe.fault.notice_seconds) - _LEAVING_SECONDS
 
     done = False
     heart.start()
-    if trainer.journal is not None and trainer.journal.meter is not None:
-        trainer.journal.meter.watch(stop, lambda: trainer.store.write_seconds)
+    if journal is not None and journal.meter is not None:
+        journal.meter.watch(stop, lambda: store.write_seconds)
     try:
         state = trainer.fit()
         if recipe.adapter.is_adapter:
             export_trained(trainer, recipe, folder, console)
         heart.stop()
-        trainer.snapshots.close()
-        trainer.store.close(time_left)
-        if trainer.journal is not None:
-            trainer.journal.flush()
-            summarize(trainer, folder)
+        trainer.saver.snapshots.close()
+        store.close(time_left)
+        if journal is not None:
+            journal.flush()
+            summarize(trainer, journal, folder)
         done = True
         if runtime.rank == 0:
             finish(trainer, folder, console)
     except StoppedError:
-        trainer.store.close(time_left)
+        store.close(time_left)
         raise
     except BaseException:
-        trainer.store.abandon()
+        store.abandon()
         raise
     finally:
         heart.stop()
-        trainer.loader.close()
-        if trainer.journal is not None:
+        trainer.train_step.loader.close()
+        if journal is not None:
             if not done:
-                summarize(trainer, folder)
-            trainer.journal.close(done)
+                summarize(trainer, journal, folder)
+            journal.close(done)
     return state
 
 
@@ -124,7 +121,7 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder, console:
     Raises:
         CheckpointError: on rank 0, what can be read there is not what was trained.
     """
-    content = trainer.engine.describe_adapter()
+    content = trainer.train_step.engine.describe_adapter()
     if dist.get_rank() == 0:
         card = render_card(folder.path, trainer.state.step, is_adapter=True)
         num_bytes = write_adapter(folder.export_dir, content, recipe.model.checkpoint, folder.model_dir, card)
@@ -133,16 +130,16 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder, console:
         write_line(console, f"adapter: {folder.export_dir} ({size})")
 
 
-def summarize(trainer: Trainer, folder: RunFolder) -> None:
+def summarize(trainer: Trainer, journal: Journal, folder: RunFolder) -> None:
     """Say where the run's time went, and write it to events.jsonl, however this start of it ended. On rank 0."""
-    assert trainer.journal is not None
-    trainer.journal.say(trainer.goodput.describe())
-    if trainer.journal.meter is not None:
-        trainer.journal.meter.close()
-        if (used := trainer.journal.meter.describe()) is not None:
-            trainer.journal.say(used)
+    goodput = trainer.accounting.goodput
+    journal.say(goodput.describe())
+    if journal.meter is not None:
+        journal.meter.close()
+        if (used := journal.meter.describe()) is not None:
+            journal.say(used)
     with suppress(OSError):  # a full disk takes no event
-        folder.append_event("goodput", step=trainer.state.step, seconds=trainer.goodput.state_dict()["seconds"])
+        folder.append_event("goodput", step=trainer.state.step, seconds=goodput.state_dict()["seconds"])
 
 
 def finish(trainer: Trainer, folder: RunFolder, console: TextIO) -> None:
@@ -178,10 +175,15 @@ def build_trainer(
     runtime: Runtime,
     console: TextIO,
     compile_backend: str = "inductor",
+    stop: StopRequest | None = None,
+    heart: Heartbeat | None = None,
 ) -> Trainer:
-    """Everything a run needs, rehearsed and loaded, ready for `fit`. Collective."""
+    """Everything a run needs, rehearsed and loaded, ready for `fit`. Collective.
+
+    `stop` and `heart`: who asks it to stop, and who watches it; nobody, if not given.
+    """
     recovery = RecoveryWatch(folder, lambda line: write_line(console, line)) if runtime.rank == 0 else None
-    device = runtime.device
+    stop, heart, device = stop or StopRequest(), heart or Heartbeat(), runtime.device
     meshes = build_mesh(plan, device.type)
     data = open_prepared(folder.read_prepared_path(), recipe.data.sequence_len, recipe.data.document_mask)
     here = with_copies(recipe, read_commits(folder))
@@ -190,99 +192,62 @@ def build_trainer(
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
     objective, new_tokens = build_objective(recipe.objective), find_new_tokens(recipe, data.tokenizer)
     engine = build_engine(here, config, plan, meshes, objective, device, compile_backend, new_tokens)
-    sync = build_synchronizer(recipe.sync, engine, meshes)
     first = _any_microbatch(data, plan, device)
     engine.rehearse(first, plan.num_microbatches)
-    store = build_store(recipe, folder, console)
-    snapshots = build_snapshots(recipe, console)
-    tensors = sync.tensors(engine.state_dict())
-    store.rehearse(tensors)
-    snapshots.rehearse(tensors)
-    judge = StepJudge(recipe.fault, device)
-    saved = load_newest(store, snapshots, engine, sync, judge, runtime, console)
+    sync = build_synchronizer(recipe.sync, engine, meshes)
+    contents = RunContents(engine, sync, StepJudge(recipe.fault, device))
+    store, snapshots = build_store(recipe, folder, console), build_snapshots(recipe, console)
+    store.rehearse(contents.tensors())
+    snapshots.rehearse(contents.tensors())
+    saved = load_newest(store, snapshots, contents, runtime, console)
     state = TrainState() if saved is None else saved.train
     state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
+    num_steps, num_samples = recipe.num_steps(data.train.num_samples), data.train.num_samples
     stops = find_stops(config, data.manifest.stops)
     sampler = build_sampler(recipe, data, stops, device)
-    journal, goodput = None, GoodputTracker()
-    num_steps = recipe.num_steps(data.train.num_samples)
     peak_flops = find_peak_flops(device, plan.precision.compute)
+    journal, goodput = None, GoodputTracker()
     if recovery is not None:
         recovery.loaded()
         goodput = open_goodput(folder, saved)
         store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
         text = {"prepared": str(data.path), "digest": data.content_digest}
         folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops, **text)
-        journal = Journal(folder, console, num_steps, recipe.train.log_every, recipe.batches)
-        journal.tell_recovery(recovery)
-        num_machines = -(-runtime.world_size // runtime.local_world_size)
-        journal.meter = CostMeter(recipe, folder, find_price_here(recipe, read_environment()), num_machines)
-        journal.add_forwarders(start_trackers(recipe, folder, state.step, journal.say))
-        for line in (*_describe_model(config, recipe, data, stops, first.documents is not None), *engine.describe()):
+        journal = open_journal(recipe, folder, runtime, console, num_steps, state.step, recovery)
+        lines = describe_training(recipe, plan, config, data, stops, has_documents=first.documents is not None)
+        mfu_line = f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}"
+        for line in (*lines, *engine.describe(), mfu_line, *(() if sampler is None else (sampler.describe(),))):
             journal.say(line)
-        journal.say(f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}")
-        if sampler is not None:
-            journal.say(sampler.describe())
-        if recipe.fault.verify_replicas_every is not None:
-            journal.say(describe_replicas(plan))
-    return Trainer(
-        recipe=recipe,
-        num_steps=num_steps,
-        engine=engine,
-        objective=objective,
-        sync=sync,
-        judge=judge,
-        schedule=build_schedule(recipe.optim, num_steps, recipe.batches),
-        loader=build_loader(recipe, plan, data, meshes, state.step),
-        evaluator=build_evaluator(recipe, plan, data, objective, meshes, device),
-        evaluations=recipe.evaluation_rhythm(data.train.num_samples),
-        sampler=sampler,
-        store=store,
-        snapshots=snapshots,
-        meshes=meshes,
-        device=device,
-        shape=build_shape(config.to_dict()),
-        num_trained=None if plan.adapter is None else plan.adapter.num_trained_matmul_parameters,
+    find_mfu = _find_mfu(recipe, plan, config, meshes, peak_flops)
+    accounting = Accounting(device, recipe.train.log_every, find_mfu, goodput, heart, journal)
+    interval = SaveInterval(recipe, num_samples, plan.world_size, state.step)
+    saver = Saver(recipe, contents, store, snapshots, interval, accounting, meshes.everyone)
+    loader = build_loader(recipe, plan, data, meshes, state.step)
+    schedule = build_schedule(recipe.optim, num_steps, recipe.batches)
+    limit = recipe.optim.max_grad_norm
+    step = TrainingStep(engine, objective, sync, contents.judge, schedule, loader, meshes, device, limit, stop)
+    evaluator = build_evaluator(recipe, plan, data, objective, meshes, device)
+    evaluations = None
+    if evaluator is not None:
+        rhythm, select_by = recipe.evaluation_rhythm(num_samples), recipe.evaluate.select_by
+        evaluations = Evaluations(engine, evaluator, sampler, rhythm, select_by, accounting, stop)
+    every, patience = recipe.fault.verify_replicas_every, recipe.evaluate.early_stopping
+    pauses = Pauses(saver, evaluations, accounting, meshes, stop, every, patience)
+    recover = Recovery(recipe.fault, step, saver, accounting)
+    return Trainer(num_steps, step, accounting, pauses, saver, recover, stop, state)
+
+
+def _find_mfu(
+    recipe: Recipe, plan: ParallelPlan, config: PretrainedConfig, meshes: Meshes, peak_flops: float
+) -> Callable[[float], float]:
+    """The model FLOPs utilization as a function of the tokens per second of all ranks."""
+    return partial(
+        build_shape(config.to_dict()).mfu,
+        num_devices=meshes.num_devices,
         peak_flops=peak_flops,
-        journal=journal,
-        interval=SaveInterval(recipe, data.train.num_samples, plan.world_size, state.step),
-        state=state,
-        goodput=goodput,
+        sequence_len=recipe.data.sequence_len,
+        num_trained=None if plan.adapter is None else plan.adapter.num_trained_matmul_parameters,
     )
-
-
-def _describe_model(
-    config: PretrainedConfig,
-    recipe: Recipe,
-    data: PreparedData,
-    stops: Sequence[int],
-    has_documents: bool,
-) -> Iterator[str]:
-    """Lines about the model that is trained: its special tokens and its masks."""
-    special = f"pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}"
-    ends = [f"{each} ({data.tokenizer.convert_ids_to_tokens(each)})" for each in stops]
-    yield f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}"
-    if has_documents:
-        yield describe_document_mask(config, recipe.model.attn_implementation)
-
-
-def open_goodput(folder: RunFolder, saved: SavedState | None) -> GoodputTracker:
-    """Where the run's time went so far; cuts off the rows of lost steps, which tell how long those took. Rank 0."""
-    written = folder.metrics_path.stat().st_mtime if folder.metrics_path.exists() else 0.0
-    at = TrainState() if saved is None else saved.train
-    num_cut = folder.cut_metrics(at.step, at.owes_evaluation)
-    found = None if saved is None else saved.goodput
-    events = [event for event in folder.read_events() if event["event"] in ("start", "resume", *_ENDS)]
-    starts = [event["time"] for event in events if event["event"] == "start"]
-    if found is None and starts:  # an earlier start came to no checkpoint
-        found = GoodputState({}, min(starts), stopped=False)
-    if found is None:
-        return GoodputTracker(find_start(0.0))
-    if events and events[-1]["event"] in _ENDS:  # the run had finished, and was given more steps later
-        found = replace(found, stopped=True)
-    opened = GoodputTracker(find_start(found.until))
-    opened.resume(found, last_sign=written if num_cut else 0.0)
-    return opened
 
 
 def build_store(recipe: Recipe, folder: RunFolder, console: TextIO) -> CheckpointStore:
@@ -326,21 +291,16 @@ def write_line(console: TextIO, line: str) -> None:
 def load_newest(
     store: CheckpointStore,
     snapshots: Snapshots,
-    engine: Engine,
-    sync: Synchronizer,
-    judge: StepJudge,
+    contents: RunContents,
     runtime: Runtime,
     console: TextIO,
 ) -> SavedState | None:
-    """Fill engine, synchronizer and judge from the newest whole checkpoint or snapshot; what else is in it, or None.
-
-    Collective.
-    """
+    """Fill `contents` from the newest whole checkpoint or snapshot; what else is in it, or None. Collective."""
     snapshot = snapshots.newest()
     checkpoint = store.newest(beyond=-1 if snapshot is None else snapshot.step) or snapshot
     if checkpoint is None:
         return None
-    saved = load_checkpoint(checkpoint, store, engine, sync, judge)
+    saved = contents.load(checkpoint, store)
     if runtime.rank == 0:
         held = ", held in memory" if checkpoint == snapshot else ""
         write_line(console, f"Resuming from {checkpoint.path.name}{held}.")

@@ -1,25 +1,18 @@
 """What is done about a bad step: it is passed over, or leads back to a checkpoint, or ends the run with a diagnosis."""
 
-from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from echelon.checkpoint.folder import Checkpoint
-from echelon.checkpoint.store import CheckpointStore
-from echelon.engines.engine import Engine
 from echelon.errors import TrainingError
 from echelon.recipe import FaultConfig
 from echelon.runs.run_folder import RunFolder
-from echelon.sync import Synchronizer
-from echelon.training.bad_steps import StepJudge
-from echelon.training.diagnosis import Diagnosis, diagnose
+from echelon.training.accounting import Accounting
+from echelon.training.diagnosis import Diagnosis
 from echelon.training.metrics import StepMetrics, finite
-from echelon.training.state import SavedState
-
-if TYPE_CHECKING:
-    from echelon.training.trainer import Trainer
+from echelon.training.saving import Saver
+from echelon.training.state import TrainState
+from echelon.training.training_step import TrainingStep
 
 
 class BadStep(Exception):
@@ -30,87 +23,71 @@ class BadStep(Exception):
         self.metrics = metrics
 
 
-def load_checkpoint(
-    checkpoint: Checkpoint, store: CheckpointStore, engine: Engine, sync: Synchronizer, judge: StepJudge
-) -> SavedState:
-    """Put engine, synchronizer and judge where a checkpoint has them; everything in it that is no tensor. Collective.
+@dataclass(frozen=True)
+class Recovery:
+    """What a run does about its bad steps, as the recipe's `fault` says."""
 
-    Raises:
-        CheckpointError: it is hostile, or of something else than this run; nothing is changed then.
-    """
-    saved = SavedState.from_dict(checkpoint.read_state())
-    sync.load_state_dict(saved.sync)
-    fill = partial(store.load, checkpoint)
-    engine.load(lambda tensors: sync.load(tensors, fill))
-    judge.load_state_dict(asdict(saved.judge))
-    return saved
+    fault: FaultConfig
+    train_step: TrainingStep
+    saver: Saver
+    accounting: Accounting
 
+    def prepare(self, state: TrainState) -> None:
+        """Before the first step of a run: save somewhere to go back to, where that may be wanted. Collective."""
+        if state.step == 0 and self.fault.on_bad_step == "rollback":
+            self.saver.save(state)
 
-def pass_over(trainer: "Trainer", metrics: StepMetrics) -> None:
-    """Note a bad step; it was not applied, and nothing else is to be done unless there were too many in a row.
+    def pass_over(self, metrics: StepMetrics, state: TrainState) -> None:
+        """Note a bad step; it was not applied, and nothing else is to be done unless there were too many in a row.
 
-    Raises BadStep where there is.
-    """
-    if metrics.step + 1 in trainer.state.suppressed:
-        return
-    fault = trainer.recipe.fault
-    if fault.on_bad_step != "skip" or metrics.bad_in_a_row >= fault.max_bad_steps:
-        raise BadStep(metrics)
-    _note(trainer, metrics, "skip", None)
-    if trainer.journal is not None:
-        trainer.journal.say(
+        Raises BadStep where there were, on every rank.
+        """
+        if metrics.step + 1 in state.suppressed:
+            return
+        if self.fault.on_bad_step != "skip" or metrics.bad_in_a_row >= self.fault.max_bad_steps:
+            raise BadStep(metrics)
+        self._note(metrics, "skip", None)
+        self.accounting.say(
             f"bad step {metrics.step + 1}: {describe_numbers(metrics)}; not applied, {metrics.bad_in_a_row} in a row "
-            f"of fault.max_bad_steps={fault.max_bad_steps}"
+            f"of fault.max_bad_steps={self.fault.max_bad_steps}"
         )
 
+    def recover(self, metrics: StepMetrics, state: TrainState) -> TrainState:
+        """Go back to the newest checkpoint, never to apply this step; or end the run. Collective.
 
-def recover(trainer: "Trainer", metrics: StepMetrics) -> None:
-    """Go back to the newest checkpoint, never to apply this step; or end the run. Collective.
+        The weights are those that the step met: the judge has applied nothing since.
 
-    The weights are those that the step met: the judge has applied nothing since.
+        Returns:
+            The state to go on from.
 
-    Raises:
-        TrainingError: the recipe wants the run to stop, or it had too many bad steps in a row.
-    """
-    trainer.store.wait()  # every rank is here, so the save under way can be whole first
-    fault = trainer.recipe.fault
-    goes_back = fault.on_bad_step == "rollback" and metrics.bad_in_a_row < fault.max_bad_steps
-    batch = trainer.loader.batch(metrics.step).to(trainer.device)
-    num_targets = trainer.count_targets(batch).shared.clamp(min=1)
-    diagnosis = diagnose(trainer.engine, batch, num_targets, trainer.meshes.everyone)
-    _note(trainer, metrics, "rollback" if goes_back else "stop", diagnosis)
-    if not goes_back:
-        raise TrainingError(describe_stop(metrics, fault, diagnosis))
-    _roll_back(trainer, metrics, diagnosis)
-
-
-def _roll_back(trainer: "Trainer", metrics: StepMetrics, diagnosis: Diagnosis) -> None:
-    """Collective. What it writes first is the event: a run that dies here must know that the step is ruled out."""
-    journal, number = trainer.journal, metrics.step + 1
-    checkpoint = trainer.store.newest()
-    if checkpoint is None:
-        raise TrainingError(
-            f"step {number}: {describe_numbers(metrics)}, and there is no checkpoint to go back to any more; start the "
-            "same command again."
-        )
-    if journal is not None:
-        journal.event("rollback", step=checkpoint.step, suppressed=number)
-        journal.say(
+        Raises:
+            TrainingError: the recipe wants the run to stop, or it had too many bad steps in a row.
+        """
+        self.saver.wait()  # every rank is here, so the save under way can be whole first
+        goes_back = self.fault.on_bad_step == "rollback" and metrics.bad_in_a_row < self.fault.max_bad_steps
+        diagnosis = self.train_step.diagnose(metrics.step)
+        self._note(metrics, "rollback" if goes_back else "stop", diagnosis)
+        if not goes_back:
+            raise TrainingError(describe_stop(metrics, self.fault, diagnosis))
+        number, checkpoint = metrics.step + 1, self.saver.find_newest()
+        if checkpoint is None:
+            raise TrainingError(
+                f"step {number}: {describe_numbers(metrics)}, and there is no checkpoint to go back to any more; start "
+                "the same command again."
+            )
+        # What is written first is the event: a run that dies here must know that the step is ruled out.
+        self.accounting.event("rollback", step=checkpoint.step, suppressed=number)
+        self.accounting.say(
             f"bad step {number}: {describe_numbers(metrics)}; back to step {checkpoint.step}, and step {number} will "
             f"not be applied. {diagnosis.describe()}"
         )
-    known = trainer.state.suppressed
-    saved = load_checkpoint(checkpoint, trainer.store, trainer.engine, trainer.sync, trainer.judge)
-    trainer.state = saved.train.suppressing((*known, number))
-    trainer.goodput.go_back({} if saved.goodput is None else saved.goodput.seconds)
-    trainer.loader.seek(checkpoint.step)
-    if journal is not None:
-        journal.cut(checkpoint.step)
+        saved = self.saver.load(checkpoint)
+        self.accounting.go_back(checkpoint.step, {} if saved.goodput is None else saved.goodput.seconds)
+        self.train_step.loader.seek(checkpoint.step)
+        return saved.train.suppressing((*state.suppressed, number))
 
-
-def _note(trainer: "Trainer", metrics: StepMetrics, action: str, diagnosis: Diagnosis | None) -> None:
-    if trainer.journal is not None:
-        trainer.journal.event(
+    def _note(self, metrics: StepMetrics, action: str, diagnosis: Diagnosis | None) -> None:
+        self.accounting.event(
             "bad_step",
             step=metrics.step + 1,
             loss=finite(metrics.loss),

@@ -1,0 +1,84 @@
+"""Opening a run's record as a start of it begins: its journal, its goodput, and what is said about the training."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TextIO
+
+from transformers import PretrainedConfig
+
+from echelon.data.prepared import PreparedData
+from echelon.distributed.runtime import Runtime
+from echelon.model.attention import describe_document_mask
+from echelon.planner.plan import ParallelPlan
+from echelon.recipe import Recipe
+from echelon.reporting.budget import CostMeter
+from echelon.reporting.goodput import GoodputTracker
+from echelon.reporting.journal import Journal
+from echelon.reporting.recovery import RecoveryWatch
+from echelon.reporting.trackers import start_trackers
+from echelon.runs.cost import find_price_here
+from echelon.runs.run_folder import RunFolder
+from echelon.supervise.launch_environment import find_start, read_environment
+from echelon.training.replicas import describe_replicas
+from echelon.training.state import GoodputState, SavedState, TrainState
+
+# The events of a run that came to its end.
+_ENDS = ("done", "early_stop")
+
+
+def open_journal(
+    recipe: Recipe,
+    folder: RunFolder,
+    runtime: Runtime,
+    console: TextIO,
+    num_steps: int,
+    step: int,
+    recovery: RecoveryWatch,
+) -> Journal:
+    """The run's journal, with its cost meter and its trackers. On rank 0, after the event of this start.
+
+    `step`: how many steps are done.
+    """
+    journal = Journal(folder, console, num_steps, recipe.train.log_every, recipe.batches)
+    journal.tell_recovery(recovery)
+    num_machines = -(-runtime.world_size // runtime.local_world_size)
+    journal.meter = CostMeter(recipe, folder, find_price_here(recipe, read_environment()), num_machines)
+    journal.add_forwarders(start_trackers(recipe, folder, step, journal.say))
+    return journal
+
+
+def describe_training(
+    recipe: Recipe,
+    plan: ParallelPlan,
+    config: PretrainedConfig,
+    data: PreparedData,
+    stops: Sequence[int],
+    has_documents: bool,
+) -> Iterator[str]:
+    """Lines about what is trained: special tokens, masks, and the replicas that are compared."""
+    special = f"pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}"
+    ends = [f"{each} ({data.tokenizer.convert_ids_to_tokens(each)})" for each in stops]
+    yield f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}"
+    if has_documents:
+        yield describe_document_mask(config, recipe.model.attn_implementation)
+    if recipe.fault.verify_replicas_every is not None:
+        yield describe_replicas(plan)
+
+
+def open_goodput(folder: RunFolder, saved: SavedState | None) -> GoodputTracker:
+    """Where the run's time went so far; cuts off the rows of lost steps, which tell how long those took. Rank 0."""
+    written = folder.metrics_path.stat().st_mtime if folder.metrics_path.exists() else 0.0
+    at = TrainState() if saved is None else saved.train
+    num_cut = folder.cut_metrics(at.step, at.owes_evaluation)
+    found = None if saved is None else saved.goodput
+    events = [event for event in folder.read_events() if event["event"] in ("start", "resume", *_ENDS)]
+    starts = [event["time"] for event in events if event["event"] == "start"]
+    if found is None and starts:  # an earlier start came to no checkpoint
+        found = GoodputState({}, min(starts), stopped=False)
+    if found is None:
+        return GoodputTracker(find_start(0.0))
+    if events and events[-1]["event"] in _ENDS:  # the run had finished, and was given more steps later
+        found = replace(found, stopped=True)
+    opened = GoodputTracker(find_start(found.until))
+    opened.resume(found, last_sign=written if num_cut else 0.0)
+    return opened

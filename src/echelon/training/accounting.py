@@ -1,0 +1,140 @@
+"""The account of a run while it trains: each step's time and row, the heartbeat, the user's callbacks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from echelon.inference.evaluate import EvalResults
+from echelon.reporting.goodput import GoodputTracker
+from echelon.reporting.journal import Journal
+from echelon.training.callbacks import Callback
+from echelon.training.heartbeat import Heartbeat
+from echelon.training.metrics import Stamp, StepMetrics, peak_memory_bytes, train_row
+from echelon.training.state import TrainState
+
+
+class Accounting:
+    """Every rank keeps the time; rank 0, which has the journal, also writes, speaks and tells the callbacks."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        log_every: int,
+        find_mfu: Callable[[float], float | None],
+        goodput: GoodputTracker,
+        heart: Heartbeat,
+        journal: Journal | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        """`find_mfu`: the model FLOPs utilization at so many tokens a second over all ranks; None if unknown."""
+        self.goodput = goodput
+        self.heart = heart
+        self.journal = journal
+        self._callbacks = callbacks if journal is not None else ()
+        self._device = device
+        self._log_every = log_every
+        self._find_mfu = find_mfu
+        self._peak_bytes: int | None = None
+        self._mark = Stamp(device)
+
+    def begin(self, step: int) -> None:
+        """Training starts, or goes on, after this many steps."""
+        self.goodput.turn("training")
+        self.heart.beat(f"step {step + 1}")
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """The next step begins now: what came since the last one is not its time."""
+        self._mark = Stamp(self._device)
+
+    def peak_if_due(self, step: int) -> int | None:
+        """This rank's memory, as this start begins and at the steps that are logged; None at the others."""
+        is_due = self._peak_bytes is None or (step + 1) % self._log_every == 0
+        return peak_memory_bytes(self._device) if is_due else None
+
+    def book(self, metrics: StepMetrics, finished: Stamp) -> float:
+        """Take in the next finished step; how many seconds it took."""
+        self.heart.beat(f"step {metrics.step + 2}")
+        seconds, self._mark = finished.seconds_since(self._mark), finished
+        self.goodput.move("training", "data", metrics.data_wait_seconds)
+        if not metrics.committed:
+            self.goodput.move("training", "skipped", seconds - metrics.data_wait_seconds)
+        if metrics.memory_peak_bytes is not None:
+            self._peak_bytes = metrics.memory_peak_bytes
+        return seconds
+
+    def write(self, metrics: StepMetrics, seconds: float, state: TrainState) -> None:
+        """Write the row of a step that `book` has taken in. `state`: after it."""
+        if self.journal is None:
+            return
+        rate = metrics.tokens / seconds
+        row = train_row(
+            metrics,
+            tokens=state.tokens,
+            target_tokens=state.target_tokens,
+            tokens_per_second=rate,
+            step_seconds=seconds,
+            mfu=self._find_mfu(rate),
+            memory_peak_bytes=self._peak_bytes,
+        )
+        self.journal.train(row)
+        self._tell("on_step_end", row)
+
+    def write_evaluation(self, step: int, results: EvalResults) -> None:
+        """Write the row of an evaluation."""
+        if self.journal is not None:
+            row = results.row(step)
+            self.journal.evaluation(row)
+            self.journal.note("evaluated", step)
+            self._tell("on_evaluation", row)
+
+    def tell_start(self, step: int) -> None:
+        """Tell the callbacks that training begins after this many steps."""
+        self._tell("on_start", step)
+
+    def tell_save(self, step: int) -> None:
+        """Tell the callbacks of a checkpoint."""
+        self._tell("on_save", step)
+
+    def tell_end(self) -> None:
+        """Tell the callbacks that training ends."""
+        self._tell("on_end")
+
+    @contextmanager
+    def spending(self, cause: str) -> Iterator[None]:
+        """Time of the block goes into this cause of the goodput."""
+        with self.goodput.spending(cause):
+            yield
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """The block saves: it may take any time, and no step has it."""
+        with self.goodput.spending("saving"), self.heart.resting():
+            yield
+
+    def say(self, line: str) -> None:
+        """A line for the user."""
+        if self.journal is not None:
+            self.journal.say(line)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """A line of events.jsonl. Raises OSError where the disk does not take it."""
+        if self.journal is not None:
+            self.journal.event(name, **fields)
+
+    def note(self, name: str, step: int) -> None:
+        """A line of events.jsonl, if the disk takes it."""
+        if self.journal is not None:
+            self.journal.note(name, step)
+
+    def go_back(self, step: int, seconds: dict[str, float]) -> None:
+        """The run goes on from a step that was passed long ago, with these seconds of goodput: drop what came after."""
+        self.goodput.go_back(seconds)
+        if self.journal is not None:
+            self.journal.cut(step)
+
+    def _tell(self, hook: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, hook)(*arguments)

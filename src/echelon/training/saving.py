@@ -1,0 +1,130 @@
+"""Saving a run while it trains: checkpoints and snapshots, and the last save before a stop."""
+
+import time
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from echelon.checkpoint.folder import Checkpoint
+from echelon.checkpoint.snapshot import Snapshots
+from echelon.checkpoint.store import CheckpointStore
+from echelon.errors import StoppedError
+from echelon.recipe import Recipe
+from echelon.runs.cost import name_limit
+from echelon.stopping import LIMITS
+from echelon.training.accounting import Accounting
+from echelon.training.contents import RunContents
+from echelon.training.interval import SaveInterval
+from echelon.training.state import SavedState, TrainState
+
+
+class Saver:
+    """Knows when a run is saved, and how. Every method but `snapshot_due` and `saw_step` is collective.
+
+    `save` and what calls it raise CheckpointError at the third failure in a row.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        contents: RunContents,
+        store: CheckpointStore,
+        snapshots: Snapshots,
+        interval: SaveInterval,
+        accounting: Accounting,
+        everyone: dist.ProcessGroup,
+    ) -> None:
+        self.contents = contents
+        self.store = store
+        self.snapshots = snapshots
+        self.keeps_best = recipe.checkpoint.keep_best
+        self._budget = recipe.budget
+        self._notice_seconds = recipe.fault.notice_seconds
+        self._interval = interval
+        self._accounting = accounting
+        self._everyone = everyone
+        self._has_warned = False
+
+    def agree_on_save(self, done: int) -> bool:
+        """Whether a checkpoint is due after this step, by its interval or as one that failed is repeated.
+
+        To be called once after every step, since ranks ask each other from time to time whether a save has ended.
+        """
+        return self._interval.is_due(done) or self.store.agree_on_retry(done)
+
+    def snapshot_due(self, done: int) -> bool:
+        """Whether a snapshot is due after this step."""
+        return self.snapshots.is_due(done)
+
+    def saw_step(self, seconds: float) -> None:
+        """Take note of how long a step took."""
+        self._interval.saw_step(seconds)
+
+    def save(self, state: TrainState) -> None:
+        """Save a checkpoint in the background."""
+        keep = state.best_step if self.keeps_best else None
+        described = self.contents.describe(state, self._accounting.goodput)
+        self.store.save(state.step, self.contents.tensors(), described, keep)
+        self._accounting.tell_save(state.step)
+
+    def save_and_learn(self, state: TrainState) -> None:
+        """Save between two steps, and let the interval see what that cost."""
+        started = time.monotonic()
+        with self._accounting.saving():
+            self.save(state)
+        stall = time.monotonic() - started
+        news = self._interval.learn(state.step, stall, self.store.write_seconds or 0.0, self._everyone)
+        if news is not None:
+            self._accounting.say(news)
+        self._warn_of_slow_saves()
+
+    def save_snapshot(self, state: TrainState) -> None:
+        """Take a snapshot in the background."""
+        with self._accounting.saving():
+            described = self.contents.describe(state, self._accounting.goodput)
+            self.snapshots.save(state.step, self.contents.tensors(), described)
+
+    def settle(self, state: TrainState) -> None:
+        """Wait until the newest save is whole, which is repeated where it failed: without it a run is not done."""
+        with self._accounting.saving():
+            while not self.store.wait():
+                self.save(state)
+
+    def save_and_leave(self, state: TrainState, cause: str) -> NoReturn:
+        """Save, wait until that is whole, and raise StoppedError. `cause`: a signal, or the limit that is reached."""
+        started = time.monotonic()
+        self._accounting.goodput.turn("saving")
+        self._accounting.goodput.stop()
+        with self._accounting.heart.resting():
+            self.save(state)
+            while not self.store.wait():
+                self.save(state)
+        if cause in LIMITS:
+            cause, remark = name_limit(self._budget, cause), "; raise it to go on"
+        else:
+            remark = f" of the {self._notice_seconds:g} s that fault.notice_seconds gives"
+        seconds = time.monotonic() - started
+        raise StoppedError(f"stopped by {cause} at step {state.step}, saved in {seconds:.1f} s{remark}")
+
+    def wait(self) -> None:
+        """Until the save under way has ended."""
+        self.store.wait()
+
+    def find_newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint, the same one on every rank."""
+        return self.store.newest()
+
+    def load(self, checkpoint: Checkpoint) -> SavedState:
+        """Go back to a checkpoint. See RunContents.load."""
+        return self.contents.load(checkpoint, self.store)
+
+    def _warn_of_slow_saves(self) -> None:
+        """Once, where a stop would not leave the time to save."""
+        notice, taken = self._notice_seconds, self.store.write_seconds
+        if taken is not None and 0 < notice < taken and not self._has_warned:
+            self._has_warned = True
+            self._accounting.say(
+                f"A checkpoint took {taken:.1f} s until it was whole on disk, longer than "
+                f"fault.notice_seconds={notice:g}: a stop by a signal may not get as far; raise it where whoever sends "
+                "the signal waits longer, or save to a faster disk."
+            )

@@ -1,0 +1,93 @@
+"""One optimizer step: the path every step takes, in which the host waits for nothing on the device.
+
+Read it in five files: this one, `engines/native.py`, `parallel/step.py`, `objectives/objective.py` and
+`sync/every_step.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from echelon.data.loader import BatchLoader, StepBatch
+from echelon.distributed.mesh import Meshes
+from echelon.engines import Engine
+from echelon.objectives.objective import Objective
+from echelon.recipe.schedule import Schedule
+from echelon.stopping import StopRequest
+from echelon.sync import Synchronizer
+from echelon.training.bad_steps import StepJudge
+from echelon.training.diagnosis import Diagnosis, diagnose
+from echelon.training.metrics import StepRecord, Targets
+
+
+@dataclass
+class TrainingStep:
+    """Runs a step's microbatches through an engine, and applies what comes out if it may be. Collective."""
+
+    engine: Engine
+    objective: Objective
+    sync: Synchronizer
+    judge: StepJudge
+    schedule: Schedule
+    loader: BatchLoader
+    meshes: Meshes
+    device: torch.device
+    max_grad_norm: float | None
+    stop: StopRequest
+
+    def __call__(self, step: int, is_suppressed: bool = False) -> StepRecord:
+        """The next step of the loader, until the synchronizer is content with it.
+
+        Args:
+            step: its number, from 0.
+            is_suppressed: a rollback ruled that it is never applied.
+        """
+        while (record := self._attempt(step, is_suppressed)) is None:
+            self.loader.seek(step)
+        return record
+
+    def _attempt(self, step: int, is_suppressed: bool) -> StepRecord | None:
+        """The step; None where it is to be run again, and nothing of it is left."""
+        self.loader.reshare(*self.sync.begin_step(step))
+        batch = next(self.loader).to(self.device)
+        targets = self.count_targets(batch)
+        sums = self.engine.forward_backward(step, batch.microbatches, targets.shared.clamp(min=1))
+        grad_norm = self.engine.clip(self.max_grad_norm)
+        loss_scale = self.engine.loss_scale
+        loss_scale = None if loss_scale is None else loss_scale.clone()
+        before = self.judge.mark()
+        verdict = self.judge(grad_norm, self.sync.should_commit(grad_norm), loss_scale, is_suppressed)
+        learning_rate = self.schedule(step)
+        self.sync.apply(step, learning_rate, verdict.commit)
+        if not self.sync.end_step(step):
+            self.judge.rewind(before)
+            return None
+        return StepRecord(
+            step=step,
+            loss_sum=sums.loss,
+            router_sum=sums.router,
+            targets=targets,
+            grad_norm=grad_norm,
+            verdict=verdict,
+            loss_scale=loss_scale,
+            learning_rate=learning_rate,
+            num_tokens=batch.num_tokens,
+            num_labels=batch.num_labels,
+            batch_hash=batch.hash,
+            data_wait_seconds=self.loader.wait_seconds,
+            stop_flags=self.stop.flags(),
+        )
+
+    def count_targets(self, batch: StepBatch) -> Targets:
+        """The step's targets over all microbatches; they stay on the device. Collective."""
+        own = torch.stack([self.objective.count(microbatch) for microbatch in batch.microbatches]).sum()
+        shared = own.clone()
+        dist.all_reduce(shared, group=self.meshes.loss)
+        return Targets(own, shared)
+
+    def diagnose(self, step: int) -> Diagnosis:
+        """Run the batch of an earlier step again, and see what was not finite; apply nothing. Collective."""
+        batch = self.loader.batch(step).to(self.device)
+        num_targets = self.count_targets(batch).shared.clamp(min=1)
+        return diagnose(self.engine, batch, num_targets, self.meshes.everyone)
