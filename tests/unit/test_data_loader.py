@@ -228,6 +228,17 @@ def test_any_batch_can_be_asked_for_and_the_loader_set_anywhere(dataset):
         assert [next(loader).hash for _ in range(3)] == straight[3:]
 
 
+def test_another_share_is_read_from_the_next_step_on(dataset):
+    first, second, alone = (load(dataset, 5, rank=rank, ranks=ranks) for rank, ranks in ((0, 2), (1, 2), (0, 1)))
+    with BatchLoader(dataset, SampleOrder(dataset.num_samples, seed=1), TWELVE, 4, 0, 2) as loader:
+        digests = []
+        for share in ((0, 2), (0, 2), (1, 2), (0, 1), (0, 2)):
+            loader.reshare(*share)
+            digests.append(next(loader).hash)
+    expected = [first[0], first[1], second[2], alone[3], first[4]]
+    assert digests == [each.hash for each in expected]
+
+
 def test_waiting_is_measured(dataset):
     with BatchLoader(dataset, SampleOrder(dataset.num_samples, 0), FOUR, 1) as loader:
         next(loader)

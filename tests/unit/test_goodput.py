@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from echelon.lifecycle import assemble
+from echelon.lifecycle import journaling
 from echelon.reporting import goodput
 from echelon.reporting.goodput import GoodputTracker
 from echelon.runs.run_folder import RunFolder
@@ -88,8 +88,8 @@ def test_the_pause_before_a_finished_run_is_given_more_steps_is_none_of_its_loss
     events = [("start", now - 4000), *([] if end is None else [(end, now - 3600)])]
     lines = [json.dumps({"event": event, "time": when, "step": 0}) for event, when in events]
     folder.events_path.write_text("".join(f"{line}\n" for line in lines))
-    monkeypatch.setattr(assemble, "find_start", lambda until: now)
+    monkeypatch.setattr(journaling, "find_start", lambda until: now)
     saved = SavedState(TrainState(step=3), goodput=GoodputState({"training": 200.0}, now - 3700, stopped=False))
-    spent = only(assemble.open_goodput(folder, saved))
+    spent = only(journaling.open_goodput(folder, saved))
     assert spent["down" if end is None else "stopped"] == pytest.approx(3700, abs=1)
     assert ("stopped" if end is None else "down") not in spent

@@ -48,6 +48,7 @@ from echelon.supervise.launch_environment import (
 from echelon.sync import build_synchronizer
 from echelon.training.accounting import Accounting
 from echelon.training.bad_steps import StepJudge
+from echelon.training.callbacks import Callback
 from echelon.training.contents import RunContents
 from echelon.training.evaluations import Evaluations
 from echelon.training.heartbeat import Heartbeat
@@ -71,12 +72,13 @@ def run_training(
     console: TextIO,
     stop: StopRequest,
     heart: Heartbeat,
+    callbacks: Sequence[Callback] = (),
 ) -> TrainState:
     """Train in this rank until the run's last step, from the newest checkpoint if there is one. Collective.
 
     Raises StoppedError when a rank's `stop` was asked for. `heart` watches from the first step to the last.
     """
-    trainer = build_trainer(recipe, plan, folder, runtime, console, stop=stop, heart=heart)
+    trainer = build_trainer(recipe, plan, folder, runtime, console, stop=stop, heart=heart, callbacks=callbacks)
     journal, store = trainer.accounting.journal, trainer.saver.store
 
     def time_left() -> float:
@@ -177,6 +179,7 @@ def build_trainer(
     compile_backend: str = "inductor",
     stop: StopRequest | None = None,
     heart: Heartbeat | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Trainer:
     """Everything a run needs, rehearsed and loaded, ready for `fit`. Collective.
 
@@ -219,7 +222,7 @@ def build_trainer(
         for line in (*lines, *engine.describe(), mfu_line, *(() if sampler is None else (sampler.describe(),))):
             journal.say(line)
     find_mfu = _find_mfu(recipe, plan, config, meshes, peak_flops)
-    accounting = Accounting(device, recipe.train.log_every, find_mfu, goodput, heart, journal)
+    accounting = Accounting(device, recipe.train.log_every, find_mfu, goodput, heart, journal, callbacks)
     interval = SaveInterval(recipe, num_samples, plan.world_size, state.step)
     saver = Saver(recipe, contents, store, snapshots, interval, accounting, meshes.everyone)
     loader = build_loader(recipe, plan, data, meshes, state.step)
