@@ -117,10 +117,10 @@ def test_a_name_that_is_not_counted_is_refused(adapter, message):
     [
         (["adapter={method: lora, modules_to_save: [q_proj], target_modules: [q_proj]}"], "both name q_proj: it is tr"),
         (["adapter={method: lora, modules_to_save: [norm, norm]}"], "adapter.modules_to_save has 'norm' twice"),
-        (["adapter={modules_to_save: [norm]}"], "has no meaning with adapter.method=full"),
+        (["adapter={modules_to_save: [norm]}"], "has no effect with adapter.method=full"),
         (
             ["adapter={method: lora, modules_to_save: [norm]}", "objective.name=dpo"],
-            "trains weights in their place, and objective.name=dpo compares with them as they were",
+            "trains weights in place, and objective.name=dpo needs the original weights",
         ),
     ],
 )

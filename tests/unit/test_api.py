@@ -60,7 +60,7 @@ def test_recipes_come_from_a_file_a_mapping_and_another_recipe(tmp_path):
     [
         (RECIPE, {"train.stepz": 1}, r"^overrides: train.stepz is not a recipe key; did you mean train.steps\?"),
         (RECIPE, ["train.steps"], r"^overrides: 'train.steps' is not KEY=VALUE"),
-        (RECIPE, "train.steps=3", r"^overrides: 'train.steps=3' is one text; give a list"),
+        (RECIPE, "train.steps=3", r"^overrides: 'train.steps=3' is a string; give a list"),
         ({**RECIPE, "train": {"steps": 10}}, (), r"^recipe: one of train.global_batch_tokens and train.global_batch"),
         ([], (), r"a recipe is a path or a mapping, and this is a list"),
         ("missing.yaml", (), r"missing.yaml does not exist"),

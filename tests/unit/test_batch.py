@@ -165,7 +165,7 @@ MIXED = BOTH.replace("[{path: text.txt}]", "[{path: a.txt, weight: 2}, b.txt]")
             ("checkpoint.every_steps=3", "checkpoint.saves_per_epoch=1"),
             "checkpoint.every_steps=3 and checkpoint.",
         ),
-        (SMALL, ("checkpoint.every_steps=null",), "checkpoint.every_steps=null says nothing of when to save"),
+        (SMALL, ("checkpoint.every_steps=null",), "checkpoint.every_steps=null does not set when to save"),
         (SMALL, ("train.evals_per_epoch=0",), "train.evals_per_epoch=0 must be more than 0"),
         (MIXED, (), "checkpoint.saves_per_epoch=1 is not defined for sources with a weight, which have no epoch in"),
         (MIXED, ("checkpoint.every_steps=9",), "train.evals_per_epoch=2 is not defined for sources with a weight"),

@@ -134,7 +134,7 @@ def test_a_damaged_record_is_said_to_be_one(recipe, text):
 
 
 def test_a_variable_that_differs_between_ranks_is_refused(recipe):
-    with pytest.raises(ConfigError, match=r"launch\.env: RANK is another one in each process, and set for it"):
+    with pytest.raises(ConfigError, match=r"launch\.env: RANK differs between processes and is set by echelon"):
         launch(recipe, ["launch.env={RANK: '0'}"], to="local")
 
 

@@ -171,7 +171,7 @@ def test_one_source_with_a_weight_is_no_mixture(tmp_path):
     [
         (["data.train=[{path: a, weight: 2}, b]", "train.steps=null", "train.epochs=2"],
          "train.epochs=2 is not defined for sources with a weight"),
-        (["data.validation=[{path: v, weight: 2}]"], "data.validation.0.weight=2 has no meaning"),
+        (["data.validation=[{path: v, weight: 2}]"], "data.validation.0.weight=2 has no effect"),
         (["data.train=[{path: x/a, weight: 2}, y/a]"], "data.train.1 is called 'a' as data.train.0 is"),
     ],
 )  # fmt: skip

@@ -139,15 +139,15 @@ def test_overrides_may_use_them_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("added", "message"),
     [
-        ("lr: 1e-3", "line 13: lr is another spelling of optim.learning_rate, which is given too "
+        ("lr: 1e-3", "line 13: lr is another spelling of optim.learning_rate, which is also given "
          "(line 12); keep one."),
         ("parallel: fsdp\ntp_size: 2", "line 14: tp_size is another spelling of parallel.tp"),
         ("base_model: a\nmodel_name_or_path: b", "line 14: model_name_or_path is another spelling of "
-         "model.checkpoint, which is given too (line 13)"),
-        ("gradient_accumulation_steps: 4", "line 13: gradient_accumulation_steps has no place in a "
-         "recipe: accumulation is derived from the global batch: set train.global_batch_size"),
+         "model.checkpoint, which is also given (line 13)"),
+        ("gradient_accumulation_steps: 4", "line 13: gradient_accumulation_steps has no equivalent in a "
+         "recipe: gradient accumulation is derived from the global batch: set train.global_batch_size"),
         ("training: {gradient_accumulation_steps: 4}", "line 13: training.gradient_accumulation_steps"),
-        ("deepspeed: ds.json", "line 13: deepspeed has no place in a recipe: sharding is chosen by"),
+        ("deepspeed: ds.json", "line 13: deepspeed has no equivalent in a recipe: sharding is chosen by"),
         ("training: {stepps: 4}", "line 13: training is not a recipe key; did you mean train?"),
         ("per_device_train_batch_size: 0", "line 13: train.micro_batch_size=0 must be at least 1 or auto."),
     ],
@@ -159,7 +159,7 @@ def test_contradictions_and_keys_without_a_meaning_are_refused(tmp_path: Path, a
 
 
 def test_the_override_of_a_key_without_a_meaning_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="command line: gradient_accumulation_steps has no place"):
+    with pytest.raises(ConfigError, match="command line: gradient_accumulation_steps has no equivalent"):
         load_text(tmp_path, SMALL, "gradient_accumulation_steps=2")
 
 

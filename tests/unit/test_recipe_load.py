@@ -132,10 +132,10 @@ def test_a_rendered_recipe_loads_as_an_equal_one(tmp_path: Path, override: str) 
         ("[{path: text.txt}]", "[]", "line 6: data.train=[] must be a list of at least 1."),
         ("[{path: text.txt}]", "[{path: ''}]", "line 6: a source's path is empty"),
         ("steps: 100", "steps: 100\n  tokens: 5",
-         "line 9: train.steps=100 and train.tokens=5 are both given, and only one of train.steps, train.tokens and "
-         "train.epochs says how long to train; keep one."),
+         "line 9: train.steps=100 and train.tokens=5 are both given, but only one of train.steps, train.tokens and "
+         "train.epochs can set how long to train; keep one."),
         ("  global_batch_size: 8\n", "", "line 8: one of train.global_batch_tokens and train.global_batch_size "
-         "must say the global batch; add one."),
+         "must set the global batch; add one."),
         ("global_batch_size: 8", "global_batch_tokens: 100", "line 10: train.global_batch_tokens=100 is "
          "not a whole number of sequences of data.sequence_len=64; use 64 or 128."),
         ("tokenizer: bytes", "tokenizer: bytes\nadapter: {method: lora, target_modules: []}",
@@ -148,7 +148,7 @@ def test_a_rendered_recipe_loads_as_an_equal_one(tmp_path: Path, override: str) 
          "line 6: adapter.init=pissa changes the frozen weights, and objective.name=dpo compares with "
          "them as they were;"),
         ("sequence_len: 64", "sequence_len: 64\n  document_mask: false\nobjective: {name: dpo}",
-         "line 8: data.document_mask=false lets the documents of a sequence see each other, and "
+         "line 8: data.document_mask=false lets documents of a sequence attend to each other, and "
          "objective.name=dpo has"),
         ("global_batch_size: 8", "global_batch_tokens: 60", "line 10: train.global_batch_tokens=60 is "
          "not a whole number of sequences of data.sequence_len=64; use 64."),

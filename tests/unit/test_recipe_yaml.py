@@ -75,8 +75,8 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3\n", "f.yaml, line 3: a is given twice (before: f.yaml, line 1); keep one."),
-        ("a:\n  b: 1\n  b: 2\n", "f.yaml, line 3: b is given twice (before: f.yaml, line 2); keep one."),
+        ("a: 1\nb: 2\na: 3\n", "f.yaml, line 3: a is given twice (first at f.yaml, line 1); keep one."),
+        ("a:\n  b: 1\n  b: 2\n", "f.yaml, line 3: b is given twice (first at f.yaml, line 2); keep one."),
         ("a: 1\nb: [\n", "f.yaml, line 3: this is not valid YAML"),
         ("a: 1\n\tb: 2\n", "f.yaml, line 2: this is not valid YAML"),
         ("a: !!python/object/apply:os.system [ls]\n", "f.yaml, line 1: this is not valid YAML"),
@@ -86,9 +86,9 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
         ("!!int x: 1\n", "f.yaml, line 1: this is not valid YAML"),
         ("!!set {a}: 1\n", "f.yaml, line 1: a key must be a word"),
         ("a: " + "9" * 5000, "f.yaml, line 1: '9999"),
-        ('a: "\\ud800"', "f.yaml, line 1: a text has a character that no file can hold."),
-        ("[" * 5000, "f.yaml: lists and mappings stand in each other"),
-        ("a: " + "[" * 200 + "]" * 200, "f.yaml, line 1: lists and mappings stand in each other"),
+        ('a: "\\ud800"', "f.yaml, line 1: a string has a character that cannot be stored in a file."),
+        ("[" * 5000, "f.yaml: lists and mappings are nested"),
+        ("a: " + "[" * 200 + "]" * 200, "f.yaml, line 1: lists and mappings are nested"),
         (BOMB, "f.yaml, line 1: with its anchors written out this has more than 100,000 entries."),
         ("[a]: 1\n", "f.yaml, line 1: a key must be a word"),
         ("a: 1\n---\nb: 2\n", "f.yaml, line 2: this is not valid YAML"),

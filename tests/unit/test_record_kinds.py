@@ -224,10 +224,10 @@ def test_records_carry_their_place(tmp_path):
     [
         (
             "fields: {mesages: m}",
-            r"data\.train\.0\.fields\.mesages=m is no field of any format: did you mean messages\?",
+            r"data\.train\.0\.fields\.mesages=m is not a field of any format: did you mean messages\?",
         ),
-        ("format: alpaca, fields: {prompt: q}", "is no field of alpaca: it maps one of instruction, output, input"),
-        ("format: npy, fields: {text: t}", "has no meaning: data.train.0.format=npy has no records"),
+        ("format: alpaca, fields: {prompt: q}", "is not a field of alpaca: it maps one of instruction, output, input"),
+        ("format: npy, fields: {text: t}", "has no effect: data.train.0.format=npy has no records"),
         ("fields: {text: ''}", "fields.text is empty"),
     ],
 )

@@ -377,8 +377,11 @@ def test_a_bundle_holds_no_more_than_it_should(tmp_path):
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("s3://user:secret@bucket/run", "checkpoint.remote must be an address without a name, password or query"),
-        ("s3://bucket/run?X-Amz-Signature=secret", "checkpoint.remote must be an address without a name, password"),
+        ("s3://user:secret@bucket/run", "checkpoint.remote must be an address without a user name, password or query"),
+        (
+            "s3://bucket/run?X-Amz-Signature=secret",
+            "checkpoint.remote must be an address without a user name, password",
+        ),
         ("runs/backup", "checkpoint.remote=runs/backup must be one address with its protocol"),
         ("simplecache::s3://bucket/run", "must be one address with its protocol"),
     ],

@@ -134,9 +134,9 @@ def test_what_does_not_fit_the_run_is_told():
         (["optim.schedule_unit=tokens", "optim.warmup_steps=5"], "set optim.warmup_tokens instead"),
         (
             ["optim.decay_fraction=0.3"],
-            "optim.decay_fraction=0.3 is for optim.schedule=wsd, and",
+            "optim.decay_fraction=0.3 needs optim.schedule=wsd, but",
         ),
-        (["optim.schedule=linear", "optim.polynomial_power=3"], "optim.polynomial_power=3 is for"),
+        (["optim.schedule=linear", "optim.polynomial_power=3"], "optim.polynomial_power=3 needs"),
         (["optim.schedule=inverse_sqrt"], "set optim.warmup_steps or optim.warmup_fraction"),
         (["optim.schedule=inverse_sqrt", "optim.warmup_fraction=0"], "set optim.warmup_steps or optim.warmup_fraction"),
         (

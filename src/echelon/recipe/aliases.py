@@ -1,4 +1,4 @@
-"""Other tools' spellings of our keys, read as ours with a note, and the few that have no meaning here.
+"""Other tools' spellings of recipe keys, converted with a note, and the few that have no equivalent.
 
 From HF (TrainingArguments, PEFT, TRL), Axolotl, LLaMA-Factory, torchtitan and Automodel. A name without a dot is
 accepted at the top level and in its key's section (`lr` and `optim.lr`), a dotted one as it stands.
@@ -100,18 +100,19 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
 }  # fmt: skip
 
 NO_EQUIVALENT: Mapping[str, str] = {
-    "gradient_accumulation_steps": "accumulation is derived from the global batch: set train.global_batch_size "
-    "(sequences per optimizer step over all processes) or train.global_batch_tokens, and remove this key.",
+    "gradient_accumulation_steps": "gradient accumulation is derived from the global batch: set "
+    "train.global_batch_size (sequences per optimizer step over all processes) or train.global_batch_tokens, and "
+    "remove this key.",
     "adam_beta1": "both betas are one key: set optim.betas, for example [0.9, 0.95].",
     "adam_beta2": "both betas are one key: set optim.betas, for example [0.9, 0.95].",
-    "resume_from_checkpoint": "training resumes the newest good checkpoint of run.dir by itself; remove this key, and "
-    "use --fresh to start over.",
+    "resume_from_checkpoint": "training resumes from the newest complete checkpoint of run.dir "
+    "automatically; remove this key, and use --fresh to start a new run.",
     "deepspeed": "sharding is chosen by parallel: zero1, zero2 or fsdp (ZeRO-3); set it instead.",
     "fsdp": "sharding is chosen by parallel: fsdp, zero2 (SHARD_GRAD_OP) or hsdp (HYBRID_SHARD); set it instead.",
     "fsdp_config": "sharding is chosen by parallel: fsdp, or by its mapping of degrees; set it instead.",
     "dataset": "text is named by its path: set data.train.",
     "dataset_name": "text is named by its path: set data.train.",
-    "ddp_timeout": "no collective waits for data preparation or saving here; remove this key.",
+    "ddp_timeout": "no collective waits for data preparation or saving, so no timeout is needed; remove this key.",
 }
 
 
@@ -119,7 +120,7 @@ FREE_MAPPINGS = ("profile",)
 
 
 def spellings(key: str) -> tuple[str, ...]:
-    """What other tools call a key of ours."""
+    """The names of a recipe key in other tools."""
     return tuple(_NAMES.get(key, "").split())
 
 
@@ -147,7 +148,7 @@ def translate(path: KeyPath, value: Any, origin: str) -> Translation | None:
     if path[0] in FREE_MAPPINGS:
         return None
     if reason := NO_EQUIVALENT.get(str(path[-1]) if len(path) <= 2 else name):
-        raise ConfigError(f"{origin}: {name} has no place in a recipe: {reason}")
+        raise ConfigError(f"{origin}: {name} has no equivalent in a recipe: {reason}")
     alias, target = _find_alias(path, value)
     key = target or name
     ours = read_value(key, read_value(alias or key, value))
@@ -180,7 +181,7 @@ def apply_aliases(draft: Draft) -> list[str]:
         if draft.holds(translation.path) and translation.value is not None:
             ours = dotted(translation.path)
             raise ConfigError(
-                f"{origin}: {dotted(path)} is another spelling of {ours}, which is given too "
+                f"{origin}: {dotted(path)} is another spelling of {ours}, which is also given "
                 f"({draft.origin(translation.path)}); keep one."
             )
         if translation.value is not None:

@@ -46,13 +46,13 @@ class BatchSchedule:
         return self.first_sequence(step) * self.sequence_len
 
     def num_steps(self, num_sequences: int) -> int:
-        """The least number of steps that feed so many sequences."""
+        """The smallest number of steps that feeds this many sequences."""
         starts = [stage.first_sequence for stage in self.stages]
         stage = self.stages[max(0, bisect_right(starts, num_sequences - 1) - 1)]
         return stage.first_step + -(-(num_sequences - stage.first_sequence) // stage.size)
 
     def describe(self) -> str:
-        """A line for people, of a batch that grows."""
+        """The message about a batch ramp."""
         first, last = self.stages[0], self.stages[-1]
         return (
             f"batch ramp: {first.size:,} -> {last.size:,} sequences in {len(self.stages)} sizes over "
@@ -65,7 +65,7 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class Rhythm:
-    """After which steps something is due: every so many, or every so many sequences, at the step that reaches them.
+    """After which steps something is due: every N steps, or at the step that reaches every N-th sequence.
 
     Neither given: never. A pure function of the step, as the batch is.
     """
@@ -75,7 +75,7 @@ class Rhythm:
     every_sequences: Fraction | None = None
 
     def is_due(self, done: int) -> bool:
-        """Whether it is due after so many steps."""
+        """Whether it is due after this number of steps."""
         if self.every_sequences is not None:
             before, after = self.batches.first_sequence(max(0, done - 1)), self.batches.first_sequence(done)
             return before // self.every_sequences < after // self.every_sequences

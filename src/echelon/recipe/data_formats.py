@@ -83,15 +83,15 @@ def check_fields(key: str, format: str, fields: Mapping[str, str]) -> None:
     for name, theirs in fields.items():
         if not known:
             raise ValueError(
-                f"{key}.fields.{name}={theirs} has no meaning: {key}.format={format} has no records with fields; "
+                f"{key}.fields.{name}={theirs} has no effect: {key}.format={format} has no records with fields; "
                 "remove it, or set another format."
             )
         if name not in known:
             near = get_close_matches(name, known, 1)
             guess = f"did you mean {near[0]}? It" if near else "it"
             raise ValueError(
-                f"{key}.fields.{name}={theirs} is no field of {'any format' if format == 'auto' else format}: {guess} "
-                f"maps one of {', '.join(known)} to the name it has in your records."
+                f"{key}.fields.{name}={theirs} is not a field of {'any format' if format == 'auto' else format}: "
+                f"{guess} maps one of {', '.join(known)} to the name it has in your records."
             )
         if not theirs.strip():
             raise ValueError(f"{key}.fields.{name} is empty; give the name that the field has in your records.")

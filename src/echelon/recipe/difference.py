@@ -1,4 +1,4 @@
-"""Where two recipes differ, and whether a run of the one may go on as the other."""
+"""Differences between two recipes, and whether a run of one may resume as the other."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Difference:
 
 
 def diff_recipes(old: Recipe, new: Recipe) -> list[Difference]:
-    """The keys in which two recipes differ, defaults written out, in the order of the recipe.
+    """The keys in which two recipes differ, including defaults, in the order of the recipe.
 
     Secrets are hidden before they are compared: a run folder keeps none, so they cannot differ from it.
     """

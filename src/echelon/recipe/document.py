@@ -1,4 +1,4 @@
-"""The recipe as a whole: every top-level key, and the rules that span sections."""
+"""The complete recipe: every top-level key, and the rules that span sections."""
 
 import math
 from fractions import Fraction
@@ -48,7 +48,7 @@ Parallel = Annotated[
 
 
 class Recipe(Section):
-    """What the user wants: the model, the data, and how to train. Frozen, hashable, complete with defaults."""
+    """A training run: model, data, and settings. Frozen, hashable, complete with defaults."""
 
     run: RunConfig
     model: ModelConfig
@@ -64,16 +64,18 @@ class Recipe(Section):
     optim: OptimConfig
     parallel: Parallel = Field(
         "auto",
-        description="How the work is spread: `ddp` copies the model to every process, `zero1` shards optimizer state, "
-        "`zero2` gradients too, `fsdp` parameters too, `hsdp` shards within a machine and copies across; or a mapping "
-        "of degrees. `auto` takes the fastest that fits, and says why.",
+        description="The strategy: `ddp` replicates the model on every process, `zero1` shards optimizer state, "
+        "`zero2` also gradients, `fsdp` also parameters, `hsdp` shards within a machine and replicates across; or a "
+        "mapping of degrees. `auto` takes the first that fits and prints the reason.",
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     fault: FaultConfig = FaultConfig()
     sync: SyncConfig = SyncConfig()
-    engine: EngineName = Field("native", description="What runs the steps.")
-    track: tuple[Tracker, ...] = Field((), description="Where metrics also go; `metrics.jsonl` is always written.")
+    engine: EngineName = Field("native", description="The engine that runs the training steps.")
+    track: tuple[Tracker, ...] = Field(
+        (), description="Trackers that receive the metrics; `metrics.jsonl` is always written."
+    )
     mlflow: MlflowConfig = MlflowConfig()
     wandb: WandbConfig = WandbConfig()
     launch: LaunchConfig = LaunchConfig()
@@ -98,9 +100,9 @@ class Recipe(Section):
             )
         if self.objective.name == "dpo" and self.adapter.modules_to_save:
             raise ValueError(
-                f"adapter.modules_to_save={list(self.adapter.modules_to_save)} trains weights in their place, and "
-                "objective.name=dpo compares with them as they were; remove it (rows of model.new_tokens are trained "
-                "all the same), or use adapter.method=full, which keeps a copy."
+                f"adapter.modules_to_save={list(self.adapter.modules_to_save)} trains weights in place, and "
+                "objective.name=dpo needs the original weights; remove it (rows of model.new_tokens are trained "
+                "anyway), or use adapter.method=full, which keeps a copy."
             )
         return self
 
@@ -108,8 +110,8 @@ class Recipe(Section):
     def _answers_of_a_pair_are_apart(self) -> Self:
         if self.objective.name == "dpo" and self.data.document_mask is False:
             raise ValueError(
-                "data.document_mask=false lets the documents of a sequence see each other, and objective.name=dpo has "
-                "both answers of a pair in one; use data.document_mask=auto."
+                "data.document_mask=false lets documents of a sequence attend to each other, and objective.name=dpo "
+                "has both answers of a pair in one sequence; use data.document_mask=auto."
             )
         return self
 
@@ -134,7 +136,7 @@ class Recipe(Section):
         if ramp.to is not None and ramp.to != size:
             raise ValueError(
                 f"train.batch_ramp.to={ramp.to} is not train.{key}={size}, where the ramp ends; make them equal, or "
-                "leave train.batch_ramp.to out."
+                "omit train.batch_ramp.to."
             )
         if ramp.start >= size:
             raise ValueError(f"train.batch_ramp.from={ramp.start} must be less than train.{key}={size}.")
@@ -160,8 +162,8 @@ class Recipe(Section):
     def _a_mixture_has_no_epoch(self) -> Self:
         if self.data.is_mixture and self.train.epochs is not None:
             raise ValueError(
-                f"train.epochs={self.train.epochs:g} is not defined for sources with a weight, which pass at different "
-                "rates; use train.steps or train.tokens."
+                f"train.epochs={self.train.epochs:g} is not defined for sources with a weight, which have epochs of "
+                "different lengths; use train.steps or train.tokens."
             )
         for key, share, other in (
             ("checkpoint.saves_per_epoch", self.checkpoint.saves_per_epoch, "checkpoint.every_steps"),
@@ -199,7 +201,7 @@ class Recipe(Section):
 
     @property
     def prepared_dir(self) -> Path:
-        """Where tokenized text is kept: by default `prepared` beside the run folder."""
+        """The folder of prepared data: by default `prepared` next to the run folder."""
         return self.data.prepared_dir or self.run.dir.parent / "prepared"
 
     def save_rhythm(self, num_samples: int) -> Rhythm:

@@ -1,4 +1,4 @@
-"""What is trained on what: run, model, tokenizer, adapter, data and objective."""
+"""Sections of the recipe: run, model, tokenizer, adapter, data and objective."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -23,12 +23,12 @@ def _check_words(key: str, words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class RunConfig(Section):
-    """The name of the run, where it lives, and the seed everything random is drawn from."""
+    """The name of the run, its folder, and the seed of all random numbers."""
 
     name: str = Field(description="Name of the run: letters, digits, `.`, `_` and `-`.")
     dir: AnyPath = Field(
         default_factory=lambda run: Path("runs") / run["name"],
-        description="The run folder. Default: `runs/NAME`. Training into an existing one resumes it.",
+        description="The run folder. Default: `runs/NAME`. An existing run is resumed.",
     )
     seed: Whole = Field(0, ge=0, lt=2**32, description="Seed of the initial weights, the data order and dropout.")
 
@@ -42,19 +42,22 @@ class ModelConfig(Section):
     """The model: an existing one to continue from, or the shape of a new one. Exactly one of the two."""
 
     checkpoint: PathOrName | None = Field(
-        None, description="Weights to start from: a folder, a hub id, or the folder of another run."
+        None, description="Initial weights: a folder, a hub id, or the folder of another run."
     )
     config: dict[str, Any] | None = Field(
         None,
-        description="A new model, as the fields of its `transformers` config: `model_type` and what differs from that "
-        "family's defaults. Without `vocab_size` it takes the tokenizer's, rounded up to a multiple of 64.",
+        description="A new model, as fields of its `transformers` config: `model_type`, and the fields that differ "
+        "from the family's defaults. The default of `vocab_size` is the tokenizer's size, rounded up to a multiple "
+        "of 64.",
     )
     trust_remote_code: Flag = Field(False, description="Allow code that comes with the checkpoint to run.")
     attn_implementation: str | None = Field(
-        None, description="Attention of `transformers`: `sdpa`, `eager`, `flash_attention_2`. Default: its own choice."
+        None,
+        description="Attention implementation of `transformers`: `sdpa`, `eager`, `flash_attention_2`, ... Default: "
+        "chosen by `transformers`.",
     )
     new_tokens: tuple[str, ...] = Field(
-        (), description="Tokens to add to the checkpoint's vocabulary, each one id: `[<|im_start|>, <|im_end|>]`."
+        (), description="Tokens to add to the vocabulary, one id each: `[<|im_start|>, <|im_end|>]`."
     )
 
     @field_validator("new_tokens")
@@ -81,7 +84,7 @@ class ModelConfig(Section):
 class TrainTokenizerConfig(Section):
     """A byte-level BPE tokenizer trained on the training text."""
 
-    vocab_size: Whole = Field(ge=257, description="Tokens of the new tokenizer, the 256 bytes and specials included.")
+    vocab_size: Whole = Field(ge=257, description="Size of the vocabulary, including the 256 bytes and special tokens.")
 
 
 class TrainedTokenizerConfig(Section):
@@ -91,34 +94,35 @@ class TrainedTokenizerConfig(Section):
 
 
 class AdapterConfig(Section):
-    """Which parameters are trained: all of them, or a low-rank adapter beside frozen ones."""
+    """Which parameters are trained: all of them, or a low-rank adapter on frozen ones."""
 
     method: Literal["full", "lora", "qlora", "dora"] = Field(
         "full",
-        description="`full` trains every parameter; `lora` a low-rank adapter; `qlora` the same beside weights in 4 "
-        "bits; `dora` a low-rank direction and a magnitude.",
+        description="`full` trains every parameter; `lora` a low-rank adapter; `qlora` the same on 4-bit "
+        "weights; `dora` a low-rank direction and a magnitude.",
     )
     r: Count = Field(16, description="Rank of the adapter.")
-    alpha: Positive = Field(32.0, description="Scale of the adapter: its output is multiplied by alpha / r.")
+    alpha: Positive = Field(32.0, description="Scale: the adapter's output is multiplied by alpha / r.")
     dropout: Number = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
         "all-linear",
-        description="The linear layers that get an adapter, by the last parts of their names: `[q_proj, v_proj]`. "
-        "`all-linear`: all but the head.",
+        description="The linear layers with an adapter, by the last part of their names: `[q_proj, v_proj]`. "
+        "`all-linear`: all except the head.",
     )
     modules_to_save: tuple[str, ...] = Field(
         (),
-        description="Modules that are trained whole beside the adapter, by the last part of their names: the "
-        "embedding, the head, norms or linear layers, as `[embed_tokens, lm_head]`. What is tied is trained as one.",
+        description="Modules trained in full in addition to the adapter, by the last part of their names: the "
+        "embedding, the head, norms or linear layers, such as `[embed_tokens, lm_head]`. Tied weights are trained as "
+        "one.",
     )
     rslora: Flag = Field(False, description="Multiply by alpha / sqrt(r) instead (rank-stabilised LoRA).")
     init: Literal["default", "pissa"] = Field(
         "default",
-        description="First values: `default` adds nothing at first; `pissa` takes the principal singular vectors out "
-        "of the frozen weight.",
+        description="Initialization: `default` starts with zero output; `pissa` takes the principal singular vectors "
+        "out of the frozen weight.",
     )
-    quant_type: Literal["nf4", "fp4"] = Field("nf4", description="The 4-bit numbers of `qlora`.")
-    double_quant: Flag = Field(True, description="Quantise the scales of `qlora` too.")
+    quant_type: Literal["nf4", "fp4"] = Field("nf4", description="The 4-bit data type of `qlora`.")
+    double_quant: Flag = Field(True, description="Also quantize the scales of `qlora`.")
 
     @property
     def is_adapter(self) -> bool:
@@ -144,8 +148,8 @@ class AdapterConfig(Section):
         both = [name for name in self.modules_to_save if name in self.target_modules]
         if both and self.target_modules != "all-linear":
             raise ValueError(
-                f"adapter.modules_to_save and adapter.target_modules both name {both[0]}: it is trained whole, or gets "
-                "an adapter; remove it from one."
+                f"adapter.modules_to_save and adapter.target_modules both name {both[0]}: it is either trained in full "
+                "or gets an adapter; remove it from one of them."
             )
         return self
 
@@ -156,13 +160,13 @@ class AdapterConfig(Section):
                 continue
             if self.method == "full":
                 raise ValueError(
-                    f"adapter.{name}={getattr(self, name)} has no meaning with adapter.method=full, which trains every "
+                    f"adapter.{name}={getattr(self, name)} has no effect with adapter.method=full, which trains every "
                     "parameter; set adapter.method to lora, qlora or dora, or remove it."
                 )
             if name in ("quant_type", "double_quant") and self.method != "qlora":
                 raise ValueError(
-                    f"adapter.{name}={getattr(self, name)} is of 4-bit weights, which adapter.method={self.method} "
-                    "does not have; set adapter.method=qlora, or remove it."
+                    f"adapter.{name}={getattr(self, name)} applies to 4-bit weights, which "
+                    f"adapter.method={self.method} does not have; set adapter.method=qlora, or remove it."
                 )
         if self.init == "pissa" and self.method != "lora":
             raise ValueError(
@@ -176,38 +180,36 @@ class SourceConfig(Section):
     """One source of text."""
 
     name: str | None = Field(
-        None, description="What lines and metrics call it, for example `code`. Default: the last part of `path`."
+        None, description="Its name in messages and metrics, for example `code`. Default: the last part of `path`."
     )
     path: PathOrName = Field(
-        description="A file, a folder (read recursively), a glob, a dataset of `save_to_disk`, the name of one on the "
-        "hub (with `format: hub`), or `python-stdlib`: the source of the running Python's standard library, without "
-        "its tests."
+        description="A file, a folder (read recursively), a glob, a dataset of `save_to_disk`, the name of a dataset "
+        "on the hub (with `format: hub`), or `python-stdlib`: the source of the running Python's standard library, "
+        "without its tests."
     )
-    format: FormatName = Field("auto", description="`auto` tells it from the file's name.")
+    format: FormatName = Field("auto", description="`auto` detects it from the file name.")
     options: Options = Field(None, description="Arguments of a reader of your own, by their names.")
     split: str | None = Field(
         None, description="The split of a Hugging Face dataset, on disk or on the hub, for example `train[:90%]`."
     )
     fields: dict[str, str] = Field(
         default_factory=dict,
-        description="The names of the fields in your records where they differ from the format's: `{text: body}`, "
+        description="Field names in your records that differ from those of the format: `{text: body}`, "
         "`{messages: dialogue, role: speaker}`.",
     )
     max_samples: Count | None = Field(
         None,
-        description="Read the first so many records of the source, in its order, and no more; one that cannot be used "
-        "counts too. Default: all.",
+        description="Read only the first N records of the source; unusable records count too. Default: all.",
     )
     weight: Positive | None = Field(
         None,
-        description="Share of this source among the sequences, relative to the others; one source with a weight makes "
-        "all of them a mixture (1.0 where absent). Only for training. Default: each sequence of each source once an "
-        "epoch.",
+        description="Relative share of this source among the sequences. If any source has a weight, all sources form "
+        "a mixture (default weight 1.0). Only for training. Default: every sequence of each source once per epoch.",
     )
 
     @property
     def label(self) -> str:
-        """What lines and metrics call the source: its name, or the last part of its path."""
+        """The name of the source in messages and metrics: its name, or the last part of its path."""
         return self.name or Path(self.path).name or self.path
 
     @field_validator("path")
@@ -235,60 +237,61 @@ Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(expand_sources)]
 
 
 class DataConfig(Section):
-    """The text, how it is cut into sequences, and what is held out of training."""
+    """The data, how it is split into sequences, and what is held out for validation."""
 
-    train: Sources = Field(min_length=1, description="The text to train on. `train: some/path` is enough for one.")
-    validation: Sources = Field((), description="Text to evaluate on. Default: held out of the training text.")
+    train: Sources = Field(min_length=1, description="Training data. `train: some/path` is a shorthand for one source.")
+    validation: Sources = Field((), description="Validation data. Default: held out of the training data.")
     validation_fraction: Number | None = Field(
         None,
         ge=0,
         lt=1,
-        description=f"Share of the training text held out for evaluation, {DEFAULT_VALIDATION_FRACTION} when "
-        "`validation` is not given; 0 holds out nothing. Of many documents, by a hash of each; of one, its end.",
+        description=f"Fraction of the training data held out for validation, {DEFAULT_VALIDATION_FRACTION} if "
+        "`validation` is not given; 0 holds out nothing. Documents are chosen by a hash; of a single document, its "
+        "end is held out.",
     )
-    sequence_len: Whole = Field(1024, ge=2, description="Tokens of one sequence.")
+    sequence_len: Whole = Field(1024, ge=2, description="Sequence length in tokens.")
     packing: Flag = Field(
         True,
-        description="Fill each sequence: plain text is joined and cut at `sequence_len`, other samples are packed "
-        "whole. `false`: each document in a sequence of its own.",
+        description="Fill each sequence: plain text is joined and split at `sequence_len`, other samples are packed "
+        "without splitting. `false`: one document per sequence.",
     )
     document_mask: Flag | Literal["auto"] = Field(
         "auto",
-        description="Keep documents in a sequence from attending to each other. `auto`: off for plain text that is "
-        "joined, else on.",
+        description="Prevent documents in a sequence from attending to each other. `auto`: off for plain text that is "
+        "joined, otherwise on.",
     )
     chat_template: str | None = Field(
-        None, description="Template of conversations: a file (Jinja), its text, or a name. Default: the tokenizer's."
+        None, description="Chat template: a Jinja file, its text, or a name. Default: the tokenizer's."
     )
     eot_tokens: tuple[str, ...] = Field(
         (),
-        description="Further tokens that end a turn, each one id of the tokenizer: learned where one ends what the "
-        "assistant says, and generation stops at them.",
+        description="Additional tokens that end a turn, each a single id of the tokenizer: a target if it ends a "
+        "turn of the assistant; generation stops at them.",
     )
     train_on: Literal["assistant", "last", "all"] = Field(
         "assistant",
-        description="What of a conversation is learned: every turn of the assistant, the last one, or all its tokens. "
-        "A turn with `train: false` is never.",
+        description="Targets of a conversation: every turn of the assistant, only the last one, or all tokens. "
+        "A turn with `train: false` is never a target.",
     )
-    system_prompt: str | None = Field(None, description="System message of conversations that have none.")
+    system_prompt: str | None = Field(None, description="System message for conversations without one.")
     on_overlong: Literal["cut", "drop", "refuse"] = Field(
         "cut",
-        description="What becomes of a sample longer than `sequence_len`: its end is cut off, it is left out, or the "
-        "data is refused; how many, and how many tokens are lost, is printed.",
+        description="Reaction to a sample longer than `sequence_len`: truncate it, drop it, or refuse the "
+        "data. The numbers of samples and lost tokens are printed.",
     )
     document_separator: str | None = Field(
-        "eos", description="The token after each document: `eos`, another token by its text, or `null` for none."
+        "eos", description="Token after each document: `eos`, the text of another token, or `null` for none."
     )
-    deduplicate: Flag = Field(False, description="Use identical documents once; how many were left out is printed.")
+    deduplicate: Flag = Field(False, description="Remove duplicate documents; their number is printed.")
     max_broken_fraction: Number = Field(
         0.001,
         ge=0,
         lt=1,
-        description="Share of a source's records that may be unreadable: they are left out, counted and named. Beyond "
-        "it the source is refused.",
+        description="Fraction of a source's records that may be unreadable: they are skipped, counted and listed. "
+        "Above this fraction the source is refused.",
     )
     prepared_dir: AnyPath | None = Field(
-        None, description="Where tokenized text is kept for every run. Default: `prepared` beside the run folder."
+        None, description="Folder of prepared data, shared by all runs. Default: `prepared` next to the run folder."
     )
     prepare_workers: Count | Literal["auto"] = Field("auto", description="Processes that tokenize.")
 
@@ -299,7 +302,7 @@ class DataConfig(Section):
 
     @property
     def is_mixture(self) -> bool:
-        """Whether the training sources are read in shares, each at its own pace."""
+        """Whether the training sources are a weighted mixture, each with its own epochs."""
         return len(self.train) > 1 and any(source.weight is not None for source in self.train)
 
     @property
@@ -321,8 +324,8 @@ class DataConfig(Section):
             for index, label in enumerate(labels):
                 if label in labels[:index]:
                     raise ValueError(
-                        f"data.{part}.{index} is called {label!r} as data.{part}.{labels.index(label)} is, and "
-                        f"metrics tell them apart by name; give it a name: data.{part}.{index}.name."
+                        f"data.{part}.{index} has the name {label!r}, as data.{part}.{labels.index(label)} has, and "
+                        f"metrics identify them by name; set another one: data.{part}.{index}.name."
                     )
         return self
 
@@ -339,8 +342,8 @@ class DataConfig(Section):
         for index, source in enumerate(self.validation):
             if source.weight is not None:
                 raise ValueError(
-                    f"data.validation.{index}.weight={source.weight:g} has no meaning: each validation text is "
-                    "measured by itself; remove it."
+                    f"data.validation.{index}.weight={source.weight:g} has no effect: each validation set is "
+                    "evaluated separately; remove it."
                 )
         return self
 
@@ -348,8 +351,8 @@ class DataConfig(Section):
     def _one_way_to_hold_out(self) -> Self:
         if self.validation and self.validation_fraction is not None:
             raise ValueError(
-                "data.validation and data.validation_fraction are both given; evaluate on texts of their own or on a "
-                "share of the training text: remove one."
+                "data.validation and data.validation_fraction are both given; evaluate on separate data or on a "
+                "fraction of the training data: remove one."
             )
         return self
 
@@ -361,13 +364,13 @@ class ObjectiveConfig(Section):
         "causal_lm", description="`causal_lm` predicts the next token; `dpo` prefers chosen over rejected answers."
     )
     options: Options = Field(None, description="Arguments of an objective of your own, by their names.")
-    beta: Positive = Field(0.1, description="Of `dpo`: how strongly the model is kept near the reference.")
-    loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="Of `dpo`: the loss of a pair's margin.")
+    beta: Positive = Field(0.1, description="`dpo`: how strongly the model is kept close to the reference.")
+    loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="`dpo`: the loss on the margin of a pair.")
     label_smoothing: Number = Field(
-        0.0, ge=0, lt=0.5, description="Of `dpo`: the probability that a preference is the wrong way round."
+        0.0, ge=0, lt=0.5, description="`dpo`: the probability that a preference label is wrong."
     )
     router_loss: Flag = Field(
-        True, description="Of mixtures of experts: add the router loss that the model's config asks for."
+        True, description="Mixtures of experts: add the router loss that the model config enables."
     )
 
     @model_validator(mode="after")
@@ -376,12 +379,12 @@ class ObjectiveConfig(Section):
         for name in ("beta", "loss", "label_smoothing"):
             if self.name != "dpo" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"objective.{name}={getattr(self, name)} has no meaning with objective.name={self.name}; set "
+                    f"objective.{name}={getattr(self, name)} has no effect with objective.name={self.name}; set "
                     "objective.name=dpo, or remove it."
                 )
         if self.loss == "ipo" and self.label_smoothing:
             raise ValueError(
-                f"objective.label_smoothing={self.label_smoothing} is of the sigmoid loss; remove it, or set "
+                f"objective.label_smoothing={self.label_smoothing} applies only to the sigmoid loss; remove it, or set "
                 "objective.loss=sigmoid."
             )
         return self

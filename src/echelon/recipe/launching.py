@@ -1,4 +1,4 @@
-"""Where a run is started: `launch`, with a section for each target that has settings of its own."""
+"""`launch`: where a run is started, with a section for each target that has settings."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -17,42 +17,46 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 class TorchrunConfig(Section):
     """`launch.to: torchrun`: machines reached by ssh, which share the working directory."""
 
-    hosts: tuple[str, ...] = Field((), description="Names or addresses, the first one keeps the store all meet in.")
-    port: Port = Field(29400, description="Where the first host's agent listens.")
-    user: str | None = Field(None, description="Who to be on the hosts. Default: ssh's own choice.")
-    ssh_options: tuple[str, ...] = Field((), description="Further words for `ssh`, such as `-p 2222`, one a word.")
-    interface: str | None = Field(None, description="Network interface to talk over. Default: the one that reaches it.")
-    workdir: str | None = Field(None, description="Folder on the hosts. Default: the same as here.")
+    hosts: tuple[str, ...] = Field((), description="Host names or addresses; the rendezvous is at the first one.")
+    port: Port = Field(29400, description="Rendezvous port on the first host.")
+    user: str | None = Field(None, description="User name on the hosts. Default: that of ssh.")
+    ssh_options: tuple[str, ...] = Field(
+        (), description="Additional arguments for `ssh`, such as `-p 2222`, one per entry."
+    )
+    interface: str | None = Field(None, description="Network interface. Default: the one that reaches the first host.")
+    workdir: str | None = Field(
+        None, description="Working directory on the hosts. Default: the same as on this machine."
+    )
 
 
 class SlurmConfig(Section):
-    """`launch.to: slurm`: one batch job, one task a machine."""
+    """`launch.to: slurm`: one batch job with one task per machine."""
 
     partition: str | None = Field(None, description="Default: the cluster's.")
     account: str | None = Field(None, description="Who pays.")
     qos: str | None = Field(None, description="Quality of service.")
-    constraint: str | None = Field(None, description="Features that a machine must have.")
-    reservation: str | None = Field(None, description="A reservation to run in.")
+    constraint: str | None = Field(None, description="Required node features.")
+    reservation: str | None = Field(None, description="The reservation to use.")
     gpus_per_node: CountOrZero | None = Field(
-        None, description="GPUs asked for on each machine, 0 for none. Default: nproc_per_node, if that is a number."
+        None, description="GPUs requested per machine, 0 for none. Default: nproc_per_node, if that is a number."
     )
-    cpus_per_task: Count | None = Field(None, description="Cores asked for on each machine.")
+    cpus_per_task: Count | None = Field(None, description="CPU cores requested per machine.")
     memory: str | CountOrZero | None = Field(
-        None, description="Memory of each machine, such as `200G`; 0 asks for all of it."
+        None, description="Memory requested per machine, such as `200G`; 0 requests all of it."
     )
-    exclusive: Flag = Field(False, description="Share the machines with nobody.")
-    requeue: Flag = Field(True, description="Go back into the queue when preempted or out of time.")
+    exclusive: Flag = Field(False, description="Request exclusive machines.")
+    requeue: Flag = Field(True, description="Requeue the job when it is preempted or reaches its time limit.")
     options: dict[str, str | int | bool] = Field(
-        default_factory=dict, description="Further options of sbatch by their long names: `{mail-type: END}`."
+        default_factory=dict, description="Additional sbatch options by their long names: `{mail-type: END}`."
     )
 
 
 class VolumeConfig(Section):
-    """A volume of a pod: exactly one of `claim`, `host_path` and `secret_name` says what is mounted at `mount`."""
+    """A volume of a pod: exactly one of `claim`, `host_path` and `secret_name` is mounted at `mount`."""
 
     mount: str = Field(pattern="^/", description="Path in the container.")
     claim: str | None = Field(None, description="A PersistentVolumeClaim.")
-    host_path: str | None = Field(None, pattern="^/", description="A path of the machine.")
+    host_path: str | None = Field(None, pattern="^/", description="A path on the machine.")
     secret_name: str | None = Field(None, description="A Secret.")
     read_only: Flag = Field(False, description="Mount it read-only.")
 
@@ -75,24 +79,26 @@ class KubernetesConfig(Section):
         description="`pytorchjob`: Kubeflow's training operator (v1); `trainjob`: Kubeflow Trainer (v2); `hyperpod`: "
         "HyperPodPyTorchJob.",
     )
-    image: str | None = Field(None, description="Container image with echelon in it.")
-    namespace: str = Field("default", description="Where the job is made.")
-    context: str | None = Field(None, description="Of the kubeconfig. Default: the current one.")
-    gpus_per_node: CountOrZero | None = Field(None, description="`nvidia.com/gpu` of a pod. Default: nproc_per_node.")
-    efa_per_node: CountOrZero = Field(0, description="`vpc.amazonaws.com/efa` of a pod.")
-    cpu: str | None = Field(None, description="Cores of a pod, such as `8`; asked for, and the limit.")
-    memory: str | None = Field(None, description="Memory of a pod, such as `200Gi`.")
-    shared_memory: str = Field("16Gi", description="Size of /dev/shm, which a container otherwise has 64 MB of.")
+    image: str | None = Field(None, description="Container image with echelon installed.")
+    namespace: str = Field("default", description="Namespace of the job.")
+    context: str | None = Field(None, description="Context of the kubeconfig. Default: the current one.")
+    gpus_per_node: CountOrZero | None = Field(None, description="`nvidia.com/gpu` per pod. Default: nproc_per_node.")
+    efa_per_node: CountOrZero = Field(0, description="`vpc.amazonaws.com/efa` per pod.")
+    cpu: str | None = Field(None, description="CPU cores per pod, such as `8`; both request and limit.")
+    memory: str | None = Field(None, description="Memory per pod, such as `200Gi`.")
+    shared_memory: str = Field("16Gi", description="Size of /dev/shm; a container's default is 64 MB.")
     volumes: tuple[VolumeConfig, ...] = Field(
-        (), description="What is mounted; the run folder and the data must lie on one."
+        (), description="Mounted volumes; the run folder and the data must be on one."
     )
-    workdir: str | None = Field(None, description="Working directory. Default: where the first volume is mounted.")
+    workdir: str | None = Field(None, description="Working directory. Default: the mount point of the first volume.")
     service_account: str | None = Field(None, description="Of the pods.")
     image_pull_secrets: tuple[str, ...] = Field((), description="Names of Secrets.")
-    env_from_secrets: tuple[str, ...] = Field((), description="Secrets whose keys become variables. Not in a trainjob.")
+    env_from_secrets: tuple[str, ...] = Field(
+        (), description="Secrets whose keys become environment variables. Not with trainjob."
+    )
     node_selector: dict[str, str] = Field(
         default_factory=dict,
-        description="Labels a machine must have. With `sagemaker.amazonaws.com/node-health-status`, HyperPod replaces "
+        description="Required machine labels. With `sagemaker.amazonaws.com/node-health-status`, HyperPod replaces "
         "broken machines under a pytorchjob.",
     )
     tolerations: tuple[dict[str, Any], ...] = Field((), description="As in a pod.")
@@ -101,44 +107,51 @@ class KubernetesConfig(Section):
 
 
 class SpotConfig(Section):
-    """Managed spot training: cheaper machines that may be taken away; training goes on when there are others."""
+    """Managed spot training: cheaper machines that may be interrupted; the job resumes when machines are available."""
 
-    max_wait_hours: Positive = Field(description="Waiting and training together; at least launch.max_hours.")
+    max_wait_hours: Positive = Field(description="Limit of waiting plus training time; at least launch.max_hours.")
 
 
 class SageMakerConfig(Section):
     """`launch.to: sagemaker`: a training job of Amazon SageMaker AI."""
 
-    role: str | None = Field(None, description="ARN of the role the job runs as.")
+    role: str | None = Field(None, description="ARN of the role of the job.")
     region: str | None = Field(None, description="Default: the account's configuration.")
     instance_type: str | None = Field(
-        None, description="Such as `ml.p5.48xlarge`; `auto`: the cheapest of the fewest that fit."
+        None,
+        description="Such as `ml.p5.48xlarge`; `auto`: the cheapest type among those that fit on the fewest machines.",
     )
     image: str | None = Field(None, description="Training image. Default: AWS's own for PyTorch.")
-    bucket: str | None = Field(None, description="`s3://bucket/prefix` that all the job's files go below.")
+    bucket: str | None = Field(None, description="`s3://bucket/prefix` for all files of the job.")
     channels: dict[str, str] = Field(
         default_factory=dict,
-        description="Data by channel: `{train: s3://bucket/text}`, seen by the recipe as /opt/ml/input/data/train.",
+        description="Data channels: `{train: s3://bucket/text}` is /opt/ml/input/data/train in the recipe.",
     )
-    input_mode: Literal["File", "FastFile"] = Field("File", description="Copy the channels first, or stream them.")
-    volume_gb: Count = Field(100, description="Disk of each machine, GB; only of types without disks of their own.")
-    spot: SpotConfig | None = Field(None, description="Use spot machines. Default: on-demand ones.")
-    keep_alive_seconds: CountOrZero = Field(0, le=21600, description="Keep the machines warm so long after the job.")
-    max_attempts: Count = Field(1, le=30, description="Starts of the job when SageMaker itself fails.")
-    checkpoint_uri: str | None = Field(None, description="Where checkpoints are kept. Default: below bucket.")
-    subnets: tuple[str, ...] = Field((), description="Of your VPC; with security_group_ids.")
-    security_group_ids: tuple[str, ...] = Field((), description="Of your VPC; with subnets.")
-    network_isolation: Flag = Field(False, description="No network but that between the machines.")
-    encrypt_traffic: Flag = Field(False, description="Encrypt what the machines send each other; slower.")
-    kms_key: str | None = Field(None, description="Key for uploads, volume and output.")
+    input_mode: Literal["File", "FastFile"] = Field(
+        "File", description="Copy the channels before the start (File), or stream them (FastFile)."
+    )
+    volume_gb: Count = Field(100, description="Volume size per machine in GB; only for types without local disks.")
+    spot: SpotConfig | None = Field(None, description="Use spot machines. Default: on-demand machines.")
+    keep_alive_seconds: CountOrZero = Field(
+        0, le=21600, description="Keep the machines warm for this time after the job."
+    )
+    max_attempts: Count = Field(1, le=30, description="Maximum number of attempts if SageMaker itself fails.")
+    checkpoint_uri: str | None = Field(None, description="S3 address of the checkpoints. Default: below bucket.")
+    subnets: tuple[str, ...] = Field((), description="Subnets of your VPC; requires security_group_ids.")
+    security_group_ids: tuple[str, ...] = Field((), description="Security groups of your VPC; requires subnets.")
+    network_isolation: Flag = Field(False, description="No network access except between the machines.")
+    encrypt_traffic: Flag = Field(False, description="Encrypt traffic between the machines; slower.")
+    kms_key: str | None = Field(None, description="KMS key for uploads, volumes and output.")
     tags: dict[str, str] = Field(default_factory=dict, description="Of the job.")
-    mlflow_arn: str | None = Field(None, description="SageMaker's MLflow app or tracking server to track in.")
-    training_plan_arn: str | None = Field(None, description="Reserved capacity to use.")
+    mlflow_arn: str | None = Field(None, description="SageMaker MLflow app or tracking server.")
+    training_plan_arn: str | None = Field(None, description="ARN of reserved capacity.")
     remote_debug: Flag = Field(False, description="Allow a shell in the container through SSM.")
-    sdk: Literal["boto3", "model_trainer"] = Field("boto3", description="What submits: boto3, or ModelTrainer.")
+    sdk: Literal["boto3", "model_trainer"] = Field(
+        "boto3", description="API that submits the job: boto3, or ModelTrainer of SageMaker's SDK."
+    )
     distribution: dict[str, Any] = Field(
         default_factory=lambda: {"torch_distributed": {"enabled": True}},
-        description="As the SDK names it: torch_distributed, pytorchddp, smdistributed, mpi.",
+        description="`distribution` dictionary of the SDK: torch_distributed, pytorchddp, smdistributed, mpi.",
     )
 
     @field_validator("bucket", "checkpoint_uri")
@@ -153,27 +166,30 @@ class SageMakerConfig(Section):
 
 
 class LaunchConfig(Section):
-    """Where the run is started by `echelon launch`, on how many machines, and with what around it."""
+    """Where `echelon launch` starts the run, on how many machines, and with which environment."""
 
-    to: Target | None = Field(None, description="The target, where `--to` does not say it.")
+    to: Target | None = Field(None, description="The target, if `--to` is not given.")
     nodes: Count | str = Field(
-        1, description="Machines; `MIN:MAX`: as many as there are, and the run goes on when some leave or come."
+        1, description="Number of machines; `MIN:MAX`: any number in this range, also changing during the run."
     )
-    nproc_per_node: Count | Literal["auto"] = Field("auto", description="Processes of a machine; auto: one per GPU.")
+    nproc_per_node: Count | Literal["auto"] = Field("auto", description="Processes per machine; auto: one per GPU.")
     accelerator: str | None = Field(
         None,
-        description="What the machines compute with, such as `H100`: the plan for nproc_per_node of them is checked "
+        description="Accelerator of the machines, such as `H100`: the plan for nproc_per_node of them is checked "
         "against their memory.",
     )
     max_hours: Positive | None = Field(
-        None, description="The target's time limit for the job; here and by ssh it is asked to save and end then."
+        None,
+        description="Time limit of the job at its target; locally and by ssh the run is then asked to save and stop.",
     )
-    env: dict[str, str] = Field(default_factory=dict, description="Variables of every process.")
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of every process.")
     setup: tuple[str, ...] = Field(
         (),
-        description="Lines of bash each machine runs first, such as `module load cuda`; one that fails ends the job.",
+        description="Bash lines that each machine runs first, such as `module load cuda`; a failing line ends the job.",
     )
-    python: str = Field("python3", description="The Python on the machines that has echelon. Local: this one.")
+    python: str = Field(
+        "python3", description="Python interpreter with echelon on the machines. Local: the current one."
+    )
     torchrun: TorchrunConfig = Field(TorchrunConfig(), description="For `to: torchrun`.")
     slurm: SlurmConfig = Field(SlurmConfig(), description="For `to: slurm`.")
     kubernetes: KubernetesConfig = Field(KubernetesConfig(), description="For `to: kubernetes`.")
@@ -192,9 +208,9 @@ class LaunchConfig(Section):
     def _names_of_variables(cls, env: dict[str, str]) -> dict[str, str]:
         for name in env:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"launch.env: {name!r} cannot be the name of a variable; use letters, digits and _.")
+                raise ValueError(f"launch.env: {name!r} is not a valid variable name; use letters, digits and _.")
             if name in _OF_RANKS:
-                raise ValueError(f"launch.env: {name} is another one in each process, and set for it; leave it out.")
+                raise ValueError(f"launch.env: {name} differs between processes and is set by echelon; remove it.")
         return env
 
     @property

@@ -1,4 +1,4 @@
-"""From a file and `key=value` words to a Recipe, or to one message that says what to change."""
+"""Loads a Recipe from a file and `key=value` overrides, or raises one error that says what to change."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from echelon.recipe.yaml_text import parse_yaml, shorten
 COMMAND_LINE = "command line"
 
 Overrides = Sequence[str] | Mapping[str, Any]
-"""Keys that win over the file: as on the command line, `["train.steps=50"]`, or values, `{"train.steps": 50}`."""
+"""Keys that override the file: as on the command line, `["train.steps=50"]`, or values, `{"train.steps": 50}`."""
 
 # Of these, one is given: an override of one replaces the file's other.
 EXCLUSIVE_KEYS: tuple[tuple[KeyPath, ...], ...] = (
@@ -111,7 +111,7 @@ def _write_sources_out(draft: Draft) -> None:
 
 def _read_overrides(overrides: Overrides, origin: str) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(overrides, str):
-        raise ConfigError(f"{origin}: {shorten(overrides)!r} is one text; give a list, for example [{overrides!r}].")
+        raise ConfigError(f"{origin}: {shorten(overrides)!r} is a string; give a list, for example [{overrides!r}].")
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
             yield _split_key(str(key)), plain_value(value)

@@ -1,4 +1,4 @@
-"""Pydantic's errors as one message for the user: where, which key, which value, which rule."""
+"""Pydantic's errors as one message for the user: file and line, key, value, rule."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How the run is kept, watched and ended: checkpoints, evaluation, faults, budget."""
+"""Sections of the recipe: checkpoints, evaluation, trackers, faults, budget."""
 
 import re
 from typing import Annotated, Literal, Self
@@ -11,29 +11,29 @@ Tracker = Literal["tensorboard", "mlflow", "wandb"]
 
 
 class CheckpointConfig(Section):
-    """When the run is saved, and how many saves are kept."""
+    """When checkpoints are saved, and how many are kept."""
 
     saves_per_epoch: Positive | None = Field(
         None,
-        description="Checkpoints in each pass over the training text, at equal distances; 0.5: one in two passes. "
-        "Instead of `every_steps`.",
+        description="Checkpoints per pass over the training data, evenly spaced; 0.5: one in two passes. "
+        "Replaces `every_steps`.",
     )
     every_steps: Count | Literal["auto"] | None = Field(
         default_factory=lambda checkpoint: None if checkpoint.get("saves_per_epoch") else 100,
-        description="Steps between two checkpoints. `auto`: as many as lose least, by the measured cost of a save and "
-        "by `fault.mean_hours_between_failures`. Default: 100, or by `saves_per_epoch`.",
+        description="Steps between checkpoints. `auto`: the interval with the least expected loss, from the measured "
+        "cost of a save and `fault.mean_hours_between_failures`. Default: 100, unless `saves_per_epoch` is set.",
     )
     snapshot_every_steps: Count | None = Field(
         None,
-        description="Steps between two snapshots in this machine's memory, from which processes that failed start "
-        "again. Holds the state three times in memory.",
+        description="Steps between snapshots in the memory of this machine, from which failed processes are "
+        "restarted. Needs three times the size of the training state in memory.",
     )
-    keep_last: Count = Field(3, description="How many of the newest checkpoints are kept.")
+    keep_last: Count = Field(3, description="Number of newest checkpoints to keep.")
     keep_best: Flag = Field(False, description="Also keep the one with the lowest evaluation loss.")
-    asynchronous: Flag = Field(True, alias="async", description="Write in the background while training goes on.")
+    asynchronous: Flag = Field(True, alias="async", description="Write in the background while training continues.")
     remote: str | None = Field(
         None,
-        description="Where each checkpoint is copied to in the background: an address of the run's own, such as "
+        description="Object-store address to which each checkpoint is copied in the background, one per run, such as "
         "`s3://bucket/runs/NAME`, `gs://...` or `file:///...`. The same command on another machine resumes from there.",
     )
 
@@ -42,11 +42,11 @@ class CheckpointConfig(Section):
         if self.every_steps is not None and self.saves_per_epoch is not None:
             raise ValueError(
                 f"checkpoint.every_steps={self.every_steps} and checkpoint.saves_per_epoch={self.saves_per_epoch:g} "
-                "are both given, and only one of them says when to save; keep one."
+                "are both given, but only one of them can set when to save; keep one."
             )
         if self.every_steps is None and self.saves_per_epoch is None:
             raise ValueError(
-                "checkpoint.every_steps=null says nothing of when to save; give a number of steps, auto, or "
+                "checkpoint.every_steps=null does not set when to save; give a number of steps, auto, or "
                 "checkpoint.saves_per_epoch."
             )
         return self
@@ -58,9 +58,9 @@ class CheckpointConfig(Section):
             return None
         if re.search(r"[@?]", remote):  # not shown: it may be what must stay secret
             raise ValueError(
-                "checkpoint.remote must be an address without a name, password or query in it, for a recipe's text is "
-                "kept; leave it to the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...) or to "
-                "fsspec's own configuration."
+                "checkpoint.remote must be an address without a user name, password or query, because the recipe is "
+                "stored as plain text; set credentials in the environment (AWS_ACCESS_KEY_ID, "
+                "GOOGLE_APPLICATION_CREDENTIALS, ...) or in fsspec's own configuration."
             )
         if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^:]*[^:/][^:]*", remote):
             raise ValueError(
@@ -74,85 +74,93 @@ class EvaluateConfig(Section):
     """What happens at each evaluation."""
 
     batches: Count | None = Field(
-        None, description="Global batches of held-out text per evaluation. Default: all of it, up to 200."
+        None, description="Global batches per evaluation and validation set. Default: the whole set, up to 200."
     )
     prompts: tuple[str, ...] = Field((), description="Prompts to continue at each evaluation.")
-    prompt_tokens: Count = Field(64, description="Tokens to sample for each prompt.")
-    early_stopping: Count | None = Field(None, description="Stop after this many evaluations without a lower loss.")
+    prompt_tokens: Count = Field(64, description="Tokens to generate for each prompt.")
+    early_stopping: Count | None = Field(
+        None, description="Stop after this many consecutive evaluations without a lower loss."
+    )
     select_by: str | None = Field(
         None,
-        description="The validation set whose loss `early_stopping` and `checkpoint.keep_best` go by. Default: all of "
+        description="The validation set whose loss `early_stopping` and `checkpoint.keep_best` use. Default: all of "
         "them together.",
     )
 
 
 class MlflowConfig(Section):
-    """Where `track: [mlflow]` writes to."""
+    """Settings of `track: [mlflow]`."""
 
     tracking_uri: str | None = Field(
-        None, description="A server or a store. Default: `MLFLOW_TRACKING_URI`, else SQLite beside the run folder."
+        None,
+        description="Address of a server or store. Default: `MLFLOW_TRACKING_URI`, otherwise SQLite next to the run "
+        "folder.",
     )
-    experiment: str = Field("echelon", description="The experiment the run belongs to.")
-    system_metrics: Flag = Field(True, description="Also record CPU, memory, disk, network and GPU use.")
-    log_model: Flag = Field(False, description="Add the exported model to the run's artifacts when it is done.")
+    experiment: str = Field("echelon", description="The MLflow experiment of the run.")
+    system_metrics: Flag = Field(True, description="Also record CPU, memory, disk, network and GPU utilization.")
+    log_model: Flag = Field(
+        False, description="Add the exported model to the run's artifacts when the run is finished."
+    )
     register_model: str | None = Field(None, description="Register the exported model under this name.")
 
 
 class WandbConfig(Section):
-    """Where `track: [wandb]` writes to."""
+    """Settings of `track: [wandb]`."""
 
-    project: str = Field("echelon", description="The project the run belongs to.")
+    project: str = Field("echelon", description="The W&B project of the run.")
     entity: str | None = Field(None, description="The user or team. Default: that of the account.")
     mode: Literal["online", "offline"] | None = Field(
-        None, description="`offline` keeps all of it in the run folder. Default: `WANDB_MODE`, else online."
+        None, description="`offline` writes to the run folder. Default: `WANDB_MODE`, otherwise online."
     )
 
 
 class FaultConfig(Section):
-    """What happens when something goes wrong."""
+    """Reactions to failures."""
 
     notice_seconds: PositiveOrZero = Field(
-        60.0, description="Time a stopping run has to save before its processes are killed."
+        60.0, description="Time that a stopping run has to save before its processes are killed."
     )
     hang_seconds: Positive | None = Field(
         600.0,
-        description="Time a step, or a forward pass of an evaluation, may take before the run counts as hanging and "
-        "fails; null: any.",
+        description="Maximum time of a step, or of a forward pass of an evaluation; after it the run counts as "
+        "hanging and fails; null: no limit.",
     )
     on_bad_step: Literal["skip", "rollback", "stop"] = Field(
         "stop",
-        description="On a loss or gradient norm that is not finite, or on a spike. None is ever applied; `rollback` "
-        "also goes back to the newest checkpoint.",
+        description="Reaction to a loss or gradient norm that is not finite, or a spike. The update is never "
+        "applied; `rollback` also returns to the newest checkpoint.",
     )
     max_bad_steps: Count = Field(
-        3, description="Bad steps in a row with which the run stops, under `skip` and `rollback`."
+        3, description="Number of consecutive bad steps that stops the run, under `skip` and `rollback`."
     )
     spike_factor: Annotated[Number, Field(gt=1)] | None = Field(
         None,
-        description="A gradient norm above this many times the median of the last `fault.spike_window` applied steps "
-        "makes a step a bad one. Default: no norm that is finite does.",
+        description="A step is bad if its gradient norm is above this factor times the median of the last "
+        "`fault.spike_window` applied steps. Default: spikes are not detected.",
     )
-    spike_window: Count = Field(100, description="Applied steps in that median; until there are as many, none spikes.")
+    spike_window: Count = Field(
+        100, description="Number of applied steps in that median; no spike is detected before that many steps."
+    )
     max_restarts: CountOrZero = Field(
-        3, description="How often failed processes are started again, from the newest checkpoint."
+        3, description="Maximum number of restarts of failed processes, each from the newest checkpoint."
     )
     mean_hours_between_failures: Positive | None = Field(
         None,
-        description="Hours between two failures of the whole job, for `checkpoint.every_steps: auto`. Default: 50,000 "
+        description="Mean hours between failures of the whole job, for `checkpoint.every_steps: auto`. Default: 50,000 "
         "divided by the number of processes.",
     )
     verify_replicas_every: Count | None = Field(
-        None, description="Steps between two checks that all replicas hold the same weights."
+        None, description="Steps between checks that all replicas have the same weights."
     )
 
 
 class BudgetConfig(Section):
-    """What the run may use, all of its starts together. It stops with a checkpoint before it uses more."""
+    """Limits over all starts of the run together. The run stops with a checkpoint before it exceeds one."""
 
-    max_usd: Positive | None = Field(None, description="Dollars, of all machines; needs a known price.")
-    max_hours: Positive | None = Field(None, description="Hours that the run is on its machines.")
+    max_usd: Positive | None = Field(None, description="Dollars for all machines; needs a known price.")
+    max_hours: Positive | None = Field(None, description="Hours that the run uses its machines.")
     usd_per_hour: Positive | None = Field(
         None,
-        description="Price of one machine. Default: that of the SageMaker instance type on demand, where the catalogue "
-        "has one.",
+        description="Dollars per hour for one machine. Default: the on-demand price of the SageMaker instance type, "
+        "if the catalogue has one.",
     )

@@ -14,8 +14,7 @@ _INTRODUCTION = """\
 
 <!-- Generated from the models in src/echelon/recipe by `render_recipe_reference`. Change the descriptions there. -->
 
-A recipe is a YAML file that says what to train on what, and how. `echelon init` writes one to start from. The smallest
-one that trains:
+A recipe is a YAML file that describes a training run. `echelon init` writes one to start from. A minimal recipe:
 
 ```yaml
 run: {name: first}
@@ -27,21 +26,21 @@ optim: {learning_rate: 1e-3}
 ```
 
 **Overrides.** `echelon train recipe.yaml train.steps=50 data.train.0.path=other.txt parallel=fsdp` changes keys for one
-run; the value is read as YAML, entries of a list are counted from 0, and the command line wins over the file. Of keys
-that exclude each other (`train.steps`, `train.tokens`, `train.epochs`; the two batch keys; `model.checkpoint` and
-`model.config`; `data.validation` and `data.validation_fraction`) the override replaces the one in the file.
+run. Values are parsed as YAML, list entries are counted from 0, and the command line takes precedence over the file.
+For keys that exclude each other (`train.steps`, `train.tokens`, `train.epochs`; the two batch keys; `model.checkpoint`
+and `model.config`; `data.validation` and `data.validation_fraction`) the override replaces the one in the file.
 
 **Unknown keys** are refused, never ignored, with the line and the nearest key:
 
     recipe.yaml, line 9: train.learning_rate is not a recipe key; did you mean optim.learning_rate?
 
-**Other tools' spellings** of a key are accepted and noted; they are listed [below](#other-tools-spellings). Giving a
-key under two spellings is refused.
+**Other tools' spellings** of a key are accepted with a message; they are listed [below](#other-tools-spellings). A key
+given under two spellings is refused.
 
     recipe.yaml, line 4: per_device_train_batch_size: 8 is read as train.micro_batch_size: 8.
 
-**Not built yet.** The reference is complete, so that recipes stay valid. Where a meaning ends in *Now: ...*, anything
-else is refused with one sentence until it is built.
+**Not built yet.** The reference includes planned features, so recipes stay valid. If a meaning ends in *Now: ...*, only
+these values work; others are refused with a message.
 
 **Numbers** may be written `2e9` and `524_288`, counts of tokens also `2B`: K, M, B and T are a thousand, a million, a
 billion and a trillion. **Editors** complete and check recipes by the JSON schema: run
@@ -142,6 +141,6 @@ def _render_aliases() -> str:
     for key in dict.fromkeys(ALIASES.values()):
         names = ", ".join(f"`{name}`" for name, target in ALIASES.items() if target == key)
         lines.append(f"| `{key}` | {names} |")
-    lines += ["", "These have no place in a recipe, and are refused:", ""]
+    lines += ["", "These keys have no equivalent and are refused:", ""]
     lines += [f"- `{name}`: {reason}" for name, reason in NO_EQUIVALENT.items()]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""A recipe from two numbers, `echelon init --params --tokens`: each value with its rule and the rule's source.
+"""`echelon init --params --tokens`: a recipe for a model size, each value with its rule and source.
 
 Sources, by the names used below:
     GPT-3       Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B
@@ -45,7 +45,7 @@ _MAX_WARMUP_FRACTION = 0.05
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of the recipe, and why it is that."""
+    """One value of the recipe, and its reason."""
 
     key: str
     value: Any
@@ -297,7 +297,7 @@ def show_count(value: float) -> str:
 
 _RECIPE = """\
 # {params:,} parameters on {tokens} tokens, from two numbers: echelon init {arguments}
-#   echelon plan  {file} --devices 8xH100   what it will need, before it starts
+#   echelon plan  {file} --devices 8xH100   shows the plan and the memory it needs
 #   echelon train {file}                    trains; run it again to resume
 # Sources, on arXiv: GPT-3: 2005.14165, table 2.1 and appendix B. LLaMA: 2302.13971. Llama 2: 2307.09288.
 # Pythia: 2304.01373. Kaplan: 2001.08361, equation D.1. Chinchilla: 2203.15556. DeepSeek: 2401.02954, equation 1.

@@ -17,7 +17,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class _Course:
-    """The places a schedule is made of, in its unit: steps, or tokens."""
+    """The positions at which a schedule changes, in its unit: steps or tokens."""
 
     warmup: int
     last: int
@@ -27,13 +27,13 @@ class _Course:
 
 
 def build_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> Schedule:
-    """The learning rate of each step: a linear warm-up to the peak, then the fall that `config.schedule` names.
+    """The learning rate of each step: a linear warm-up to the peak, then the decay of `config.schedule`.
 
-    A step is where it begins: at its own number, or, with `schedule_unit: tokens`, at the tokens fed before it. A step
-    of the warm-up takes the share of the peak that the warm-up has reached when the step ends, so that the first one
-    already learns; the first step after it begins at the peak. The last step takes exactly
-    `min_learning_rate_fraction` of the peak, and so do steps beyond it: but for `constant`, which does not fall, and
-    `inverse_sqrt`, which has no end.
+    The position of a step is its number, or, with `schedule_unit: tokens`, the tokens fed before it. A step of the
+    warm-up has the fraction of the peak that the warm-up reaches at the end of the step, so the rate of the first step
+    is above 0; the first step after the warm-up has the peak. The last step and steps beyond it have exactly
+    `min_learning_rate_fraction` of the peak, except under `constant`, which does not decay, and `inverse_sqrt`, which
+    does not depend on the length of the run.
     """
     place = _place(config, batches)
     course = _find_course(config, num_steps, batches)
@@ -50,7 +50,7 @@ def build_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedule
 
 
 def find_fault(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> str | None:
-    """What keeps the schedule from fitting a run of this length, as a message for the user; None when it fits."""
+    """The message for a schedule that does not fit a run of this length; None if it fits."""
     course = _find_course(config, num_steps, batches)
     unit, total = config.schedule_unit, course.total
     given = f"optim.warmup_{unit}={course.warmup}"
@@ -82,7 +82,7 @@ def find_warmup(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -
 
 
 def render_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> str:
-    """A line for people: the learning rate at 0, 25, 50, 75 and 100 % of the run's steps."""
+    """The message with the learning rate at 0, 25, 50, 75 and 100 % of the run's steps."""
     rate, course = build_schedule(config, num_steps, batches), _find_course(config, num_steps, batches)
     steps = sorted({round(share * (num_steps - 1)) for share in (0, 0.25, 0.5, 0.75, 1)})
     unit = f" ({course.total:,} tokens)" if config.schedule_unit == "tokens" else ""

@@ -4,17 +4,17 @@ from echelon.recipe.yaml_text import render_inline
 
 _STARTER = """\
 # A small Llama trained from scratch on your own text. Try it:
-#   echelon plan  {file}                    what it will need, before it starts
+#   echelon plan  {file}                    shows the plan and the memory it needs
 #   echelon train {file}                    trains; run it again to resume
-#   echelon train {file} train.steps=50     any key can be changed for one run
+#   echelon train {file} train.steps=50     overrides any key for one run
 # Every key: docs/recipe.md in echelon's documentation.
 
 run:
-  name: {name}                  # the run lives in runs/NAME
+  name: {name}                  # the run folder is runs/NAME
   seed: 0
 
 model:
-  config:                       # a new model; `checkpoint: FOLDER-OR-HUB-ID` instead starts from existing weights
+  config:                       # a new model; use `checkpoint: FOLDER-OR-HUB-ID` to start from existing weights
     model_type: llama           # any decoder of `transformers`: llama, qwen3, mistral, gemma, gpt2, ...
     hidden_size: 256
     intermediate_size: 688
@@ -28,20 +28,20 @@ tokenizer: {{train: {{vocab_size: 4096}}}}    # or `bytes`, or a folder or hub i
 data:
   train:
     - path: {path}              # a file, a folder, or .jsonl records with a `text` field
-  validation_fraction: 0.05     # held out of training to measure the loss on
+  validation_fraction: 0.05     # fraction held out for validation
   sequence_len: 256
 
 train:
   steps: 500                    # or `tokens: 2e9`, or `epochs: 1`
   global_batch_size: 16         # sequences per step over all processes; accumulation follows from it
-  precision: auto               # bf16 where the hardware is fast at it, else fp32
+  precision: auto               # bf16 where the hardware is fast at it, otherwise fp32
   eval_every: 100
 
 optim:
-  learning_rate: 1e-3           # the peak: after a linear warm-up it falls along a cosine to a tenth
+  learning_rate: 1e-3           # the peak; cosine decay to 10 % after a linear warm-up
   warmup_steps: 50
 
-parallel: auto                  # or ddp, zero1, zero2, fsdp, hsdp; the results are the same
+parallel: auto                  # or ddp, zero1, zero2, fsdp, hsdp; all give the same results
 
 checkpoint:
   every_steps: 100

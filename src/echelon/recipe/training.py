@@ -1,4 +1,4 @@
-"""How it is trained: steps and batch, optimizer, parallelism, synchronization."""
+"""Sections of the recipe: steps and batch, optimizer, parallelism, synchronization."""
 
 from typing import Literal, Self
 
@@ -28,54 +28,59 @@ class BatchRampConfig(Section):
     """A global batch that grows with the tokens seen, in the unit of the batch key: tokens, or sequences."""
 
     start: Tokens = Field(alias="from", description="Global batch at the start.")
-    to: Tokens | None = Field(None, description="Global batch at the end: the batch key's, which is the default.")
-    over_tokens: Tokens = Field(description="Tokens over which the batch grows, in equal stretches for each size.")
-    increment: Tokens = Field(description="What the batch grows by each time; divides `to` less `from`.")
+    to: Tokens | None = Field(
+        None, description="Global batch at the end. Default, and only allowed value: that of the batch key."
+    )
+    over_tokens: Tokens = Field(
+        description="Tokens over which the batch grows; each size is used for the same number of tokens."
+    )
+    increment: Tokens = Field(description="Step of the batch size; must divide `to` minus `from`.")
 
 
 class TrainConfig(Section):
-    """How long, how much at a time, in which precision. The global batch is what you set; accumulation is derived."""
+    """Length of the run, batch size and precision. The recipe sets the global batch; accumulation is derived."""
 
     steps: Count | None = Field(None, description="Optimizer steps. Exactly one of steps, tokens and epochs.")
     tokens: Tokens | None = Field(None, description="Tokens to train on, padding not counted, for example `2B`.")
-    epochs: Positive | None = Field(None, description="Passes over the training text.")
+    epochs: Positive | None = Field(None, description="Passes over the training data.")
     global_batch_tokens: Tokens | None = Field(
-        None, le=10**12, description="Tokens per optimizer step over all processes: a multiple of `data.sequence_len`."
+        None, le=10**12, description="Tokens per optimizer step over all processes; a multiple of `data.sequence_len`."
     )
     global_batch_size: Count | None = Field(
         None, le=10**9, description="Sequences per optimizer step over all processes. One of the two batch keys."
     )
     micro_batch_size: Count | Literal["auto"] = Field(
-        "auto", description="Sequences of one forward and backward on one device; never changes the result."
+        "auto", description="Sequences per forward and backward pass on one device. Does not change the result."
     )
     batch_ramp: BatchRampConfig | None = Field(None, description="Start with a smaller global batch.")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
-        "auto", description="Of the arithmetic; master weights and reductions stay fp32. `auto`: bf16 where fast."
+        "auto", description="Compute dtype; master weights and reductions stay fp32. `auto`: bf16 where it is fast."
     )
     master_weights: Literal["fp32", "bf16_stochastic", "bf16_kahan"] = Field(
         "fp32",
-        description="What the optimizer updates. With precision bf16, to save memory: bf16 parameters, rounded "
-        "stochastically, or with a bf16 remainder of each (Kahan summation).",
+        description="Dtype of the weights that the optimizer updates. To save memory with precision bf16: bf16 "
+        "parameters, rounded stochastically, or with a bf16 remainder for each (Kahan summation).",
     )
     compile: Flag | Literal["auto"] = Field("auto", description="Compile the model with `torch.compile`.")
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        "none", description="Recompute activations in the backward pass, to save memory."
+        "none", description="Recompute activations in the backward pass to save memory."
     )
-    deterministic: Flag = Field(False, description="Use only operations whose results repeat bit for bit.")
-    log_every: Count = Field(1, description="Steps between two lines of the log.")
+    deterministic: Flag = Field(False, description="Use only operations whose results are bit for bit reproducible.")
+    log_every: Count = Field(1, description="Steps between console lines.")
     evals_per_epoch: Positive | None = Field(
         None,
-        description="Evaluations in each pass over the training text, at equal distances; 0.5: one in two passes. "
-        "Instead of `eval_every`.",
+        description="Evaluations per pass over the training data, evenly spaced; 0.5: one in two passes. "
+        "Replaces `eval_every`.",
     )
     eval_every: Count | None = Field(
         default_factory=lambda train: None if train.get("evals_per_epoch") else 100,
-        description="Steps between two evaluations; `null`: only at the end. Default: 100, or by `evals_per_epoch`.",
+        description="Steps between evaluations; `null`: only at the end. Default: 100, unless `evals_per_epoch` is "
+        "set.",
     )
 
     @property
     def batch_key(self) -> str:
-        """The key that says the global batch."""
+        """The key that sets the global batch."""
         return next(key for key in BATCH_KEYS if getattr(self, key) is not None)
 
     @model_validator(mode="after")
@@ -84,10 +89,10 @@ class TrainConfig(Section):
             names = ", ".join(f"train.{key}" for key in keys[:-1]) + f" and train.{keys[-1]}"
             given = [f"train.{key}={getattr(self, key)}" for key in keys if getattr(self, key) is not None]
             if not given:
-                raise ValueError(f"one of {names} must say {what}; add one.")
+                raise ValueError(f"one of {names} must set {what}; add one.")
             if len(given) > 1:
                 raise ValueError(
-                    f"{' and '.join(given)} are both given, and only one of {names} says {what}; keep one."
+                    f"{' and '.join(given)} are both given, but only one of {names} can set {what}; keep one."
                 )
         return self
 
@@ -96,7 +101,7 @@ class TrainConfig(Section):
         if self.eval_every is not None and self.evals_per_epoch is not None:
             raise ValueError(
                 f"train.eval_every={self.eval_every} and train.evals_per_epoch={self.evals_per_epoch:g} are both "
-                "given, and only one of them says when to evaluate; keep one."
+                "given, but only one of them can set when to evaluate; keep one."
             )
         return self
 
@@ -106,58 +111,58 @@ class OptimConfig(Section):
 
     name: OptimizerName = Field(
         "adamw",
-        description="The optimizer. `muon` is for the matrices of the layers; the rest takes AdamW. `adamw_8bit` keeps "
-        "moments in 8 bits. The learning rate of `adafactor` is relative to each parameter's size.",
+        description="The optimizer. `muon` updates the matrices of the layers, AdamW the rest. `adamw_8bit` keeps "
+        "moments in 8 bits. The learning rate of `adafactor` is relative to the magnitude of each parameter.",
     )
     options: Options = Field(None, description="Arguments of an optimizer of your own, by their names.")
-    learning_rate: Positive = Field(description="The peak of the schedule.")
+    learning_rate: Positive = Field(description="Peak learning rate of the schedule.")
     learning_rate_multipliers: dict[str, PositiveOrZero] = Field(
         default_factory=dict,
-        description="Factors on the learning rate by a glob over parameter names, for example "
-        "`{'*embed_tokens*': 0.1}`; the first that matches counts, and each must match something.",
+        description="Learning-rate factors by a glob over parameter names, for example "
+        "`{'*embed_tokens*': 0.1}`; the first match is used, and each glob must match a parameter.",
     )
-    weight_decay: PositiveOrZero = Field(0.1, description="Decoupled weight decay, but for what `no_decay` names.")
+    weight_decay: PositiveOrZero = Field(0.1, description="Decoupled weight decay, except for the kinds in `no_decay`.")
     no_decay: tuple[Literal["norms", "biases", "embeddings"], ...] = Field(
-        ("norms", "biases"), description="Parameters without weight decay: `norms`, `biases`, `embeddings`."
+        ("norms", "biases"), description="Kinds of parameters without weight decay: `norms`, `biases`, `embeddings`."
     )
     betas: tuple[Number, Number] = Field(
         default_factory=lambda optim: _default_betas(optim.get("name")),
-        description="Decay of the first and the second moment. Default: [0.9, 0.95]; lion: [0.9, 0.99].",
+        description="Decay rates of the first and second moment. Default: [0.9, 0.95]; lion: [0.9, 0.99].",
     )
     momentum: Number = Field(
         default_factory=lambda optim: _default_momentum(optim.get("name")),
         ge=0,
         lt=1,
-        description="Of sgd and muon. Default: 0.9; muon: 0.95.",
+        description="Momentum of sgd and muon. Default: 0.9; muon: 0.95.",
     )
-    eps: Positive = Field(1e-8, description="Added to the root of the second moment, by AdamW in its three forms.")
+    eps: Positive = Field(1e-8, description="Added to the square root of the second moment, by all forms of AdamW.")
     max_grad_norm: Positive | None = Field(
-        1.0, description="Gradients are scaled down to this global norm; `null`: never."
+        1.0, description="Gradients are clipped to this global norm; `null`: no clipping."
     )
     schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "polynomial", "wsd"] = Field(
         "cosine",
-        description="How the learning rate falls after the warm-up. `constant`: not at all. `wsd`: it stays, then "
-        "falls in the last `decay_fraction` of the run.",
+        description="Decay of the learning rate after the warm-up. `constant`: none. `wsd`: none, then a decay "
+        "in the last `decay_fraction` of the run.",
     )
     schedule_unit: Literal["steps", "tokens"] = Field(
-        "steps", description="What the schedule advances by; they differ under `train.batch_ramp`."
+        "steps", description="Unit in which the schedule advances; they differ with `train.batch_ramp`."
     )
-    warmup_steps: CountOrZero = Field(0, description="Steps over which the learning rate rises linearly.")
-    warmup_tokens: TokensOrZero = Field(0, description="The same in tokens: the warm-up of `schedule_unit: tokens`.")
+    warmup_steps: CountOrZero = Field(0, description="Steps of the linear warm-up.")
+    warmup_tokens: TokensOrZero = Field(0, description="Tokens of the warm-up, with `schedule_unit: tokens`.")
     warmup_fraction: Number | None = Field(
         None,
         ge=0,
         lt=1,
-        description="The warm-up as a share of the run, rounded up to whole steps (tokens, with `schedule_unit: "
-        "tokens`). Instead of the two above.",
+        description="Warm-up as a fraction of the run, rounded up to whole steps (tokens, with `schedule_unit: "
+        "tokens`). Replaces the two keys above.",
     )
-    decay_fraction: Number = Field(0.2, gt=0, le=1, description="Share of the run in which `wsd` falls.")
+    decay_fraction: Number = Field(0.2, gt=0, le=1, description="Fraction of the run in which `wsd` decays.")
     polynomial_power: Positive = Field(2.0, description="Exponent of `polynomial`.")
     min_learning_rate_fraction: Number = Field(
         0.1,
         ge=0,
         le=1,
-        description="Where the schedule ends, as a fraction of `learning_rate`; `inverse_sqrt` never falls below it.",
+        description="Final learning rate, as a fraction of `learning_rate`; `inverse_sqrt` never falls below it.",
     )
 
     @model_validator(mode="after")
@@ -187,8 +192,8 @@ class OptimConfig(Section):
         for key in ("warmup_steps", "warmup_tokens"):
             if self.warmup_fraction is not None and (warmup := getattr(self, key)) != 0:
                 raise ValueError(
-                    f"optim.{key}={warmup} and optim.warmup_fraction={self.warmup_fraction:g} are both given, and only "
-                    "one of them says how long the warm-up is; keep one."
+                    f"optim.{key}={warmup} and optim.warmup_fraction={self.warmup_fraction:g} are both given, but only "
+                    "one of them can set the warm-up; keep one."
                 )
         return self
 
@@ -198,12 +203,12 @@ class OptimConfig(Section):
             value, default = getattr(self, key), type(self).model_fields[key].default
             if value != default and self.schedule != schedule:
                 raise ValueError(
-                    f"optim.{key}={value:g} is for optim.schedule={schedule}, and the schedule is {self.schedule}; "
+                    f"optim.{key}={value:g} needs optim.schedule={schedule}, but the schedule is {self.schedule}; "
                     "remove one."
                 )
         if self.schedule == "inverse_sqrt" and not self.warms_up:
             raise ValueError(
-                "optim.schedule=inverse_sqrt falls with the square root of the warm-up's length, and there is none; "
+                "optim.schedule=inverse_sqrt needs a warm-up; "
                 f"set optim.warmup_{self.schedule_unit} or optim.warmup_fraction."
             )
         return self
@@ -223,28 +228,30 @@ def _default_momentum(name: str | None) -> float:
 
 
 class ParallelConfig(Section):
-    """Degrees of parallelism, when a name is not enough. Their product is the number of processes."""
+    """Degrees of parallelism, if a name is not enough. Their product is the number of processes."""
 
     dp_replicate: Count | None = Field(
-        None, description="Replicas of the model. Takes what is left when no `dp_` key is given."
+        None, description="Replicas of the model. Without any `dp_` key: all remaining processes."
     )
     dp_shard: Count | Literal["auto"] | None = Field(
-        None, description="Processes that share one copy of the model and optimizer state; `auto`: what is left."
+        None,
+        description="Processes that shard one replica of the model and optimizer state; `auto`: all remaining "
+        "processes.",
     )
-    cp: Count = Field(1, description="Context parallel: processes that share one sequence.")
-    tp: Count = Field(1, description="Tensor parallel: processes that share each matrix.")
-    pp: Count = Field(1, description="Pipeline parallel: stages of layers.")
-    ep: Count = Field(1, description="Expert parallel; divides `dp_shard * cp`.")
+    cp: Count = Field(1, description="Context parallelism: processes that share one sequence.")
+    tp: Count = Field(1, description="Tensor parallelism: processes that share each matrix.")
+    pp: Count = Field(1, description="Pipeline parallelism: stages of layers.")
+    ep: Count = Field(1, description="Expert parallelism; divides `dp_shard * cp`.")
     reshard_after_forward: Flag | None = Field(
         None, description="Free gathered parameters after the forward pass (FSDP) or keep them (ZeRO-1, ZeRO-2)."
     )
     reduce_gradients: Literal["each", "last"] | None = Field(
         None, description="Reduce gradients after each microbatch, or once after the last."
     )
-    cpu_offload: Flag = Field(False, description="Keep parameters and optimizer state in the host's memory.")
+    cpu_offload: Flag = Field(False, description="Keep parameters and optimizer state in host memory.")
     schedule: str | None = Field(None, description="Pipeline schedule.")
     microbatches: Count | None = Field(None, description="Microbatches of one pipeline step.")
-    placement: str | None = Field(None, description="Which axes stay inside a machine.")
+    placement: str | None = Field(None, description="Mesh axes that stay within a machine.")
     order: tuple[str, ...] | None = Field(None, description="Order of the mesh axes, outermost first.")
 
 
@@ -252,7 +259,7 @@ class SyncConfig(Section):
     """How replicas agree on the weights."""
 
     name: SynchronizerName = Field(
-        "every_step", description="`every_step` averages gradients in every step: the exact one."
+        "every_step", description="`every_step` reduces gradients in every step, which is exact."
     )
     options: Options = Field(None, description="Arguments of a synchronizer of your own, by their names.")
 

@@ -1,4 +1,4 @@
-"""What the recipe can ask for that echelon cannot do yet: one table, one sentence each.
+"""Recipe keys whose features are not built yet: one table, with one message each.
 
 The schema is complete from the start, so recipes written today stay valid. A row names a key, the values that work
 besides the key's default, and what is possible now. Building a feature deletes its row, or a word of it.
@@ -20,7 +20,7 @@ from echelon.redaction import redact
 
 @dataclass(frozen=True)
 class Unbuilt:
-    """A key of which only the default and the values `built` work now."""
+    """A key of which only the default and the values `built` work."""
 
     key: str
     possible: str
@@ -41,12 +41,12 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("parallel.order", "dp_shard inside dp_replicate"),
     Unbuilt("sync.name", "every_step, or package.module:Name of your own", admits_own=True),
     Unbuilt("engine", "native"),
-    Unbuilt("profile", "leaving this key out"),
+    Unbuilt("profile", "omitting this key"),
 )
 
 
 def check_built(recipe: Recipe) -> None:
-    """Raise ConfigError for the first key that asks for what is not built: one sentence, with what is possible now."""
+    """Raise ConfigError for the first key that needs a feature that is not built, with the values that work."""
     fields = recipe_keys(Recipe)
     for row in UNBUILT:
         default = fields[row.key].get_default(call_default_factory=True)

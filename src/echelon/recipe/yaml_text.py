@@ -1,4 +1,4 @@
-"""YAML as a recipe means it: 2e9 is a number, `no` is a word, a key stands once, and every key knows its line."""
+"""YAML for recipes: 2e9 is a number, `no` is a string, keys are unique, and the line of every key is known."""
 
 import math
 import re
@@ -86,7 +86,7 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{source}{line}: this is not valid YAML: {shorten(str(error.problem))}.") from None
     except RecursionError:
-        raise ConfigError(f"{source}: lists and mappings stand in each other more than {MAX_DEPTH} deep.") from None
+        raise ConfigError(f"{source}: lists and mappings are nested more than {MAX_DEPTH} deep.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: this is not valid YAML: {shorten(str(error))}.") from None
 
@@ -157,7 +157,7 @@ def _find_origins(loader: _RecipeLoader, root: yaml.Node, source: str) -> dict[K
                 check(key_node, around)
                 key = "<<" if key_node.tag == _TAG + "merge" else loader.construct_object(key_node, deep=True)
                 if key in here:
-                    raise ConfigError(f"{line}: {key} is given twice (before: {here[key]}); keep one.")
+                    raise ConfigError(f"{line}: {key} is given twice (first at {here[key]}); keep one.")
                 here[key] = origins[(*path, key)] = line
                 visit(value_node, (*path, key), around)
 
@@ -170,7 +170,7 @@ def _find_fault(node: yaml.Node, around: tuple[yaml.Node, ...], num_places: int)
     if node in around:
         return "this anchor contains itself"
     if len(around) > MAX_DEPTH:
-        return f"lists and mappings stand in each other more than {MAX_DEPTH} deep"
+        return f"lists and mappings are nested more than {MAX_DEPTH} deep"
     if num_places > MAX_PLACES:
         return f"with its anchors written out this has more than {MAX_PLACES:,} entries"
     if not isinstance(node, yaml.ScalarNode):
@@ -178,7 +178,7 @@ def _find_fault(node: yaml.Node, around: tuple[yaml.Node, ...], num_places: int)
     else:
         plain = any(pattern.fullmatch(node.value) for pattern in _TEXTS.get(node.tag, ()))
         if _UNTEXTUAL.search(node.value):
-            return "a text has a character that no file can hold"
+            return "a string has a character that cannot be stored in a file"
         if plain and node.tag == _TAG + "int" and len(node.value) > MAX_DIGITS:
             return f"{show_value(node.value)} has more than {MAX_DIGITS} digits"
-    return None if plain else f"this is not valid YAML: {shorten(node.tag)} is not what stands here; leave the tag out"
+    return None if plain else f"this is not valid YAML: {shorten(node.tag)} does not match its value; remove the tag"
