@@ -104,7 +104,7 @@ def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, 
             process.communicate()
     sizes = re.findall(r"plan: ddp on (\d) process", endings[0].out + endings[1].out)
     assert sorted(sizes) == ["1", "1", "2", "2"]
-    assert "3 sequences = 2 ranks x 1 microbatches x 2 sequences - 1 empty ones (25.0% of the computation is wasted)" in (
+    assert "3 sequences = 2 ranks x 1 microbatches x 2 sequences - 1 padding sequences (25.0% of the computation is wasted)" in (
         endings[0].out
     )
     ours, theirs = rows(run), rows(whole)

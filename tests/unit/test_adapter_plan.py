@@ -88,7 +88,7 @@ def test_what_is_trained_whole_stands_where_it_is():
     assert (estimate.gradients, estimate.optimizer) == (4 * (TRAINED + whole), 8 * (TRAINED + whole))
     frozen_head = estimate_memory(shape, replace(plan, adapter=planned(SMALL, method="lora", r=4)[1]), 48)
     assert estimate.logits - frozen_head.logits == 100 * 64 * (4 + 2)
-    assert "with embed_tokens, lm_head trained whole: " in adapter.describe("bfloat16")
+    assert "with embed_tokens, lm_head trained in full: " in adapter.describe("bfloat16")
     assert ParallelPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     older = plan.to_dict()
     older["adapter"] = {
@@ -103,7 +103,7 @@ def test_what_is_trained_whole_stands_where_it_is():
         ({"method": "lora", "modules_to_save": ["embed_token"]}, "did you mean embed_tokens"),
         (
             {"method": "lora", "modules_to_save": ["self_attn"]},
-            "'self_attn' is no name of an embedding, a head, a norm",
+            "'self_attn' matches no embedding, head, norm",
         ),
     ],
 )
@@ -115,7 +115,10 @@ def test_a_name_that_is_not_counted_is_refused(adapter, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["adapter={method: lora, modules_to_save: [q_proj], target_modules: [q_proj]}"], "both name q_proj: it is tr"),
+        (
+            ["adapter={method: lora, modules_to_save: [q_proj], target_modules: [q_proj]}"],
+            "both name q_proj: it is either tr",
+        ),
         (["adapter={method: lora, modules_to_save: [norm, norm]}"], "adapter.modules_to_save has 'norm' twice"),
         (["adapter={modules_to_save: [norm]}"], "has no effect with adapter.method=full"),
         (

@@ -37,8 +37,8 @@ def test_the_cheapest_priced_type_that_fits(recipe, shape):
     assert (one.instance.name, one.count, one.best.usd_per_hour) == ("ml.g6e.2xlarge", 1, 2.80)
     text = "\n".join(one.describe())
     assert "1 x ml.g6e.2xlarge, the fewest machines on which the plan fits, and of 14 priced types the cheapest" in text
-    assert "fits, price unknown, so not chosen" in text and "ml.p5.4xlarge" in text
-    left_out = text.split("does not fit: ")[1]
+    assert "fit but have no known price, so were not considered" in text and "ml.p5.4xlarge" in text
+    left_out = text.split("do not fit: ")[1]
     assert "ml.g4dn.xlarge" in left_out and "ml.g6.xlarge" in left_out
     # Two machines of one L4 share the optimizer's states for 2 x 1.127, over 10 Gbit/s; one machine goes before.
     few = choose_instance(recipe, shape)
@@ -62,16 +62,18 @@ def test_one_machine_goes_before_two_of_the_same_gpus(recipe, shape, monkeypatch
     monkeypatch.setattr(machines, "INSTANCES", {name: machines.INSTANCES[name] for name in pair[::2]})
     choice = choose_instance(zero, large)
     assert (choice.instance.name, choice.count) == ("ml.g7e.2xlarge", 2)
-    assert "  of these on fewer machines than chosen: ml.p5en.48xlarge" in choice.describe()
+    assert "  of these, need fewer machines: ml.p5en.48xlarge" in choice.describe()
 
 
 def test_memory_of_the_machine_itself(recipe, shape):
     # 8 GiB for 21.5 GB of states.
-    with pytest.raises(PlanError, match=r"ddp needs .* usable"):
+    with pytest.raises(PlanError, match=r"ddp needs .* available"):
         resolve_plan(recipe, shape, cluster_of(INSTANCES["ml.m5.large"], 1))
     # 1,345,423,360 parameters offloaded: 16 bytes each are 21.53 GB, more than the 16 GiB beside the one GPU.
     offload = recipe.model_copy(update={"parallel": ParallelConfig(dp_shard=1, cpu_offload=True)})
-    with pytest.raises(PlanError, match=r"cpu_offload=true: .* 21\.5 GB in all, and a machine has 17\.2 GB; use more"):
+    with pytest.raises(
+        PlanError, match=r"cpu_offload=true: .* 21\.5 GB in total, but a machine has 17\.2 GB; use more"
+    ):
         resolve_plan(offload, shape, cluster_of(INSTANCES["ml.g5.xlarge"], 1))
     assert resolve_plan(offload, shape, cluster_of(INSTANCES["ml.g5.2xlarge"], 1)).cpu_offload
 
@@ -79,14 +81,16 @@ def test_memory_of_the_machine_itself(recipe, shape):
 def test_without_a_price_none_is_chosen(recipe, shape, monkeypatch):
     known = machines.INSTANCES
     monkeypatch.setattr(machines, "INSTANCES", {name: replace(each, price=None) for name, each in known.items()})
-    with pytest.raises(PlanError, match=r"no type with a known price fits; name one that fits: .*ml\.p5\.48xlarge"):
+    with pytest.raises(
+        PlanError, match=r"no type with a known price fits on .*; name one that fits: .*ml\.p5\.48xlarge"
+    ):
         choose_instance(recipe, shape, 1)
 
 
 def test_what_fits_nowhere_is_refused_with_the_largest(recipe, monkeypatch, shape):
     small = {name: each for name, each in machines.INSTANCES.items() if name.startswith("ml.g4dn.")}
     monkeypatch.setattr(machines, "INSTANCES", small)
-    with pytest.raises(PlanError, match=r"fits 1 machine\(s\) of no type; the largest, ml\.g4dn\.12xlarge"):
+    with pytest.raises(PlanError, match=r"does not fit on 1 machine\(s\) of any type; the largest, ml\.g4dn\.12xlarge"):
         choose_instance(recipe, shape, 1)
 
 

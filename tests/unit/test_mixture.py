@@ -172,7 +172,7 @@ def test_one_source_with_a_weight_is_no_mixture(tmp_path):
         (["data.train=[{path: a, weight: 2}, b]", "train.steps=null", "train.epochs=2"],
          "train.epochs=2 is not defined for sources with a weight"),
         (["data.validation=[{path: v, weight: 2}]"], "data.validation.0.weight=2 has no effect"),
-        (["data.train=[{path: x/a, weight: 2}, y/a]"], "data.train.1 is called 'a' as data.train.0 is"),
+        (["data.train=[{path: x/a, weight: 2}, y/a]"], "data.train.1 has the name 'a', as data.train.0"),
     ],
 )  # fmt: skip
 def test_what_a_mixture_cannot_have(tmp_path, overrides, message):

@@ -237,7 +237,7 @@ def test_auto_knows_that_frozen_weights_need_neither_gradients_nor_moments():
 def test_auto_refuses_with_numbers_and_never_recomputes_by_itself():
     recipe = {"sequence_len": 8192, "micro_batch_size": 1, "cluster": parse_devices("8xA100-40"), "shape": LLAMA_8B}
     refusal(
-        PlanError, "nothing fits A100-40", "ddp needs", "zero1 needs", "fsdp needs", "36.0 GB are usable",
+        PlanError, "nothing fits A100-40", "ddp needs", "zero1 needs", "fsdp needs", "36.0 GB available",
         "Set train.activation_checkpointing=full (needs 32.", **recipe,
     )  # fmt: skip
 
@@ -301,7 +301,7 @@ def test_a_run_that_goes_on_fills_up_what_the_ranks_cannot_share():
     plan = resolve_plan(build_recipe(batch=8), TINY, cpus(3), fill=True)
     assert (plan.dp_size, plan.num_microbatches, plan.micro_batch_size, plan.num_fill) == (3, 1, 3, 1)
     assert plan.global_batch_size == 8 and ParallelPlan.from_dict(plan.to_dict()) == plan
-    assert "1 empty ones (11.1% of the computation is wasted)" in "\n".join(plan.describe())
+    assert "1 padding sequences (11.1% of the computation is wasted)" in "\n".join(plan.describe())
     # A micro batch that was given and does not divide becomes the next smaller one that does.
     plan = resolve_plan(build_recipe(batch=8, micro_batch_size=4), TINY, cpus(3), fill=True)
     assert (plan.num_microbatches, plan.micro_batch_size, plan.num_fill) == (1, 3, 1)

@@ -39,7 +39,7 @@ def test_of_a_cpu_that_is_only_named_nothing_is_claimed(tmp_path):
     recipe, _ = load_recipe(write_recipe(tmp_path, train={"precision": "auto"}))
     plan = resolve_plan(recipe, check_model(recipe).shape, parse_devices("2xcpu"))
     assert plan.precision.compute == "float32"
-    assert any("is measured on the machine that trains" in line for line in plan.why)
+    assert any("is measured on the training machine" in line for line in plan.why)
 
 
 def test_the_measurement_leaves_the_threads_alone_and_is_made_once():

@@ -1,4 +1,4 @@
-"""What an adapter makes of a model's numbers: which are trained, which are frozen, which of those are in 4 bits."""
+"""The adapter of a plan: which parameters are trained, which are frozen, and which of those are in 4 bits."""
 
 import difflib
 import math
@@ -12,7 +12,7 @@ from echelon.planner.plan import AdapterPlan
 if TYPE_CHECKING:
     from echelon.recipe import AdapterConfig
 
-# What families of transformers call the modules that can be trained whole.
+# Names of the modules that can be trained in full, in the families of transformers.
 _INPUT_TABLES = frozenset(("embed_tokens", "wte", "embed_in", "word_embeddings"))
 _OUTPUT_TABLES = frozenset(("lm_head", "embed_out"))
 _TABLES = (_INPUT_TABLES, _OUTPUT_TABLES)
@@ -28,11 +28,11 @@ NESTED_BLOCK = 256  # Dettmers et al. 2023 (arXiv:2305.14314), as bitsandbytes l
 
 
 def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_tokens: int = 0) -> AdapterPlan | None:
-    """The adapter that a recipe asks for beside a model of this shape; None where every parameter is trained.
+    """The adapter of a recipe for a model of this shape; None if every parameter is trained.
 
     `num_new_tokens` rows of the embedding, and of a head of its own, are trained too.
 
-    Raises ConfigError for a target that no linear layer is called.
+    Raises ConfigError for a target that matches no linear layer.
     """
     if adapter.method == "full":
         return None
@@ -117,27 +117,25 @@ def _saved_size(name: str, shape: ModelShape) -> tuple[int, bool]:
     if name not in sizes:
         near = difflib.get_close_matches(name, sizes, n=1)
         hint = f"did you mean {near[0]}?" if near else f"for example embed_tokens, lm_head, norm, {', '.join(linears)}."
-        raise ConfigError(
-            f"adapter.modules_to_save: {name!r} is no name of an embedding, a head, a norm or a linear layer; {hint}"
-        )
+        raise ConfigError(f"adapter.modules_to_save: {name!r} matches no embedding, head, norm or linear layer; {hint}")
     return sizes[name]
 
 
 def trains_head(shape: ModelShape, adapter: AdapterPlan) -> bool:
-    """Whether the weight of the head, which may be the embedding's, is trained whole."""
+    """Whether the weight of the head, which may be tied to the embedding, is trained in full."""
     names = _OUTPUT_TABLES | (_INPUT_TABLES if shape.tied_embeddings else frozenset())
     return not names.isdisjoint(adapter.saved)
 
 
 def describe_reach(adapter: AdapterPlan, shape: ModelShape) -> str | None:
-    """A line on the experts of a mixture, which no adapter can reach; None where there are none."""
+    """The message about the experts of a mixture, which no adapter reaches; None without experts."""
     if not shape.num_expert_parameters:
         return None
     share = shape.num_expert_parameters / shape.num_parameters
     return (
         f"experts: {share:.0%} of the model's parameters are not reached by adapter.target_modules "
-        f"({', '.join(adapter.targets)}): experts are no linear layers, stay as they are, and so do their routers; "
-        "adapter.method=full trains them"
+        f"({', '.join(adapter.targets)}): experts and routers are not linear layers and stay frozen; "
+        "use adapter.method=full to train them"
     )
 
 
@@ -185,7 +183,7 @@ def _quantized_bytes(size: int, double_quant: bool) -> int:
 
 
 def whole_weight_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) -> int:
-    """Bytes that the largest weight takes while it is made whole: from 4 bits, or, for DoRA, to find its norm.
+    """Bytes of the largest weight while it is materialized: dequantized, or, for DoRA, to compute its norm.
 
     DoRA's norm needs the identity that A and B are applied to, their product, and the weight with it.
     """
@@ -200,7 +198,7 @@ def whole_weight_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: i
 def adapter_bytes_per_token(
     shape: ModelShape, adapter: AdapterPlan, compute: int, own_copies: bool, mask: int
 ) -> float:
-    """What the adapter of one decoder layer keeps for each token, beyond what the frozen layer keeps anyway.
+    """Activation bytes per token of the adapter in one decoder layer, in addition to those of the frozen layer.
 
     Each A keeps its input and each B what A made of it. The layers that read one tensor share it, but where each casts
     it for itself (`own_copies`: it is not in the dtype computed in) or drops out of it. DoRA keeps the outputs of the

@@ -1,4 +1,4 @@
-"""Which plan a recipe gets: precision, micro batch and strategy, every automatic choice with the numbers behind it."""
+"""Resolves `auto`: precision, micro batch and strategy, each choice with the numbers it is based on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ MICRO_BATCH_TOKENS = {"cuda": 16384, "cpu": 8192}
 
 @dataclass(frozen=True)
 class _Request:
-    """What every candidate of one recipe on one cluster shares."""
+    """The inputs that all candidates of one recipe on one cluster share."""
 
     recipe: "Recipe"
     shape: ModelShape
@@ -39,7 +39,7 @@ class _Request:
         return None if memory is None else memory * (1 - MEMORY_HEADROOM)
 
     def fits(self, estimate: MemoryEstimate) -> bool:
-        """Whether a device takes it with the headroom left free; one of unknown memory takes everything."""
+        """Whether it fits on a device with the headroom left free; always true if the memory is unknown."""
         return self.usable_bytes is None or estimate.total <= self.usable_bytes
 
     def estimate(self, plan: ParallelPlan) -> MemoryEstimate:
@@ -49,7 +49,7 @@ class _Request:
 def resolve_plan(
     recipe: "Recipe", shape: ModelShape, cluster: Cluster, num_samples: int | None = None, fill: bool = False
 ) -> ParallelPlan:
-    """The plan a recipe gets on a cluster: every cross-field check, and every `auto` decided and explained in `why`.
+    """The plan of a recipe on a cluster: checks all fields together and resolves every `auto`, with reasons in `why`.
 
     `num_samples` is the number of training sequences, once it is known. `fill`: a batch that the ranks cannot share
     evenly is filled up, as for a run that goes on with another number of them; else it is refused. Raises PlanError, or
@@ -69,11 +69,11 @@ def resolve_plan(
 
 
 def _check_positions(recipe: "Recipe", shape: ModelShape) -> None:
-    """A table of learned positions has an end; rotary positions do not, so they are let be."""
+    """Refuse sequences longer than a table of learned positions; rotary positions have no limit."""
     length, positions = recipe.data.sequence_len, shape.max_positions
     if shape.num_position_parameters and positions is not None and length > positions:
         raise ConfigError(
-            f"data.sequence_len={length} is longer than the {positions} positions the model has learned; "
+            f"data.sequence_len={length} is longer than the {positions} learned positions of the model; "
             f"use {positions} or less, or a model with more."
         )
 
@@ -83,7 +83,7 @@ def _choose_precision(train: "TrainConfig", cluster: Cluster) -> tuple[Precision
     if wanted not in ("auto", "fp32", "bf16", "fp16"):
         raise ConfigError(f"train.precision={wanted} is not built yet; use auto, fp32, bf16 or fp16.")
     if wanted == "bf16" and cluster.kind == "cuda" and not cluster.has_bf16:
-        raise PlanError(f"train.precision=bf16: {name} has no bf16 arithmetic; use fp16 or fp32.")
+        raise PlanError(f"train.precision=bf16: {name} does not support bf16; use fp16 or fp32.")
     compute_bf16 = wanted == "bf16" or (wanted == "auto" and cluster.has_bf16)
     if train.master_weights != "fp32":
         return _choose_master_weights(train, compute_bf16), []
@@ -94,13 +94,13 @@ def _choose_precision(train: "TrainConfig", cluster: Cluster) -> tuple[Precision
 
 
 def _explain_bf16(cluster: Cluster) -> str:
-    """Why bf16 is taken, or is not: by the table of accelerators, or by what was measured."""
+    """The reason for or against bf16: from the table of accelerators, or from a measurement."""
     part = cluster.accelerator
     if cluster.kind != "cpu":
         return f"{part.name} has {'fast' if cluster.has_bf16 else 'no fast'} bf16"
     if part.bf16_flops is None or part.fp32_flops is None:
-        return f"how fast a {part.name} is in bf16 is measured on the machine that trains"
-    words = "" if cluster.has_bf16 else f"; bf16 is taken where it is {CPU_BF16_MARGIN:g} times as fast"
+        return f"the bf16 speed of a {part.name} is measured on the training machine"
+    words = "" if cluster.has_bf16 else f"; bf16 is used if it is {CPU_BF16_MARGIN:g} times as fast"
     return (
         f"a process of this {part.name} multiplies matrices at {part.bf16_flops / 1e9:.0f} GFLOP/s in bf16 and "
         f"{part.fp32_flops / 1e9:.0f} in fp32{words}"
@@ -111,8 +111,9 @@ def _choose_master_weights(train: "TrainConfig", compute_bf16: bool) -> Precisio
     """Parameters stored in bf16 and nowhere else."""
     if not compute_bf16:
         raise ConfigError(
-            f"train.master_weights={train.master_weights} stores parameters in bf16 alone, and train.precision="
-            f"{train.precision} does not compute in bf16 here; set train.precision=bf16 or train.master_weights=fp32."
+            f"train.master_weights={train.master_weights} stores parameters only in bf16, but "
+            f"train.precision={train.precision} does not compute in bf16 on this device; set train.precision=bf16 or "
+            "train.master_weights=fp32."
         )
     rounding: Rounding = "kahan" if train.master_weights == "bf16_kahan" else "stochastic"
     return Precision(param="bfloat16", compute="bfloat16", master="bfloat16", rounding=rounding)
@@ -122,8 +123,8 @@ def _choose_compile(wanted: bool | str, cluster: Cluster) -> tuple[bool, list[st
     if isinstance(wanted, bool):
         return wanted, []
     if cluster.kind == "cuda":
-        return True, ["compile auto: on, fused kernels pay on a GPU"]
-    return False, ["compile auto: off, on CPUs a first compilation takes minutes"]
+        return True, ["compile auto: on, fused kernels are faster on a GPU"]
+    return False, ["compile auto: off, the first compilation takes minutes on CPUs"]
 
 
 def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
@@ -135,7 +136,7 @@ def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
         if request.fits(needs):
             reason = "one process" if plan.world_size == 1 else "the first that fits"
             return plan, [*why, f"parallel auto: {layout.strategy}, {reason}", *line]
-        why.append(f"parallel auto: {_needs(request, layout, plan, needs)}, too much")
+        why.append(f"parallel auto: {_needs(request, layout, plan, needs)}")
     tried = "; ".join(entry.removeprefix("parallel auto: ").removesuffix(", too much") for entry in why)
     raise PlanError(
         f"parallel=auto: nothing fits {request.cluster.accelerator.name}: {tried}. {_advice(request, plan)}"
@@ -150,7 +151,7 @@ def _auto_layouts(cluster: Cluster) -> Iterator[Layout]:
 
 
 def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
-    """A strategy the user chose: refused only when its states alone exceed the device, for those are no estimate."""
+    """A strategy set by the user: refused only if its states, which are exact, exceed the memory of the device."""
     plan, why = _choose_micro_batch(request, layout)
     needs, memory = request.estimate(plan), request.cluster.accelerator.memory_bytes
     if memory is not None and needs.states > memory:
@@ -161,7 +162,7 @@ def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, l
         )
     _check_host_memory(request, layout, needs)
     if not request.fits(needs):
-        why = [*why, f"memory: {_needs(request, layout, plan, needs)}; it may run out"]
+        why = [*why, f"memory: {_needs(request, layout, plan, needs)}; the run may run out of memory"]
     return plan, why
 
 
@@ -170,15 +171,15 @@ def _check_host_memory(request: _Request, layout: Layout, needs: MemoryEstimate)
     there, count = request.cluster.host_memory_bytes, request.cluster.devices_per_node
     if there is not None and needs.host * count > there:
         raise PlanError(
-            f"parallel.cpu_offload=true: {layout.strategy} keeps {_gigabytes(needs.host)} of parameters, gradients and "
-            f"optimizer state of each of {count} processes in host memory, {_gigabytes(needs.host * count)} in all, "
-            f"and a machine has {_gigabytes(there)}; use more machines, machines with more memory, or remove "
+            f"parallel.cpu_offload=true: {layout.strategy} needs {_gigabytes(needs.host)} for parameters, gradients "
+            f"and optimizer state of each of {count} processes in host memory, {_gigabytes(needs.host * count)} in "
+            f"total, but a machine has {_gigabytes(there)}; use more machines, machines with more memory, or remove "
             "parallel.cpu_offload."
         )
 
 
 def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
-    """The plan with the largest micro batch within the cap that fits, or with the smallest when none does."""
+    """The plan with the largest micro batch up to the cap that fits, or with the smallest if none fits."""
     recipe, cap = request.recipe, MICRO_BATCH_TOKENS[request.cluster.kind]
     per_rank = check_batch(recipe, layout.dp_size, request.num_samples, request.fill)
     sizes = micro_batch_sizes(recipe, layout.dp_size, request.fill)
@@ -221,13 +222,13 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
 def _needs(request: _Request, layout: Layout, plan: ParallelPlan, needs: MemoryEstimate) -> str:
     limit = request.usable_bytes or 0
     return (
-        f"{layout.strategy} needs {_gigabytes(needs.total)} ({_gigabytes(needs.states)} of it states) with micro batch "
-        f"{plan.micro_batch_size}, {_gigabytes(limit)} are usable"
+        f"{layout.strategy} needs {_gigabytes(needs.total)} with micro batch {plan.micro_batch_size} "
+        f"({_gigabytes(needs.states)} of it parameters, gradients and optimizer state); {_gigabytes(limit)} available"
     )
 
 
 def _advice(request: _Request, plan: ParallelPlan) -> str:
-    """Changes that would help; those that can be tried here are named only if they fit, with what they need."""
+    """Changes that would help; those that can be evaluated are named only if they fit, with the memory they need."""
     fsdp = build_layout("fsdp", request.cluster)
     trials = {
         "set train.activation_checkpointing=full": replace(plan, activation_checkpointing="full"),

@@ -1,4 +1,4 @@
-"""The shapes of known families by formula, with the defaults of `transformers` for fields a config leaves out."""
+"""The shapes of known families by formula, with the defaults of `transformers` for missing fields."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ MAX_WIDTH = 10**9
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """Reads a config with a family's defaults; every complaint names the key under `model.config`."""
+    """Reads a config with the defaults of a family; every error names the key under `model.config`."""
 
     config: Mapping[str, Any]
     defaults: Mapping[str, Any]
@@ -29,9 +29,7 @@ class ConfigFields:
         """A whole number above 0. Raises ConfigError for anything else."""
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(
-                f"model.config.{key}={value!r:.80} is not a whole number above 0; give one, or leave it out."
-            )
+            raise ConfigError(f"model.config.{key}={value!r:.80} is not a whole number above 0; give one, or omit it.")
         if value > MAX_WIDTH:
             raise ConfigError(f"model.config.{key}={value} is more than a model can have; use {MAX_WIDTH} or less.")
         return value
@@ -244,7 +242,9 @@ def _linears(num_layers: int, **widths: tuple[int, int]) -> tuple[LinearShape, .
 def _gpt2_shape(config: Mapping[str, Any]) -> ModelShape:
     fields = ConfigFields(config, _GPT2_DEFAULTS, _GPT2_ALIASES)
     if fields.flag("add_cross_attention"):
-        raise ConfigError("model.config.add_cross_attention=true: a decoder alone is trained; leave it out.")
+        raise ConfigError(
+            "model.config.add_cross_attention=true: only decoders without cross-attention are supported; omit it."
+        )
     hidden, layers, heads = (fields.count(key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     _check_divides("num_attention_heads", heads, "hidden_size", hidden)
     inner = 4 * hidden if fields.get("intermediate_size") is None else fields.count("intermediate_size")

@@ -19,7 +19,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 
 @dataclass(frozen=True)
 class Layout:
-    """What a strategy is made of; the plan takes these fields as they are."""
+    """The fields that define a strategy; the plan takes them unchanged."""
 
     strategy: str
     dp_replicate: int
@@ -69,8 +69,9 @@ def _hsdp_replicas(cluster: Cluster) -> int:
         return cluster.num_nodes
     if cluster.num_devices % 2:
         raise PlanError(
-            f"parallel=hsdp on one machine makes 2 replicas, and {cluster.num_devices} processes are odd; "
-            f"use {cluster.num_devices - 1} or {cluster.num_devices + 1} processes, or parallel=fsdp."
+            "parallel=hsdp on one machine needs an even number of processes for 2 replicas, not "
+            f"{cluster.num_devices}; use {cluster.num_devices - 1} or {cluster.num_devices + 1} processes, or "
+            "parallel=fsdp."
         )
     return 2
 
@@ -82,7 +83,7 @@ def _mapped_layout(parallel: "ParallelConfig", cluster: Cluster) -> Layout:
                 f"parallel.{degree}={getattr(parallel, degree)}: {name} parallelism is not built yet; use {degree}=1."
             )
     if parallel.cpu_offload and cluster.kind == "cpu":
-        raise PlanError("parallel.cpu_offload=true: on CPUs everything is in host memory already; leave it out.")
+        raise PlanError("parallel.cpu_offload=true: on CPUs everything is in host memory already; omit it.")
     replicate, shard = _mapped_degrees(parallel, cluster.num_devices)
     shards = shard > 1 or parallel.cpu_offload
     reshard = shards if parallel.reshard_after_forward is None else parallel.reshard_after_forward
@@ -105,7 +106,7 @@ def _mapped_degrees(parallel: "ParallelConfig", world: int) -> tuple[int, int]:
     if replicate * shard != world:
         fits = _join([f"{world // n} x {n}" for n in _near(divisors(world), shard)])
         raise PlanError(
-            f"parallel: dp_replicate {replicate} x dp_shard {shard} makes {replicate * shard} processes, and there "
+            f"parallel: dp_replicate {replicate} x dp_shard {shard} needs {replicate * shard} processes, and there "
             f"{'is' if world == 1 else 'are'} {world}; run {replicate * shard} processes, or use "
             f"dp_replicate x dp_shard = {fits}, or dp_shard: auto."
         )
@@ -122,7 +123,7 @@ def _strategy_name(replicate: int, shard: int, reshard: bool, reduce: ReduceGrad
 
 
 def check_batch(recipe: "Recipe", dp_size: int, num_samples: int | None, fill: bool = False) -> int:
-    """Sequences that each rank gets of a whole global batch; with `fill`, those included that fill it up.
+    """Sequences per rank of a full global batch; with `fill`, including padding sequences.
 
     Raises PlanError, naming batches and process counts that divide, for that batch and for every size of a ramp.
     """

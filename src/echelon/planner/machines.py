@@ -22,7 +22,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Candidate:
-    """`count` machines of one type, the plan there and the bytes it needs on each GPU, or why there is none."""
+    """`count` machines of one type, the plan and the bytes it needs on each GPU, or the reason why there is no plan."""
 
     instance: Instance
     count: int
@@ -57,7 +57,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `choose_instance` found: the cheapest, and everything that was looked at."""
+    """The result of `choose_instance`: the cheapest type and all candidates."""
 
     best: Candidate
     candidates: tuple[Candidate, ...]
@@ -79,23 +79,26 @@ class Choice:
         fewer, _ = _part(unknown, lambda each: each.count < self.count)
         lines = [
             f"instance auto: {self.count} x {self.instance.name}, the fewest machines on which the plan fits, and of "
-            f"{len(priced)} priced types the cheapest an hour; a faster one may finish for less"
+            f"{len(priced)} priced types the cheapest per hour; a faster type may be cheaper for the whole run"
         ]
         lines += [f"  {each.describe()}" for each in sorted(priced, key=_rank)[:_SHOWN]]
         if len(priced) > _SHOWN:
-            lines.append(f"  and {len(priced) - _SHOWN} more, on more machines or dearer")
+            lines.append(f"  and {len(priced) - _SHOWN} more that need more machines or cost more")
         if unknown:
             names = ", ".join(f"{each.count} x {each.instance.name}" for each in unknown)
-            lines.append(f"  fits, price unknown, so not chosen; name one, with budget.usd_per_hour: {names}")
+            lines.append(
+                f"  fit but have no known price, so were not considered: {names}; to use one, name it and set "
+                "budget.usd_per_hour"
+            )
         if fewer:
-            lines.append(f"  of these on fewer machines than chosen: {_join_names(fewer)}")
+            lines.append(f"  of these, need fewer machines: {_join_names(fewer)}")
         if small:
-            lines.append(f"  does not fit: {_join_names(small)}")
+            lines.append(f"  do not fit: {_join_names(small)}")
         return lines
 
 
 def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = None) -> Choice:
-    """The cheapest machines an hour on which the recipe's plan fits in memory, `count` of them or as few as will do.
+    """The cheapest machines per hour on which the plan fits in memory, `count` of them or as few as possible.
 
     One larger machine goes before several small ones, whose network is far slower than the links inside a machine.
     Only types with a dated price compete. Raises PlanError where none of those fits.
@@ -108,18 +111,18 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
     machines = f"{count} machine(s)" if count is not None else f"up to {_COUNTS[-1]} machines"
     if fitting:
         raise PlanError(
-            f"launch.sagemaker.instance_type=auto: on {machines} no type with a known price fits; name one that fits: "
+            f"launch.sagemaker.instance_type=auto: no type with a known price fits on {machines}; name one that fits: "
             f"{_join_names(fitting)}."
         )
     raise PlanError(
-        f"launch.sagemaker.instance_type=auto: the plan fits {machines} of no type; the largest, "
+        f"launch.sagemaker.instance_type=auto: the plan does not fit on {machines} of any type; the largest, "
         f"{_explain(max(candidates, key=_memory))}; shard more (parallel: fsdp), set "
         "train.activation_checkpointing: full, or use more machines."
     )
 
 
 def plan_on(recipe: "Recipe", shape: ModelShape, instance: Instance, count: int) -> Candidate:
-    """The recipe's plan on these machines, whether it fits or not; what rules it out stands in `reason`."""
+    """The plan of the recipe on these machines, whether it fits or not; `reason` says why there is none."""
     try:
         cluster = find_cluster(recipe, instance, count)
         plan = resolve_plan(recipe, shape, cluster)
@@ -174,6 +177,6 @@ def _explain(candidate: Candidate) -> str:
     if candidate.plan is None:
         return f"{candidate.instance.name}: {candidate.reason.rstrip('.')}"
     return (
-        f"{candidate.instance.name}, has {candidate.usable_bytes / 1e9:.0f} GB to use on each GPU, and the plan needs "
+        f"{candidate.instance.name}, has {candidate.usable_bytes / 1e9:.0f} GB available per GPU, and the plan needs "
         f"{candidate.needed_bytes / 1e9:.0f}"
     )

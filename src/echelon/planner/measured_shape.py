@@ -1,4 +1,4 @@
-"""Shapes of model types that `families.py` has no formula for: built once on the meta device, and counted."""
+"""Shapes of model types without a formula in `families.py`: the model is built on the meta device and counted."""
 
 import difflib
 from collections import Counter
@@ -53,8 +53,8 @@ def _build_on_meta(config: Mapping[str, Any]) -> Any:
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as missing:
         raise PlanError(
-            f"model.config.model_type={model_type}: only {', '.join(FAMILIES)} and gpt2 are counted without building "
-            f"the model, and {missing.name} is not installed here; install it."
+            f"model.config.model_type={model_type}: only {', '.join(FAMILIES)} and gpt2 can be counted without "
+            f"building the model, and {missing.name} is not installed; install it."
         ) from missing
     if model_type not in CONFIG_MAPPING:
         close = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=3)
@@ -100,7 +100,7 @@ def _count_linears(layers: list[Any]) -> tuple[LinearShape, ...]:
 
 
 def _count_experts(config: Any, layers: list[Any]) -> tuple[int, int]:
-    """Parameters of the experts of a mixture, and how many of them a token passes by.
+    """Parameters of the experts of a mixture, and how many of them a token does not use.
 
     A layer holds the weights of all its experts in one tensor, [experts, rows, columns].
     """

@@ -18,24 +18,24 @@ FP32_BYTES = 4
 LOGITS_COPIES = 3
 
 ASSUMPTIONS = (
-    "eager execution; a compiled model keeps less",
+    "eager execution; a compiled model needs less",
     "DDP's gradients are views into its buckets",
     "optimizer: statistics of rows and columns and scales of 8-bit moments are left out; Muon has whole layers; one of "
     "your own keeps two numbers for each parameter, as AdamW does",
-    "adapters: DoRA with dropout, and new tokens, keep copies of weights that are left out",
-    "no attention mask: a document mask adds its own bytes",
-    "selective checkpointing keeps the outputs of matrix products and attention, a rough count",
-    "temporary workspace, allocator fragmentation and gradients of activations are left to the headroom",
+    "adapters: copies of weights for DoRA with dropout and for new tokens are not counted",
+    "no attention mask: the bytes of a document mask are not counted",
+    "selective checkpointing keeps the outputs of matrix products and attention; this is a rough estimate",
+    "temporary workspace, allocator fragmentation and gradients of activations are not counted; they use the headroom",
 )
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank's device at the moment that takes the most, by part.
+    """Bytes on the device of one rank at the peak, by part.
 
-    That moment is the loss, or with checkpointing the first layer that is redone, when most of `logits` is gone again.
-    `buffers` is what communication and rotary tables hold, and a frozen weight that is made whole for a product.
-    `host` is no part of the total: what `parallel.cpu_offload` keeps in the machine's memory instead.
+    The peak is at the loss, or with checkpointing at the first recomputed layer, when most of `logits` is freed.
+    `buffers` covers communication, rotary tables, and a frozen weight that is dequantized for a product. `host` is not
+    part of the total: it is what `parallel.cpu_offload` keeps in host memory.
     """
 
     parameters: int
@@ -49,7 +49,7 @@ class MemoryEstimate:
 
     @property
     def states(self) -> int:
-        """Bytes that no smaller microbatch saves."""
+        """Bytes that do not depend on the size of the microbatch."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
     @property
@@ -79,7 +79,7 @@ def estimate_memory(
 
 @dataclass(frozen=True)
 class _Part:
-    """Some of the model, whole: the numbers it trains, and the bytes of those it does not."""
+    """A part of the full model: the number of trained parameters, and the bytes of frozen ones."""
 
     trained: int
     frozen_bytes: int = 0
@@ -90,7 +90,7 @@ class _Part:
 
 
 def _parts(shape: ModelShape, plan: ParallelPlan) -> tuple[_Part, _Part]:
-    """(one decoder layer, all that is outside the layers)."""
+    """(one decoder layer, everything outside the layers)."""
     layers = shape.num_layers * shape.num_layer_parameters
     if plan.adapter is None:
         return _Part(shape.num_layer_parameters), _Part(shape.num_parameters - layers)
@@ -141,20 +141,20 @@ def _shard_states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int]
 
 
 def estimate_checkpoint(shape: ModelShape, plan: ParallelPlan) -> int:
-    """Bytes of a checkpoint's tensors: what is trained, and what the optimizer keeps beside it."""
+    """Bytes of the tensors of a checkpoint: trained parameters and optimizer state."""
     return _num_trained(shape, plan) * DTYPE_BYTES[plan.precision.master] + _optimizer_bytes(shape, plan)
 
 
 def describe_checkpoint(shape: ModelShape, plan: ParallelPlan) -> str:
-    """A line about what each save writes."""
+    """The message about the size of a checkpoint."""
     what = "the adapter" if plan.adapter is not None else "the weights"
     megabytes = estimate_checkpoint(shape, plan) / 1e6
     size = f"{megabytes:,.0f}" if megabytes >= 100 else f"{megabytes:.2f}"
-    return f"checkpoint: about {size} MB, {what} with the optimizer's state"
+    return f"checkpoint: about {size} MB, {what} and optimizer state"
 
 
 def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:
-    """Bytes kept beside the trained parameters for one whole copy of the model."""
+    """Bytes of optimizer state for one full replica of the model."""
     total, number = _num_trained(shape, plan), DTYPE_BYTES[plan.precision.optimizer]
     row = OPTIMIZERS.get(plan.optimizer, OPTIMIZER_FROM_OUTSIDE)
     layers = shape.num_layers * shape.num_layer_parameters if plan.adapter is None else total
@@ -206,7 +206,7 @@ def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _K
 
 
 def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> tuple[int, int]:
-    """(bytes that all layers keep for backward, bytes more in a layer that backward redoes)."""
+    """(bytes that all layers keep for backward, additional bytes of a layer that backward recomputes)."""
     by = _what_is_kept(shape, plan, kind)
     tokens = plan.micro_batch_size * sequence_len
     layer = _layer_bytes_per_token(shape, by, sequence_len, kind)
@@ -228,7 +228,7 @@ def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind:
 
 
 def _layer_bytes_per_token(shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind) -> float:
-    """Bytes that one decoder layer's backward needs for each token."""
+    """Bytes per token that the backward pass of one decoder layer needs."""
     parts = shape.parts
     # Where autocast casts, each projection keeps a copy of its input: q, k, v, gate and up; else two are shared. A
     # frozen projection keeps none, and the last one of the MLP is where one more tensor of that width was kept for.

@@ -1,4 +1,4 @@
-"""ParallelPlan: how a run will run. The planner returns it, plan.json keeps it, the runtime consumes it unchanged."""
+"""ParallelPlan: how a run is executed. The planner returns it, plan.json stores it, the runtime uses it unchanged."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -47,7 +47,7 @@ class Precision:
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class AdapterPlan:
-    """An adapter beside frozen weights: what is trained, and how what is not is held.
+    """An adapter on frozen weights: the trained parameters, and the storage of the frozen ones.
 
     targets: the names of the linear layers that have one. num_trained_parameters: the adapter's, and the rows of new
     tokens. num_frozen_parameters: the model's without it, of which num_quantized_parameters are in 4 bits; every other
@@ -75,8 +75,8 @@ class AdapterPlan:
         return self.num_trained_parameters - self.num_looked_up
 
     def describe(self, compute: str) -> str:
-        """A line for people: what is trained beside what, held in the dtype `compute`."""
-        whole = f", with {', '.join(self.saved)} trained whole" if self.saved else ""
+        """The message about trained and frozen parameters; frozen ones are in the dtype `compute`."""
+        whole = f", with {', '.join(self.saved)} trained in full" if self.saved else ""
         packed = f", {self.num_quantized_parameters:,} of them in 4 bits" if self.num_quantized_parameters else ""
         total = self.num_trained_parameters + self.num_frozen_parameters
         return (
@@ -130,7 +130,7 @@ class ParallelPlan:
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of one optimizer step, without those that fill it up."""
+        """Sequences of one optimizer step, without padding sequences."""
         return self._num_fed - self.num_fill
 
     @property
@@ -139,7 +139,7 @@ class ParallelPlan:
 
     @property
     def uses_fully_shard(self) -> bool:
-        """Whether FSDP2 carries it. Else parameters are whole on every rank: DDP, or one process by itself."""
+        """Whether the plan uses FSDP2. Otherwise every rank has full parameters: DDP, or a single process."""
         return self.dp_shard > 1 or self.cpu_offload
 
     @property
@@ -160,7 +160,9 @@ class ParallelPlan:
         policy = self.precision
         rounding = "" if policy.rounding == "nearest" else f" ({policy.rounding} rounding)"
         share = self.num_fill / self._num_fed
-        fill = f" - {self.num_fill} empty ones ({share:.1%} of the computation is wasted)" if self.num_fill else ""
+        fill = (
+            f" - {self.num_fill} padding sequences ({share:.1%} of the computation is wasted)" if self.num_fill else ""
+        )
         moments = f"moments {policy.optimizer}" if self.optimizer != "adamw_8bit" else "moments in 8 bits"
         return [
             f"plan: {self.strategy} on {processes} (dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard})"
@@ -218,5 +220,5 @@ def load_plan(path: Path) -> ParallelPlan:
         return ParallelPlan.from_dict(read_as(path, dict[str, Any]))
     except (OSError, ValueError, TypeError) as error:
         raise PlanError(
-            f"{path} is not a plan that can be read ({error}); restore it, or go on with the run, which makes it again."
+            f"{path} is not a valid plan ({error}); restore it, or resume the run, which rewrites it."
         ) from error

@@ -1,4 +1,4 @@
-"""Which shape a Hugging Face config dict has, without a model in memory.
+"""The shape of a Hugging Face config dict, without a model in memory.
 
 Known families are counted by formula (`families.py`), so torch is not needed; any other model type is built once on the
 meta device (`measured_shape.py`).
@@ -26,7 +26,7 @@ def build_shape(config: Mapping[str, Any]) -> ModelShape:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError(
-            f"model.config.model_type={model_type!r:.80}: a config needs its model type; add for example "
+            f"model.config.model_type={model_type!r:.80}: a config needs a model type; add for example "
             f"`model_type: llama`. Counted by formula: {', '.join(FAMILIES)}, gpt2."
         )
     counted = count_shape(config)
@@ -34,7 +34,7 @@ def build_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def check_depth(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for more layers than anybody means: to build them, even without memory, would take for ever."""
+    """Raise ConfigError for an absurd number of layers: building them, even on the meta device, would take too long."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             check_depth(value)
@@ -60,12 +60,12 @@ def resolve_vocab_size(
             return tokenizer_vocab_size, f"vocab_size {tokenizer_vocab_size}: grown from the checkpoint's {size}"
         if source != "model.config":
             raise ConfigError(
-                f"{source} has a vocabulary of {size}, smaller than the tokenizer's {tokenizer_vocab_size} ids; leave "
-                "tokenizer out to take the checkpoint's own, give a smaller one, or name what it adds in "
+                f"{source} has a vocabulary of {size}, smaller than the tokenizer's {tokenizer_vocab_size} ids; remove "
+                "the key tokenizer to use the checkpoint's own, use a smaller tokenizer, or list the added tokens in "
                 "model.new_tokens."
             )
         raise ConfigError(
             f"model.config.vocab_size={size} is smaller than the tokenizer's {tokenizer_vocab_size} ids; "
-            f"use {tokenizer_vocab_size} or more, or leave it out."
+            f"use {tokenizer_vocab_size} or more, or omit it."
         )
     return size, f"vocab_size {size}: as configured; the tokenizer has {tokenizer_vocab_size} ids"
