@@ -97,7 +97,7 @@ def test_another_text_is_refused_by_the_events_too(echelon, run):
     run.data_path.write_text("{}")
     Path("text.txt").write_text("Another text, of another length. " * 500)
     refused = echelon(*COMMAND, "train.steps=8")
-    assert refused.code == 2 and "is not what the run" in refused.err
+    assert refused.code == 2 and "data differs from that of the run" in refused.err
     run.events_path.write_text("")
     refused = echelon(*COMMAND, "train.steps=8")
     assert refused.code == 2 and refused.err.count("\n") == 1

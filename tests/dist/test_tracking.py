@@ -105,7 +105,7 @@ def test_a_server_that_is_not_there_stops_nothing(echelon, tmp_path):
     assert ending.code == 0, ending
     [line] = [line for line in ending.out.splitlines() if "mlflow fails" in line]
     assert "training goes on" in line and "***@127.0.0.1" in line
-    assert "track: mlflow lacks 4 of 4 rows; the same command sends it again" in ending.out
+    assert "track: mlflow is missing 4 of 4 rows; the same command sends them again" in ending.out
     assert len(read_lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")) == 4
     files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
     assert SECRET not in ending.out + ending.err
@@ -192,7 +192,7 @@ def test_killing_the_server_in_the_middle_of_a_run_loses_nothing(echelon, tmp_pa
     rows = read_lines(run.metrics_path)
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 1201))
     if not returns:
-        assert "track: mlflow lacks" in ending.out and "the same command sends it again" in ending.out
+        assert "track: mlflow lacks" in ending.out and "the same command sends them again" in ending.out
         server.start()
     if "track: mlflow lacks" in ending.out:  # also where the server is too slow to take all before the run ends
         ending = echelon("train", "recipe.json")

@@ -46,7 +46,7 @@ def test_every_second_has_one_cause(clock) -> None:
     assert only(tracker) == {"starting": 10, "training": 50, "data": 4, "skipped": 6, "evaluating": 7, "saving": 3}
     assert tracker.describe() == (
         "goodput 62.5 %: 50s of 1m20s in steps that count; 12.5 % starting; 8.8 % evaluating; "
-        "7.5 % in steps that were not applied; 5.0 % waiting for data; 3.8 % standing still for a save"
+        "7.5 % in steps that were not applied; 5.0 % waiting for data; 3.8 % waiting for a save"
     )
 
 

@@ -90,7 +90,7 @@ HUB_MODEL = ["model.config=null", "model.checkpoint=team/tiny", "launch.accelera
 def test_a_hub_that_is_silent_here_is_a_note_where_the_job_may_reach_it(recipe, to, capsys, silent_hub):
     launch(recipe, HUB_MODEL, dry_run=True, to=to, hosts="a,b" if to == "torchrun" else None)
     said = capsys.readouterr().out
-    assert "hub: not checked from here, and left to the machines of the job: model.checkpoint=team/tiny: " in said
+    assert "hub: not checked, left to the machines of the job: model.checkpoint=team/tiny: " in said
     assert "cannot be reached" in said and "Give a folder" not in said
 
 

@@ -30,8 +30,8 @@ def test_a_restart_is_told_once_with_its_parts(folder, monkeypatch):
     assert (row["event"], row["step"], row["detection_seconds"], row["repeated_steps"]) == ("recovered", 21, 0.25, 6)
     assert 12 <= row["restart_seconds"] < 13 and 0 <= row["load_seconds"] < 1 and 0 <= row["first_step_seconds"] < 1
     [line] = lines
-    assert line.startswith("recovered: all had ended 0.2 s after the failure, new processes had met 12.")
-    assert line.endswith("; 6 steps were lost")
+    assert line.startswith("recovered, after the failure: processes ended 0.2 s, rendezvous 12.")
+    assert line.endswith("; 6 steps lost")
 
 
 def test_under_echelons_agent_what_went_on_since_a_restart_counts(folder, monkeypatch):
@@ -51,7 +51,7 @@ def test_under_torchrun_it_counts_from_the_last_sign_of_life(folder, monkeypatch
     watch = RecoveryWatch(folder, lines.append)
     watch.loaded()
     watch.stepped(27)
-    assert "after the last sign of life" in lines[0] and lines[0].endswith("; 0 steps were lost")
+    assert "since the last sign of life" in lines[0] and lines[0].endswith("; 0 steps lost")
     assert json.loads(folder.events_path.read_text())["detection_seconds"] is None
 
 

@@ -1,1 +1,1 @@
-"""The life of `echelon train`: checks, preparation, the processes, the end."""
+"""The lifecycle of `echelon train`: checks, preparation, processes, outcome."""

@@ -1,7 +1,7 @@
-"""Machines that share no folder: each prepares its own text, and gets the run's small files from rank 0.
+"""Machines that share no folder: each prepares its own data, and gets the small files of the run from rank 0.
 
-All of it happens before there is a process group, by the store in which the ranks meet, so that no collective is open
-however long tokenizing takes.
+All of this happens before there is a process group, over the rendezvous store, so no collective can time out during
+tokenization.
 """
 
 import json
@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.5
 
 
 def send_run(folder: RunFolder, store: "Store") -> None:
-    """On rank 0: let the other machines have what says how the run goes."""
+    """On rank 0: publish the files that describe the run to the other machines."""
     files = {path.name: path.read_text(encoding="utf-8") for path in _files(folder) if path.exists()}
     store.set("echelon/files", json.dumps({"files": files, "digest": folder.read_data_digest()}))
 
@@ -42,7 +42,7 @@ def receive_run(recipe: Recipe, folder: RunFolder, store: "Store", await_word: C
     sent = json.loads(store.get("echelon/files"))
     if data.content_digest != sent["digest"]:
         raise ConfigError(
-            "data.train: the text on this machine is not what rank 0's machine has: their tokens differ; give every "
+            "data.train: the data on this machine differs from that on rank 0's machine; give every "
             "machine the same files, under the same paths."
         )
     folder.create()
@@ -53,7 +53,7 @@ def receive_run(recipe: Recipe, folder: RunFolder, store: "Store", await_word: C
 
 
 def mark_ready(store: "Store", place: Path) -> None:
-    """On the first rank of a machine: let its other ranks go on. `place` is the machine's agent's folder."""
+    """On the first rank of a machine: let its other ranks continue. `place` is the folder of the machine's agent."""
     store.set(f"echelon/ready/{place}", "1")
 
 

@@ -1,4 +1,4 @@
-"""Building a trainer from a recipe and a plan, in one rank, and running it."""
+"""Builds a trainer from a recipe and a plan on one rank, and runs it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -133,7 +133,7 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder, console:
 
 
 def summarize(trainer: Trainer, journal: Journal, folder: RunFolder) -> None:
-    """Say where the run's time went, and write it to events.jsonl, however this start of it ended. On rank 0."""
+    """Print the goodput and write it to events.jsonl, however this start ended. On rank 0."""
     goodput = trainer.accounting.goodput
     journal.say(goodput.describe())
     if journal.meter is not None:
@@ -145,7 +145,7 @@ def summarize(trainer: Trainer, journal: Journal, folder: RunFolder) -> None:
 
 
 def finish(trainer: Trainer, folder: RunFolder, console: TextIO) -> None:
-    """Note that the run reached its last step, or stopped early for good."""
+    """Record that the run reached its last step, or ended by early stopping."""
     state = trainer.state
     if state.step == trainer.num_steps or not trainer.stopped_early:
         folder.append_event("done", step=state.step)
@@ -286,7 +286,7 @@ def build_snapshots(recipe: Recipe, console: TextIO) -> Snapshots:
 
 
 def write_line(console: TextIO, line: str) -> None:
-    """A line for the person at the console. In one write: checkpoints are saved in a thread of their own."""
+    """Print a line on the console, in one write, because checkpoints are saved in a separate thread."""
     console.write(f"{line}\n")
     console.flush()
 

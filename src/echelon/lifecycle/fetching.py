@@ -1,7 +1,7 @@
-"""What a run takes from the Hugging Face hub, on every machine of it: fetched by the first rank there.
+"""Downloads from the Hugging Face hub: the first rank of each machine fetches what the run needs.
 
-All of it happens before there is a process group, by the store in which the ranks meet, so that no collective is open
-however long a download takes. Rank 0 says which commits; it waits for all ranks, and the others wait for its word.
+All of this happens before there is a process group, over the rendezvous store, so no collective can time out during a
+download. Rank 0 announces the commits and waits for all ranks; the others wait for its announcement.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What is checked of a job before it is handed over to its target, and what is left to be checked there."""
+"""Checks of a job before it is submitted, and the list of checks that are left to its target."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,13 +27,13 @@ from echelon.runs.run_folder import RunFolder
 
 
 def check_job(job: JobSpec, tell: Callable[[str], None]) -> tuple[Launcher, dict[str, str]]:
-    """Who will start the job, and exactly what is submitted, once nothing that can be known here speaks against it.
+    """The launcher of the job and exactly what it submits, after all checks that are possible on this machine.
 
     `tell` gets lines about what will be done. Raises ConfigError or PlanError naming the key.
     """
     recipe = job.recipe
     if recipe.launch.to is None:
-        raise ConfigError(f"launch.to is not set; say where with --to, one of {', '.join(TARGETS)}.")
+        raise ConfigError(f"launch.to is not set; give --to, one of {', '.join(TARGETS)}.")
     refuse_secrets(recipe)
     rate = find_price_at_target(recipe)
     check_budget(recipe, rate)
@@ -54,7 +54,9 @@ def check_job(job: JobSpec, tell: Callable[[str], None]) -> tuple[Launcher, dict
     lines += notes
     num_steps = None if recipe.train.epochs is not None else recipe.num_steps(0)
     if rate is None and recipe.launch.to != "local":
-        lines.append("cost: the price of these machines is not known; budget.usd_per_hour says that of one")
+        lines.append(
+            "cost: the price of these machines is not known; set budget.usd_per_hour, the price of one machine"
+        )
     lines += describe_cost(recipe, find_run_folder(recipe.launch.to, recipe.run.dir), rate, job.nodes[1], num_steps)
     for line in lines:
         tell(line)
@@ -69,7 +71,7 @@ def _left_to_the_job(target: str, notes: list[str]) -> Iterator[None]:
     except HubUnreachableError as error:
         if target == "local":
             raise
-        notes.append(f"hub: not checked from here, and left to the machines of the job: {error.reason}")
+        notes.append(f"hub: not checked, left to the machines of the job: {error.reason}")
 
 
 def _check_uploads(recipe: Recipe) -> None:
@@ -119,8 +121,8 @@ def find_target_cluster(recipe: Recipe) -> Cluster | None:
     count = _count_devices(launch)
     if not count:
         raise ConfigError(
-            f"launch.accelerator={launch.accelerator}: how many of them a machine has is not known; set "
-            "launch.nproc_per_node, or leave launch.accelerator out."
+            f"launch.accelerator={launch.accelerator}: the number per machine is not known; set "
+            "launch.nproc_per_node, or omit launch.accelerator."
         )
     return parse_devices(f"{launch.node_range[1] * count}x{launch.accelerator}", count)
 

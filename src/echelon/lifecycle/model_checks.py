@@ -1,4 +1,4 @@
-"""What is refused before any text is read or file written: one list of checks, for every command that takes a recipe.
+"""Checks before any data is read or file written: one list for all commands that take a recipe.
 
 `train`, `plan`, `launch`, `drill` and `sweep` all call `check_model`. Nothing here needs torch to be installed, so that
 a recipe can be planned and launched from a machine without it.
@@ -36,12 +36,12 @@ _NUMBERS: dict[str, tuple[type, ...]] = {"rope_theta": (int, float), "rms_norm_e
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """The model of a recipe against which nothing speaks, as far as it could be looked at.
+    """The model of a recipe that passed all checks that are possible on this machine.
 
     Attributes:
         shape: of the model with its vocabulary size.
-        vocabulary: a line about that size.
-        left: the checks that this machine could not make, a line each with the reason; `train` makes them.
+        vocabulary: a message about that size.
+        left: the checks that are not possible on this machine, each with the reason; `train` runs them.
     """
 
     shape: ModelShape
@@ -50,7 +50,7 @@ class CheckedModel:
 
 
 def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -> CheckedModel:
-    """Refuse what the recipe alone, its tokenizer and its model rule out on any cluster. Writes nothing.
+    """Refuse a recipe whose own keys, tokenizer or model are invalid on any cluster. Writes nothing.
 
     Args:
         elsewhere: another machine will train, which may have the packages and files that this one lacks. A check that
@@ -94,7 +94,7 @@ def _find_out_of_reach(recipe: Recipe, source: str) -> str | None:
 
 
 def _find_vocabulary(recipe: Recipe, elsewhere: bool, left: list[str]) -> int | None:
-    """How many ids the tokenizer has; None, and a line in `left`, where that cannot be known here."""
+    """The number of ids of the tokenizer; None, and a line in `left`, if it is not known on this machine."""
     size = _find_vocab_size(recipe)
     if size is not None:
         return size
@@ -211,8 +211,8 @@ def _check_positions(recipe: Recipe, shape: ModelShape) -> None:
     length, positions = recipe.data.sequence_len, shape.max_positions
     if recipe.model.config is not None and positions is not None and length > positions:
         raise ConfigError(
-            f"data.sequence_len={length} is longer than model.config.max_position_embeddings={positions}, beyond which "
-            f"the exported model would not be used; set model.config.max_position_embeddings={length}, or use a "
+            f"data.sequence_len={length} is longer than model.config.max_position_embeddings={positions}, the limit of "
+            f"the exported model; set model.config.max_position_embeddings={length}, or use a "
             f"data.sequence_len of {positions} or less."
         )
 

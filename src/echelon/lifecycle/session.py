@@ -1,4 +1,4 @@
-"""`echelon train` as a whole: on this machine with workers of its own, or as one rank under another launcher."""
+"""`echelon train`: as the parent of workers on this machine, or as one rank under another launcher."""
 
 import json
 import sys
@@ -60,8 +60,8 @@ _VISIBLE_SECONDS = 15.0
 # How long the rank 0 of a machine that was lost may outlive it, beside which torchrun has started another one.
 _PATIENCE_SECONDS = 15.0
 _SHARED_STORE = (
-    "torchrun: its workers share the store of an agent, which keeps addresses of earlier starts, so that restarts may "
-    "fail; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started"
+    "torchrun: its workers share the store of an agent, which keeps addresses of earlier starts, so restarts may "
+    "fail; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
 )
 
 
@@ -87,7 +87,7 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: S
 
 
 def _describe_ending(folder: RunFolder, outcome: Outcome) -> Outcome:
-    """Note a failure in events.jsonl, and tell a stopped run where it can go on."""
+    """Record a failure in events.jsonl, and add to the message of a stopped run where it resumes."""
     if outcome.code == DONE:
         return outcome
     stopped, budget = outcome.message.startswith("stopped by"), outcome.message.startswith("stopped by budget")
@@ -155,8 +155,8 @@ def _move_aside(folder: RunFolder, say: Say) -> None:
 def _refuse_snapshots(recipe: Recipe) -> None:
     if recipe.checkpoint.snapshot_every_steps is not None:
         raise ConfigError(
-            f"checkpoint.snapshot_every_steps={recipe.checkpoint.snapshot_every_steps}: a launcher that is not "
-            "echelon's own holds no memory for its ranks; leave this key out, or start with echelon train alone."
+            f"checkpoint.snapshot_every_steps={recipe.checkpoint.snapshot_every_steps}: launchers other than "
+            "echelon's own do not keep snapshots for their ranks; remove this key, or start with echelon train only."
         )
 
 
@@ -219,7 +219,7 @@ def train_as_rank(recipe: Recipe, fresh: bool, say: Say, stop: StopRequest | Non
 
 @contextmanager
 def _stopped_early(folder: RunFolder, stop: StopRequest | None) -> Iterator[None]:
-    """End this process when it is asked to stop during the block, in which there is nothing to save yet."""
+    """End this process if it is asked to stop during the block, when there is nothing to save yet."""
     from echelon.lifecycle.worker import leave
 
     over = threading.Event()
@@ -240,7 +240,7 @@ def _stopped_early(folder: RunFolder, stop: StopRequest | None) -> Iterator[None
 
 
 def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> PreparedRun | Outcome:
-    """Rank 0's part: prepare, then tell the others how it went, also when it went wrong. An Outcome ends all ranks."""
+    """Rank 0: prepare the run, then report the result to the others, also after an error. An Outcome ends all ranks."""
     word: dict[str, int] = {"code": FAILED, "digest": 0}
     commits: dict[str, str] = {}
 
@@ -308,7 +308,7 @@ def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store", say: Sa
 
 
 def _await_rank_zero(store: "Store") -> dict[str, int]:
-    """Wait, as long as it takes, for rank 0's word: {"code", "digest"}. Raises LaunchError when rank 0 is gone."""
+    """Wait without a timeout for rank 0's result: {"code", "digest"}. Raises LaunchError when rank 0 is gone."""
     try:
         while not store.check([_READY_KEY]):
             time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""From a recipe to a run folder that workers can start from: data, shape, plan, and the files that explain them."""
+"""Prepares a run folder for the workers: data, shape, plan, and the files that describe them."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -34,7 +34,7 @@ _PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch")
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A locked run folder with everything in it that a worker needs."""
+    """A locked run folder with everything that a worker needs."""
 
     folder: RunFolder
     plan: ParallelPlan
@@ -142,7 +142,7 @@ def _describe_start(
     yield from _describe_longer_warmup(recipe, opened, data.train.num_samples)
     yield from describe_repeats(recipe, data)
     for key in find_secret_keys(recipe):
-        yield f"recipe: {key} looks like a secret; the run folder, and so the processes that train, have *** instead"
+        yield f"recipe: {key} looks like a secret; the run folder and the training processes get *** instead"
 
 
 def _with_small_copies(recipe: Recipe, commits: Mapping[str, str], say: Callable[[str], None]) -> Recipe:
@@ -160,9 +160,7 @@ def describe_steps(recipe: Recipe, num_samples: int | None) -> list[str]:
     """
     lines = [recipe.batches.describe()] if recipe.train.batch_ramp is not None else []
     if num_samples is None and recipe.train.epochs is not None:
-        lines.append(
-            f"schedule: {recipe.optim.schedule}; how many steps an epoch has is known once the data is prepared"
-        )
+        lines.append(f"schedule: {recipe.optim.schedule}; the number of steps is known once the data is prepared")
     else:
         lines.append(render_schedule(recipe.optim, recipe.num_steps(num_samples or 0), recipe.batches))
     for key, share, find_rhythm in (
@@ -170,7 +168,7 @@ def describe_steps(recipe: Recipe, num_samples: int | None) -> list[str]:
         ("train.evals_per_epoch", recipe.train.evals_per_epoch, recipe.evaluation_rhythm),
     ):
         if share is not None and num_samples is None:
-            lines.append(f"{key}={share:g}: after which steps is known once the data is prepared")
+            lines.append(f"{key}={share:g}: the steps are known once the data is prepared")
         elif share is not None and num_samples is not None:
             first = ", ".join(f"{step:,}" for step in find_rhythm(num_samples).first_steps(3))
             lines.append(f"{key}={share:g}: of {num_samples:,} sequences an epoch; after the steps {first}, ...")
@@ -178,7 +176,7 @@ def describe_steps(recipe: Recipe, num_samples: int | None) -> list[str]:
 
 
 def _describe_longer_warmup(recipe: Recipe, opened: OpenedRun, num_samples: int) -> list[str]:
-    """A line where a run that grew longer has a longer warm-up, which is a share of it."""
+    """The message about a warm-up that became longer because it is a fraction of an extended run."""
     if opened.state != "resumed" or opened.before is None or recipe.optim.warmup_fraction is None:
         return []
     before, now = (
@@ -187,8 +185,8 @@ def _describe_longer_warmup(recipe: Recipe, opened: OpenedRun, num_samples: int)
     if before == now:
         return []
     return [
-        f"optim.warmup_fraction={recipe.optim.warmup_fraction:g} is of the longer run: the warm-up was {before:,} "
-        f"{recipe.optim.schedule_unit}, and is {now:,}; the rate goes on on the curve of the longer run"
+        f"optim.warmup_fraction={recipe.optim.warmup_fraction:g} applies to the longer run: the warm-up was {before:,} "
+        f"{recipe.optim.schedule_unit}, and is now {now:,}; the learning rate continues on the curve of the longer run"
     ]
 
 
@@ -206,8 +204,8 @@ def _refuse_other_text(folder: RunFolder, before: Collection[str | None], digest
     """The order of the samples is a function of the text: a run cannot go on with another one."""
     if before and not {digest, None}.intersection(before):
         raise ConfigError(
-            f"data.train: the text is not what the run in {folder.path} began with: its tokens differ; restore the "
-            "text, pass --fresh to start anew, or choose another run.name."
+            f"data.train: the data differs from that of the run in {folder.path}; restore the "
+            "data, pass --fresh to start a new run, or choose another run.name."
         )
 
 
@@ -276,7 +274,7 @@ def _read_beginning(opened: OpenedRun, say: Callable[[str], None]) -> tuple[Clus
     try:
         return read_as(folder.environment_path, _PlannedFor).cluster, load_plan(folder.plan_path)
     except (OSError, ValueError, PlanError) as error:
-        say(f"plan: made anew, since that of the start cannot be read ({error})")
+        say(f"plan: a new one, because the plan of the first start cannot be read ({error})")
         return None
 
 

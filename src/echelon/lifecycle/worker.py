@@ -1,6 +1,6 @@
 """One rank of a run, as a process: `python -m echelon.lifecycle.worker RUN_DIR`.
 
-Its output goes to logs/rank-N.log, and how it ended to .outcomes/rank-N.json; whoever started it tells the user.
+Its output is in logs/rank-N.log and its outcome in .outcomes/rank-N.json; the parent process reports to the user.
 """
 
 import os
@@ -82,7 +82,7 @@ def listen_for_stops(folder: RunFolder) -> StopRequest:
 
     def leave_at_once(name: str) -> NoReturn:
         rank = find_place().rank
-        message = f"stopped at once by a second signal, {name}; what was not saved is lost"
+        message = f"ended immediately by a second signal, {name}; unsaved work is lost"
         with suppress(OSError):
             write_outcome(folder.outcomes_dir, report(rank, FAILED, message, final=True))
         leave(1)
@@ -107,7 +107,7 @@ def leave_after_peers(folder: RunFolder) -> None:
         time.sleep(_LAST_WORDS_SECONDS)
         if rank not in {each.rank for each in read_outcomes(folder.outcomes_dir)}:
             with suppress(OSError):
-                message = "left because another rank had died"
+                message = "ended because another rank had died"
                 write_outcome(folder.outcomes_dir, report(rank, FAILED, message, secondary=True))
         leave(1)
 
@@ -194,8 +194,8 @@ def load_agreed_run(folder: RunFolder, runtime: Runtime) -> "tuple[Recipe, Paral
     if differing:
         ranks = ", ".join(map(str, differing))
         raise PlanError(
-            f"run.dir={folder.path}: rank {ranks} does not see the recipe.yaml and plan.json that rank 0 wrote; "
-            "put run.dir on a file system that every machine shares."
+            f"run.dir={folder.path}: rank {ranks} does not see the recipe.yaml and plan.json of rank 0; "
+            "put run.dir on a file system that all machines share."
         )
     recipe, _ = load_recipe(folder.recipe_path)
     plan = load_plan(folder.plan_path)
@@ -245,7 +245,7 @@ class OutcomeReport:
 
 
 def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
-    """One line for an error nobody foresaw, with where its traceback is; two common ones get their remedy."""
+    """One line for an unexpected error, with the path of its traceback; two common errors include a fix."""
     where = f"see {folder.log_path(rank)}"
     if storage := explain_storage_error(error, folder.path):
         return f"rank {rank}: {storage}; {where}"
@@ -257,8 +257,8 @@ def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
     summary = redact_text((str(error).strip().splitlines() or [""])[0])
     if operation := _UNREPEATABLE.match(summary):
         return (
-            f"rank {rank}: train.deterministic=true, and {operation[1]} has no way here to give the same result every "
-            f"time; use another model.attn_implementation or model, or set train.deterministic=false; {where}"
+            f"rank {rank}: train.deterministic=true, and {operation[1]} has no deterministic implementation on this "
+            f"device; use another model.attn_implementation or model, or set train.deterministic=false; {where}"
         )
     return f"rank {rank} failed: {type(error).__name__}: {summary}; {where}"
 

@@ -1,4 +1,4 @@
-"""What this start of a run uses, counted on rank 0 while it trains, and the stop that a budget asks for."""
+"""Tracks the time and cost of this start on rank 0, and stops the run when a budget is used up."""
 
 import threading
 import time

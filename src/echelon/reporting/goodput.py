@@ -1,4 +1,4 @@
-"""Goodput: which share of a run's wall time went into steps that count, and what took the rest."""
+"""Goodput: the fraction of a run's wall time spent in steps that count, and the causes of the rest."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -13,10 +13,10 @@ CAUSES = {
     "data": "waiting for data",
     "skipped": "in steps that were not applied",
     "evaluating": "evaluating",
-    "saving": "standing still for a save",
+    "saving": "waiting for a save",
     "starting": "starting",
-    "recovering": "going back after a bad step",
-    "redone": "in work that was lost and done again",
+    "recovering": "rolling back after a bad step",
+    "redone": "in lost work that was repeated",
     "down": "not running after a failure",
     "stopped": "stopped on request, or finished",
 }
@@ -25,7 +25,7 @@ _WORK = ("training", "data", "skipped", "evaluating", "saving")
 
 
 class GoodputTracker:
-    """Where the wall time of a run went: each second since its first start, under one cause.
+    """The wall time of a run since its first start, each second assigned to one cause.
 
     Each rank keeps one, and rank 0's goes into the checkpoints. So the seconds of a run that was killed are known up to
     its newest checkpoint, and the gap from there to the next start is what that kill cost.
@@ -39,7 +39,7 @@ class GoodputTracker:
         self._is_stopped = False
 
     def turn(self, cause: str) -> str:
-        """From now on time goes into this cause; returns the one it went into before."""
+        """Assign the time from now on to this cause; returns the previous cause."""
         now = time.time()
         self.seconds[self._cause] += max(0.0, now - self._since)  # a clock may be set back
         before, self._cause, self._since = self._cause, cause, now
@@ -47,7 +47,7 @@ class GoodputTracker:
 
     @contextmanager
     def spending(self, cause: str) -> Iterator[None]:
-        """Time of the block goes into this cause."""
+        """Assign the time of the block to this cause."""
         before = self.turn(cause)
         try:
             yield
@@ -55,7 +55,7 @@ class GoodputTracker:
             self.turn(before)
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Book some of one cause's time under another."""
+        """Move some time from one cause to another."""
         self.turn(self._cause)
         moved = min(seconds, self.seconds[source])
         self.seconds[source] -= moved

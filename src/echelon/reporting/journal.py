@@ -1,4 +1,4 @@
-"""The run's written record: metrics.jsonl, from which trackers are fed, and the console for people. Rank 0 alone."""
+"""The record of a run: metrics.jsonl, which trackers read, and the console. Only on rank 0."""
 
 import io
 import json
@@ -36,16 +36,16 @@ class Journal:
         """Counts what the run uses, where there is one."""
 
     def say(self, line: str) -> None:
-        """A line for the person at the console. In one write: forwarders speak from threads of their own.
+        """Print a line on the console, in one write, because forwarders print from their own threads.
 
-        A terminal that is gone, or a pipe that nobody reads any more, ends no training.
+        A closed terminal or pipe does not end training.
         """
         with suppress(OSError):
             self._console.write(f"{line}\n")
             self._console.flush()
 
     def add_forwarders(self, forwarders: list[MetricsForwarder]) -> None:
-        """Have these bring the rows to their trackers; `close` waits for them."""
+        """Let these forwarders send the rows to their trackers; `close` waits for them."""
         self._forwarders += forwarders
 
     def tell_recovery(self, recovery: RecoveryWatch) -> None:
@@ -96,7 +96,7 @@ class Journal:
         self._folder.append_event(event, **fields)
 
     def cut(self, step: int) -> None:
-        """Take back every row beyond a step, which the run has gone back to."""
+        """Remove all rows after the step that the run has returned to."""
         self.flush()
         self._file.close()
         self._folder.cut_metrics(step)
@@ -106,7 +106,7 @@ class Journal:
             forwarder.reread()
 
     def flush(self) -> None:
-        """Write what a full disk would not take before. Raises OSError if it still does not."""
+        """Write rows that could not be written to a full disk. Raises OSError if they still cannot."""
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 

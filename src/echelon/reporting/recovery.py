@@ -1,4 +1,4 @@
-"""How long a run needed to go on after its processes were lost, part by part."""
+"""The time a run needs to recover after its processes were lost, by part."""
 
 import time
 from collections.abc import Callable
@@ -29,19 +29,17 @@ class Recovery:
 
     def describe(self) -> str:
         """The line for the console."""
-        steps = "1 step was" if self.repeated_steps == 1 else f"{self.repeated_steps} steps were"
-        detected, since = "", "after the last sign of life"
-        if self.detection_seconds is not None:
-            detected, since = f"all had ended {self.detection_seconds:.1f} s after the failure, ", "later"
+        steps = "1 step" if self.repeated_steps == 1 else f"{self.repeated_steps} steps"
+        detected = "" if self.detection_seconds is None else f"processes ended {self.detection_seconds:.1f} s, "
+        since = "after the failure" if detected else "since the last sign of life"
         return (
-            f"recovered: {detected}new processes had met {self.restart_seconds:.1f} s {since}, the model was loaded "
-            f"after {self.load_seconds:.1f} s more and the first step done after {self.first_step_seconds:.1f} s; "
-            f"{steps} lost"
+            f"recovered, {since}: {detected}rendezvous {self.restart_seconds:.1f} s, load {self.load_seconds:.1f} s, "
+            f"first step {self.first_step_seconds:.1f} s; {steps} lost"
         )
 
 
 class RecoveryWatch:
-    """Measures a recovery in rank 0, from the start of this process to its first step."""
+    """Measures a recovery on rank 0, from the start of this process to its first step."""
 
     def __init__(self, folder: RunFolder, say: Callable[[str], None]) -> None:
         """To be made as soon as the ranks have met, before metrics.jsonl is cut."""

@@ -24,13 +24,13 @@ def check_trackers(recipe: Recipe) -> None:
         for package in _PACKAGES[name]:
             if find_spec(package) is None:
                 raise ConfigError(
-                    f"track: {name} needs {package}, which is not installed; pip install 'echelon[{name}]', or leave "
-                    "it out of track."
+                    f"track: {name} needs {package}, which is not installed; pip install 'echelon[{name}]', or remove "
+                    "it from track."
                 )
     if recipe.mlflow.tracking_uri is not None and has_login(recipe.mlflow.tracking_uri):
         raise ConfigError(
-            "mlflow.tracking_uri has a name or password in it, and a recipe's secrets are not kept in the run folder; "
-            "set the environment's MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead, or the whole address "
+            "mlflow.tracking_uri contains a user name or password, and the run folder must not store secrets; set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment instead, or the whole address "
             "as MLFLOW_TRACKING_URI."
         )
     if "wandb" in recipe.track:
@@ -50,8 +50,8 @@ def _check_wandb_key(recipe: Recipe) -> None:
         is None
     ):
         raise ConfigError(
-            f"track: wandb has no key for {settings.base_url}; run `wandb login`, set WANDB_API_KEY, or keep its files "
-            "here with wandb.mode: offline."
+            f"track: wandb has no key for {settings.base_url}; run `wandb login`, set WANDB_API_KEY, or write to the "
+            "run folder with wandb.mode: offline."
         )
 
 
@@ -61,7 +61,7 @@ def start_trackers(recipe: Recipe, folder: RunFolder, resumed_step: int, say: Sa
 
 
 def catch_up(recipe: Recipe, folder: RunFolder, say: Say) -> None:
-    """Bring a finished run's trackers what they lack: after an outage, or all of it where `track` is new."""
+    """Send missing rows to the trackers of a finished run: after an outage, or all rows for a new tracker."""
     names = [
         name for name in recipe.track if name != "tensorboard" and not Ledger.read(folder.tracker_path(name)).complete
     ]

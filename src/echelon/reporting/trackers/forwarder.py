@@ -1,8 +1,8 @@
-"""Bringing metrics.jsonl to a tracker, in a thread of its own, so that no tracker slows or stops training.
+"""Sends metrics.jsonl to a tracker in a separate thread, so that no tracker slows or stops training.
 
-The file is the queue: the forwarder reads it behind the run, and sends what the file has beyond the steps that the
-tracker holds. So nothing is kept in memory however long a server is away, and an outage, a crash, a resume and a
-tracker added to a finished run are all the same case.
+The file is the queue: the forwarder reads it behind the run, and sends the rows that the tracker does not have yet.
+Nothing is kept in memory during an outage, and an outage, a crash, a resume and a tracker added to a finished run are
+handled in the same way.
 """
 
 import threading
@@ -39,7 +39,7 @@ class _Entries:
 
 @dataclass
 class Ledger:
-    """What the run folder knows of one tracker: `trackers/NAME.json`.
+    """The state of one tracker in the run folder: `trackers/NAME.json`.
 
     `run_key` names the tracking run. It is written before that run is made, so that no crash leads to a second one.
     """
@@ -57,7 +57,7 @@ class Ledger:
         except FileNotFoundError:
             return cls(path)
         except (OSError, ValueError) as error:
-            say(f"track: {path} cannot be read ({error}); all rows go to a new run of this tracker")
+            say(f"track: {path} cannot be read ({error}); all rows are sent to a new run of this tracker")
             return cls(path)
         return cls(path, found.run_key, found.steps, found.complete)
 
@@ -70,7 +70,7 @@ class Ledger:
 
 
 class MetricsForwarder:
-    """Brings the rows of one run to one tracker. Whatever the tracker raises becomes a line on the console."""
+    """Sends the rows of one run to one tracker. Any exception of the tracker becomes a line on the console."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class MetricsForwarder:
         self._thread = threading.Thread(target=self._work, name=f"forwarder-{tracker.name}", daemon=True)
 
     def start(self) -> None:
-        """Begin to bring rows."""
+        """Start sending rows."""
         self._thread.start()
 
     def reread(self) -> None:
@@ -119,7 +119,7 @@ class MetricsForwarder:
             self._thread.join(0.1)
         self._given_up.set()  # another start may send the rest from here on
         if not self._ledger.complete and done:
-            self._say(f"track: {self._tracker.name} {self._describe_lack()}; the same command sends it again")
+            self._say(f"track: {self._tracker.name} {self._describe_lack()}; the same command sends them again")
 
     def _work(self) -> None:
         while not self._given_up.is_set():
@@ -174,8 +174,8 @@ class MetricsForwarder:
         """Trackers take nothing back, so steps that a crash lost and that are done again keep their first values."""
         if self._resumed_step is not None and held_step > self._resumed_step:
             self._say(
-                f"track: {self._tracker.name} keeps steps {self._resumed_step + 1} to {held_step} as they were before "
-                "the run was interrupted"
+                f"track: {self._tracker.name} keeps the values of steps {self._resumed_step + 1} to {held_step} from "
+                "before the interruption"
             )
 
     def _finish(self) -> None:
@@ -188,16 +188,16 @@ class MetricsForwarder:
     def _note_success(self, count: int) -> None:
         if self._failure is not None:
             self._failure = None
-            self._say(f"track: {self._tracker.name} works again, and got the {count} rows that waited for it")
+            self._say(f"track: {self._tracker.name} works again and has received the {count} waiting rows")
 
     def _note_failure(self, error: Exception) -> None:
-        """Say it once, until it works again."""
+        """Report the failure once, until the tracker works again."""
         reason = (str(error).strip().splitlines() or [""])[0]
         reason = redact_text(f"{type(error).__name__}: {reason}")[:300]
         if self._failure is None:
             self._say(
-                f"track: {self._tracker.name} fails ({reason}); training goes on, metrics.jsonl keeps every row, and "
-                f"{self._tracker.name} gets them when it works again"
+                f"track: {self._tracker.name} fails ({reason}); training continues, metrics.jsonl keeps every row, and "
+                f"{self._tracker.name} receives them when it works again"
             )
         self._failure = reason
         if self._reader is not None:
@@ -209,7 +209,7 @@ class MetricsForwarder:
         rows = reader.read()
         reader.close()
         missing = sum(row["step"] > self._held[row["kind"]] for row in rows)
-        return f"lacks {missing} of {len(rows)} rows" if missing else "has every row, but not the files of the end"
+        return f"is missing {missing} of {len(rows)} rows" if missing else "has every row, but not the files of the end"
 
 
 class RowReader:

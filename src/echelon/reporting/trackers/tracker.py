@@ -1,4 +1,4 @@
-"""What a tracker is, and how a row of metrics.jsonl becomes the numbers it takes."""
+"""The tracker protocol, and the conversion of a row of metrics.jsonl to metrics."""
 
 import re
 from collections import defaultdict
@@ -15,14 +15,14 @@ _LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 @dataclass(frozen=True)
 class Opened:
-    """A tracker ready for rows: what it holds already, and where a person looks at it."""
+    """An open tracker: the rows it already has, and the address to view it."""
 
     held: Held
     where: str
 
 
 class Tracker(Protocol):
-    """A second place where metrics go. Only the thread of its forwarder uses it; every call may raise."""
+    """A destination of metrics. Only the thread of its forwarder uses it; every call may raise."""
 
     name: str
 
