@@ -108,7 +108,7 @@ def test_refusal_and_a_failure_that_comes_back_are_not_restarted(tmp_path):
         "restart 2 of 3: from the beginning",
     ]
     assert "rank 1 failed: ValueError: the seventh tensor is missing" in message
-    assert message.endswith("the same failure came back without a new checkpoint in between, 3 in a row")
+    assert message.endswith("the same failure occurred again without a new checkpoint, 3 times in a row")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -122,7 +122,7 @@ def test_a_hostile_state_of_the_rendezvous_is_not_run_and_ends_all(agents, tmp_p
     endings = [finish(each, 60) for each in (coordinator, guest)]
     assert not (tmp_path / "pwned").exists()
     assert [each.code for each in endings] == [1, 1], endings
-    assert any("holds what no agent writes there (posix.mkdir)" in each.err for each in endings), endings
+    assert any("holds data that no agent wrote (posix.mkdir)" in each.err for each in endings), endings
     assert not any("Traceback" in each.err for each in endings), endings
 
 

@@ -135,8 +135,10 @@ def test_a_cut_link_ends_both_sides_and_the_same_command_resumes(tmp_path, whole
         network[1].cut()
         codes, outputs = finish(*agents, seconds=120)
         assert codes == [1, 1], outputs
-        assert "(fault.hang_seconds)" in outputs[0] and "1 of 2 machines went silent: node-2" in outputs[0], outputs[0]
-        assert "the machine at node-1:29400, where all meet, is gone or cut off" in outputs[1]
+        assert "(fault.hang_seconds)" in outputs[0] and "1 of 2 machines stopped responding: node-2" in outputs[0], (
+            outputs[0]
+        )
+        assert "the coordinator at node-1:29400 is gone or unreachable" in outputs[1]
         network[1].heal()
         codes, outputs = finish(*(start_agent(machine, "2") for machine in network))
     assert codes == [0, 0], outputs

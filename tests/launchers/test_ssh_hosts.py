@@ -87,7 +87,8 @@ def test_doctor_names_the_one_bad_pair(tmp_path):
         code, out, err = run(network[0], *words)
         assert code == 1 and time.monotonic() - started < 90
         assert (
-            "problem  ports        node-2 and node-4 cannot connect: no answer in 3 s; look at the way between" in out
+            "problem  ports        node-2 and node-4 cannot connect: no answer in 3 s; check the network path between"
+            in out
         )
         assert out.count("problem") == 1, out
         network[2].cut()

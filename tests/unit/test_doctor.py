@@ -70,12 +70,12 @@ PAIRS = list(combinations("abcd", 2))
     [
         (
             found(blocked={("b", "c"): both("no answer in 3 s"), ("c", "b"): both("no answer in 3 s")}),
-            ["b and c cannot connect: no answer in 3 s; look at the way between b and c: routes, firewalls, the "
-             "interface they use"],
+            ["b and c cannot connect: no answer in 3 s; check the network path between b and c: routes, firewalls, "
+             "interfaces"],
         ),
         (
             found(blocked={("b", "c"): both("no answer in 3 s")}),
-            ["b does not reach c (no answer in 3 s), while c reaches b; look at the firewall of c, and at the route "
+            ["b does not reach c (no answer in 3 s), while c reaches b; check the firewall of c, and the route "
              "from b"],
         ),
         (
@@ -90,25 +90,26 @@ PAIRS = list(combinations("abcd", 2))
         ),
         (  # every pair with c: one sentence about c
             found(blocked={pair: both("no answer in 3 s") for a in "abd" for pair in ((a, "c"), ("c", a))}),
-            ["c and all others cannot connect: no answer in 3 s; look at the network of c: its cable, its interface, "
+            ["c and all others cannot connect: no answer in 3 s; check the network of c: its cable, its interface, "
              "its firewall"],
         ),
         (
             found(pairs={pair: SLOW if pair == ("b", "d") else FAST for pair in PAIRS}),
-            ["b and d are slow together: 10 MB/s where 1.0 GB/s is usual; look at the way between b and d"],
+            ["b and d are slow together: 10 MB/s where 1.0 GB/s is usual; check the network path between b and d"],
         ),
         (
             found(pairs={pair: LATE if pair == ("b", "d") else FAST for pair in PAIRS}),
-            ["b and d are slow together: 50 ms for an all-reduce where 0.1 ms is usual; look at the way between b and "
-             "d"],
+            ["b and d are slow together: 50 ms for an all-reduce where 0.1 ms is usual; check the network path "
+             "between b and d"],
         ),
         (
             found(pairs={pair: SLOW if "d" in pair else FAST for pair in PAIRS}),
-            ["d is slow with all others: 10 MB/s where 1.0 GB/s is usual; look at the network card of d"],
+            ["d is slow with all others: 10 MB/s where 1.0 GB/s is usual; check the network card of d"],
         ),
         (
             found(pairs={**dict.fromkeys(PAIRS, FAST), ("a", "b"): "Gloo connectFullMesh failed"}),
-            ["a and b connect, but cannot add up numbers together: Gloo connectFullMesh failed; look at the interfaces "
+            ["a and b connect, but an all-reduce between them fails: Gloo connectFullMesh failed; check the "
+             "interfaces "
              "that a and b use, or name one: launch.torchrun.interface"],
         ),
         (
@@ -131,7 +132,7 @@ PAIRS = list(combinations("abcd", 2))
         ),
         (
             found(facts={"a": fact("a", listens="address already in use"), "b": fact("b", listens="whatever")}),
-            ["port 29400 of a cannot be listened at: address already in use; end the program that has it, or choose "
+            ["port 29400 of a cannot be used: address already in use; end the program that uses it, or choose "
              "another one: launch.torchrun.port"],
         ),
         (
@@ -141,7 +142,7 @@ PAIRS = list(combinations("abcd", 2))
         ),
         (
             found(facts={"d": "Connection timed out"}, pairs=dict.fromkeys(combinations("abc", 2), FAST), whole=None),
-            ["d does not answer: Connection timed out; make `ssh HOST` work without a question, and see that the host "
+            ["d does not answer: Connection timed out; make `ssh HOST` work without a prompt, and check that the host "
              "has this folder and, as launch.python, a Python with echelon"],
         ),
     ],
@@ -189,7 +190,7 @@ def test_a_machine_that_does_not_answer_is_not_waited_for():
     probe = Probe("a", ["sleep", "60"])
     with pytest.raises(LaunchError, match=r"no answer in 0 s"):
         probe.ask("clock", 0.2)
-    with pytest.raises(LaunchError, match="given up"):
+    with pytest.raises(LaunchError, match="skipped"):
         probe.ask("clock", 20)
 
 
@@ -219,7 +220,7 @@ def test_this_machine_is_told_what_is_wrong(monkeypatch, tmp_path):
         "torch": "2.10.1; pip install 'torch>=2.11,<2.14'",
         "transformers": "not installed; pip install 'transformers>=5.17,<6'",
         "clock": "2023-11-14 22:13 UTC; have it set by NTP",
-        "gloo": "two processes here cannot add up numbers together: refused; see that `lo` is up",
+        "gloo": "two processes on this machine cannot run an all-reduce: refused; see that `lo` is up",
     }
 
 

@@ -96,7 +96,7 @@ def test_values_survive_kubernetes_and_the_shell(tmp_path):
     ("override", "said"),
     [
         ("launch.kubernetes.image=null", "image is not set"),
-        ("launch.kubernetes.image='a b'", "image='a b' is no image's name"),
+        ("launch.kubernetes.image='a b'", "image='a b' is not an image name"),
         ("launch.kubernetes.volumes=[]", "volumes is empty"),
         ("run.dir=/scratch/run", "run.dir=/scratch/run is /scratch/run in the pods, which is on no volume"),
         ("launch.kubernetes.workdir=/elsewhere", "run.dir=runs/small is /elsewhere/runs/small in the pods"),

@@ -63,7 +63,7 @@ def test_what_would_come_back_ends_all(cause, code):
 
 def test_a_hang_beside_a_lost_machine_names_it():
     ending = decided(told("a", FAILED, "step 61 did not end within 5 s"), "b (1f)", restarts=0)
-    assert ending.message == "step 61 did not end within 5 s; 1 of 2 machines went silent: b (1f)"
+    assert ending.message == "step 61 did not end within 5 s; 1 of 2 machines stopped responding: b (1f)"
 
 
 def test_connections_to_the_coordinator_break_when_it_is_silent():
@@ -119,9 +119,9 @@ def test_a_lost_machine_shrinks_an_elastic_job_and_ends_a_fixed_one():
     echo = told("a", FAILED, "connection reset", Weight.ECHO, step=40)
     ending = decided(echo, "b", group=ELASTIC)
     assert (ending.goes_on, ending.step) == (True, 40)
-    assert ending.message == "1 of 2 machines went silent: b"
+    assert ending.message == "1 of 2 machines stopped responding: b"
     ending = decided(echo, "b")
-    assert (ending.goes_on, ending.code, ending.message) == (False, FAILED, "1 of 2 machines went silent: b")
+    assert (ending.goes_on, ending.code, ending.message) == (False, FAILED, "1 of 2 machines stopped responding: b")
 
 
 def test_where_machines_meet():
@@ -181,8 +181,7 @@ def test_a_name_that_comes_later_is_waited_for(monkeypatch):
     await_name(parse_group("2", "small-worker-0:29400"), lines.append)
     assert asked == ["small-worker-0"] * 3
     assert lines == [
-        "the name small-worker-0 does not resolve on this machine (Name or service not known); waiting for it, "
-        "10 minutes at most"
+        "the name small-worker-0 does not resolve on this machine (Name or service not known); waiting up to 10 minutes"
     ]
     asked.clear()
     monkeypatch.setattr(hosts, "_NAME_SECONDS", -1.0)

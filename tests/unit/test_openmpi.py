@@ -61,7 +61,7 @@ def test_rank_zero_elsewhere_asks_for_its_address(env):
 
 
 def test_an_mpirun_that_tells_nothing_asks_for_an_address():
-    with pytest.raises(ConfigError, match="does not tell where it runs"):
+    with pytest.raises(ConfigError, match="does not say where it runs"):
         find_meeting({**SIZES, "OMPI_COMM_WORLD_RANK": "1"})
 
 

@@ -53,9 +53,7 @@ def test_a_hostile_state_is_refused_and_not_run(store, tmp_path, moment):
             list(pool.map(lambda each: each.next_rendezvous(), handlers))
     payload = hostile_pickle(tmp_path / "pwned")
     store.set("torch.rendezvous.echelon-0", base64.b64encode(payload).decode())
-    with pytest.raises(
-        RendezvousStateError, match=r"at 127.0.0.1:\d+ holds what no agent writes there \(posix.mkdir\)"
-    ):
+    with pytest.raises(RendezvousStateError, match=r"at 127.0.0.1:\d+ holds data that no agent wrote \(posix.mkdir\)"):
         handlers[0].next_rendezvous()
     assert not (tmp_path / "pwned").exists()
     pickle.loads(payload)
@@ -135,10 +133,12 @@ def test_a_port_that_another_program_has_is_told_in_one_message(behave, monkeypa
     lines = []
     with serve(behave) as server:
         group = HostGroup(2, 2, "127.0.0.1", server.getsockname()[1])
-        with pytest.raises(LaunchError, match=f"what listens at {group.endpoint}, where all meet, is no agent of this"):
+        with pytest.raises(LaunchError, match=f"another program listens at the rendezvous endpoint {group.endpoint}; "):
             Meeting(group, "a", Restarts(0), lines.append)
         told = HostGroup(2, 2, "127.0.0.1", group.port, coordinates=True)
-        with pytest.raises(LaunchError, match=f"cannot listen at {group.endpoint}, where all meet .Address already in"):
+        with pytest.raises(
+            LaunchError, match=f"cannot listen at {group.endpoint}, the rendezvous endpoint .Address already in"
+        ):
             Meeting(told, "a", Restarts(0), lines.append)
     assert lines == [] and capfd.readouterr() == ("", "")
 

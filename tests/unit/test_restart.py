@@ -18,8 +18,8 @@ def test_up_to_the_limit():
     ending = restarts.refuse(Outcome(FAILED, "rank 0 failed: ValueError: x; see log"), 20)
     assert ending == Outcome(
         FAILED,
-        "rank 0 failed: ValueError: x; see log; not restarted: fault.max_restarts=2 is used up; the same command goes "
-        "on from step 20",
+        "rank 0 failed: ValueError: x; see log; not restarted: fault.max_restarts=2 is reached; the same command "
+        "resumes from step 20",
     )
 
 
@@ -30,8 +30,8 @@ def test_the_same_failure_again_and_again_ends_it():
     endings = [restarts.refuse(killed(number % 2, number), step) for number, step in enumerate(steps)]
     assert endings[:-1] == [None] * 6
     assert endings[-1].message.endswith(
-        "; not restarted: the same failure came back without a new checkpoint in between, 3 in a row; the same command "
-        "goes on from step 20"
+        "; not restarted: the same failure occurred again without a new checkpoint, 3 times in a row; the same command "
+        "resumes from step 20"
     )
 
 
@@ -39,7 +39,7 @@ def test_words_when_the_same_failure_used_up_the_limit():
     restarts = Restarts(1)
     restarts.refuse(killed(0), None)
     ending = restarts.refuse(killed(1), None)
-    assert ending.message.endswith("=1 is used up; the same failure came back without a new checkpoint in between")
+    assert ending.message.endswith("=1 is reached; the same failure occurred again without a new checkpoint")
 
 
 def test_what_would_come_back_is_not_restarted():

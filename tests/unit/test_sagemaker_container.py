@@ -386,7 +386,9 @@ def run(base, env):
     (base / "output" / "failure").unlink()
     (base / "die").touch()
     assert stop()[0] == 128 + signal.SIGKILL
-    assert failure_of(base) == "echelon's own process was killed by SIGKILL (often the system's memory ran out)"
+    assert (
+        failure_of(base) == "echelon's own process was killed by SIGKILL (often because the machine ran out of memory)"
+    )
 
 
 def test_old_pythons_read_the_entry():

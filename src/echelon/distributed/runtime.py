@@ -144,7 +144,7 @@ def _explain_rendezvous(error: Exception, place: Place, meeting: Rendezvous, tim
             "set MASTER_PORT to a free port, the same for every rank."
         )
     if isinstance(error, ValueError):
-        return LaunchError(f"MASTER_ADDR:MASTER_PORT is {meeting}, which is no address: {text}.")
+        return LaunchError(f"MASTER_ADDR:MASTER_PORT is {meeting}, which is not a valid address: {text}.")
     return LaunchError(
         f"rank {place.rank} did not meet all {place.world_size} processes at {meeting} within "
         f"{timeout_seconds:.0f} seconds; check that every rank was started, that MASTER_ADDR names rank 0's machine, "

@@ -80,7 +80,7 @@ def _judge_devices() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         words = f"{torch.cuda.get_device_name(index)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
         taken = free < total / 2
-        yield Finding("devices", words, "end what uses it: `nvidia-smi` shows that" if taken else "")
+        yield Finding("devices", words, "end the processes that use it: `nvidia-smi` lists them" if taken else "")
 
 
 def _judge_memory() -> Finding:
@@ -124,9 +124,7 @@ def _judge_interfaces() -> Finding:
     names = [name for _, name in socket.if_nameindex()]
     known = [f"{name} {address}" for name in names if (address := address_of(name))]
     # Where the addresses cannot be asked for, at least the names.
-    return Finding(
-        "interfaces", ", ".join(known or names) or "none", "" if names else "bring up the loopback interface"
-    )
+    return Finding("interfaces", ", ".join(known or names) or "none", "" if names else "enable the loopback interface")
 
 
 def _judge_gloo() -> Finding:
@@ -134,7 +132,9 @@ def _judge_gloo() -> Finding:
     try:
         speed = measure_here(lambda name: Probe(name, command))
     except LaunchError as error:
-        return Finding("gloo", f"two processes here cannot add up numbers together: {error}", "see that `lo` is up")
+        return Finding(
+            "gloo", f"two processes on this machine cannot run an all-reduce: {error}", "see that `lo` is up"
+        )
     return Finding("gloo", f"two processes here: {speed.rate}, {speed.delay} for an all-reduce")
 
 

@@ -48,7 +48,7 @@ class Probe:
         """The answer to one question."""
         assert self._process.stdin is not None
         if self._is_given_up:
-            raise LaunchError("given up, since it has not answered before")
+            raise LaunchError("skipped, because it did not answer earlier")
         with suppress(BrokenPipeError):  # it has ended; what it said last says why
             self._process.stdin.write(json.dumps({"do": do, **words}) + "\n")
             self._process.stdin.flush()
@@ -61,7 +61,7 @@ class Probe:
         if line is None:
             self._process.wait(5)
             time.sleep(0.1)  # for the thread that reads why
-            raise LaunchError(explain("".join(self._errors)) or f"it left with code {self._process.returncode}")
+            raise LaunchError(explain("".join(self._errors)) or f"it exited with code {self._process.returncode}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise LaunchError(answer["error"])

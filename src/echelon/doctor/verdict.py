@@ -55,7 +55,7 @@ def _judge_hosts(found: Examination) -> Iterator[Finding]:
             yield Finding(
                 "hosts",
                 f"{host} does not answer: {facts}",
-                "make `ssh HOST` work without a question, and see that the host has this folder and, as launch.python, "
+                "make `ssh HOST` work without a prompt, and check that the host has this folder and, as launch.python, "
                 "a Python with echelon",
             )
 
@@ -113,15 +113,15 @@ def _judge_ports(found: Examination, facts: Mapping[str, Any]) -> Iterator[Findi
     if first in facts and (reason := facts[first]["listens"]) is not None:
         yield Finding(
             "ports",
-            f"port {found.port} of {first} cannot be listened at: {reason}",
-            "end the program that has it, or choose another one: launch.torchrun.port",
+            f"port {found.port} of {first} cannot be used: {reason}",
+            "end the program that uses it, or choose another one: launch.torchrun.port",
         )
     pairs = {(min(pair), max(pair)) for pair in found.blocked}
     for host in _common(pairs, {(a, b) for a in facts for b in facts if a < b}):
         yield Finding(
             "ports",
             f"{host} and all others cannot connect: {_first_reason(found, host)}",
-            f"look at the network of {host}: its cable, its interface, its firewall",
+            f"check the network of {host}: its cable, its interface, its firewall",
         )
         pairs = {pair for pair in pairs if host not in pair}
     for a, b in sorted(pairs):
@@ -134,7 +134,7 @@ def _judge_blocked_pair(found: Examination, a: str, b: str) -> Finding:
         return Finding(
             "ports",
             f"{a} and {b} cannot connect: {there['collective']}",
-            f"look at the way between {a} and {b}: routes, firewalls, the interface they use",
+            f"check the network path between {a} and {b}: routes, firewalls, interfaces",
         )
     source, target, what = (a, b, there) if there else (b, a, back)
     both = "; nor the other way" if there and back else ""
@@ -153,7 +153,7 @@ def _judge_blocked_pair(found: Examination, a: str, b: str) -> Finding:
     return Finding(
         "ports",
         f"{source} does not reach {target} ({what['collective']}), while {target} reaches {source}",
-        f"look at the firewall of {target}, and at the route from {source}",
+        f"check the firewall of {target}, and the route from {source}",
     )
 
 
@@ -162,17 +162,17 @@ def _judge_pairs(found: Examination) -> Iterator[Finding]:
         if isinstance(speed, str):
             yield Finding(
                 "pairs",
-                f"{a} and {b} connect, but cannot add up numbers together: {speed}",
-                f"look at the interfaces that {a} and {b} use, or name one: launch.torchrun.interface",
+                f"{a} and {b} connect, but an all-reduce between them fails: {speed}",
+                f"check the interfaces that {a} and {b} use, or name one: launch.torchrun.interface",
             )
     speeds = {pair: speed for pair, speed in found.pairs.items() if isinstance(speed, Speed)}
     bad = find_slow(speeds)
     for host in _common(set(bad), set(speeds)):
         why = next(why for pair, why in bad.items() if host in pair)
-        yield Finding("pairs", f"{host} is slow with all others: {why}", f"look at the network card of {host}")
+        yield Finding("pairs", f"{host} is slow with all others: {why}", f"check the network card of {host}")
         bad = {pair: why for pair, why in bad.items() if host not in pair}
     for (a, b), why in bad.items():
-        yield Finding("pairs", f"{a} and {b} are slow together: {why}", f"look at the way between {a} and {b}")
+        yield Finding("pairs", f"{a} and {b} are slow together: {why}", f"check the network path between {a} and {b}")
 
 
 def _judge_whole(speed: Speed | str, count: int) -> Finding:

@@ -69,7 +69,7 @@ class LocalLauncher:
             return JobStatus(name_ending(code), f"exit code {code}", code)
         if lives:
             return JobStatus("running", f"process {record.id}")
-        return JobStatus("failed", "killed before it could say how it ended")
+        return JobStatus("failed", "killed before it reported its exit code")
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
         """See Launcher."""

@@ -92,7 +92,7 @@ def find_job(name: str) -> JobRecord:
                 "the job, remove the folder."
             )
     known = ", ".join(record.name for record in records[:5]) or "none"
-    raise ConfigError(f"{name} is no job launched from this folder; the newest ones in {JOBS}/: {known}.")
+    raise ConfigError(f"{name} is not a job of this folder; the newest ones in {JOBS}/: {known}.")
 
 
 def list_jobs() -> list[JobRecord]:

@@ -204,7 +204,7 @@ def _explain(error: ValidationError) -> PlanError:
         alike = [each["loc"] for each in errors if each["type"] == errors[0]["type"]]
         return _explain_version(".".join(parents), what, {str(loc[-1]) for loc in alike if len(loc) == len(parents)})
     reason = errors[0]["msg"]
-    return PlanError(f"{'.'.join(first)}={errors[0]['input']!r}: {reason[0].lower()}{reason[1:]}.")
+    return PlanError(f"{'.'.join(first)}={errors[0]['input']!r} is not valid: {reason[0].lower()}{reason[1:]}.")
 
 
 def _explain_version(where: str, what: str, names: Iterable[str]) -> PlanError:

@@ -92,7 +92,7 @@ def forget_damaged_spending(recipe: "Recipe", folder: RunFolder) -> str | None:
         if recipe.budget.max_usd is not None or recipe.budget.max_hours is not None:
             raise
         folder.spending_path.unlink()
-        return f"{folder.spending_path} cannot be read ({error.__cause__}); what the run uses is counted anew"
+        return f"{folder.spending_path} cannot be read ({error.__cause__}); usage is counted from zero"
     return None
 
 

@@ -194,16 +194,16 @@ class Agent:
                 raise LaunchError(f"{error}, and start the same command again.") from error
             except RendezvousError as error:
                 raise LaunchError(
-                    f"the machines did not meet at {self._group.endpoint}: {error}; start the same command on "
+                    f"the rendezvous at {self._group.endpoint} failed: {error}; start the same command on "
                     f"{self._group.min_nodes} machines."
                 ) from error
         return []
 
     def _explain_loss(self, error: BaseException) -> LaunchError:
         return LaunchError(
-            f"the machine at {self._group.endpoint}, where all meet, is gone or cut off "
-            f"({str(error).splitlines()[0]}); start the same command again on the machines that are left, and it "
-            "resumes."
+            f"the coordinator at {self._group.endpoint} is gone or unreachable "
+            f"({str(error).splitlines()[0]}); start the same command again on the remaining machines to resume "
+            "the run."
         )
 
     def _tell_restart(self, job: Workers, decision: Decision, detection: float | None) -> None:

@@ -90,7 +90,7 @@ def await_name(group: HostGroup, say: Callable[[str], None]) -> None:
             if time.monotonic() > until:
                 raise
             if not waits:
-                say(f"{str(error).rstrip('.')}; waiting for it, {_NAME_SECONDS / 60:.0f} minutes at most")
+                say(f"{str(error).rstrip('.')}; waiting up to {_NAME_SECONDS / 60:.0f} minutes")
             waits = True
             time.sleep(_LOOK_SECONDS)
 
@@ -114,7 +114,7 @@ def find_own_address(group: HostGroup) -> str:
         try:
             probe.connect(target)
         except OSError as error:
-            raise LaunchError(f"there is no way from this machine to {group.host} ({error.strerror}).") from error
+            raise LaunchError(f"this machine has no route to {group.host} ({error.strerror}).") from error
         return str(probe.getsockname()[0])
 
 
@@ -147,8 +147,8 @@ def open_coordinator(group: HostGroup) -> socket.socket | None:
         if not group.coordinates:
             return None
         raise LaunchError(
-            f"this machine cannot listen at {group.endpoint}, where all meet ({error.strerror}); end the program that "
-            "does, or choose another port."
+            f"this machine cannot listen at {group.endpoint}, the rendezvous endpoint ({error.strerror}); end the "
+            "program that uses the port, or choose another one."
         ) from error
 
 

@@ -72,7 +72,7 @@ def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
     try:
         answer = answered.get(timeout=seconds)
     except Empty:
-        raise RuntimeError("nobody answered as a store does") from None
+        raise RuntimeError("no key-value store answered") from None
     if isinstance(answer, Exception):
         raise answer
     return answer

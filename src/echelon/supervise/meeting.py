@@ -1,7 +1,8 @@
-"""What the agents of several machines tell each other: a key-value store that one of them, the coordinator, hosts.
+"""How the agents of a job agree: through a key-value store that one of them, the coordinator, hosts.
 
-Every attempt to train has a number. Each machine says when it joins one and how it ended there; the coordinator then
-decides for all, so that no two of them ever do different things. Machines beat; one that does not is lost.
+Every attempt to train has a number. Each machine reports when it joins an attempt and how the attempt ended there. The
+coordinator then decides for all, so no two machines do different things. Machines send heartbeats; one that stops is
+lost. A machine alone uses a store within its own process.
 """
 
 import json
@@ -22,7 +23,7 @@ from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Out
 from echelon.supervise.restart import Restarts
 
 LOST_SECONDS = 15.0
-"""A machine that has not been heard of for so long is lost."""
+"""A machine that has sent no heartbeat for so long is lost."""
 
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
@@ -153,9 +154,8 @@ class _Tally:
         failure = self.first.outcome
         if not self.lost:
             return failure
-        silence = (
-            f"{len(self.lost)} of {len(self.lost) + len(self.reports)} machines went silent: {', '.join(self.lost)}"
-        )
+        num_hosts = len(self.reports) + len(self.lost)
+        silence = f"{len(self.lost)} of {num_hosts} machines stopped responding: {', '.join(self.lost)}"
         if self.first.weight == Weight.CAUSE:
             return replace(failure, message=f"{failure.message}; {silence}")
         return Outcome(FAILED, silence)
@@ -214,7 +214,7 @@ class Meeting:
         return Watch(self._store.clone(), attempt, self._group, self.host, self.coordinates, self._silent)
 
     def close(self) -> None:
-        """Stop beating."""
+        """Send no more heartbeats."""
         self._over.set()
 
     def _decide(self, attempt: int, key: str) -> bool:
@@ -332,8 +332,8 @@ def _lines(store: "_Store", key: str) -> list[str]:
 def _warn_of_loopback(group: HostGroup, address: str, say: Callable[[str], None]) -> None:
     if group.max_nodes > 1 and is_loopback(address) and group.host not in (address, "localhost"):
         say(
-            f"note: {group.host} is {address} on this machine, which no other one reaches; take that line out of "
-            "/etc/hosts, or name the interface to talk over (--interface)"
+            f"note: {group.host} resolves to {address} here, which other machines cannot reach; remove that line from "
+            "/etc/hosts, or name the network interface (--interface)"
         )
 
 
@@ -370,18 +370,18 @@ def _find_store(group: HostGroup, say: Callable[[str], None]) -> "_Store":
             strange_since = strange_since or asked_at
             if time.monotonic() - strange_since >= _PATIENCE.total_seconds():
                 raise LaunchError(
-                    f"what listens at {group.endpoint}, where all meet, is no agent of this job; end that program, or "
+                    f"another program listens at the rendezvous endpoint {group.endpoint}; end it, or "
                     "choose another port."
                 )
         except OSError as error:
             if asked_at > deadline:
                 reason = error.strerror or str(error)
                 raise LaunchError(
-                    f"this machine finds nobody at {group.endpoint}, where all meet ({reason}); choose another port, "
+                    f"no agent listens at the rendezvous endpoint {group.endpoint} ({reason}); choose another port, "
                     "or start the same command on that machine too."
                 ) from error
             strange_since = None
             if not is_told:
                 is_told = True
-                say(f"waiting for {group.endpoint}, where all machines meet")
+                say(f"waiting for the coordinator at {group.endpoint}")
         time.sleep(_LOOK_SECONDS)

@@ -57,7 +57,7 @@ class _News:
         is_late = self._watch.coordinates and time.monotonic() > self._next_line_at
         if is_late and (missing := self._watch.count_missing()):
             needed = self._watch.group.min_nodes
-            self._say(f"waiting for machines: {needed - missing} of {needed} are here")
+            self._say(f"waiting for machines: {needed - missing} of {needed} have joined")
             self._next_line_at += _WAITING_SECONDS
 
     def _share_stop(self) -> bool:

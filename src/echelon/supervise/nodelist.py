@@ -29,9 +29,7 @@ def _expand(part: str) -> Iterator[str]:
     pieces = _BRACKETS.split(part)
     choices = [_numbers(piece, part) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     if any(character in "[] \t" for piece in pieces for character in piece):
-        raise ConfigError(
-            f"{part!r} is no list of machines as Slurm writes them; expected one such as n[1-3,07],gpu-a."
-        )
+        raise ConfigError(f"{part!r} is not a Slurm node list; expected one such as n[1-3,07],gpu-a.")
     return map("".join, product(*choices))
 
 
@@ -40,7 +38,7 @@ def _numbers(inside: str, part: str) -> list[str]:
     for piece in inside.split(","):
         match = _RANGE.fullmatch(piece)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ConfigError(f"[{inside}] in {part!r} is no range of machines; expected one such as [1-3,07].")
+            raise ConfigError(f"[{inside}] in {part!r} is not a node range; expected one such as [1-3,07].")
         first, last = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

@@ -42,7 +42,7 @@ def _find_address(env: Mapping[str, str]) -> str:
     daemon = re.search(r"\.(\d+);", env.get("PMIX_SERVER_URI2", ""))
     if env["OMPI_COMM_WORLD_RANK"] == "0" and daemon is not None and daemon[1] != "0":
         raise ConfigError(
-            "MASTER_ADDR is not set, and rank 0 runs on another machine than mpirun, so the others do not know where; "
+            "MASTER_ADDR is not set, and rank 0 runs on another machine than mpirun, so its address is not known; "
             "add -x MASTER_ADDR=ADDRESS to mpirun, with the address of rank 0's machine."
         )
     if found := re.search(r";tcp://([^:;]+):(\d+)", env.get("OMPI_MCA_orte_hnp_uri", "")):
@@ -50,7 +50,7 @@ def _find_address(env: Mapping[str, str]) -> str:
     if found := re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", env.get("PMIX_NAMESPACE", "")):
         return found[1]
     raise ConfigError(
-        "MASTER_ADDR is not set, and this mpirun does not tell where it runs; add -x MASTER_ADDR=ADDRESS to it, with "
+        "MASTER_ADDR is not set, and mpirun does not say where it runs; add -x MASTER_ADDR=ADDRESS to it, with "
         "the address of rank 0's machine."
     )
 
@@ -64,6 +64,6 @@ def _find_reachable(addresses: list[str], port: int) -> str:
             socket.create_connection((address, port), _CONNECT_SECONDS).close()
             return address
     raise LaunchError(
-        f"no address of mpirun's machine is reached from here ({', '.join(addresses)}); add -x MASTER_ADDR=ADDRESS to "
-        "mpirun, with one that is."
+        f"no address of mpirun's machine can be reached from here ({', '.join(addresses)}); add -x MASTER_ADDR=ADDRESS "
+        "to mpirun, with an address that can."
     )

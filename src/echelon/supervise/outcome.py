@@ -178,7 +178,7 @@ def _describe_death(death: ProcessDeath, logs_dir: Path) -> Outcome:
         ending = f"was killed by {_name_signal(-death.exit_code)}"
     else:
         ending = f"exited with code {death.exit_code}"
-    hint = " (often the system's memory ran out)" if death.exit_code == -signal.SIGKILL else ""
+    hint = " (often because the machine ran out of memory)" if death.exit_code == -signal.SIGKILL else ""
     return Outcome(FAILED, f"rank {death.rank} (pid {death.pid}) {ending}{hint}; see {log}")
 
 

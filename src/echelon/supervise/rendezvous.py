@@ -17,7 +17,7 @@ ALONE = "echelon-alone"
 """The backend of an agent that is the only one of its job."""
 
 TOGETHER = "echelon-together"
-"""The backend of agents of several machines: c10d's, whose state is looked at before torch unpickles it."""
+"""The backend of agents of several machines: c10d's, whose state is checked before torch unpickles it."""
 
 _HERE = "127.0.0.1"
 _TORCHS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
@@ -118,8 +118,8 @@ def check_state(state: bytes, endpoint: str) -> None:
             raise pickle.UnpicklingError(f"a {kind.__qualname__}")
     except Exception as error:  # a pickle is a program, which may fail in any way
         raise RendezvousStateError(
-            f"the state of the rendezvous at {endpoint} holds what no agent writes there ({error}), and nothing of it "
-            "was run; some other program reaches that port: close it to all but the machines of the job"
+            f"the state of the rendezvous at {endpoint} holds data that no agent wrote ({error}), and none of it "
+            "was executed; another program can reach that port: close it to all but the machines of the job"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Whether a group of processes that failed is started again, and the words about it."""
+"""Whether a group of processes that failed is restarted, and the message about it."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from echelon.stored import write_text
 from echelon.supervise.outcome import FAILED, STOPPED, Outcome, read_outcomes
 
 SAME_FAILURES = 3
-"""So often in a row the same failure without a new checkpoint ends the job, whatever restarts are left."""
+"""The same failure this many times in a row, without a new checkpoint, ends the job, whatever restarts are left."""
 
 _LOOK_SECONDS = 0.1
 # How long workers whose peer has died may take to leave. Longer than what counts as a death of its own in outcome.py.
@@ -50,15 +50,15 @@ class Restarts:
         self._last = failure
         if outcome.final or self.limit == 0:
             return outcome
-        came_back = "the same failure came back without a new checkpoint in between"
+        came_back = "the same failure occurred again without a new checkpoint"
         if self._in_a_row == SAME_FAILURES:
-            why = f"{came_back}, {SAME_FAILURES} in a row"
+            why = f"{came_back}, {SAME_FAILURES} times in a row"
         elif self.done == self.limit:
-            why = f"fault.max_restarts={self.limit} is used up" + (f"; {came_back}" if self._in_a_row > 1 else "")
+            why = f"fault.max_restarts={self.limit} is reached" + (f"; {came_back}" if self._in_a_row > 1 else "")
         else:
             self.done += 1
             return None
-        way_on = "" if step is None else f"; the same command goes on from step {step}"
+        way_on = "" if step is None else f"; the same command resumes from step {step}"
         return replace(outcome, message=f"{outcome.message}; not restarted: {why}{way_on}")
 
 
@@ -88,14 +88,14 @@ class DeathWatch:
             self._left |= {pid for rank, pid in ended if not _has_failed(self._folder, rank, pid)}
             if any(pid not in self._left for _, pid in ended):
                 self.died_at = time.time()
-                with suppress(OSError):  # a full disk takes no word; the agent ends them all the same, later
+                with suppress(OSError):  # the disk may be full; the agent ends them too, later
                     write_text(self._folder.death_path, "a rank has died\n")
                 if not self._over.wait(_PATIENCE_SECONDS):
                     self._kill_the_rest()
                 return
 
     def _kill_the_rest(self) -> None:
-        """A suspended worker heeds no word and no SIGTERM, and the agent would wait half a minute for it."""
+        """A suspended worker reads no file and handles no SIGTERM, and the agent would wait half a minute for it."""
         for pid in self._pids.values():
             with suppress(ProcessLookupError):
                 if _is_alive(pid):
@@ -122,7 +122,7 @@ def deaths_watched(folder: RunFolder, num_processes: int) -> Iterator[DeathWatch
 
 
 def forget_ended(folder: RunFolder) -> None:
-    """Remove what ranks of this machine that have ended said of themselves, before others with their numbers speak."""
+    """Remove pids and outcomes of this machine's ended ranks, before new ranks of the same numbers write theirs."""
     for rank, pid in folder.read_pids().items():
         try:
             os.kill(pid, 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from echelon.runs.run_folder import RunFolder
 
 HUB_PLACES = frozenset({"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"})
-"""Each says where files of the Hugging Face hub are kept."""
+"""The variables that set where files of the Hugging Face hub are stored."""
 
 
 @dataclass(frozen=True)

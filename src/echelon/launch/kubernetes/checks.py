@@ -44,7 +44,7 @@ def check_job(job: JobSpec) -> list[str]:
     if settings.image is None:
         raise ConfigError(f"{_KEY}.image is not set; name a container image that has echelon in it.")
     if not _IMAGE.fullmatch(settings.image):
-        raise ConfigError(f"{_KEY}.image={settings.image!r} is no image's name; write it like registry/name:tag.")
+        raise ConfigError(f"{_KEY}.image={settings.image!r} is not an image name; write it like registry/name:tag.")
     _check_kind(job)
     _check_names(job)
     _check_devices(job)

@@ -36,7 +36,7 @@ def find_region(settings: SageMakerConfig) -> str:
     if region is None:
         raise ConfigError(f"{_KEY}.region is not set, and neither is the account's; write it like us-east-1.")
     if not re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", region):
-        raise ConfigError(f"{_KEY}.region={region} is no region of AWS; write it like us-east-1.")
+        raise ConfigError(f"{_KEY}.region={region} is not an AWS region; write it like us-east-1.")
     return region
 
 

@@ -74,7 +74,7 @@ def main(base: Path) -> int:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return code
-    hint = " (often the system's memory ran out)" if -code == signal.SIGKILL else ""
+    hint = " (often because the machine ran out of memory)" if -code == signal.SIGKILL else ""
     write_failure(base, f"echelon's own process was killed by {signal.Signals(-code).name}{hint}")
     return 128 - code
 
