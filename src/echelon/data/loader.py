@@ -1,5 +1,6 @@
 """Batches for one rank: cut by the order, read from the shards, hashed, made ready by a background thread."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -96,6 +97,23 @@ def hash_sequences(
     return int(mix(content + mix(sample_words + index_words)).sum(dtype=np.uint64))
 
 
+@dataclass(frozen=True)
+class Padding:
+    """How wide microbatches are.
+
+    Attributes:
+        is_equal: whether all of them are as wide as a whole sequence, on every rank and at every step, so that one
+            schedule or one graph serves all; else each is as wide as its longest sequence.
+        multiple: what divides the width, as the number of ranks does that share a sequence.
+    """
+
+    is_equal: bool = False
+    multiple: int = 1
+
+
+LONGEST = Padding()
+
+
 class BatchLoader(Iterator[StepBatch]):
     """The batches of one data-parallel rank from `start_step` on, without end.
 
@@ -104,7 +122,8 @@ class BatchLoader(Iterator[StepBatch]):
     their length, the longest first, so that little padding is fed. Places from B on are filled with sequences that have
     no target: the loss is a sum over targets, so they change nothing. No state: starting at any step costs nothing. A
     background thread keeps two steps ready; an error in it is raised by `next`. Use as a context manager or call
-    `close`. `pin_memory` puts tensors where a GPU can fetch them while the host goes on.
+    `close`. `pin_memory` puts tensors where a GPU can fetch them while the host goes on; `padding` says how
+    wide they are.
     """
 
     def __init__(
@@ -117,6 +136,7 @@ class BatchLoader(Iterator[StepBatch]):
         dp_size: int = 1,
         start_step: int = 0,
         pin_memory: bool = False,
+        padding: Padding = LONGEST,
     ) -> None:
         """Raises DataError for a dataset without samples."""
         if dataset.num_samples == 0:
@@ -131,6 +151,7 @@ class BatchLoader(Iterator[StepBatch]):
         self._micro_batch_size = micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._pin_memory = pin_memory
+        self._padding = padding
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch-loader")
         self._ready: deque[Future[StepBatch]] = deque()
         self.wait_seconds = 0.0
@@ -195,7 +216,9 @@ class BatchLoader(Iterator[StepBatch]):
         by_length = order_by_length(samples)
         for first in range(0, count, self._micro_batch_size):
             rows = by_length[first : first + self._micro_batch_size]
-            microbatch = build_microbatch(trim_padding(samples, rows), sample_ids[rows], batch_indices[rows])
+            microbatch = build_microbatch(
+                set_width(samples, rows, self._padding), sample_ids[rows], batch_indices[rows]
+            )
             microbatches.append(microbatch.pin_memory() if self._pin_memory else microbatch)
         return StepBatch(step, microbatches, digest, num_fed(samples), int((samples.labels != NO_LABEL).sum()))
 
@@ -210,23 +233,36 @@ def order_by_length(samples: Samples) -> npt.NDArray[np.int64]:
     return np.argsort(-(samples.documents >= 0).sum(axis=1), kind="stable")
 
 
-def trim_padding(samples: Samples, rows: slice | npt.NDArray[np.int64] = slice(None)) -> Samples:
-    """Some rows, without the columns at their end that are padding in all of them, but for a multiple of 8.
+def set_width(
+    samples: Samples, rows: slice | npt.NDArray[np.int64] = slice(None), padding: Padding = LONGEST
+) -> Samples:
+    """Some rows, as wide as `padding` says: columns at their end are left out that are padding in all, or added.
 
-    Only of samples that number their documents: a text fills its sequences, and all stay of one shape.
+    A text fills its sequences, and all stay of one shape. Other samples number their documents; of these a multiple of
+    8 columns is kept, where there are as many.
     """
     inputs, labels, documents = samples.inputs[rows], samples.labels[rows], samples.documents
+    width = _round_up(inputs.shape[1], padding.multiple)
     if documents is None:
-        return Samples(inputs, labels)
+        return Samples(_widen(inputs, width, 0), _widen(labels, width, NO_LABEL))
     documents = documents[rows]
-    filled = int((documents >= 0).any(axis=0).sum())
-    kept = slice(0, max(_TRIM_TO, -(-filled // _TRIM_TO) * _TRIM_TO))
+    if not padding.is_equal:
+        filled = int((documents >= 0).any(axis=0).sum())
+        width = min(width, _round_up(max(1, filled), math.lcm(_TRIM_TO, padding.multiple)))
     return Samples(
-        np.ascontiguousarray(inputs[:, kept]),
-        np.ascontiguousarray(labels[:, kept]),
-        np.ascontiguousarray(documents[:, kept]),
-        samples.apart,
+        _widen(inputs, width, 0), _widen(labels, width, NO_LABEL), _widen(documents, width, -1), samples.apart
     )
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _widen(rows: npt.NDArray[Any], width: int, filling: int) -> npt.NDArray[Any]:
+    """Rows `[n, seq]` cut or filled up to `[n, width]`, in one piece."""
+    missing = max(0, width - rows.shape[1])
+    widened = np.pad(rows, ((0, 0), (0, missing)), constant_values=filling) if missing else rows[:, :width]
+    return np.ascontiguousarray(widened)
 
 
 def build_microbatch(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from echelon.checkpoint.adapted import read_run_recipe
 from echelon.checkpoint.export import TRAINING
-from echelon.data.loader import Microbatch, build_microbatch, trim_padding
+from echelon.data.loader import LONGEST, Microbatch, Padding, build_microbatch, set_width
 from echelon.data.prepared import PreparedData, ValidationSet
 from echelon.data.shards import Dataset, unigram_entropy
 from echelon.data.source import PYTHON_STDLIB
@@ -242,16 +242,13 @@ def _check_prompts(recipe: Recipe, data: PreparedData) -> None:
             )
 
 
-def read_in_order(dataset: Dataset, start: int, count: int, stop: int, *, trim: bool = True) -> Microbatch:
-    """Sequences start..start+count of a dataset; those at or beyond `stop` repeat the first one without targets.
-
-    `trim`: without the padding that all of them end with.
-    """
+def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: Padding = LONGEST) -> Microbatch:
+    """Sequences start..start+count of a dataset; those at or beyond `stop` repeat the first one without targets."""
     ids = np.arange(start, start + count, dtype=np.int64)
     inside = ids < stop
     samples = dataset.read_samples(np.where(inside, ids, 0))
     samples.labels[~inside] = IGNORE
-    return build_microbatch(trim_padding(samples) if trim else samples, ids, ids)
+    return build_microbatch(set_width(samples, padding=padding), ids, ids)
 
 
 def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from echelon.checkpoint.model_card import render_card
 from echelon.checkpoint.snapshot import Snapshots
 from echelon.checkpoint.store import CheckpointStore
 from echelon.checkpoint.upload import Uploader
-from echelon.data.loader import BatchLoader, Microbatch
+from echelon.data.loader import BatchLoader, Microbatch, Padding
 from echelon.data.mixture import build_order
 from echelon.data.prepared import PreparedData, open_prepared
 from echelon.distributed.mesh import Meshes, build_mesh
@@ -353,4 +353,4 @@ def build_sampler(
 
 def _any_microbatch(data: PreparedData, plan: ParallelPlan, device: torch.device) -> Microbatch:
     stop = data.train.num_samples
-    return read_in_order(data.train, 0, plan.micro_batch_size, stop, trim=False).to(device)
+    return read_in_order(data.train, 0, plan.micro_batch_size, stop, Padding(is_equal=True)).to(device)
