@@ -103,7 +103,10 @@ def main():
         ]  # fmt: skip
         recipe, _ = load_recipe(RECIPE, overrides)
         prepared = prepare_run(recipe, False, lambda: detect_cluster(1), {}, lambda line: None)
-        folder, data = prepared.folder, open_prepared(prepared.folder.read_prepared_path(), recipe.data.sequence_len)
+        folder, data = (
+            prepared.folder,
+            open_prepared(prepared.folder.text.read_prepared_path(), recipe.data.sequence_len),
+        )
         runtime = start_runtime()
         trainer = build_trainer(recipe, prepared.plan, folder, runtime, console)
         trainer.num_steps = 0

@@ -192,7 +192,7 @@ def test_existing_run(echelon, run):
     live.unlock()
 
     more = (*train, "train.steps=8")
-    [shard] = run.read_prepared_path().glob("train-*.bin")
+    [shard] = run.text.read_prepared_path().glob("train-*.bin")
     content = shard.read_bytes()
     shard.write_bytes(content[:-10])
     assert_refused(echelon(*more), 2, f"{shard.name} has {len(content) - 10} bytes", "prepare again")

@@ -90,7 +90,7 @@ def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, 
         (tmp_path / "second.go").touch()
         await_count(run, "recovered", 1, lasting)  # grown
         assert events(run, "recovered")[0]["repeated_steps"] == 0  # the agent's SIGTERM was a save
-        await_line(run.metrics_path, f'"step": {run.last_step() + 60},', lasting, 120)
+        await_line(run.metrics_path, f'"step": {run.rows.last_step() + 60},', lasting, 120)
         killed_at = time.time()
         second.kill()
         await_count(run, "recovered", 2, lasting)  # shrunk

@@ -134,7 +134,7 @@ class Teller:
         self._left = processes_of(job)
         self._left_ranks = [each for each in self._left[1:] if (role_of(each) or "").isdecimal()]
         self._mark = len(self._read_events())
-        kill.at_step, kill.at = self.run.last_step(), time.time()
+        kill.at_step, kill.at = self.run.rows.last_step(), time.time()
         for victim in victims:
             with suppress(psutil.NoSuchProcess):  # it ended just now by itself, or as a child of the one before it
                 victim.send_signal(signal.Signals[kill.signal])
@@ -155,8 +155,8 @@ class Teller:
             if phase not in ("data preparation", "start") and ("start" in names or "resume" in names):
                 # What came before the processes of now were up was of those before them.
                 first = len(names) if first is None else first
-                last_step = self.run.last_step() + self._random.randint(2, 8) if last_step is None else last_step
-                if phase == "step" and self.run.last_step() >= last_step and self._classify(time.time()) == phase:
+                last_step = self.run.rows.last_step() + self._random.randint(2, 8) if last_step is None else last_step
+                if phase == "step" and self.run.rows.last_step() >= last_step and self._classify(time.time()) == phase:
                     return True
                 if phase in SPANS and names[first:].count(SPANS[phase][0]) >= times:
                     return True

@@ -100,7 +100,7 @@ class RunFolderFiles:
         write_text(folder.death_path, "")
         row = {"step": 4, "prompt": "x", "text": "y"}
         write_text(folder.samples_path, json.dumps(row) + "\n")
-        folder.append_event("rollback", step=2, suppressed=4)
+        folder.rows.append_event("rollback", step=2, suppressed=4)
         folder.mark_finished(4, "early_stop")
         self._longer, _ = load_recipe(folder.recipe_path, ["train.steps=6"])
         shutil.copytree(folder.path, self._aside)
@@ -184,7 +184,7 @@ class RunFolderFiles:
         damaged = [find_faults(each.path, checksums=True) for each in list_checkpoints(path)]
         if not (path / "remote.json").exists():
             list(describe_remote(path, verify=False))
-        RunFolder(path).last_step()
+        RunFolder(path).rows.last_step()
         kept = list(clear_out(self.folder.checkpoints_dir, 2))
         read = self.folder.remedy()
         assert isinstance(read, str)

@@ -90,7 +90,7 @@ class StoredFiles:
         (self._sharded / "model.safetensors").unlink()
         AutoModelForCausalLM.from_pretrained(self.single).save_pretrained(self._sharded, max_shard_size="60KB")
         self._older, self._newest = (checkpoint.path for checkpoint in find_checkpoints(self.run.checkpoints_dir))
-        self._prepared = self.run.read_prepared_path()
+        self._prepared = self.run.text.read_prepared_path()
         self.kinds = self._make_kinds()
         for kind in self.kinds:
             kind.expected = kind.load()
@@ -137,7 +137,7 @@ class StoredFiles:
 
     def _read_data(self) -> Parts:
         """What training reads of prepared text: every sample of every set, and the tokenizer."""
-        data = open_prepared(self.run.read_prepared_path(), self._sequence_len)
+        data = open_prepared(self.run.text.read_prepared_path(), self._sequence_len)
         sets = [
             ("train", data.train, None),
             *((each.name, each.dataset, each.bytes_per_token) for each in data.validation),

@@ -58,7 +58,7 @@ def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: in
     data = prepare_data(recipe, lambda line: None)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
-    run.write_prepared_path(data.path)
+    run.text.write_prepared_path(data.path)
     run.recipe_path.write_text(render_recipe(recipe))
     shape = build_shape(recipe.model.config)
     plan = case.apply(resolve_plan(recipe, shape, Cluster(GPU, 1, 1, "cuda", True), data.train.num_samples))

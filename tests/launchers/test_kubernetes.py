@@ -170,7 +170,7 @@ def test_sigterm_to_a_pods_first_process_saves(tmp_path):
     try:
         folder = RunFolder(data / "runs" / "small")
         until = time.monotonic() + 120
-        while not folder.last_step():
+        while not folder.rows.last_step():
             assert pod.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()
             time.sleep(0.2)
         (first,) = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()

@@ -88,7 +88,7 @@ def test_a_signal_to_one_machine_saves_on_both(tmp_path):
         codes, outputs = finish(*agents)
     assert codes == [3, 3], outputs
     assert "the same command resumes from it" in outputs[0] and "echelon:" not in outputs[1]
-    assert run.newest_step() == run.last_step()
+    assert run.newest_step() == run.rows.last_step()
 
 
 def test_a_lost_host_shrinks_the_run_and_a_new_one_grows_it(tmp_path, whole):

@@ -154,7 +154,7 @@ def plain(workers, text, tmp_path_factory):
     data = prepare_data(recipe, lambda line: None)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
-    run.write_prepared_path(data.path)
+    run.text.write_prepared_path(data.path)
     plan = resolve(row, recipe, data.train.num_samples)
     return workers.run(plain_loop, 1, str(folder / "recipe.json"), plan, (3, 6))[0]
 

@@ -42,7 +42,7 @@ def train(workers, row, folder, text, steps=4, stop_at=None, **sections):
     data = prepare_data(recipe, lambda line: None)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
-    run.write_prepared_path(data.path)
+    run.text.write_prepared_path(data.path)
     run.recipe_path.write_text(render_recipe(recipe))
     workers.run(train_rank, row.ranks, str(path), resolve(row, recipe, data.train.num_samples), stop_at, "")
     return run.path
@@ -66,7 +66,7 @@ def test_losses_are_those_of_a_plain_loop(alone):
     final = of_kind(alone, "eval")[-1]
     assert final["step"] == 4 and list(final["sets"]) == ["long", "short.txt"]
     model = load_run_model(alone, torch.device("cpu"))
-    data = open_prepared(RunFolder(alone).read_prepared_path(), SEQUENCE_LEN)
+    data = open_prepared(RunFolder(alone).text.read_prepared_path(), SEQUENCE_LEN)
     sums = []
     for each, num_sequences in zip(data.validation, (16, 5), strict=True):  # 2 batches of 8; 136 bytes in 32s
         ids = torch.tensor([int(token) for chunk in each.dataset.iter_tokens() for token in chunk])

@@ -87,7 +87,7 @@ def test_a_step_reads_nothing_back(workers, text, tmp_path, samples, row):
     data = prepare_data(recipe.model_copy(update={"objective": ObjectiveConfig()}), lambda line: None)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
-    run.write_prepared_path(data.path)
+    run.text.write_prepared_path(data.path)
     run.recipe_path.write_text(render_recipe(recipe))
     plan = resolve(row, recipe, data.train.num_samples)
     for inside, outside in workers.run(reads_of_a_step, row.ranks, str(path), plan, samples):

@@ -31,7 +31,7 @@ def prepared(row, folder, text, replicas=1):
     data = prepare_data(recipe, lambda line: None)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
-    run.write_prepared_path(data.path)
+    run.text.write_prepared_path(data.path)
     run.recipe_path.write_text(render_recipe(recipe))
     plan = resolve(row, recipe, data.train.num_samples)
     return str(path), replace(plan, num_replicas=replicas, dp_replicate=plan.dp_replicate // replicas)

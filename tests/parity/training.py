@@ -157,7 +157,7 @@ def train(
     data = prepare_data(plain, lambda line: None)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
-    run.write_prepared_path(data.path)
+    run.text.write_prepared_path(data.path)
     run.recipe_path.write_text(render_recipe(recipe))
     plan = replace(resolve(row, recipe, data.train.num_samples), tp=copies)
     write_json(run.plan_path, plan.to_dict())

@@ -62,7 +62,7 @@ def run_echelon(workers, row, folder, text):
     data = prepare_data(recipe, lambda line: None)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
-    run.write_prepared_path(data.path)
+    run.text.write_prepared_path(data.path)
     plan = resolve(row, recipe, data.train.num_samples)
     groups = workers.run(train_rank, row.ranks, str(path), plan)[0]
     return [each for each in read_rows(run.path) if each["kind"] == "train"][:STEPS], groups, data.path

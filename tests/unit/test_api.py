@@ -102,7 +102,7 @@ def write_run(path, *, finished=False, events=()):
     rows.append({"kind": "eval", "step": 2, "loss": 1.5})
     folder.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for event in events:
-        folder.append_event(event, step=1)
+        folder.rows.append_event(event, step=1)
     if finished:
         folder.mark_finished(2)
     return folder

@@ -22,7 +22,7 @@ def test_a_restart_is_told_once_with_its_parts(folder, monkeypatch):
     monkeypatch.setenv(RESTART_VARIABLE, json.dumps(told))
     lines = []
     watch = RecoveryWatch(folder, lines.append)
-    folder.cut_metrics(20)  # what was there before counts
+    folder.rows.cut_metrics(20)  # what was there before counts
     watch.loaded()
     watch.stepped(21)
     watch.stepped(22)

@@ -80,7 +80,7 @@ class Machine:
 
     def _note(self, event, **fields):
         self.events.append((event, fields.get("step")))
-        self.run.append_event(event, **fields)
+        self.run.rows.append_event(event, **fields)
 
     def save(self, step, keep=None, content=b"weights"):
         """Train to a step and save there, as the trainer and the store do."""

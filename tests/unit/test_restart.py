@@ -68,6 +68,6 @@ def test_a_restart_forgets_reports_and_hears_of_a_stop(tmp_path):
 
 def test_the_last_step_with_a_row(tmp_path):
     folder = RunFolder(tmp_path)
-    assert folder.last_step() == 0
+    assert folder.rows.last_step() == 0
     folder.metrics_path.write_text('{"kind": "train", "step": 7}\n{"kind": "train", "step": 8}\n{"kind": "tr')
-    assert folder.last_step() == 8
+    assert folder.rows.last_step() == 8

@@ -139,21 +139,21 @@ def test_metrics_are_cut_at_the_checkpoint(tmp_path):
     rows = [{"kind": "train", "step": step} for step in (1, 2, 3, 4)]
     rows.insert(2, {"kind": "eval", "step": 2})
     folder.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "tra')
-    assert folder.cut_metrics(2) == 3
+    assert folder.rows.cut_metrics(2) == 3
     kept = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
     assert kept == [{"kind": "train", "step": 1}, {"kind": "train", "step": 2}, {"kind": "eval", "step": 2}]
-    assert folder.cut_metrics(2) == 0
+    assert folder.rows.cut_metrics(2) == 0
     folder.samples_path.write_text('{"step": 1}\n{"step": 2}\n')
-    assert folder.cut_metrics(2, owes_evaluation=True) == 2  # it is made again, and so are its samples
+    assert folder.rows.cut_metrics(2, owes_evaluation=True) == 2  # it is made again, and so are its samples
     assert json.loads(folder.metrics_path.read_text().splitlines()[-1]) == {"kind": "train", "step": 2}
     assert folder.samples_path.read_text() == '{"step": 1}\n'
-    assert RunFolder(tmp_path / "none").cut_metrics(2) == 0
+    assert RunFolder(tmp_path / "none").rows.cut_metrics(2) == 0
 
 
 def test_events_are_lines_with_a_time(tmp_path):
     folder = leave_run(tmp_path / "run")
-    folder.append_event("checkpoint", step=5)
-    folder.append_event("failure", message="x")
+    folder.rows.append_event("checkpoint", step=5)
+    folder.rows.append_event("failure", message="x")
     first, second = [json.loads(line) for line in folder.events_path.read_text().splitlines()]
     assert (first["event"], first["step"], second["step"], second["message"]) == ("checkpoint", 5, None, "x")
     assert abs(first["time"] - time.time()) < 60
@@ -179,15 +179,15 @@ def test_interrupted_write_leaves_the_old_file(tmp_path):
 def test_prepared_path_is_remembered(tmp_path):
     folder = leave_run(tmp_path / "run")
     with pytest.raises(DataError, match="echelon train"):
-        folder.read_prepared_path()
-    folder.write_prepared_path(tmp_path / "prepared")
-    assert folder.read_prepared_path() == (tmp_path / "prepared").resolve()
+        folder.text.read_prepared_path()
+    folder.text.write_prepared_path(tmp_path / "prepared")
+    assert folder.text.read_prepared_path() == (tmp_path / "prepared").resolve()
 
 
 def test_lines_that_are_no_rows_are_passed_over_and_named(tmp_path):
     """None of them ends in a traceback, whatever reads the file: the fuzz damages them all."""
     folder = leave_run(tmp_path / "run")
-    assert folder.describe_bad_lines() == [] and folder.read_events() == ()
+    assert folder.rows.describe_bad_lines() == [] and folder.rows.read_events() == ()
     good = {"time": 1.0, "event": "start", "step": 0}
     bad = [
         b"null",
@@ -203,12 +203,12 @@ def test_lines_that_are_no_rows_are_passed_over_and_named(tmp_path):
     bad += [b'{"time": 1, "event": "start", "step": -1}', b'{"time": 1' + b"0" * 400 + b', "event": "start"}', b""]
     lines = [json.dumps(good).encode(), *bad, json.dumps(good).encode()]
     folder.events_path.write_bytes(b"\n".join(lines) + b'\n{"time": 1.0, "eve')  # the last line is being written
-    assert folder.read_events() == (good, good)
-    [line] = folder.describe_bad_lines()
+    assert folder.rows.read_events() == (good, good)
+    [line] = folder.rows.describe_bad_lines()
     assert line == f"{folder.events_path}: passing over line 2 and 12 more, which cannot be read"
     folder.metrics_path.write_bytes(b'{"kind": "train", "step": 1, "loss": "x"}\n{"kind": "train", "step": 1}\n')
-    assert folder.describe_bad_lines()[1] == f"{folder.metrics_path}: passing over line 1, which cannot be read"
-    assert folder.last_step() == 1 and folder.cut_metrics(1) == 1
+    assert folder.rows.describe_bad_lines()[1] == f"{folder.metrics_path}: passing over line 1, which cannot be read"
+    assert folder.rows.last_step() == 1 and folder.rows.cut_metrics(1) == 1
 
 
 @pytest.mark.parametrize("content", ["null", "[]", "5", '"x"', "{}", "", "{", '{"prepared": 5}', '{"prepared": null}'])
@@ -216,9 +216,9 @@ def test_documents_of_another_type_are_damaged_ones(tmp_path, content):
     folder = leave_run(tmp_path / "run")
     folder.data_path.write_text(content)
     with pytest.raises(DataError, match=r"data\.json does not say which text the run reads"):
-        folder.read_prepared_path()
-    folder.append_event("start", step=0, prepared=str(tmp_path), digest="d")
-    assert (folder.read_prepared_path(), folder.read_data_digest()) == (tmp_path, "d")
+        folder.text.read_prepared_path()
+    folder.rows.append_event("start", step=0, prepared=str(tmp_path), digest="d")
+    assert (folder.text.read_prepared_path(), folder.text.read_data_digest()) == (tmp_path, "d")
     folder.outcome_path.write_text(content)
     assert folder.is_finished() and folder.remedy() == "; raise train.steps to go on"
     folder.outcome_path.write_text('{"outcome": "early_stop"}')

@@ -95,8 +95,8 @@ def test_suppressed_steps_stand_in_the_state_and_in_the_events(tmp_path):
     assert TrainState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
     folder = RunFolder(tmp_path)
     assert _read_suppressed(folder) == []
-    folder.append_event("bad_step", step=7, action="rollback")
-    folder.append_event("rollback", step=4, suppressed=7)
+    folder.rows.append_event("bad_step", step=7, action="rollback")
+    folder.rows.append_event("rollback", step=4, suppressed=7)
     with folder.events_path.open("a") as file:
         file.write('{"event": "rollback", "sup')
     assert _read_suppressed(folder) == [7]

@@ -26,7 +26,7 @@ def build_run(folder, *overrides):
     run.recipe_path.write_text(render_recipe(recipe))
     for path in (run.plan_path, run.estimate_path, run.environment_path):
         path.write_text("{}")
-    run.write_prepared_path(folder / "prepared", digest="0123456789abcdef0123456789abcdef")
+    run.text.write_prepared_path(folder / "prepared", digest="0123456789abcdef0123456789abcdef")
     run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in train_rows(1, 5)))
     return recipe, run
 
@@ -83,7 +83,7 @@ def test_mlflow_holds_the_run_once_however_often_it_is_opened(store, no_store):
     assert params["model.config.hf_token"] == "***" and params["model.config.note"] == LONG[:6000]
     assert params["train.steps"] == str(recipe.train.steps)  # MLflow lets no parameter change
     [dataset] = found.inputs.dataset_inputs
-    assert dataset.dataset.digest == found.data.tags["echelon.data_digest"] == run.read_data_digest()
+    assert dataset.dataset.digest == found.data.tags["echelon.data_digest"] == run.text.read_data_digest()
     assert {each.path for each in client.list_artifacts(found.info.run_id)} == {
         "recipe.yaml", "plan.json", "estimate.json", "environment.json", "metrics.jsonl",
     }  # fmt: skip

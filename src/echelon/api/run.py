@@ -61,7 +61,7 @@ class Run:
     @property
     def step(self) -> int:
         """The last step that metrics.jsonl has a row of; 0 before the first."""
-        return self._folder.last_step()
+        return self._folder.rows.last_step()
 
     @property
     def status(self) -> Status:
@@ -77,13 +77,13 @@ class Run:
             return "running"
         if self._folder.is_finished():
             return "finished"
-        events = [row["event"] for row in self._folder.read_events()]
+        events = [row["event"] for row in self._folder.rows.read_events()]
         last = next((each for each in reversed(events) if each in _ENDINGS or each in _BEGINNINGS), None)
         return _ENDINGS.get(last or "", "interrupted")
 
     def metrics(self, kind: str | None = "train") -> list[Row]:
         """The rows of metrics.jsonl, in order: of `train` steps, of `eval`uations, or, with None, of both."""
-        rows = self._folder.read_metrics().rows
+        rows = self._folder.rows.read_metrics().rows
         return [row for row in rows if kind is None or row["kind"] == kind]
 
     def metrics_frame(self, kind: str | None = "train") -> "DataFrame":
@@ -100,7 +100,7 @@ class Run:
 
     def events(self, event: str | None = None) -> list[Row]:
         """The rows of events.jsonl, in order: all of them, or those of one event, such as `checkpoint`."""
-        return [row for row in self._folder.read_events() if event is None or row["event"] == event]
+        return [row for row in self._folder.rows.read_events() if event is None or row["event"] == event]
 
     def checkpoints(self) -> "list[Checkpoint]":
         """The published checkpoints, oldest first, each with its `step` and `path`."""

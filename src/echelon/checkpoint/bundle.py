@@ -4,7 +4,8 @@ import zipfile
 from pathlib import Path
 
 from echelon.errors import CheckpointError
-from echelon.runs.run_folder import RunFolder, is_row_up_to
+from echelon.runs.run_folder import RunFolder
+from echelon.runs.run_rows import is_row_up_to
 from echelon.stored import whole_lines, write_text
 
 # In the order in which they come back: a folder with a recipe counts as a run, so that is the last.

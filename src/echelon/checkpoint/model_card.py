@@ -57,7 +57,7 @@ def _data_lines(recipe: Recipe) -> list[str]:
 
 
 def _figure_lines(folder: RunFolder, step: int) -> list[str]:
-    rows = folder.read_metrics().rows
+    rows = folder.rows.read_metrics().rows
     lines = []
     for kind, what in (("train", "training"), ("eval", "held-out")):
         row = next((row for row in reversed(rows) if row["kind"] == kind and row["step"] <= step), None)

@@ -95,7 +95,7 @@ class RemoteStart:
                 self.claim(folder)
             keep = newest.read_state()["train"].get("best_step") if self._recipe.checkpoint.keep_best else None
             keep_last = self._recipe.checkpoint.keep_last
-            uploader = Uploader(self._remote.url, folder, keep_last, self._say, folder.append_event)
+            uploader = Uploader(self._remote.url, folder, keep_last, self._say, folder.rows.append_event)
             uploader.offer(newest, keep, if_missing=True)
             while not uploader.wait(1.0) and not uploader.is_failing:
                 pass
@@ -192,7 +192,7 @@ class RemoteStart:
         finally:
             shutil.rmtree(writing, ignore_errors=True)
         seconds = time.monotonic() - began
-        folder.append_event("download", step=checkpoint.step, seconds=seconds, bytes=num_bytes)
+        folder.rows.append_event("download", step=checkpoint.step, seconds=seconds, bytes=num_bytes)
         self._say(f"Downloaded {checkpoint.name} and compared it with its checksums in {seconds:.1f} s.")
         return True
 

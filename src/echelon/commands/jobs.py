@@ -71,7 +71,7 @@ def describe_job(record: "JobRecord", now: "JobStatus") -> str:
     if now.detail:
         parts.append(now.detail)
     folder = find_run_folder(record.target, Path(record.run_dir))
-    if step := folder.last_step():
+    if step := folder.rows.last_step():
         parts.append(f"step {step}")
     with suppress(ConfigError):  # a damaged file; the run's next start says so
         if usd := read_spending(folder).usd:

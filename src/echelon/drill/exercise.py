@@ -197,6 +197,11 @@ class _Watch:
         if self.noticed is None and any(event["event"] in self._fault.noticed_by for event in events):
             self.noticed = time.time() - self._moment
         went_on = any(event["event"] in self._fault.over_by for event in events)
-        if self.recovered is None and self.noticed is not None and went_on and self._trial.run.last_step() > self.step:
+        if (
+            self.recovered is None
+            and self.noticed is not None
+            and went_on
+            and self._trial.run.rows.last_step() > self.step
+        ):
             self.recovered = time.time() - self._moment
         return False

@@ -81,11 +81,11 @@ class Trial:
 
     def rows(self) -> list[dict[str, Any]]:
         """The training rows there are."""
-        return [row for row in self.run.read_metrics().rows if row["kind"] == "train"]
+        return [row for row in self.run.rows.read_metrics().rows if row["kind"] == "train"]
 
     def events(self, since: float = 0.0) -> list[dict[str, Any]]:
         """What happened since a moment, as `time.time()` counts."""
-        return [event for event in self.run.read_events() if event["time"] >= since]
+        return [event for event in self.run.rows.read_events() if event["time"] >= since]
 
     def equals(self, other: "Trial") -> bool:
         """Whether both ended with the same weights, optimizer state and rows, bit for bit."""
@@ -125,10 +125,10 @@ class Job:
 
     def wait_for_step(self, step: int) -> int:
         """Wait until a step has its row; the newest step then. Raises TrainingError if the run ends before."""
-        code = self.wait(lambda: self.trial.run.last_step() >= step)
+        code = self.wait(lambda: self.trial.run.rows.last_step() >= step)
         if code is not None:
             raise TrainingError(f"the drill's run ended with exit code {code} too early: {self.trial.last_words()}")
-        return self.trial.run.last_step()
+        return self.trial.run.rows.last_step()
 
     def ranks(self) -> list[int]:
         """The process ids of the ranks, in the order in which they were started."""

@@ -23,7 +23,7 @@ from echelon.runs.run_folder import RunFolder, is_run
 def open_run_text(run: Path) -> PreparedData:
     """The text that a run reads, as it reads it. Raises DataError where it is no longer there."""
     data = read_run_recipe(run).data
-    return open_prepared(RunFolder(run).read_prepared_path(), data.sequence_len, data.document_mask)
+    return open_prepared(RunFolder(run).text.read_prepared_path(), data.sequence_len, data.document_mask)
 
 
 def open_held_out(run: Path) -> Sequence[ValidationSet]:

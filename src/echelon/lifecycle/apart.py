@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.5
 def send_run(folder: RunFolder, store: "Store") -> None:
     """On rank 0: publish the files that describe the run to the other machines."""
     files = {path.name: path.read_text(encoding="utf-8") for path in _files(folder) if path.exists()}
-    store.set("echelon/files", json.dumps({"files": files, "digest": folder.read_data_digest()}))
+    store.set("echelon/files", json.dumps({"files": files, "digest": folder.text.read_data_digest()}))
 
 
 def receive_run(recipe: Recipe, folder: RunFolder, store: "Store", await_word: Callable[[], bool]) -> bool:
@@ -46,7 +46,7 @@ def receive_run(recipe: Recipe, folder: RunFolder, store: "Store", await_word: C
             "machine the same files, under the same paths."
         )
     folder.create()
-    folder.write_prepared_path(data.path, data.content_digest)
+    folder.text.write_prepared_path(data.path, data.content_digest)
     for name, text in sent["files"].items():
         write_text(folder.path / name, text)
     return True

@@ -127,7 +127,7 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder, console:
     if dist.get_rank() == 0:
         card = render_card(folder.path, trainer.state.step, is_adapter=True)
         num_bytes = write_adapter(folder.export_dir, content, recipe.model.checkpoint, folder.model_dir, card)
-        folder.append_event("export", step=trainer.state.step, bytes=num_bytes)
+        folder.rows.append_event("export", step=trainer.state.step, bytes=num_bytes)
         size = f"{num_bytes / 1e6:.2f} MB of weights, equal to those that were trained"
         write_line(console, f"adapter: {folder.export_dir} ({size})")
 
@@ -141,14 +141,14 @@ def summarize(trainer: Trainer, journal: Journal, folder: RunFolder) -> None:
         if (used := journal.meter.describe()) is not None:
             journal.say(used)
     with suppress(OSError):  # a full disk takes no event
-        folder.append_event("goodput", step=trainer.state.step, seconds=goodput.state_dict()["seconds"])
+        folder.rows.append_event("goodput", step=trainer.state.step, seconds=goodput.state_dict()["seconds"])
 
 
 def finish(trainer: Trainer, folder: RunFolder, console: TextIO) -> None:
     """Record that the run reached its last step, or ended by early stopping."""
     state = trainer.state
     if state.step == trainer.num_steps or not trainer.stopped_early:
-        folder.append_event("done", step=state.step)
+        folder.rows.append_event("done", step=state.step)
         folder.mark_finished(state.step)
         return
     numbers = {
@@ -156,7 +156,7 @@ def finish(trainer: Trainer, folder: RunFolder, console: TextIO) -> None:
         "best_loss": state.best_loss,
         "evaluations_since_best": state.evaluations_since_best,
     }
-    folder.append_event("early_stop", step=state.step, **numbers)
+    folder.rows.append_event("early_stop", step=state.step, **numbers)
     folder.mark_finished(state.step, "early_stop")
     best = (
         "none was finite"
@@ -188,7 +188,7 @@ def build_trainer(
     recovery = RecoveryWatch(folder, lambda line: write_line(console, line)) if runtime.rank == 0 else None
     stop, heart, device = stop or StopRequest(), heart or Heartbeat(), runtime.device
     meshes = build_mesh(plan, device.type)
-    data = open_prepared(folder.read_prepared_path(), recipe.data.sequence_len, recipe.data.document_mask)
+    data = open_prepared(folder.text.read_prepared_path(), recipe.data.sequence_len, recipe.data.document_mask)
     here = with_copies(recipe, read_commits(folder))
     config = resolve_config(here, data.vocab_size, data.tokenizer)
     if runtime.rank == 0:
@@ -215,7 +215,7 @@ def build_trainer(
         goodput = open_goodput(folder, saved)
         store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
         text = {"prepared": str(data.path), "digest": data.content_digest}
-        folder.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops, **text)
+        folder.rows.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops, **text)
         journal = open_journal(recipe, folder, runtime, console, num_steps, state.step, recovery)
         lines = describe_training(recipe, plan, config, data, stops, has_documents=first.documents is not None)
         mfu_line = f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}"
@@ -262,7 +262,7 @@ def build_store(recipe: Recipe, folder: RunFolder, console: TextIO) -> Checkpoin
 
     uploads = None
     if recipe.checkpoint.remote is not None and dist.get_rank() == 0:
-        uploads = Uploader(recipe.checkpoint.remote, folder, keep_last, say, folder.append_event)
+        uploads = Uploader(recipe.checkpoint.remote, folder, keep_last, say, folder.rows.append_event)
 
     def carry(group: dist.ProcessGroup) -> Carrier:
         # Not below the run: what lies there may be copied on, as by SageMaker, which would take half a file for one.
@@ -273,7 +273,7 @@ def build_store(recipe: Recipe, folder: RunFolder, console: TextIO) -> Checkpoin
         keep_last,
         asynchronous,
         say,
-        folder.append_event,
+        folder.rows.append_event,
         uploads,
         None if shares_files() else carry,
     )

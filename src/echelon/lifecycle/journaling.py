@@ -69,9 +69,9 @@ def open_goodput(folder: RunFolder, saved: SavedState | None) -> GoodputTracker:
     """Where the run's time went so far; cuts off the rows of lost steps, which tell how long those took. Rank 0."""
     written = folder.metrics_path.stat().st_mtime if folder.metrics_path.exists() else 0.0
     at = TrainState() if saved is None else saved.train
-    num_cut = folder.cut_metrics(at.step, at.owes_evaluation)
+    num_cut = folder.rows.cut_metrics(at.step, at.owes_evaluation)
     found = None if saved is None else saved.goodput
-    events = [event for event in folder.read_events() if event["event"] in ("start", "resume", *_ENDS)]
+    events = [event for event in folder.rows.read_events() if event["event"] in ("start", "resume", *_ENDS)]
     starts = [event["time"] for event in events if event["event"] == "start"]
     if found is None and starts:  # an earlier start came to no checkpoint
         found = GoodputState({}, min(starts), stopped=False)

@@ -93,7 +93,7 @@ def _describe_ending(folder: RunFolder, outcome: Outcome) -> Outcome:
     stopped, budget = outcome.message.startswith("stopped by"), outcome.message.startswith("stopped by budget")
     step = folder.newest_step()
     with suppress(OSError):  # a full disk may be what ended it, and takes no event either
-        folder.append_event(
+        folder.rows.append_event(
             "budget" if budget else "signal" if stopped else "failure",
             step=step,
             code=outcome.code,

@@ -87,13 +87,13 @@ def prepare_run(
         if line := forget_damaged_spending(recipe, folder):
             say(f"cost: {line}")
         refuse_used_up(recipe, folder, rate, find_cluster().num_nodes)
-        began_with = {text.digest for text in folder.read_texts()} if opened.state == "resumed" else set()
-        folder.append_event("prepare")
+        began_with = {text.digest for text in folder.text.read_texts()} if opened.state == "resumed" else set()
+        folder.rows.append_event("prepare")
         commits = find_commits(recipe, commits | read_commits(folder))
         announce(commits)
         here = _with_small_copies(recipe, commits, say)
         data = prepare_data(here, say)
-        folder.append_event("prepared")
+        folder.rows.append_event("prepared")
         _refuse_other_text(folder, began_with, data.content_digest)
         num_steps = recipe.num_steps(data.train.num_samples)
         if fault := find_fault(recipe.optim, num_steps, recipe.batches):
@@ -106,7 +106,7 @@ def prepare_run(
         cluster = find_cluster()
         plan = _find_plan(opened, recipe, shape, cluster, data.train.num_samples, say)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
-        folder.write_prepared_path(data.path, data.content_digest)
+        folder.text.write_prepared_path(data.path, data.content_digest)
         fetch_models(recipe, commits, say)  # last, when nothing else can be refused any more
         write_commits(folder, commits)
         write_run(folder, recipe, plan, estimate, num_steps, cluster, variables)

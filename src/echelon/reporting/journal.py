@@ -93,13 +93,13 @@ class Journal:
 
     def event(self, event: str, **fields: Any) -> None:
         """A line of events.jsonl."""
-        self._folder.append_event(event, **fields)
+        self._folder.rows.append_event(event, **fields)
 
     def cut(self, step: int) -> None:
         """Remove all rows after the step that the run has returned to."""
         self.flush()
         self._file.close()
-        self._folder.cut_metrics(step)
+        self._folder.rows.cut_metrics(step)
         self._file = self._open()
         self._started = None
         for forwarder in self._forwarders:

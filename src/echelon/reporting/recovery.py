@@ -46,7 +46,7 @@ class RecoveryWatch:
         self._folder = folder
         self._say = say
         self._up_at = self._loaded_at = time.time()
-        self._done_before = folder.last_step()
+        self._done_before = folder.rows.last_step()
         self._end = find_last_end(folder.metrics_path)
 
     def loaded(self) -> None:
@@ -66,5 +66,5 @@ class RecoveryWatch:
         )
         self._end = None
         with suppress(OSError):  # a full disk takes no event
-            self._folder.append_event("recovered", step=step, **asdict(recovery))
+            self._folder.rows.append_event("recovered", step=step, **asdict(recovery))
         self._say(recovery.describe())

@@ -175,7 +175,7 @@ def describe_cost(
 
 def _estimate_seconds(recipe: "Recipe", folder: RunFolder, num_steps: int) -> float | None:
     """Of the steps that are left, at the median time a sequence took in the run's last steps."""
-    rows = (row for row in folder.rows_backwards() if row.get("kind") == "train" and row.get("step_seconds"))
+    rows = (row for row in folder.rows.rows_backwards() if row.get("kind") == "train" and row.get("step_seconds"))
     recent = list(islice(rows, _RECENT_STEPS))
     if not recent:
         return None

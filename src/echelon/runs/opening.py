@@ -96,7 +96,7 @@ def _reopen(folder: RunFolder, recipe: Recipe, say: Callable[[str], None]) -> Op
         return OpenedRun(folder, "finished", differences, old)
     for line in _render_differences(differences):
         say(f"run: changed {line}")
-    for line in folder.describe_bad_lines():
+    for line in folder.rows.describe_bad_lines():
         say(f"run: {line}")
     return OpenedRun(folder, "resumed", differences, old)
 

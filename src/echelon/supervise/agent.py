@@ -213,9 +213,9 @@ class Agent:
         if self.keeps_journal:
             job.folder.sweep()
             with suppress(OSError):  # the disk may be full
-                job.folder.append_event("failure", step=decision.step, code=FAILED, message=decision.message)
+                job.folder.rows.append_event("failure", step=decision.step, code=FAILED, message=decision.message)
                 number = decision.restarts
-                job.folder.append_event("restart", step=decision.step, number=number, detection_seconds=detection)
+                job.folder.rows.append_event("restart", step=decision.step, number=number, detection_seconds=detection)
         if self.is_coordinator:
             where = "" if self._group.is_alone else ", on all machines"
             start = "from the beginning" if decision.step is None else f"from step {decision.step}"

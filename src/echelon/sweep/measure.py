@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from echelon.runs.run_folder import RunFolder, is_metrics_row
+from echelon.runs.run_folder import RunFolder
+from echelon.runs.run_rows import is_metrics_row
 from echelon.stored import Row, parse_row, whole_lines
 from echelon.sweep.sweep_file import SweepSettings
 

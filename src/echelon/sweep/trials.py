@@ -130,7 +130,7 @@ class Trials:
             return Ended(value, message="" if value is not None else f"it ended without a number for {wanted}")
         message = self._find_message(running, status)
         if status.state == "stopped":
-            goes_on = RunFolder(Path(running.record.run_dir)).last_step() > running.step
+            goes_on = RunFolder(Path(running.record.run_dir)).rows.last_step() > running.step
             return Ended(again=goes_on, message=f"it stopped and got no further: {message}")
         return Ended(again=True) if _IN_USE in message else Ended(message=message)
 
@@ -178,7 +178,7 @@ class Trials:
 
 def _watch(number: int, recipe: Recipe, slot: Slot | None, record: JobRecord) -> Running:
     run = RunFolder(Path(record.run_dir))
-    return Running(number, recipe, slot, record, MetricsReader(run.path), run.last_step())
+    return Running(number, recipe, slot, record, MetricsReader(run.path), run.rows.last_step())
 
 
 def trial_recipe(space: Space, base: Recipe, values: Values, name: str, number: int, folder: SweepFolder) -> Recipe:

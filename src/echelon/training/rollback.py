@@ -134,4 +134,4 @@ def find_suppressed(folder: RunFolder) -> tuple[int, ...]:
 
 
 def _read_suppressed(folder: RunFolder) -> list[int]:
-    return [event["suppressed"] for event in folder.read_events() if event["event"] == "rollback"]
+    return [event["suppressed"] for event in folder.rows.read_events() if event["event"] == "rollback"]

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from echelon.redaction import redact_text
 from echelon.reporting.trackers.tracker import Held, Tracker
-from echelon.runs.run_folder import is_metrics_row
+from echelon.runs.run_rows import is_metrics_row
 from echelon.stored import parse_row, read_as, write_json
 
 POLL_SECONDS = 1.0

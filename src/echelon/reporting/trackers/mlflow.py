@@ -135,7 +135,7 @@ class Mlflow:
 
     def _log_data(self) -> None:
         """The text as a dataset of the run, under the digest of its tokens."""
-        digest = self._folder.read_data_digest()
+        digest = self._folder.text.read_data_digest()
         if digest is None:
             return
         sources = json.dumps(redact(recipe_mapping(self._recipe))["data"]["train"])

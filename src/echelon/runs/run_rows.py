@@ -1,0 +1,119 @@
+"""The rows of a run: metrics.jsonl, samples.jsonl and events.jsonl, of which any line may be torn or a stranger's."""
+
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from echelon.stored import Row, Rows, parse_row, read_rows, whole_lines, write_text
+
+_NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "tokens_per_second", "step_seconds")
+_LARGEST = 1e300
+
+
+class RunRows:
+    """What happened in a run, as its folder tells it. One process appends to each file; any may read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.metrics_path = folder / "metrics.jsonl"
+        self.samples_path = folder / "samples.jsonl"
+        self.events_path = folder / "events.jsonl"
+
+    def append_event(self, event: str, **fields: Any) -> None:
+        """Add one line to events.jsonl: the time in UTC seconds, the event, the step (null when unknown), `fields`."""
+        row = {"time": time.time(), "event": event, "step": fields.pop("step", None), **fields}
+        with self.events_path.open("ab", buffering=0) as file:
+            size = file.tell()
+            line = (json.dumps(row) + "\n").encode()
+            if file.write(line) < len(line):  # a disk that fills up takes the beginning of a line
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.events_path))
+
+    def read_events(self) -> tuple[Row, ...]:
+        """The rows of events.jsonl, in order, without lines that are none."""
+        return read_rows(self.events_path, _is_event).rows
+
+    def read_metrics(self) -> Rows:
+        """The rows of metrics.jsonl, in order, and which lines are none."""
+        return read_rows(self.metrics_path, is_metrics_row)
+
+    def describe_bad_lines(self) -> list[str]:
+        """A line about each of events.jsonl, metrics.jsonl and samples.jsonl that has lines which are passed over."""
+        kinds = ((self.events_path, _is_event), (self.metrics_path, is_metrics_row), (self.samples_path, _has_step))
+        found = (read_rows(path, is_row).describe_bad() for path, is_row in kinds)
+        return [line for line in found if line is not None]
+
+    def cut_metrics(self, step: int, owes_evaluation: bool = False) -> int:
+        """Drop the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; returns their number.
+
+        Where the evaluation at `step` is owed, it is made again, and its rows go too.
+        """
+        evaluated = step - owes_evaluation
+        paths = (self.metrics_path, self.samples_path)
+        return sum(_cut_rows(path, step, evaluated) for path in paths if path.exists())
+
+    def last_step(self) -> int:
+        """The last step that has a row in metrics.jsonl; 0 where none has."""
+        return next((int(row["step"]) for row in self.rows_backwards()), 0)
+
+    def rows_backwards(self) -> Iterator[Row]:
+        """The rows of metrics.jsonl, the last one first; none where there is no such file."""
+        try:
+            lines = list(whole_lines(self.metrics_path.read_bytes()))
+        except OSError:
+            return
+        yield from (row for line in reversed(lines) if (row := parse_row(line, is_metrics_row)) is not None)
+
+
+def _cut_rows(path: Path, step: int, evaluated: int) -> int:
+    content = path.read_bytes()
+    kept = [line for line in whole_lines(content) if is_row_up_to(path.name, line, step, evaluated)]
+    num_lines = content.count(b"\n") + (not content.endswith(b"\n") and bool(content))
+    if len(kept) < num_lines:
+        write_text(path, b"".join(kept).decode("utf-8"))
+    return num_lines - len(kept)
+
+
+def is_row_up_to(name: str, line: bytes, step: int, evaluated: int) -> bool:
+    """Whether a line of metrics.jsonl or samples.jsonl (its `name`) is whole, and of `step` or before.
+
+    Of an evaluation, of step `evaluated` or before.
+    """
+    is_row = is_metrics_row if name == "metrics.jsonl" else _has_step
+    row = parse_row(line, is_row) if line.endswith(b"\n") else None
+    return row is not None and bool(row["step"] <= (step if row.get("kind") == "train" else evaluated))
+
+
+def is_metrics_row(row: Row) -> bool:
+    """Whether a row is one of metrics.jsonl: of a kind and a step, numbers where there must be numbers."""
+    numbers = (row.get(name) for name in _NUMBERS)
+    sets = row.get("sets")
+    return (
+        isinstance(row.get("kind"), str)
+        and _has_step(row)
+        and all(value is None or isinstance(value, float) or _is_number(value) for value in numbers)
+        and (sets is None or (isinstance(sets, dict) and all(isinstance(each, dict) for each in sets.values())))
+    )
+
+
+def _is_event(row: Row) -> bool:
+    """Whether a row is one of events.jsonl; of a rollback, whether it says which step was ruled out."""
+    is_event = isinstance(row.get("event"), str) and _is_number(row.get("time"))
+    has_step = row.get("step") is None or _has_step(row)
+    return is_event and has_step and (row["event"] != "rollback" or _is_count(row.get("suppressed")))
+
+
+def _has_step(row: Row) -> bool:
+    return _is_count(row.get("step"))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def _is_number(value: object) -> bool:
+    # Compared, since a whole number may be too large to be made a float; nan is neither.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
