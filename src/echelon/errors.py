@@ -75,7 +75,7 @@ def first_line(error: BaseException) -> str:
 
 
 def render_traceback(error: BaseException) -> str:
-    """The traceback of an error nobody foresaw, as Python prints it, without what looks like a secret."""
+    """The traceback of an unexpected error, as Python prints it, without what looks like a secret."""
     return redact_text("".join(traceback.format_exception(error)))
 
 

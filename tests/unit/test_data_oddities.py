@@ -50,7 +50,7 @@ def test_empty_answers_and_conversations_that_end_with_a_question_are_counted(lo
     for again in range(2):  # the second time the text is found prepared
         lines = look(jsonl(talks), *CHAT)
         assert (
-            "data.train.0: 2 of 30 examples have an empty answer: the model learns to say nothing there "
+            "data.train.0: 2 of 30 examples have an empty answer: the model learns to answer with nothing "
             in "\n".join(lines)
         ), again
         assert any(line.endswith("(the first: {}:8)".format(Path("x.jsonl").resolve())) for line in lines)

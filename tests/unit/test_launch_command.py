@@ -169,7 +169,7 @@ def test_ctrl_c_while_a_job_is_handed_over_loses_no_job(recipe, monkeypatch, cap
 def test_ctrl_c_ends_the_following_alone(recipe, monkeypatch, capsys):
     monkeypatch.setattr(Slow, "submit", lambda self, job: Submitted("17"))
     monkeypatch.setattr("echelon.lifecycle.job_checks.find_launcher", lambda target: Slow())
-    with pytest.raises(LaunchError, match=r"^no longer followed; (.*) goes on, `echelon cancel \1` ends it\.$"):
+    with pytest.raises(LaunchError, match=r"^no longer followed; (.*) continues, `echelon cancel \1` stops it\.$"):
         launch(recipe, [], to="local", follow=True)
 
 

@@ -148,7 +148,7 @@ def test_another_machine_goes_on_where_this_one_was_lost(address, request, tmp_p
     # The first one was only cut off, and goes on: it may not publish any more.
     first.save(40)
     wait_until(lambda: first.events[-1][0] == "upload_failed")
-    assert "another process goes on with this run" in first.lines[-1] and first.found() == [20, 30]
+    assert "another process has resumed this run" in first.lines[-1] and first.found() == [20, 30]
     second.save(40, content=b"other")
     second.settle()
     assert second.found() == [30, 40]

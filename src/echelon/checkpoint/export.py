@@ -1,4 +1,4 @@
-"""Leaving echelon: an HF folder that `transformers` loads, written with bounded memory and read back."""
+"""Exports a run as an HF folder that `transformers` loads, written with bounded memory and read back."""
 
 import copy
 import json

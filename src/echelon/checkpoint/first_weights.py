@@ -1,4 +1,4 @@
-"""The weights a run begins with: made from the seed, or read from another run or an HF checkpoint."""
+"""The initial weights of a run: generated from the seed, or read from another run or an HF checkpoint."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What stands in a run's `checkpoints/`: finding it, comparing it with its manifest, publishing and removing. No torch.
+"""The `checkpoints/` folder of a run: finds, verifies, publishes and removes checkpoints. No torch.
 
 A checkpoint is `step-00000100/`, with a manifest of the size and checksum of each of its files. It gets that name, and
 loses it, in one rename, so that a process may be killed at any moment: what is half-written or half-removed has a

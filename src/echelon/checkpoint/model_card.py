@@ -1,4 +1,4 @@
-"""README.md of what leaves a run: what it is, what it was trained on, with which figures, by which recipe."""
+"""The model card (README.md) of an export: the model, its training data, metrics and recipe."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str 
     front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "tags": ["echelon", method]}
     front |= {} if base is None else {"base_model": base}
     kind = "An adapter" if is_adapter else "A model with its adapter merged" if recipe.adapter.is_adapter else "A model"
-    start = f"beginning with {base}" if base is not None else "beginning with weights of its own"
+    start = f"beginning with {base}" if base is not None else "from newly initialized weights"
     lines = [
         "---", yaml.safe_dump(front, sort_keys=True).strip(), "---", "", f"# {recipe.run.name}", "",
         f"{kind}, trained with echelon by {method}, {start}; step {step:,}.", "",

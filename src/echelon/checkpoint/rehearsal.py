@@ -1,4 +1,4 @@
-"""Trying out a save before training starts: a full disk or a missing permission shows then, not after a night."""
+"""Tests a save before training starts, so that a full disk or a missing permission is found immediately."""
 
 import os
 import shutil

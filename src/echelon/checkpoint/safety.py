@@ -1,4 +1,4 @@
-"""Reading a DCP checkpoint without trusting it.
+"""Reads untrusted DCP checkpoints.
 
 DCP pickles its own `.metadata`, and unpickles it and every entry that is not a tensor. Here the metadata goes through
 an unpickler that admits DCP's own classes only, entries of bytes are refused, and no file outside the folder is opened.

@@ -1,4 +1,4 @@
-"""Bringing a run's checkpoints to an object store in a thread of rank 0, so that no server slows or stops training.
+"""Uploads a run's checkpoints to an object store in a thread of rank 0, so that no server slows or stops training.
 
 One checkpoint is under way at a time, and the newest one saved meanwhile waits; those between are left out and named.
 """
@@ -199,7 +199,7 @@ class Uploader:
             finally:
                 bundle.unlink(missing_ok=True)
             if num_bytes == 0:
-                self._give_up(f"another process goes on with this run and writes to {self._remote.url}")
+                self._give_up(f"another process has resumed this run and writes to {self._remote.url}")
                 return
             self._record("upload", job, seconds=time.monotonic() - began, bytes=num_bytes)
         self._remote.prune(self._run, step, self._keep_last, job.keep)
@@ -230,12 +230,12 @@ class Uploader:
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
-        self._tell(f"checkpoint: {reason}; this process uploads nothing more, and training goes on")
+        self._tell(f"checkpoint: {reason}; this process uploads nothing more, and training continues")
         with suppress(OSError):
             self._note("upload_failed", reason=reason)
 
     def _note_failure(self, job: Job, error: Exception) -> None:
-        """Say it once, until it works again."""
+        """Report the failure once, until uploads work again."""
         if self._failing_since is not None:
             return
         with self._changed:

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win over the file, dotted.")
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of recipe keys, dotted: train.steps=50.")
 ]
 NprocOption = Annotated[
     str, typer.Option("--nproc", metavar="N|auto", help="Processes; auto: one per GPU, or per two CPU cores.")
 ]
 TargetArgument = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or an HF model folder.")]
 CheckpointOption = Annotated[
-    str | None, typer.Option("--checkpoint", metavar="newest|best|STEP", help="Of a run. Default: the newest.")
+    str | None,
+    typer.Option("--checkpoint", metavar="newest|best|STEP", help="newest, best or a step of a run. Default: newest."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
 

@@ -63,9 +63,11 @@ def verify(run: RunArgument) -> None:
 @with_verbosity
 def prune(
     run: RunArgument,
-    keep: Annotated[int, typer.Option("--keep", metavar="N", min=1, help="The newest whole ones that stay.")],
+    keep: Annotated[
+        int, typer.Option("--keep", metavar="N", min=1, help="Number of newest complete checkpoints to keep.")
+    ],
 ) -> None:
-    """Remove all but the newest N whole checkpoints and the best one, and what is damaged or half-written."""
+    """Keep the newest N complete checkpoints and the best one; remove all others, damaged ones and partial files."""
     require_folder(run)
     from echelon.checkpoint.folder import clear_out, require_run
     from echelon.runs.run_folder import RunFolder

@@ -1,4 +1,4 @@
-"""`echelon data`: what the model will see, before it does."""
+"""`echelon data`: shows samples as the model will see them."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +22,7 @@ def data(
     overrides: OverridesArgument = None,
     samples: Annotated[int, typer.Option("--samples", min=0, metavar="N", help="Documents to show as text.")] = 3,
 ) -> None:
-    """Look at the data: how much there is, how long, and the first documents with what is learned of them."""
+    """Show counts and lengths of the data, and the first documents with their targets marked."""
     from echelon.data.mixture import build_order, describe_mixture, describe_repeats
     from echelon.data.prepare import prepare_data
     from echelon.data.survey import count_sources, first_documents

@@ -1,4 +1,4 @@
-"""`echelon doctor`: whether this machine, or several and the way between them, are fit for training."""
+"""`echelon doctor`: checks this machine, or several machines and the network between them."""
 
 import json
 import tempfile
@@ -24,7 +24,8 @@ def doctor(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RECIPE] [KEY=VALUE]...", help="Whose launch section says how hosts are reached; its keys."
+            metavar="[RECIPE] [KEY=VALUE]...",
+            help="A recipe whose launch section has the connection settings; overrides.",
         ),
     ] = None,
     hosts: Annotated[
@@ -32,7 +33,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Check this machine, or several and the network between them; exit code 1 when something is wrong."""
+    """Check this machine, or several machines and the network between them; exit code 1 if a problem is found."""
     from echelon.doctor.machine import examine_machine
 
     launch = _read_launch(words or [], hosts)

@@ -1,4 +1,4 @@
-"""`echelon drill`: what a long run meets, done to a short one on purpose."""
+"""`echelon drill`: injects the faults of long runs into a short run."""
 
 import json
 import signal
@@ -25,7 +25,7 @@ def drill(
     nproc: NprocOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each fault.")] = False,
 ) -> None:
-    """Run the recipe small, do to it what a long run meets, and report what each fault cost. Exit code 1 if any was not
+    """Run a small version of the recipe, inject faults, and report the recovery from each. Exit code 1 if one was not
     survived."""
     from echelon.drill.exercise import run_drill
 

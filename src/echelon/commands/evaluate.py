@@ -14,7 +14,8 @@ from echelon.commands.terminal import say, say_aside
 def evaluate(
     target: TargetArgument,
     data_path: Annotated[
-        Path | None, typer.Option("--data", metavar="PATH", help="Other text than the run's held-out one.")
+        Path | None,
+        typer.Option("--data", metavar="PATH", help="Text to evaluate on instead of the run's held-out text."),
     ] = None,
     task: Annotated[
         Path | None, typer.Option("--tasks", metavar="FILE.jsonl", help="Multiple-choice questions to score instead.")
@@ -23,9 +24,12 @@ def evaluate(
         str | None, typer.Option("--lm-eval", metavar="TASK[,TASK]", help="Tasks of lm-eval to run instead.")
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option("--include-path", metavar="FOLDER", help="Task files of your own, for --lm-eval.")
+        Path | None,
+        typer.Option("--include-path", metavar="FOLDER", help="Folder with your own task files, for --lm-eval."),
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Examples of each task, for --lm-eval.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Maximum number of examples per task, for --lm-eval.")
+    ] = None,
     checkpoint: CheckpointOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -13,10 +13,10 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The HF folder to write.")],
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of a whole model: fp32 (the default), bf16 or fp16.")
+        str | None, typer.Option("--dtype", help="Dtype of a full model: fp32 (the default), bf16 or fp16.")
     ] = None,
     checkpoint: CheckpointOption = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Of a run that trained an adapter: the whole model.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter and write the full model.")] = False,
 ) -> None:
     """Write a checkpoint as an HF folder: safetensors, config, tokenizer; of a run with an adapter, the adapter."""
     from echelon.api.models import export as export_folder

@@ -19,37 +19,49 @@ if TYPE_CHECKING:
 
 def generate(
     target: TargetArgument,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="The text to go on from.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The prompt to continue.")] = None,
     prompts_path: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="Prompts: .txt, one a line, or .jsonl.")
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="File of prompts: .txt with one per line, or .jsonl."),
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to sample.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Sample among the k likeliest; 0: among all.")] = 50,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 always takes the most likely token.")
+    ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option("--top-k", min=0, help="Sample from the k most likely tokens; 0: from all.")
+    ] = 50,
     top_p: Annotated[
-        float, typer.Option("--top-p", min=0.0, max=1.0, help="Sample among the likeliest with this probability.")
+        float,
+        typer.Option(
+            "--top-p", min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability."
+        ),
     ] = 1.0,
     min_p: Annotated[
-        float, typer.Option("--min-p", min=0.0, max=1.0, help="Leave out tokens below this share of the likeliest.")
+        float,
+        typer.Option(
+            "--min-p", min=0.0, max=1.0, help="Exclude tokens below this fraction of the highest probability."
+        ),
     ] = 0.0,
     repetition_penalty: Annotated[
         float, typer.Option("--repetition-penalty", min=0.01, help="Above 1: tokens seen before become less likely.")
     ] = 1.0,
-    num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Samples of each prompt.")] = 1,
+    num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Samples per prompt.")] = 1,
     as_chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are messages of a user; show the answers of the chat template.")
+        bool, typer.Option("--chat", help="Treat prompts as user messages, rendered with the chat template.")
     ] = False,
     system: Annotated[
-        str | None, typer.Option("--system", help="System message of --chat. Default: what the run was trained with.")
+        str | None, typer.Option("--system", help="System message for --chat. Default: that of the training.")
     ] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a sample; may be repeated.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
     checkpoint: CheckpointOption = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples generated at a time.")] = 8,
     stream: Annotated[
-        bool | None, typer.Option("--stream/--no-stream", help="Show each token at once. Default: on a terminal.")
+        bool | None,
+        typer.Option("--stream/--no-stream", help="Print each token immediately. Default: only on a terminal."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write JSON, a sample a line.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write JSON, one sample per line.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Sample from a run or an HF folder."""

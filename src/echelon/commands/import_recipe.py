@@ -14,22 +14,28 @@ def import_file(
     out: Annotated[Path | None, typer.Argument(metavar="[OUT]", help="The recipe to write. Default: stdout.")] = None,
     tool: Annotated[
         str | None,
-        typer.Option(
-            "--from", metavar="TOOL", help="axolotl, hf, llamafactory or llamafactory-v1. Default: told from its keys."
-        ),
+        typer.Option("--from", metavar="TOOL", help="axolotl, hf, llamafactory or llamafactory-v1. Default: detected."),
     ] = None,
     trainer: Annotated[
         str | None,
-        typer.Option("--trainer", metavar="sft|dpo|transformers", help="Of HF's files: the trainer it is for."),
+        typer.Option(
+            "--trainer", metavar="sft|dpo|transformers", help="For HF files: the trainer that the file is for."
+        ),
     ] = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", min=1, metavar="N", help="GPUs it ran on: the global batch follows.")
+        int | None,
+        typer.Option(
+            "--devices", min=1, metavar="N", help="Number of GPUs the file was used with; sets the global batch."
+        ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option("--samples", min=1, metavar="N", help="Training sequences: shares become steps.")
+        int | None,
+        typer.Option(
+            "--samples", min=1, metavar="N", help="Number of training sequences; converts fractions to steps."
+        ),
     ] = None,
 ) -> None:
-    """Turn another tool's file into a recipe, and list every key that it could not carry over."""
+    """Convert another tool's configuration file into a recipe, and list all keys that could not be converted."""
     from echelon.recipe.foreign import Amounts, import_recipe
 
     if out is not None and out.exists():

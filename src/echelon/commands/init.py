@@ -12,13 +12,14 @@ from echelon.errors import ConfigError
 def init(
     path: Annotated[Path, typer.Argument(metavar="[RECIPE]", help="The file to write.")] = Path("recipe.yaml"),
     params: Annotated[
-        str | None, typer.Option("--params", metavar="1.3b", help="Parameters; the shape and the rest follow.")
+        str | None,
+        typer.Option("--params", metavar="1.3b", help="Number of parameters; determines shape, batch and schedule."),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option("--tokens", metavar="50b", help="Tokens to train on. Default: 20 a parameter.")
+        str | None, typer.Option("--tokens", metavar="50b", help="Tokens to train on. Default: 20 per parameter.")
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", min=257, help="Of the tokenizer, with --params or --tokens.")
+        int | None, typer.Option("--vocab-size", min=257, help="Vocabulary size, with --params or --tokens.")
     ] = None,
 ) -> None:
     """Write a recipe to start from: a small one, or one for a number of parameters and tokens."""

@@ -19,7 +19,7 @@ JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, i
 def status(
     name: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: all jobs launched from here.")] = None,
 ) -> None:
-    """How jobs stand: at their target, and by their run folder where this machine sees it."""
+    """Show the state of jobs at their targets, and the step if this machine sees the run folder."""
     from echelon.launch.records import find_job, list_jobs
     from echelon.launch.targets import find_launcher
 
@@ -41,9 +41,9 @@ def status(
 
 def logs(
     name: JobArgument,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the output until the job ends.")] = False,
 ) -> None:
-    """Show what a job has printed."""
+    """Print the output of a job."""
     from echelon.launch.records import find_job
     from echelon.launch.targets import find_launcher
 
@@ -53,7 +53,7 @@ def logs(
 
 
 def cancel(name: JobArgument) -> None:
-    """Ask a job to save and end; launching the same recipe again goes on from there."""
+    """Ask a job to save and stop; launching the same recipe again resumes it."""
     from echelon.launch.records import find_job
     from echelon.launch.targets import find_launcher
 

@@ -1,4 +1,4 @@
-"""`echelon launch`: the recipe trained somewhere else."""
+"""`echelon launch`: submits a recipe to a target."""
 
 import json
 import signal
@@ -29,7 +29,9 @@ def launch(
         str | None,
         typer.Option("--to", metavar="TARGET", help="local, torchrun, slurm, kubernetes or sagemaker."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, no more.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
+    ] = False,
     hosts: Annotated[
         str | None, typer.Option("--hosts", metavar="A,B", help="Machines for --to torchrun; sets launch.nodes too.")
     ] = None,
@@ -41,7 +43,7 @@ def launch(
         bool, typer.Option("--follow", help="Show the job's output until it ends, and leave with its exit code.")
     ] = False,
 ) -> None:
-    """Start the recipe somewhere else: everything that can be checked is checked here first."""
+    """Submit the recipe to a target, after all checks that are possible on this machine."""
     from echelon.launch.records import make_job, submit_job
     from echelon.lifecycle.job_checks import check_job, settle_instance
 
@@ -66,7 +68,7 @@ def launch(
             ended = _await_end(launcher, record)
         except KeyboardInterrupt:
             raise LaunchError(
-                f"no longer followed; {record.name} goes on, `echelon cancel {record.name}` ends it."
+                f"no longer followed; {record.name} continues, `echelon cancel {record.name}` stops it."
             ) from None
         say(describe_job(record, ended))
         raise typer.Exit(1 if ended.exit_code is None else ended.exit_code)

@@ -17,14 +17,18 @@ def plan(
     devices_per_node: Annotated[int, typer.Option("--devices-per-node", help="Devices of one machine.")] = 8,
     instance: Annotated[
         str | None,
-        typer.Option("--instance", metavar="ml.TYPE|auto", help="Plan for machines of SageMaker; auto: the cheapest."),
+        typer.Option(
+            "--instance", metavar="ml.TYPE|auto", help="Plan for SageMaker machines; auto: the cheapest type."
+        ),
     ] = None,
     count: Annotated[
         int | None,
-        typer.Option("--count", min=1, help="Machines, with --instance. Default: 1; auto: as few as will do."),
+        typer.Option(
+            "--count", min=1, help="Number of machines, with --instance. Default: 1; with auto: as few as possible."
+        ),
     ] = None,
 ) -> None:
-    """Show how the recipe would run and the memory it needs, or why it would be refused. Downloads no weights."""
+    """Show how the recipe would run and the memory it needs, or why it is refused. Downloads no weights."""
     from echelon.api.planning import plan as plan_here
 
     recipe = read_recipe(recipe_path, overrides)

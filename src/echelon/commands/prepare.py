@@ -6,7 +6,7 @@ from echelon.stopping import stops_told
 
 
 def prepare(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Read, tokenize and pack the data into shards; `train` does it when they are absent."""
+    """Read, tokenize and pack the data into shards; `train` does this if they are missing."""
     from echelon.data.prepare import prepare_data
 
     recipe = read_recipe(recipe_path, overrides)

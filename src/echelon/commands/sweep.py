@@ -1,4 +1,4 @@
-"""`echelon sweep`: many runs of one recipe, N at a time, and the best of them."""
+"""`echelon sweep`: runs a recipe with many values, N at a time, and ranks the results."""
 
 import json
 import signal
@@ -20,10 +20,14 @@ SweepArgument = Annotated[Path, typer.Argument(metavar="SWEEP", help="The sweep 
 
 def sweep(
     sweep_path: SweepArgument,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the trials and the first job, run nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what results.json holds instead of lines.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the trials and the first job, and run nothing.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the content of results.json instead of a table.")
+    ] = False,
 ) -> None:
-    """Try values of a recipe's keys; the same command goes on where a sweep was stopped or killed."""
+    """Search over values of recipe keys; the same command resumes a stopped or killed sweep."""
     from echelon.lifecycle.job_checks import check_job
     from echelon.supervise.outcome import STOPPED
     from echelon.sweep.conduct import check_sweep, describe_sweep, first_job, render_first_array, run_sweep, share_slots

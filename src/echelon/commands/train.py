@@ -29,16 +29,20 @@ def train(
     nproc: NprocOption = "auto",
     fresh: Annotated[bool, typer.Option("--fresh", help="Move an existing run aside instead of resuming it.")] = False,
     nodes: Annotated[
-        str | None, typer.Option("--nodes", metavar="N|MIN:MAX", help="Be one of so many machines; on each the same.")
+        str | None,
+        typer.Option("--nodes", metavar="N|MIN:MAX", help="Number of machines, or MIN:MAX; the same on each."),
     ] = None,
     rendezvous: Annotated[
-        str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help="Where they meet: one of them, a free port.")
+        str | None,
+        typer.Option(
+            "--rendezvous", metavar="HOST:PORT", help="HOST:PORT of the rendezvous: one of the machines, a free port."
+        ),
     ] = None,
     interface: Annotated[
-        str | None, typer.Option("--interface", help="Network to talk over. Default: the one that reaches HOST.")
+        str | None, typer.Option("--interface", help="Network interface. Default: the one that reaches HOST.")
     ] = None,
 ) -> None:
-    """Train; an existing run goes on from its newest good checkpoint."""
+    """Train a recipe; an existing run resumes from its newest complete checkpoint."""
     from echelon.supervise.launch_environment import keep_hub_cache_beside, launch_role
 
     num_processes = parse_nproc(nproc)
@@ -114,7 +118,7 @@ def _read_group(nodes: str | None, rendezvous: str | None, interface: str | None
 
 @contextmanager
 def _faults_logged(log: Path) -> Iterator[None]:
-    """An error nobody foresaw leaves its traceback in the run's folder, where there is one, and one line here."""
+    """An unexpected error leaves its traceback in the run's folder, where there is one, and one line here."""
     try:
         yield
     except (EchelonError, typer.Exit):

@@ -1,4 +1,4 @@
-"""The manifest of a prepared folder: which files it holds, what they must contain, and what is trained on of them."""
+"""The manifest of a prepared folder: its files, their checksums, and the ranges to train and validate on."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What an example says, whatever its format, and what it becomes."""
+"""Examples in a common form, independent of their format, and the documents they become."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which documents were seen before, in little memory: a hash table of 16 bytes a slot."""
+"""A compact set of the documents seen so far: a hash table with 16 bytes per slot."""
 
 from echelon.data.readers.record import DIGEST_BYTES
 

@@ -1,4 +1,4 @@
-"""Running a chat template under limits: it is a program, often a stranger's, and could ask for all time and memory.
+"""Runs a chat template with limits of time and memory, because templates are programs from untrusted sources.
 
 Jinja's sandbox keeps a template from files and objects, and not from `{{ 'x' * 10**10 }}` or loops in loops. So it runs
 against a clock and below a ceiling that the system keeps, which hold for whatever a template can write. Only both

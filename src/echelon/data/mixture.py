@@ -1,8 +1,8 @@
-"""A mixture: sources that take turns in stated shares, each at its own pace through its own epochs.
+"""A mixture: sources interleaved by weight, each with its own epochs.
 
-The shares are exact: a table of P slots gives each source a whole number of them, in an order drawn from the seed, and
-is walked through over and over. Prefix counts of the table say the how-manieth sequence of its source stands at any
-position of the run, so any position is found in O(1), and no rank keeps state.
+The shares are exact: a table of P slots assigns each source a whole number of slots, in an order drawn from the seed,
+and the run goes through this table repeatedly. Prefix counts of the table give a sample's index within its source at
+any position of the run, so any position is computed in O(1), and no rank keeps state.
 """
 
 import math
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from echelon.recipe import Recipe
 
 MANY_EPOCHS = 20
-"""A text that is read more often than this is mentioned."""
+"""Text that is read more often than this is reported."""
 
 MIN_SLOTS = 1000
 MAX_SLOTS = 1_000_000
@@ -150,8 +150,8 @@ def describe_repeats(recipe: "Recipe", data: "PreparedData") -> list[str]:
         texts = list(zip(names, order.sizes, order.uses_before(num_sequences), strict=True))
     num_steps = recipe.num_steps(order.num_samples)
     return [
-        f"{name}: each token is seen about {uses / size:,.0f} times in the run's {num_steps:,} steps; a model learns "
-        f"so little text ({size:,} sequences) by heart: give more text, or train for fewer steps"
+        f"{name}: each token is seen about {uses / size:,.0f} times in the run's {num_steps:,} steps; a model "
+        f"memorizes so little text ({size:,} sequences): use more text, or train for fewer steps"
         for name, size, uses in texts
         if uses > MANY_EPOCHS * size
     ]

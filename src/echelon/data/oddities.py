@@ -1,4 +1,4 @@
-"""What is odd about text that can be used: counted while it is tokenized, kept in the manifest, said at every start."""
+"""Suspicious but usable data: counted during tokenization, stored in the manifest, reported at every start."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ SAMPLED_DOCUMENTS = 4096
 """Copies are looked for among so many documents at most, chosen by their hashes."""
 
 WORTH_SAYING = 0.01
-"""A smaller share of copies is nothing to be told of."""
+"""A smaller fraction of duplicates is not reported."""
 
 _MEANINGS = {
-    EMPTY_ANSWER: "the model learns to say nothing there",
+    EMPTY_ANSWER: "the model learns to answer with nothing",
     ENDS_WITH_USER: "no answer follows it",
 }
 

@@ -1,4 +1,4 @@
-"""Which sample is fed when: a pure function of (seed, position), the same for any number of ranks.
+"""The order of samples: a pure function of (seed, position), the same for any number of ranks.
 
 A list of shuffled indices would cost memory in proportion to the corpus and time at every resume. Instead the index is
 encrypted: a Feistel network is a bijection of [0, 2^(2h)) whatever its round function is, and walking along its cycle
@@ -70,14 +70,14 @@ class Permutation:
         self._round_keys = _round_keys(seed, np.full(1, epoch, dtype=np.uint64))
 
     def apply(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where each index goes; indices `[n]` in [0, size)."""
+        """The image of each index; indices `[n]` in [0, size)."""
         assert indices.size == 0 or (indices.min() >= 0 and indices.max() < self.size), "an index is out of range"
         keys = np.broadcast_to(self._round_keys, (_NUM_ROUNDS, indices.size))
         return _permute(indices.astype(np.uint64), self.size, keys).astype(np.int64)
 
 
 class DataOrder(Protocol):
-    """Says which sample stands at any position of the whole run, counted in sequences from its start."""
+    """Maps positions of the run, counted in sequences from its start, to samples."""
 
     num_samples: int
 

@@ -1,4 +1,4 @@
-"""Samples packed into sequences: which go together is decided once, in `prepare`, and stored as an index.
+"""Samples packed into sequences: `prepare` computes the packs once and stores them as an index.
 
 A pack is the samples of one sequence. The index of a split has two files of uint64: `documents`, the first token and
 the length of each document, pack after pack, and `stops`, how many documents stand before the end of each pack. So any

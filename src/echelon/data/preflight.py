@@ -1,4 +1,4 @@
-"""What is checked of tokenizer, template and examples before any text is read: each refusal says what to change.
+"""Checks of tokenizer, template and examples before any text is read; each error says what to change.
 
 A template is tried on a short conversation, so a stop token that would never be learned is found here and not in what a
 trained model does.

@@ -1,4 +1,4 @@
-"""How far the writing of shards is, kept beside them, so that what was killed goes on where it was.
+"""The progress of writing shards, stored next to them, so that interrupted preparation resumes.
 
 progress.json is replaced at points: the shards are brought to the disk first, so whatever a kill leaves, the last
 progress.json tells of bytes that are there. What lies beyond is cut off and made again, the same.

@@ -1,4 +1,4 @@
-"""A look at prepared data: counts and lengths of each source, and what is fed of its first sequences."""
+"""A summary of prepared data: counts and lengths of each source, and its first sequences as they are fed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Every file under a folder, and what of the folder is not read, so that nothing of it is left out in silence."""
+"""Lists every file under a folder, and the files that are skipped, so that nothing is skipped silently."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tokenizing a corpus into the shards of a folder, in a way that a kill does not undo."""
+"""Tokenizes a corpus into the shards of a folder; an interrupted writer can be resumed."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,1 +1,1 @@
-"""A drill: the user's own recipe, small, with every fault that a long run meets done to it on purpose."""
+"""A drill: a small version of the user's recipe, into which the faults of long runs are injected."""

@@ -1,4 +1,4 @@
-"""The drill itself: a run that nothing happens to, and beside it one for each fault, compared."""
+"""The drill: one undisturbed run, and one run for each fault, compared with it."""
 
 import shutil
 import time
@@ -27,7 +27,7 @@ _REPEATED = 0.1
 
 @dataclass(frozen=True)
 class Finding:
-    """What one fault did to the run.
+    """The effect of one fault on the run.
 
     Attributes:
         fault: its name.
@@ -80,17 +80,17 @@ def run_drill(
 
     all_well = True
     try:
-        say("drill: a short run, to see how long a step takes")
+        say("drill: a short run to measure the step time")
         start_seconds, step_seconds = _measure(build("pilot", _FEWEST_STEPS))
         num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, round(_RUN_SECONDS / step_seconds)))
         num_steps -= num_steps % SAVES
         faults = [fault for fault in FAULTS if num_processes > 1 or not fault.needs_peer]
         minutes = estimate_seconds(faults, start_seconds, num_steps * step_seconds) / 60
-        say(f"drill: {len(faults)} faults, which take about {max(1, round(minutes))} min together")
+        say(f"drill: {len(faults)} faults, about {max(1, round(minutes))} min in total")
         for fault in FAULTS:
             if fault not in faults:
-                say(f"drill: left out on one process: {fault.name}, which only another rank could notice")
-        say(f"drill: {num_steps} steps on {num_processes} processes, saved every {num_steps // SAVES}; nothing happens")
+                say(f"drill: skipped with one process: {fault.name}, which only another rank could detect")
+        say(f"drill: {num_steps} steps on {num_processes} processes, saved every {num_steps // SAVES}; undisturbed")
         whole = build("whole", num_steps)
         whole.complete()
         for fault in faults:

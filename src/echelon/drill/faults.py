@@ -1,4 +1,4 @@
-"""The faults of a drill: how each is done to a run from outside, and by what it is seen that the run has noticed."""
+"""The faults of a drill: how each is injected from outside, and which events show that the run detected it."""
 
 import os
 import resource
@@ -58,7 +58,7 @@ def kill_a_rank(job: Job) -> None:
 
 
 def kill_the_agent(job: Job) -> None:
-    """The command itself, and nobody tells its ranks: they have to notice."""
+    """The command is killed; its ranks must detect that themselves."""
     ranks = job.ranks()
     job.process.kill()
     job.process.wait()
@@ -67,7 +67,7 @@ def kill_the_agent(job: Job) -> None:
 
 
 def suspend_a_rank(job: Job) -> None:
-    """It neither works nor dies."""
+    """The rank is suspended."""
     os.kill(job.ranks()[-1], signal.SIGSTOP)
 
 
@@ -112,7 +112,7 @@ def write_a_nan(trial: Trial) -> None:
 
 
 def remove_the_newest(trial: Trial) -> None:
-    """What a person does about a checkpoint that was saved too late."""
+    """Remove the bad checkpoint, as a user would."""
     remove(trial.newest_checkpoint())
 
 

@@ -1,4 +1,4 @@
-"""A prompt as what a user says: rendered by the tokenizer's chat template, up to where the answer begins."""
+"""Renders a prompt as a user turn with the tokenizer's chat template and generation prompt."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whether a model's attention is causal, found out by trying it: no list of model types could be complete.
+"""Tests whether a model's attention is causal by running it, because no list of model types would be complete.
 
 A small copy of the model runs twice on the CPU, on sequences that differ from a token on. If anything before that token
 comes out differently, training to predict the next token would let the model look at it.

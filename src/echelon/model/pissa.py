@@ -1,4 +1,4 @@
-"""PiSSA: an adapter that begins as the principal part of each frozen weight, which keeps the rest.
+"""PiSSA: an adapter initialized with the principal components of each frozen weight, which keeps the remainder.
 
 Meng et al. 2024 (arXiv:2404.02948): of W = U S V', A = sqrt(S_r) V_r' and B = U_r sqrt(S_r), in units of the adapter's
 scale, and W - scale B A is frozen. The parts are not stored: they follow from the weights that a run begins with.
@@ -52,7 +52,8 @@ def _product(layer: Any, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _principal_part(layer: Any, weight: Any) -> tuple[Tensor, Tensor]:
-    """(A [r, in], B [out, r]) of a whole weight, fp32. The first rank's, everywhere: signs are a matter of taste."""
+    """(A [r, in], B [out, r]) of a whole weight, fp32. Broadcast from rank 0, because the signs of an SVD are
+    arbitrary."""
     rank, scale = layer.r["default"], layer.scaling["default"]
     oriented = weight.T if layer.fan_in_fan_out else weight
     u, s, v = torch.linalg.svd(oriented.float(), full_matrices=False)

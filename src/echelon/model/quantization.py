@@ -76,7 +76,7 @@ class QuantizedLinear(nn.Linear):
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input @ weight.T + bias` in the dtype computed in; the weight is made whole for the time of the product."""
+        """`input @ weight.T + bias` in the compute dtype; the weight is dequantized for the product."""
         from bitsandbytes import matmul_4bit
 
         rows = input.to(autocast_dtype(input))
@@ -108,7 +108,7 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def dequantize(self) -> Tensor:
-        """The weight that the layer computes with, `[out, in]`, fp32. Of a layer that is not sharded."""
+        """The dequantized weight, `[out, in]`, fp32. Only for a layer that is not sharded."""
         from bitsandbytes.functional import dequantize_4bit
 
         weight: Tensor = dequantize_4bit(self._packed(), self._state(torch.float32))

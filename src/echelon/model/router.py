@@ -1,4 +1,4 @@
-"""The router loss of a mixture of experts: what keeps the router from sending every token to the same experts.
+"""The router loss of a mixture of experts, which keeps the router from sending all tokens to the same experts.
 
 The sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20): of a sequence of T tokens, each of
 which goes to K of E experts with scores s,

@@ -1,4 +1,4 @@
-"""Rounding to bf16 at random, so that small updates count in the mean.
+"""Stochastic rounding to bf16, so that small updates take effect on average.
 
 The random bits are a function of (seed, step, parameter, place in the whole tensor): the same on every rank that holds
 a number, under every plan, and after a resume.

@@ -1,4 +1,4 @@
-"""What every update rule is, and those that work on each number by itself: AdamW, SGD with momentum, Lion.
+"""The protocol of update rules, and the elementwise rules: AdamW, SGD with momentum, Lion.
 
 A rule never asks the host whether a step counts: `commit` stays on the device, and where it is false nothing changes.
 """

@@ -1,1 +1,1 @@
-"""Many runs of one recipe: which values are tried, N at a time, and what came out."""
+"""Many runs of one recipe with different values, N at a time, and their results."""

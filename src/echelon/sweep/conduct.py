@@ -1,4 +1,4 @@
-"""`echelon sweep` as a whole: checked, then run or shown, then told."""
+"""`echelon sweep`: checks the sweep, runs or shows it, and reports the results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a trial has reached, read from its metrics.jsonl."""
+"""The metric of a trial, read from its metrics.jsonl."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What came out of a sweep: a table, results.json, results.csv, and the best recipe."""
+"""The results of a sweep: a table, results.json, results.csv, and the best recipe."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Optuna's part: who chooses values, what is pruned, and the journal that every trial stands in."""
+"""The Optuna study of a sweep: sampler, pruner, and the journal of all trials."""
 
 import warnings
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A sweep's folder: where each file stands, who may write there, and whether it holds the same sweep."""
+"""The folder of a sweep: its files, its lock, and the comparison with an earlier start."""
 
 import fcntl
 import os
