@@ -27,7 +27,7 @@ def start_job(folder, mode, count=2, restarts=0, *rendezvous):
 def run_job(folder, mode, count=2, restarts=0, *rendezvous):
     """The exit code, the lines on the terminal, and the message the parent would show."""
     job = start_job(folder, mode, count, restarts, *rendezvous)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     lines = output.splitlines()
     [message] = [line.removeprefix("message: ") for line in lines if line.startswith("message: ")]
     return job.returncode, lines, message
@@ -116,7 +116,7 @@ def test_stopping_the_parent_stops_the_workers(tmp_path, number):
     job = start_job(tmp_path, "work")
     pids = await_workers(tmp_path)
     job.send_signal(number)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert job.returncode == 1
     assert output.splitlines()[-1] == f"message: stopped by {number.name}"
     assert_gone(pids, seconds=0.5)
@@ -133,7 +133,7 @@ def test_a_job_under_nohup_outlives_its_terminal(tmp_path):
     for pid in (job.pid, *pids):
         os.kill(pid, signal.SIGHUP)
     job.send_signal(signal.SIGTERM)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert output.splitlines()[-1] == "message: stopped by SIGTERM"
 
 

@@ -77,7 +77,7 @@ def default_num_processes() -> int:
 
 
 def start_watchdog(parent: int | None = None) -> None:
-    """Make this worker leave as soon as the process that started it is gone, even by SIGKILL.
+    """End this worker as soon as the process that started it is gone, even if that was killed by SIGKILL.
 
     `parent` is that process; by default what the agent said, or else the parent of now.
     """

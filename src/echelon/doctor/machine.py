@@ -1,4 +1,4 @@
-"""What `echelon doctor` looks at on this machine, before anything is trained on it."""
+"""The checks of `echelon doctor` on this machine, before anything is trained on it."""
 
 import os
 import platform
@@ -31,7 +31,7 @@ _EARLIEST = 1_750_000_000.0
 
 
 def examine_machine(folder: Path) -> Iterator[Finding]:
-    """One finding for each thing, in the order of what needs what; `folder` is where runs will be."""
+    """One finding per check, each after the checks that it depends on. `folder`: where runs will be."""
     yield _judge_python()
     for package, required in REQUIRED.items():
         yield _judge_package(package, required)
@@ -107,7 +107,7 @@ def _judge_disk(folder: Path) -> Finding:
 
 
 def _judge_clock(folder: Path) -> Finding:
-    """Beside the clock of whoever keeps the folder's files, which may be a server."""
+    """Compare with the clock of the file system of the folder, which may be a server's."""
     now = time.time()
     if now < _EARLIEST:
         return Finding("clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)), "have it set by NTP")

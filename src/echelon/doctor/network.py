@@ -1,4 +1,4 @@
-"""What one machine finds out about the network to the others: `python -m echelon.doctor.network`.
+"""The network checks that one machine runs against the others: `python -m echelon.doctor.network`.
 
 `echelon doctor` starts it on every machine.
 
@@ -38,7 +38,7 @@ _ENOUGH_SECONDS = 0.25
 
 
 class Machine:
-    """This machine, for the time of an examination; it listens as training will."""
+    """This machine during an examination. It listens on the port that training will use."""
 
     def __init__(self) -> None:
         self._store: Store | None = None
@@ -86,7 +86,7 @@ class Machine:
         return {"time": time.time()}
 
     def connect(self, targets: dict[str, list[Any]], limit: float) -> dict[str, str | None]:
-        """Why each of these addresses, `[address, port]` by a name, is not reached; None where it is."""
+        """The reason why each of these addresses, `[address, port]` by name, cannot be reached; None if it can."""
         answers: dict[str, str | None] = dict.fromkeys(targets, f"no answer in {limit:.0f} s")
 
         def attempt(name: str, address: str, port: int) -> None:
@@ -146,7 +146,7 @@ class Machine:
 
 
 def _reducer(device: "torch.device") -> Callable[[int], float]:
-    """A function that sums so many bytes over all, and returns the seconds that took."""
+    """A function that all-reduces so many bytes over all machines, and returns the seconds that took."""
     import torch
     import torch.distributed as dist
 
@@ -164,7 +164,7 @@ def _reducer(device: "torch.device") -> Callable[[int], float]:
 
 
 def _agree(seconds: float, device: "torch.device") -> float:
-    """The longest that any machine saw: all stop growing at the same size."""
+    """The longest time of any machine, so that all stop growing at the same size."""
     import torch
     import torch.distributed as dist
 
@@ -174,7 +174,7 @@ def _agree(seconds: float, device: "torch.device") -> float:
 
 
 def _describe_source() -> str:
-    """echelon's version, and where it is no installed one, that it is a checkout's."""
+    """echelon's version, or the checkout that it runs from if it is not installed."""
     return find_version("echelon") or f"a checkout at {Path(__file__).parents[2]}"
 
 
@@ -186,7 +186,7 @@ def _resolve(host: str) -> str | None:
 
 
 def _listen(port: int) -> str | None:
-    """Listen at a port until this process ends; why that cannot be, or None."""
+    """Listen on a port until this process ends. Returns the reason if that fails, or None."""
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -216,7 +216,7 @@ def _answers_alone() -> Iterator[TextIO]:
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer questions until stdin is closed."""
     machine = Machine()
     with _answers_alone() as answers:
         for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Asking several machines at once about the way between them: what `echelon doctor --hosts` does, over ssh.
+"""Checking the network between several machines at once: what `echelon doctor --hosts` does, over ssh.
 
 On each machine `python -m echelon.doctor.network` answers. Every wait has a limit, and what one machine does not answer
 is found out about by the others.
@@ -68,7 +68,7 @@ class Probe:
         return answer
 
     def close(self) -> None:
-        """End it; on the other machine it ends because nobody can ask any more."""
+        """End the local process. The remote one ends when its stdin closes."""
         self._process.kill()
         self._process.wait()
 
@@ -86,7 +86,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found out. A word in place of a value says why there is none.
+    """What was measured. A text in place of a value is the reason why there is none.
 
     `facts`: of each host, as `network.Machine.describe` gives them. `offsets`: seconds that each clock is ahead of this
     machine's. `blocked`: why the first of a pair does not reach the second, by what it tried: `rendezvous` at the port
@@ -103,7 +103,7 @@ class Examination:
 
 
 def probe_script(launch: LaunchConfig, workdir: Path) -> str:
-    """What runs on a host: what training runs there first, then the part that answers."""
+    """The script for a host: the setup of training, then the process that answers."""
     return "\n".join(
         [*prepare_lines(launch, workdir), f"exec {join_words([launch.python, '-m', 'echelon.doctor.network'])}"]
     )
@@ -111,7 +111,7 @@ def probe_script(launch: LaunchConfig, workdir: Path) -> str:
 
 @contextmanager
 def probes_over_ssh(hosts: Sequence[str], ssh: Ssh, script: str) -> Iterator[dict[str, Probe]]:
-    """A probe on each host; all are ended with the block."""
+    """A probe on each host. All of them end with the block."""
     probes: dict[str, Probe] = {}
     try:
         for host in hosts:
@@ -125,7 +125,7 @@ def probes_over_ssh(hosts: Sequence[str], ssh: Ssh, script: str) -> Iterator[dic
 def examine(
     probes: Mapping[str, Probe], port: int, interface: str | None, seen: str | None, say: Callable[[str], None]
 ) -> Examination:
-    """Ask everything. Pairs are measured at the same time where they have no host in common."""
+    """Run all checks. Pairs without a host in common are measured at the same time."""
     hosts = tuple(probes)
     words = {"hosts": hosts, "port": port, "interface": interface, "seen": seen}
     say(f"asking {len(hosts)} hosts over ssh")
@@ -205,7 +205,7 @@ def _successes(answers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_offset(probe: Probe) -> float:
-    """Seconds its clock is ahead of this one's, of the quickest of some answers."""
+    """How many seconds its clock is ahead of this machine's, from the fastest of several answers."""
     best = (float("inf"), 0.0)
     for _ in range(_CLOCK_REPEATS):
         before = time.time()

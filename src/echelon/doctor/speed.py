@@ -1,4 +1,4 @@
-"""How fast pairs of machines add up numbers together, and which of them are slow beside the others."""
+"""The all-reduce speed of pairs of machines, and which pairs are slow compared with the others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ _SLOW, _LATE, _LATE_SECONDS = 0.25, 4.0, 0.002
 
 @dataclass(frozen=True)
 class Speed:
-    """Of an all-reduce: the seconds of a smallest one; bytes per second on each machine's wire."""
+    """The speed of an all-reduce: latency in seconds, and bytes per second on each machine's network link."""
 
     latency_seconds: float
     bytes_per_second: float
 
     @property
     def rate(self) -> str:
-        """The bandwidth in words."""
+        """The bandwidth with its unit."""
         megabytes = self.bytes_per_second / 1e6
         return f"{megabytes / 1000:.1f} GB/s" if megabytes >= 1000 else f"{megabytes:.3g} MB/s"
 
     @property
     def delay(self) -> str:
-        """The latency in words."""
+        """The latency with its unit."""
         return f"{self.latency_seconds * 1e3:.2g} ms"
 
     def better(self, other: "Speed") -> "Speed":
-        """The better of both, in each respect: what disturbs a measurement makes it worse only."""
+        """The better value of both, for each figure: disturbances only make a measurement worse."""
         return Speed(
             min(self.latency_seconds, other.latency_seconds), max(self.bytes_per_second, other.bytes_per_second)
         )

@@ -1,4 +1,4 @@
-"""What an examination of several machines comes to: findings in plain words, each with its remedy."""
+"""The results of an examination of several machines: findings, each with its remedy."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class Finding:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing need be done."""
+        """Whether the check passed."""
         return not self.remedy
 
 
 def judge(found: Examination) -> list[Finding]:
-    """One finding for each subject that is well, and one for each thing that is not."""
+    """One finding for each check that passed, and one for each problem."""
     there = [host for host in found.hosts if not isinstance(found.facts[host], str)]
     facts: dict[str, Any] = {host: found.facts[host] for host in there}
     subjects: dict[str, tuple[str, Iterable[Finding]]] = {

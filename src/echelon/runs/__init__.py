@@ -1,1 +1,1 @@
-"""A run's folder and what stands in it, without torch."""
+"""A run's folder and its files, without torch."""

@@ -1,4 +1,4 @@
-"""What a folder must hold: a manifest of the size and checksum of each of its files."""
+"""The manifest of a folder: the size and checksum of each of its files."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -43,7 +43,7 @@ def check_files(folder: Path, checksums: bool = False) -> None:
 
 
 def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int = 1) -> list[str]:
-    """What of a folder is not as it was written, a phrase for each file; nothing if it is whole.
+    """The files of a folder that differ from its manifest, a phrase for each; empty if it is intact.
 
     Sizes cost a look at each file. With `checksums` every byte is read and hashed once, a few files at a time. Of
     several processes each may take the share `part` of `parts` of the files.
@@ -59,7 +59,7 @@ def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int
 
 
 def compare_files(folder: Path, entries: Iterable[tuple[str, int, str]], checksums: bool) -> list[str]:
-    """What of these files, each with its name, size and SHA-256, is not so; a phrase for each."""
+    """Compare files with their names, sizes and SHA-256 checksums: a phrase for each that differs."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
         found = readers.map(
             lambda entry: _find_fault(folder / entry[0], entry[1], entry[2] if checksums else None), entries

@@ -24,7 +24,7 @@ _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Rate:
-    """Dollars an hour of one machine, and whose word that is."""
+    """The price of one machine in dollars per hour, and the source of that figure."""
 
     usd_per_hour: float
     source: str
@@ -49,7 +49,7 @@ class Spending:
     reserve_seconds: float = 0.0
 
     def grown(self, seconds: float, num_machines: int, rate: Rate | None) -> "Spending":
-        """After so many more seconds on these machines; with a price, what had none is priced too."""
+        """The spending after so many more seconds on these machines. A price also prices hours without one."""
         unpriced = self.unpriced_machine_seconds + seconds * num_machines
         if rate is None:
             return replace(self, seconds=self.seconds + seconds, unpriced_machine_seconds=unpriced)
@@ -57,7 +57,7 @@ class Spending:
         return replace(self, seconds=self.seconds + seconds, usd=usd, unpriced_machine_seconds=0.0)
 
     def exceeds(self, budget: "BudgetConfig") -> str | None:
-        """The one of LIMITS that is reached; None while none is."""
+        """The one of LIMITS that is reached, or None."""
         if budget.max_hours is not None and self.seconds >= 3600 * budget.max_hours:
             return LIMITS[0]
         if budget.max_usd is not None and self.usd >= budget.max_usd:
@@ -118,7 +118,7 @@ def find_price_at_target(recipe: "Recipe") -> Rate | None:
 
 
 def check_budget(recipe: "Recipe", rate: Rate | None) -> None:
-    """Raise ConfigError where dollars are to be counted and nobody knows the price."""
+    """Raise ConfigError if there is a budget in dollars and the price is not known."""
     if recipe.budget.max_usd is not None and rate is None:
         raise ConfigError(
             f"budget.max_usd={recipe.budget.max_usd:g}: the price of these machines is not known; set "
@@ -127,7 +127,7 @@ def check_budget(recipe: "Recipe", rate: Rate | None) -> None:
 
 
 def refuse_used_up(recipe: "Recipe", folder: RunFolder, rate: Rate | None, num_machines: int) -> None:
-    """Raise StoppedError where all that is left of the budget would go into starting and saving again."""
+    """Raise StoppedError if the rest of the budget would only suffice to start and save again."""
     spending = read_spending(folder)
     if not spending.seconds:
         return

@@ -1,4 +1,4 @@
-"""What environment.json holds: on what, and with what, a run was started."""
+"""What environment.json holds: the machine, the software and the settings that a run was started with."""
 
 import os
 import platform

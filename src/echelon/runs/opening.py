@@ -106,7 +106,7 @@ def _render_differences(differences: list[Difference] | tuple[Difference, ...]) 
 
 
 def _refuse_foreign_folder(folder: RunFolder) -> None:
-    """A folder with files that no run wrote is never taken, and never moved aside."""
+    """Refuse a folder with files that no run wrote. It is neither used nor moved aside."""
     if folder.path.is_file():
         raise ConfigError(f"run.dir={folder.path} is a file; give a folder.")
     if folder.recipe_path.exists():
@@ -120,7 +120,7 @@ def _refuse_foreign_folder(folder: RunFolder) -> None:
 
 
 def _refuse_misplaced(folder: RunFolder) -> None:
-    """A folder where a run writes a file, or the other way round, is nothing that a run can mend."""
+    """Refuse a folder in the place of one of the run's files, or a file in the place of a folder."""
     files = (folder.path / name for name in (*FILES, ".lock"))
     for path in (*files, *folder.logs_dir.glob("*.log"), *folder.model_dir.glob("*.json")):
         if path.is_dir():

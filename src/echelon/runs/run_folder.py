@@ -239,7 +239,7 @@ class RunFolder:
 
 
 def describe_gone(path: Path) -> str:
-    """How a run ends whose folder is gone."""
+    """The message of a run whose folder was removed."""
     return (
         f"run.dir={path} was removed or moved while the run went on, so nothing that it did since is kept; start the "
         "same command again to begin anew, or set run.dir to where the folder is now."

@@ -194,7 +194,7 @@ def shares_files() -> bool:
 
 
 def is_elastic() -> bool:
-    """Whether the processes before this one may still be there: an agent of one machine of several starts processes
+    """Whether the processes before this one may still be alive: an agent of one machine of several starts processes
     anew, when one fails or machines come and go, without waiting for those of machines that are lost."""
     is_foreign = not is_managed() and _read_int(os.environ, "TORCHELASTIC_MAX_RESTARTS", 0) > 0
     return is_foreign or find_host_dir() is not None
@@ -277,7 +277,7 @@ def hosted_environment(outcomes_dir: Path, shares_files: bool) -> dict[str, str]
 
 @contextmanager
 def exported(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have these variables in the environment for the time of the block, for the processes started in it."""
+    """Set these variables in the environment during the block, for the processes that are started in it."""
     before = {key: os.environ.get(key) for key in variables}
     os.environ.update(variables)
     try:
@@ -291,7 +291,7 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def set_variables(variables: Mapping[str, str]) -> None:
-    """Set variables in this process's environment, whatever it says: a library reads them later."""
+    """Set variables in this process's environment, overriding it, for a library that reads them later."""
     os.environ.update(variables)
 
 

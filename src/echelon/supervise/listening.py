@@ -1,4 +1,4 @@
-"""The sockets of torch's stores: listening at one address and no other, and telling a store from another program."""
+"""The sockets of torch's stores: listening on one address only, and recognizing a store."""
 
 import errno
 import os

@@ -35,7 +35,7 @@ _ASKING_SECONDS = 1.5
 
 
 class _Store(Protocol):
-    """What is used of torch's TCPStore, whose type stubs leave half of it out."""
+    """The part of torch's TCPStore that is used here; its type stubs are incomplete."""
 
     def add(self, key: str, amount: int) -> int: ...
     def append(self, key: str, value: str) -> None: ...
@@ -134,7 +134,7 @@ class _Tally:
         return len(self.reports) - len(self.asked - set(self.lost))
 
     def find_ending(self, group: HostGroup) -> Outcome | None:
-        """How the job ends although restarts may be left; None where it goes on if it may."""
+        """How the job ends even if restarts are left; None if it may continue."""
         first = self.first
         if first is not None and (first.code == REFUSED or (first.code == DONE and not self.lost)):
             return first.outcome
@@ -148,7 +148,7 @@ class _Tally:
         return None
 
     def describe_failure(self) -> Outcome:
-        """What failed; a machine that went silent is named beside it, as a hang may come of it."""
+        """What failed, with the machines that stopped responding, since those can cause a hang."""
         if self.first is None:
             return Outcome(FAILED, "every machine was lost")
         failure = self.first.outcome
@@ -162,7 +162,7 @@ class _Tally:
 
 
 class Meeting:
-    """This machine's line to the others. Made by every agent of a job; methods but `watch`'s are for its main thread.
+    """This machine's connection to the others. Every agent of a job makes one, for use by its main thread.
 
     A machine alone meets nobody, in a store within this process. Methods raise torch's DistError when the coordinator
     is gone.
@@ -196,7 +196,7 @@ class Meeting:
         self._store.append(f"{attempt}/hosts", self.host + "\n")
 
     def await_decision(self, attempt: int, mine: HostReport) -> Decision:
-        """Report how the attempt ended here, and wait until it has ended everywhere: what all do now."""
+        """Report how the attempt ended here, wait until it has ended everywhere; returns what all machines do next."""
         self._store.set(f"{attempt}/report/{self.host}", json.dumps(asdict(mine)))
         key = f"{attempt}/decision"
         while not self._store.check([key]):
@@ -210,7 +210,7 @@ class Meeting:
         return Decision(**{**fields, "leaving": tuple(fields["leaving"])})
 
     def watch(self, attempt: int) -> "Watch":
-        """What a thread may ask beside the main one."""
+        """The view of the store for a second thread."""
         return Watch(self._store.clone(), attempt, self._group, self.host, self.coordinates, self._silent)
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ class Meeting:
         return [host for host in hosts if host in asked]
 
     def _silent(self, store: "_Store", host: str) -> bool:
-        """Whether a machine has stopped beating; by this machine's clock alone."""
+        """Whether a machine has stopped sending heartbeats, measured by this machine's clock."""
         key = f"beat/{host}"
         now = time.monotonic()
         beat = store.get(key) if store.check([key]) else b""
@@ -267,7 +267,7 @@ class Meeting:
         return now - before[1] > LOST_SECONDS
 
     def _await_readers(self, attempt: int) -> None:
-        """The store ends with this process: the others read the last word first."""
+        """Wait until the others have read the decision, since the store ends with this process."""
         deadline = time.monotonic() + LOST_SECONDS
         others = set(_lines(self._store, f"{attempt}/hosts")) - {self.host}
         while not others <= set(_lines(self._store, f"{attempt}/read")) and time.monotonic() < deadline:
@@ -286,7 +286,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Watch:
-    """The part of a meeting that the thread beside the workers of an attempt needs: stops and deaths, both ways."""
+    """The part of a meeting for the thread that runs beside an attempt's workers: stops and deaths, both ways."""
 
     store: "_Store"
     attempt: int

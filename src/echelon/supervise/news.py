@@ -1,4 +1,4 @@
-"""Stops and deaths of this machine made known to the others, and theirs here, while the workers run."""
+"""Sharing stops and deaths between machines while the workers run."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ class _News:
         self._next_line_at = time.monotonic() + _WAITING_SECONDS
 
     def share(self) -> None:
-        """Look at the folder and at the store until the attempt is over; each stop and each death is passed on once."""
+        """Poll the folder and the store until the attempt is over. Each stop and each death is passed on once."""
         is_stop_known = is_death_known = False
         try:
             while not self.over.wait(_LOOK_SECONDS):

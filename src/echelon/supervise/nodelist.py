@@ -1,4 +1,4 @@
-"""Slurm's short way to write the names of machines, `n[1-3,07],gpu-a`, spelled out."""
+"""Expanding Slurm's node lists, such as `n[1-3,07],gpu-a`."""
 
 import re
 from collections.abc import Iterator

@@ -37,7 +37,7 @@ def find_meeting(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _find_address(env: Mapping[str, str]) -> str:
-    """That of mpirun's machine."""
+    """The address of mpirun's machine."""
     # Daemons have numbers, the one beside mpirun has 0.
     daemon = re.search(r"\.(\d+);", env.get("PMIX_SERVER_URI2", ""))
     if env["OMPI_COMM_WORLD_RANK"] == "0" and daemon is not None and daemon[1] != "0":

@@ -1,4 +1,4 @@
-"""How the ranks of a job ended, folded into one exit code and one message.
+"""How the ranks of a job ended, reduced to one exit code and one message.
 
 Each worker writes `rank-N.json` before it leaves. When one rank fails the others soon fail too, because a peer
 vanished; the message must come from the first, so a report says whether it is only such an echo.
@@ -89,12 +89,12 @@ def is_final(error: BaseException) -> bool:
 
 
 def reserve_outcome(directory: Path, rank: int) -> None:
-    """Take the room that a report needs before there is one: it may have to say that the disk is full."""
+    """Reserve disk space for a report in advance: it may have to say that the disk is full."""
     write_text(directory / f"rank-{rank}.json", " " * _REPORT_BYTES)
 
 
 def write_outcome(directory: Path, outcome: RankOutcome) -> None:
-    """Report how this rank ended; on a full disk, in the room that `reserve_outcome` took."""
+    """Report how this rank ended; on a full disk, in the space that `reserve_outcome` reserved."""
     path = directory / f"rank-{outcome.rank}.json"
     try:
         write_json(path, asdict(outcome))
@@ -121,7 +121,7 @@ def is_peer_leaving(directory: Path) -> bool:
 
 
 class Weight(IntEnum):
-    """How much an outcome explains; the smallest one of several is the cause of the others."""
+    """How much an outcome explains, the cause first: of several outcomes, the smallest is the cause of the others."""
 
     CAUSE = 0
     DEATH = 1
@@ -190,5 +190,5 @@ def _name_signal(number: int) -> str:
 
 
 def report(rank: int, code: int, message: str, secondary: bool = False, final: bool = False) -> RankOutcome:
-    """A report of this moment."""
+    """A report with the current time."""
     return RankOutcome(rank, code, message, time.time(), secondary, final)

@@ -1,4 +1,4 @@
-"""How torch's agents meet: on one machine without a socket; on several through a state of known classes only.
+"""The rendezvous of torch's agents: without a socket on one machine, with checked state on several.
 
 torch's own backend, `c10d`, keeps the state of a rendezvous as a pickle in a store that listens on every interface and
 asks nobody who they are. Whoever reaches the port can write a pickle there that runs code in every agent.
@@ -32,7 +32,7 @@ _ADMITTED = frozenset({
 
 
 def register_backends() -> None:
-    """Have torch's agent know both backends; again does nothing."""
+    """Register both backends with torch's agent. Calling it again has no effect."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
     rendezvous_handler_registry.register(ALONE, _meet_alone)
@@ -69,7 +69,7 @@ class AloneHandler:
         """There is nobody else to tell."""
 
     def num_nodes_waiting(self) -> int:
-        """None ever comes."""
+        """Always 0."""
         return 0
 
     def get_run_id(self) -> str:

@@ -74,7 +74,7 @@ class DeathWatch:
         self._over = threading.Event()
 
     def watch(self) -> None:
-        """Wait for a worker that fails, and say so in the run folder then: its peers, which may hang, leave by it.
+        """Wait for a worker that fails, and note it in the run folder, so that its peers, which may hang, leave.
 
         Workers are those that wrote down their pid: this process may have other children. The dead one is left for the
         agent to collect.
@@ -140,7 +140,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _has_failed(folder: RunFolder, rank: int, pid: int) -> bool:
-    """Whether this child, which has ended, did so with neither 0 nor a report of a stop."""
+    """Whether this child, which has ended, left with neither exit code 0 nor a report of a stop."""
     ends = {each.rank: each.code for each in read_outcomes(folder.outcomes_dir)}
     if ends.get(rank) == STOPPED:
         return False
