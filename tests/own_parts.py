@@ -11,6 +11,7 @@ import torch
 
 from echelon.data.readers.record import Reader, Record, Span
 from echelon.sync.every_step import EveryStep
+from echelon.training.callbacks import Callback
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,29 @@ class Slower(EveryStep):
 
     def load_state_dict(self, state):
         self.steps = state.get("steps", 0)
+
+
+class Diary(Callback):
+    """Writes down what it is told."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+
+    def note(self, *words):
+        with self.path.open("a") as file:
+            file.write(json.dumps(words) + "\\n")
+
+    def on_start(self, step):
+        self.note("start", step)
+
+    def on_step_end(self, row):
+        self.note("step", row["step"], row["loss"])
+
+    def on_save(self, step):
+        self.note("save", step)
+
+    def on_end(self):
+        self.note("end")
 
 
 class ZLoss:

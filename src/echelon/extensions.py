@@ -121,10 +121,10 @@ def check_options(key: str, name: str, found: Any, num_arguments: int, options: 
     try:
         inspect.signature(found).bind(*[None] * num_arguments, **(options or {}))
     except TypeError as error:
+        given = f", of which echelon gives the first {num_arguments}" if num_arguments else ""
         raise ConfigError(
-            f"{_options_key(key)}={dict(options or {})}: {name} is made with "
-            f"{inspect.signature(found)}, of which echelon gives the first {num_arguments}, and the options do not fit "
-            f"the rest ({error}); correct them."
+            f"{_options_key(key)}={dict(options or {})} does not fit {name}{inspect.signature(found)}{given} "
+            f"({error}); correct the options."
         ) from error
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import echelon
-from command import EXACT, assert_no_orphan, write_recipe
+from command import EXACT, assert_no_orphan, read_lines, write_recipe
 from own_parts import write_package
 from echelon.errors import ConfigError, DataError, StoppedError, TrainingError
 
@@ -114,7 +114,7 @@ def test_a_script_does_what_the_commands_do(folder):
 
 @pytest.mark.slow
 def test_parts_from_outside_train_in_real_workers(folder, monkeypatch):
-    """A reader, an optimizer, an objective and a synchronizer of a package that only the caller's sys.path knows."""
+    """A reader, an optimizer, an objective, a synchronizer and a callback of a package that only the caller's sys.path knows."""
     monkeypatch.syspath_prepend(folder / "site")
     package = write_package(folder / "site", "parts_of_the_dist_test")
     (folder / "poems.verse").write_text("".join(f"verse {number} of them\n***\n" for number in range(400)))
@@ -127,11 +127,16 @@ def test_parts_from_outside_train_in_real_workers(folder, monkeypatch):
         "objective.options": {"weight": 0.001},
         "sync.name": f"{package}:Slower",
         "sync.options": {"factor": 0.5},
+        "train.callbacks": [{"name": f"{package}:Diary", "options": {"path": "diary.jsonl"}}],
     }
     run = echelon.train(echelon.load_recipe("recipe.json", overrides), nproc=2, say=lambda line: None)
     assert run.metrics()[0]["loss"] > run.metrics()[-1]["loss"] and run.checkpoints()[-1].read_state()["sync"] == {
         "steps": 6
     }
+    told = read_lines("diary.jsonl")
+    steps = [["step", row["step"], row["loss"]] for row in run.metrics()]
+    assert [each for each in told if each[0] == "step"] == steps and ["save", 6] in told
+    assert (told[0], told[-1]) == (["start", 0], ["end"]), "on rank 0 alone"
     assert run.recipe.optim.name == f"{package}:SignMomentum" and echelon.evaluate(run)["loss"] > 0
     overrides["optim.name"] = f"{package}:SignMomentun"
     with pytest.raises(ConfigError, match=r"^optim.name=parts_of_the_dist_test:SignMomentun: the module .* has no Sign"):

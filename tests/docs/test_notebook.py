@@ -41,7 +41,7 @@ def test_the_notebook_runs_in_a_kernel(tmp_path, monkeypatch):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     probe = "import torch; print('group:', torch.distributed.is_initialized())"
     notebook.cells.append(nbformat.v4.new_code_cell(probe))
-    nbclient.NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = ["".join(each.get("text", "") for each in cell.get("outputs", [])) for cell in notebook.cells]
     assert any("step 40/40" in text for text in shown), "the run's lines are shown below its cell"
     assert shown[-1] == "group: False\n"
@@ -51,7 +51,7 @@ def test_the_notebook_runs_in_a_kernel(tmp_path, monkeypatch):
 def test_the_cells_run_as_a_script(tmp_path):
     (tmp_path / "cells.py").write_text("\n".join(code_cells()))
     done = subprocess.run(
-        [sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False,
+        [sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

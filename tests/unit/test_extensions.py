@@ -15,7 +15,8 @@ from echelon.lifecycle.extension_checks import check_extensions, describe_extens
 from echelon.objectives.objective import build_objective
 from echelon.optimizer.stepper import choose_rule
 from echelon.planner.memory import estimate_memory
-from echelon.recipe import OptimConfig, build_recipe, recipe_json_schema, render_recipe
+from echelon.recipe import OptimConfig, blocking_differences, build_recipe, recipe_json_schema, render_recipe
+from echelon.training.callbacks import build_callbacks
 from own_parts import write_package
 
 RECIPE = {
@@ -95,7 +96,7 @@ def test_what_cannot_be_used_is_one_error(package, name, message):
 
 def test_options_are_compared_with_what_is_made(package):
     recipe = build(objective__name=f"{package}:ZLoss", objective__options={"wait": 1})
-    with pytest.raises(ConfigError, match=r"^objective.options=\{'wait': 1\}: .* unexpected keyword argument 'wait'"):
+    with pytest.raises(ConfigError, match=r"^objective.options=\{'wait': 1\} does not fit .* argument 'wait'\)"):
         check_extensions(recipe)
     with pytest.raises(ConfigError, match=r"optim.options=\{'x': 1\} has no meaning with optim.name=lion"):
         build(optim__name="lion", optim__options={"x": 1})
@@ -144,6 +145,18 @@ def test_a_users_own_recipe_finds_modules_beside_it(package, tmp_path, monkeypat
         "build_objective(read_recipe(Path('recipe.json'), []).objective)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_callbacks_are_names_or_mappings(package, tmp_path):
+    recipe = build(train__callbacks=[f"{package}:Diary", {"name": f"{package}:Diary", "options": {"path": "x"}}])
+    assert recipe == build(train__callbacks=[{"name": f"{package}:Diary"}, recipe.train.callbacks[1].model_dump()])
+    assert load_recipe_text(recipe) == recipe and build(train__callbacks=f"{package}:Diary").train.callbacks[0].name
+    assert build_callbacks(recipe.train.callbacks[1:])[0].path.name == "x"
+    with pytest.raises(ConfigError, match=r"^train.callbacks.0.options=\{\} does not fit .*argument: 'path'\)"):
+        check_extensions(recipe)
+    with pytest.raises(ConfigError, match=r"train.callbacks=tqdm must be package.module:Name\."):
+        build(train__callbacks="tqdm")
+    assert not blocking_differences(build(), recipe), "a run may go on with others"
 
 
 def test_tables_name_what_there_is():

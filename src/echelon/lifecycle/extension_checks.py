@@ -26,6 +26,8 @@ def _list_named(recipe: Recipe) -> Iterator[Named]:
     for part, sources in (("train", recipe.data.train), ("validation", recipe.data.validation)):
         for index, source in enumerate(sources):
             yield Named(f"data.{part}.{index}.format", source.format, source.options)
+    for index, callback in enumerate(recipe.train.callbacks):
+        yield Named(f"train.callbacks.{index}.name", callback.name, callback.options)
     for key, section in (("objective", recipe.objective), ("optim", recipe.optim), ("sync", recipe.sync)):
         yield Named(f"{key}.name", section.name, section.options)
 
@@ -57,11 +59,13 @@ def _find_kind(key: str) -> tuple[type, int]:
     from echelon.objectives.objective import Objective
     from echelon.optimizer.rules import Rule
     from echelon.sync.synchronizer import Synchronizer
+    from echelon.training.callbacks import Callback
 
     kinds: dict[str, tuple[type, int]] = {
         "optim": (Rule, 2),
         "objective": (Objective, 1),
         "sync": (Synchronizer, 3),
         "data": (Reader, 0),
+        "train": (Callback, 0),
     }
     return kinds[key.partition(".")[0]]

@@ -125,12 +125,14 @@ def run_rank(folder: RunFolder, console: TextIO, stop: StopRequest, store: "Stor
         if recipe.train.deterministic:
             use_deterministic_algorithms()
         from echelon.lifecycle.assemble import run_training
+        from echelon.training.callbacks import build_callbacks
         from echelon.training.heartbeat import Heartbeat
 
         leave_without_folder(folder, runtime, console)
         limit = recipe.fault.hang_seconds
         heart = Heartbeat(limit, lambda what: leave_hanging(folder, runtime, f"{what} did not end within {limit:g} s"))
-        run_training(recipe, plan, folder, runtime, console, stop, heart)
+        callbacks = build_callbacks(recipe.train.callbacks) if runtime.rank == 0 else ()
+        run_training(recipe, plan, folder, runtime, console, stop, heart, callbacks)
     stop_runtime(failed=ending.outcome.code not in (DONE, STOPPED))
     return ending.outcome
 

@@ -12,8 +12,8 @@ from echelon.redaction import redact
 # A resumed run may differ in these: none of them changes which sequence is fed when, or what a step computes.
 RESUMABLE: tuple[str, ...] = (
     "run", "data.prepared_dir", "data.prepare_workers", "train.micro_batch_size", "train.log_every",
-    "train.eval_every", "train.evals_per_epoch", "parallel", "checkpoint", "evaluate", "fault", "track", "mlflow",
-    "wandb", "launch", "profile", "budget",
+    "train.eval_every", "train.evals_per_epoch", "train.callbacks", "parallel", "checkpoint", "evaluate", "fault",
+    "track", "mlflow", "wandb", "launch", "profile", "budget",
 )  # fmt: skip
 
 

@@ -107,11 +107,12 @@ class OneOf:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         outside = {"type": "string", "pattern": f"^{EXTENSION.pattern}$", "examples": ["package.module:Name"]}
-        return {"anyOf": [{"type": "string", "enum": self.names}, outside]}
+        return {"anyOf": [{"type": "string", "enum": self.names}, outside]} if self.names else outside
 
     def _check(self, name: str) -> str:
         if name not in self.names and not EXTENSION.fullmatch(name):
-            raise PydanticCustomError("name", f"{', '.join(self.names)} or package.module:Name")
+            known = f"{', '.join(self.names)} or " if self.names else ""
+            raise PydanticCustomError("name", f"{known}package.module:Name")
         return name
 
 
@@ -121,6 +122,7 @@ SynchronizerName = Annotated[str, OneOf([*SYNCHRONIZERS, *_UNBUILT_SYNCHRONIZERS
 ObjectiveName = Annotated[str, OneOf(OBJECTIVES)]
 
 
+OwnName = Annotated[str, OneOf(())]
 Options = dict[str, Any] | None
 """What a part of one's own is made with, by the names of its arguments."""
 

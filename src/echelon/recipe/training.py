@@ -1,10 +1,10 @@
 """Sections of the recipe: steps and batch, optimizer, parallelism, synchronization."""
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from echelon.recipe.names import OptimizerName, Options, SynchronizerName, check_has_options
+from echelon.recipe.names import OptimizerName, Options, OwnName, SynchronizerName, check_has_options
 from echelon.recipe.section import (
     Count,
     CountOrZero,
@@ -37,6 +37,23 @@ class BatchRampConfig(Section):
     increment: Tokens = Field(description="Step of the batch size; must divide `to` minus `from`.")
 
 
+class CallbackConfig(Section):
+    """Code of your own that is told of a run while it trains. Its name alone is enough."""
+
+    name: OwnName = Field(description="The callback: `package.module:Name`.")
+    options: Options = Field(None, description="Its arguments, by their names.")
+
+
+def _expand_callbacks(value: Any) -> Any:
+    callbacks = [value] if isinstance(value, str | dict | CallbackConfig) else value
+    if not isinstance(callbacks, list | tuple):
+        return callbacks
+    return [{"name": each} if isinstance(each, str) else each for each in callbacks]
+
+
+Callbacks = Annotated[tuple[CallbackConfig, ...], BeforeValidator(_expand_callbacks)]
+
+
 class TrainConfig(Section):
     """Length of the run, batch size and precision. The recipe sets the global batch; accumulation is derived."""
 
@@ -66,6 +83,7 @@ class TrainConfig(Section):
         "none", description="Recompute activations in the backward pass to save memory."
     )
     deterministic: Flag = Field(False, description="Use only operations whose results are bit for bit reproducible.")
+    callbacks: Callbacks = Field((), description="Code of your own that is told of steps, evaluations and saves.")
     log_every: Count = Field(1, description="Steps between console lines.")
     evals_per_epoch: Positive | None = Field(
         None,

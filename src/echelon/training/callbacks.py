@@ -1,7 +1,10 @@
 """What a user's own code is told of a run while it trains."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from echelon.extensions import build_named
+from echelon.recipe.training import CallbackConfig
 
 
 class Callback:
@@ -27,3 +30,11 @@ class Callback:
 
     def on_end(self) -> None:
         """Training ends, however it does: at its last step, early, on request or by an error."""
+
+
+def build_callbacks(configs: Sequence[CallbackConfig]) -> list[Callback]:
+    """The callbacks of `train.callbacks`, in order. For rank 0 alone."""
+    return [
+        build_named(f"train.callbacks.{index}.name", each.name, {}, Callback, options=each.options)
+        for index, each in enumerate(configs)
+    ]

@@ -1,0 +1,87 @@
+"""The changes that CONTRIBUTING.md shows apply to the source as it is, and what they add works."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DIFFS = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M | re.S)
+ADDED = {
+    "src/echelon/optimizer/sign.py",
+    "src/echelon/data/readers/mail.py",
+    "src/echelon/objectives/focal.py",
+}
+MAIL = "From a@example.com Mon Jan  1 00:00:00 2024\nSubject: {0}\n\nThe number of this message is {0}.\n\n"
+RECIPE = {
+    "run": {"name": "added"},
+    "model": {"config": {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}},
+    "tokenizer": "bytes",
+    "data": {"train": [{"path": "box.mbox", "format": "mail"}], "sequence_len": 32, "validation_fraction": 0.1},
+    "train": {"steps": 8, "global_batch_size": 4, "precision": "fp32"},
+    "optim": {"name": "sign_sgd", "learning_rate": 3e-3, "schedule": "constant"},
+    "objective": {"name": "focal"},
+}
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from echelon.data.readers import count_documents
+from echelon.data.readers.record import Reading
+from echelon.data.source import Source, list_files
+from echelon.objectives.objective import build_objective
+from echelon.optimizer.stepper import choose_rule
+from echelon.recipe import load_recipe
+
+recipe, _ = load_recipe(Path("recipe.json"))
+assert sys.argv[1] in sys.modules["echelon"].__file__
+assert type(choose_rule(recipe.optim, True)).__name__ == "SignSGD"
+assert type(build_objective(recipe.objective)).__name__ == "FocalLoss"
+files = list_files(Source("data.train.0", "box.mbox"))
+assert files[0].format == "mail" and count_documents(files, 1000, Reading()) == 300
+"""
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """A copy of the source with the three changes, and a recipe that uses what they add."""
+    folder = tmp_path_factory.mktemp("changed")
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    before = {path.relative_to(folder).as_posix(): path.read_text() for path in (folder / "src").rglob("*.py")}
+    for diff in DIFFS:
+        subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=folder, check=True)
+    after = {path.relative_to(folder).as_posix(): path.read_text() for path in (folder / "src").rglob("*.py")}
+    assert after.keys() - before.keys() == ADDED
+    changed = [name for name in before if after[name] != before[name]]
+    assert changed == ["src/echelon/recipe/names.py"]
+    lines = [set(text[changed[0]].splitlines()) for text in (before, after)]
+    assert len(lines[1] - lines[0]) == len(ADDED) and lines[0] <= lines[1], "one line each"
+    (folder / "box.mbox").write_text("".join(map(MAIL.format, range(300))))
+    (folder / "recipe.json").write_text(json.dumps(RECIPE))
+    return folder
+
+
+def run(folder, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False,
+        timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_what_is_added_is_known_by_its_name(changed):
+    run(changed, "-c", PROGRAM, str(changed))
+
+
+@pytest.mark.slow
+def test_what_is_added_trains(changed):
+    run(changed, "-m", "echelon", "train", "recipe.json", "--nproc", "2")
+    rows = [json.loads(line) for line in (changed / "runs" / "added" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert len(losses) == 8 and losses[-1] < losses[0]
