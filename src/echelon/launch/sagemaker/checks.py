@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.errors import ConfigError
 from echelon.hardware.instances import Instance, cluster_of
-from echelon.recipe import Recipe
+from echelon.recipe import CheckpointConfig, LaunchConfig, Recipe
 from echelon.recipe.launching import SageMakerConfig
 
 _KEY = "launch.sagemaker"
@@ -43,11 +43,11 @@ def find_region(settings: SageMakerConfig) -> str:
 def check_settings(recipe: Recipe, instance: Instance, default_max_hours: float) -> None:
     """Raise ConfigError for the first setting that cannot be, naming its key and what would do."""
     _check_addresses(recipe.launch.sagemaker)
-    _check_machines(recipe, instance)
+    _check_machines(recipe.launch, instance)
     _check_times(recipe, default_max_hours)
     _check_network(recipe)
     _check_tracking(recipe)
-    _check_files(recipe)
+    _check_files(recipe.checkpoint)
 
 
 def _check_addresses(settings: SageMakerConfig) -> None:
@@ -69,8 +69,8 @@ def _check_addresses(settings: SageMakerConfig) -> None:
             raise ConfigError(f"{_KEY}.{name}={value} has not the form SageMaker takes; write it like {like}.")
 
 
-def _check_machines(recipe: Recipe, instance: Instance) -> None:
-    launch, settings = recipe.launch, recipe.launch.sagemaker
+def _check_machines(launch: LaunchConfig, instance: Instance) -> None:
+    launch, settings = launch, launch.sagemaker
     fewest, most = launch.node_range
     if fewest != most:
         raise ConfigError(
@@ -155,10 +155,10 @@ def _check_tracking(recipe: Recipe) -> None:
         raise ConfigError(f"mlflow.tracking_uri and {_KEY}.mlflow_arn both say where MLflow is; remove one.")
 
 
-def _check_files(recipe: Recipe) -> None:
-    if (recipe.checkpoint.remote or "").startswith("file://"):
+def _check_files(checkpoint: CheckpointConfig) -> None:
+    if (checkpoint.remote or "").startswith("file://"):
         raise ConfigError(
-            f"checkpoint.remote={recipe.checkpoint.remote} is a folder of this machine; SageMaker keeps checkpoints at "
+            f"checkpoint.remote={checkpoint.remote} is a folder of this machine; SageMaker keeps checkpoints at "
             f"{_KEY}.checkpoint_uri by itself: remove it."
         )
 
@@ -180,7 +180,7 @@ def check_limits(request: Mapping[str, Any], recipe: Recipe) -> None:
             raise ConfigError(f"launch.python has {len(word)} characters; the API takes {_MAX_WORD}.")
     assert len(algorithm["MetricDefinitions"]) <= _MAX_METRICS
     assert all(len(each["Regex"]) <= _MAX_REGEX for each in algorithm["MetricDefinitions"])
-    _check_channels(request["InputDataConfig"], recipe)
+    _check_channels(request["InputDataConfig"], recipe.launch)
     _check_environment(request["Environment"])
     _check_tags(recipe.launch.sagemaker.tags)
     experiment = request.get("MlflowConfig", {}).get("MlflowExperimentName", "-")
@@ -188,13 +188,13 @@ def check_limits(request: Mapping[str, Any], recipe: Recipe) -> None:
         raise ConfigError(f"mlflow.experiment has {len(experiment)} characters; the API takes 1 to {_MAX_WORD}.")
 
 
-def _check_channels(channels: list[dict[str, Any]], recipe: Recipe) -> None:
+def _check_channels(channels: list[dict[str, Any]], launch: LaunchConfig) -> None:
     if len(channels) > _MAX_CHANNELS:
         raise ConfigError(
             f"the job has {len(channels)} channels, and SageMaker takes {_MAX_CHANNELS}: put several of data.train "
             f"into one folder, or several of {_KEY}.channels below one prefix."
         )
-    if len(recipe.launch.sagemaker.bucket or "") > _MAX_ADDRESS // 2:
+    if len(launch.sagemaker.bucket or "") > _MAX_ADDRESS // 2:
         raise ConfigError(f"{_KEY}.bucket is too long: what goes below it must stay under {_MAX_ADDRESS} characters.")
 
 

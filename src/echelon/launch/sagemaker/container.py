@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from echelon.errors import ConfigError, LaunchError
-from echelon.recipe import Recipe, check_built, load_recipe
+from echelon.recipe import Recipe, RunConfig, check_built, load_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import STOP_SIGNALS
 from echelon.supervise.nodelist import in_number_order
@@ -133,7 +133,7 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
         _say(line)
     recipe, _ = load_recipe(container.recipe_path)
     check_built(recipe)
-    _check_place(recipe, base)
+    _check_place(recipe.run, base)
     _check_channels(recipe, container)
     variables = {**env, **find_variables(container, env, _say)}
     _await_names(container.hosts, _say)
@@ -153,13 +153,13 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
     return _export(folder, base / "model", outcome, variables)
 
 
-def _check_place(recipe: Recipe, base: Path) -> None:
+def _check_place(run: RunConfig, base: Path) -> None:
     """Refuse a run that nobody would find again."""
     checkpoints = base / "checkpoints"
-    if not recipe.run.dir.is_relative_to(checkpoints):
+    if not run.dir.is_relative_to(checkpoints):
         raise ConfigError(
-            f"run.dir={recipe.run.dir} ends with the container; only {checkpoints} is copied to S3 while training, so "
-            f"set run.dir={checkpoints / recipe.run.name}."
+            f"run.dir={run.dir} ends with the container; only {checkpoints} is copied to S3 while training, so "
+            f"set run.dir={checkpoints / run.name}."
         )
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from echelon.errors import ConfigError
 from echelon.hardware.instances import Instance
 from echelon.launch.sagemaker.model_parallel import map_parameters
-from echelon.recipe import Recipe
+from echelon.recipe import LaunchConfig, Recipe
 from echelon.recipe.draft import Draft
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import recipe_mapping
@@ -74,7 +74,7 @@ def apply_distribution(recipe: Recipe, instance: Instance) -> Distribution:
         if options := settings.get("custom_mpi_options"):
             env |= _read_mpi_options(f"{KEY}.{name}.custom_mpi_options", options, lines)
     if "mpi" in enabled:
-        changes |= _map_mpi(recipe, enabled["mpi"], lines)
+        changes |= _map_mpi(recipe.launch, enabled["mpi"], lines)
     if "pytorchddp" in enabled:
         changes |= _map_pytorchddp(recipe, lines)
     if "smdistributed.dataparallel" in enabled:
@@ -85,7 +85,7 @@ def apply_distribution(recipe: Recipe, instance: Instance) -> Distribution:
             "{enabled: true}: it trains the same model over NCCL and EFA."
         )
     if "smdistributed.modelparallel" in enabled:
-        world = recipe.launch.node_range[1] * _num_processes(recipe, changes, instance)
+        world = recipe.launch.node_range[1] * _num_processes(recipe.launch, changes, instance)
         changes |= map_parameters(
             recipe,
             f"{KEY}.smdistributed.modelparallel.parameters",
@@ -140,8 +140,8 @@ def _check_fields(name: str, value: Any) -> None:
             raise ConfigError(f"{KEY}.{name}.{key} is unknown; known: {', '.join(_FIELDS[name])}.")
 
 
-def _num_processes(recipe: Recipe, changes: Mapping[str, Any], instance: Instance) -> int:
-    given = changes.get("launch.nproc_per_node", recipe.launch.nproc_per_node)
+def _num_processes(launch: LaunchConfig, changes: Mapping[str, Any], instance: Instance) -> int:
+    given = changes.get("launch.nproc_per_node", launch.nproc_per_node)
     return instance.num_processes if given == "auto" else int(given)
 
 
@@ -171,14 +171,14 @@ def _read_mpi_options(key: str, options: Any, lines: list[str]) -> dict[str, str
     return variables
 
 
-def _map_mpi(recipe: Recipe, settings: Mapping[str, Any], lines: list[str]) -> dict[str, Any]:
+def _map_mpi(launch: LaunchConfig, settings: Mapping[str, Any], lines: list[str]) -> dict[str, Any]:
     lines.append(f"{KEY}.mpi: the same processes, started by torchrun's agent on each machine")
     count, key = settings.get("processes_per_host"), f"{KEY}.mpi.processes_per_host"
     if count is None:
         return {}
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ConfigError(f"{key}={count!r} must be a whole number of at least 1.")
-    given = recipe.launch.nproc_per_node
+    given = launch.nproc_per_node
     if given not in ("auto", count):
         raise ConfigError(f"{key}={count} and launch.nproc_per_node={given} differ; remove one.")
     lines.append(f"{key}={count} -> launch.nproc_per_node={count}")

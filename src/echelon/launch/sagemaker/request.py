@@ -17,7 +17,7 @@ from echelon.launch.sagemaker.images import check_image, find_image
 from echelon.launch.sagemaker.source_bundle import ENTRY, START
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, Staging, run_dir, stage_job
 from echelon.launch.shell import needs_shell
-from echelon.recipe import Recipe
+from echelon.recipe import LaunchConfig, Recipe
 
 DEFAULT_MAX_HOURS = 24.0
 """A job without `launch.max_hours` ends after so long. The API's own default; the SDK's is one hour."""
@@ -79,10 +79,10 @@ def build_submission(job: JobSpec) -> Submission:
             "CompressionType": "NONE",
             **({"KmsKeyId": settings.kms_key} if settings.kms_key else {}),
         },
-        "ResourceConfig": _resources(recipe, instance),
-        "StoppingCondition": _stopping(recipe),
+        "ResourceConfig": _resources(recipe.launch, instance),
+        "StoppingCondition": _stopping(recipe.launch),
         "CheckpointConfig": {"S3Uri": find_checkpoint_uri(recipe), "LocalPath": str(CHECKPOINT_DIR)},
-        "Environment": _environment(recipe, instance, distribution.env),
+        "Environment": _environment(recipe.launch, instance, distribution.env),
         "EnableManagedSpotTraining": settings.spot is not None,
         "EnableNetworkIsolation": settings.network_isolation,
         "EnableInterContainerTrafficEncryption": settings.encrypt_traffic,
@@ -123,11 +123,11 @@ def _channel(name: str, address: str, mode: str) -> dict[str, Any]:
     return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": mode}
 
 
-def _resources(recipe: Recipe, instance: Instance) -> dict[str, Any]:
-    settings = recipe.launch.sagemaker
+def _resources(launch: LaunchConfig, instance: Instance) -> dict[str, Any]:
+    settings = launch.sagemaker
     resources: dict[str, Any] = {
         "InstanceType": instance.name,
-        "InstanceCount": recipe.launch.node_range[1],
+        "InstanceCount": launch.node_range[1],
         "VolumeSizeInGB": settings.volume_gb,
     }
     if settings.kms_key and not instance.own_disks:  # the API takes none for disks that encrypt themselves
@@ -139,17 +139,17 @@ def _resources(recipe: Recipe, instance: Instance) -> dict[str, Any]:
     return resources
 
 
-def _stopping(recipe: Recipe) -> dict[str, int]:
-    stopping = {"MaxRuntimeInSeconds": round((recipe.launch.max_hours or DEFAULT_MAX_HOURS) * 3600)}
-    if recipe.launch.sagemaker.spot is not None:
-        stopping["MaxWaitTimeInSeconds"] = round(recipe.launch.sagemaker.spot.max_wait_hours * 3600)
+def _stopping(launch: LaunchConfig) -> dict[str, int]:
+    stopping = {"MaxRuntimeInSeconds": round((launch.max_hours or DEFAULT_MAX_HOURS) * 3600)}
+    if launch.sagemaker.spot is not None:
+        stopping["MaxWaitTimeInSeconds"] = round(launch.sagemaker.spot.max_wait_hours * 3600)
     return stopping
 
 
-def _environment(recipe: Recipe, instance: Instance, chosen: Mapping[str, str]) -> dict[str, str]:
+def _environment(launch: LaunchConfig, instance: Instance, chosen: Mapping[str, str]) -> dict[str, str]:
     """The recipe's own variables win. EFA's are for several machines: one has nobody to send to."""
-    efa = efa_environment(instance) if recipe.launch.node_range[1] > 1 else {}
-    return {**efa, **chosen, **recipe.launch.env}
+    efa = efa_environment(instance) if launch.node_range[1] > 1 else {}
+    return {**efa, **chosen, **launch.env}
 
 
 def _optional_fields(recipe: Recipe) -> dict[str, Any]:
