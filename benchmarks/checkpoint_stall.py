@@ -129,7 +129,7 @@ def main():
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch, open("/dev/null", "w") as console:
         recipe, _ = load_recipe(RECIPE, [f"data.train.0.path={TEXT}", f"run.dir={scratch}/run", *CHANGES])
-        prepared = prepare_run(recipe, False, lambda: detect_cluster(1), {}, lambda line: None)
+        prepared = prepare_run(recipe, False, lambda: detect_cluster(1), {})
         runtime = start_runtime()
         trainer = build_trainer(recipe, prepared.plan, prepared.folder, runtime, console)
         ours = Echelon(trainer)

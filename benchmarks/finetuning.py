@@ -108,7 +108,7 @@ def prepare(scratch, size, row):
     recipe_path = folder / "recipe.yaml"
     recipe_path.write_text(json.dumps(describe_recipe(scratch, folder, base, size, row)))
     recipe, _ = load_recipe(recipe_path)
-    run = prepare_run(recipe, False, lambda: detect_cluster(1), {}, lambda line: None)
+    run = prepare_run(recipe, False, lambda: detect_cluster(1), {})
     data = open_prepared(run.folder.text.read_prepared_path(), size.sequence_len).train
     ids = SampleOrder(data.num_samples, SEED).sample_ids(0, min(data.num_samples, 2000))
     samples = data.read_samples(ids)

@@ -102,7 +102,7 @@ def main():
             f"train.compile={str(arguments.compile).lower()}", *SIZES[arguments.size],
         ]  # fmt: skip
         recipe, _ = load_recipe(RECIPE, overrides)
-        prepared = prepare_run(recipe, False, lambda: detect_cluster(1), {}, lambda line: None)
+        prepared = prepare_run(recipe, False, lambda: detect_cluster(1), {})
         folder, data = (
             prepared.folder,
             open_prepared(prepared.folder.text.read_prepared_path(), recipe.data.sequence_len),

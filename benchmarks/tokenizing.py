@@ -55,7 +55,7 @@ def tokenize_with_echelon(corpus: Path, tokenizer_dir: Path, target: Path, worke
         sequence_len=1024,
         workers=workers,
     )
-    return sum(record.tokens for record in prepare(spec, lambda line: None).manifest.streams["train"])
+    return sum(record.tokens for record in prepare(spec).manifest.streams["train"])
 
 
 def run_side(side: str, corpus: Path, tokenizer_dir: Path, workers: int) -> None:

@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from echelon.redaction import redact_text
@@ -60,13 +62,24 @@ class _StreamHandler(logging.StreamHandler[TextIO]):
             os.close(null)
 
 
+class _StdoutHandler(_StreamHandler):
+    """Writes to what is stdout when a record comes: a notebook, or `redirect_stdout`, may have replaced it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stdout
+
+
 def log_to_console(level: int = logging.INFO, console: TextIO | None = None) -> None:
     """Show what echelon logs from `level` on, as lines on `console`; None: stdout. For a command, script or notebook.
 
     A line is the message alone. With `logging.DEBUG` it begins with time, level, rank and logger. A second call
     replaces what an earlier one of this module has set; handlers that others have added stay.
     """
-    _install([_console_handler(sys.stdout if console is None else console, level, None)])
+    _install([_console_handler(_StdoutHandler() if console is None else _StreamHandler(console), level, None)])
 
 
 def log_as_rank(rank: int, log: TextIO, console: TextIO | None = None, level: int = logging.INFO) -> None:
@@ -75,18 +88,29 @@ def log_as_rank(rank: int, log: TextIO, console: TextIO | None = None, level: in
     A line of the log begins with time, level, rank and logger; the log has everything from INFO on, however quiet the
     console is. Replaces what an earlier call of this module has set.
     """
-    handlers = [_handler(log, min(level, logging.INFO), rank, _detailed(rank))]
+    handlers = [_set_up(_StreamHandler(log), min(level, logging.INFO), rank, _detailed(rank))]
     if console is not None:
-        handlers.append(_console_handler(console, level, rank))
+        handlers.append(_console_handler(_StreamHandler(console), level, rank))
     _install(handlers)
 
 
-def _console_handler(console: TextIO, level: int, rank: int | None) -> logging.Handler:
-    return _handler(console, level, rank, _detailed(rank) if level <= logging.DEBUG else "%(message)s")
+@contextmanager
+def warnings_only(name: str) -> Iterator[None]:
+    """During the block log nothing but warnings and errors under this logger and those below it."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
-def _handler(stream: TextIO, level: int, rank: int | None, line: str) -> logging.Handler:
-    handler = _StreamHandler(stream)
+def _console_handler(handler: logging.Handler, level: int, rank: int | None) -> logging.Handler:
+    return _set_up(handler, level, rank, _detailed(rank) if level <= logging.DEBUG else "%(message)s")
+
+
+def _set_up(handler: logging.Handler, level: int, rank: int | None, line: str) -> logging.Handler:
     handler.setLevel(level)
     handler.addFilter(RankFilter(rank))
     handler.setFormatter(_Formatter(line))

@@ -1,5 +1,6 @@
 """How far a long job is, in lines for the user."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,39 +8,44 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Progress:
-    """Says how far a long job is: bytes, rate and time left, about every `every_seconds`, and once at the end.
+    """Logs how far a long job is: bytes, rate and time left, about every `every_seconds`, and once at the end.
 
-    `total_bytes` 0: nobody knows. `done_bytes` may begin with what was done before.
+    `logger` is that of the module whose job it is. `total_bytes` 0: nobody knows. `done_bytes` may begin with what was
+    done before.
     """
 
     name: str
     total_bytes: int
-    say: Callable[[str], None]
+    logger: logging.Logger
+    level: int = logging.INFO
     every_seconds: float = 2.0
     clock: Callable[[], float] = time.monotonic
     done_bytes: int = 0
     _before: int = field(init=False)
     _started: float = field(init=False)
-    _said: float = field(init=False)
+    _logged: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._before = self.done_bytes
-        self._started = self._said = self.clock()
+        self._started = self._logged = self.clock()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes as done, and say so if it is time."""
+        """Count bytes as done, and log it if it is time."""
         self.done_bytes += num_bytes
         now = self.clock()
-        if now - self._said >= self.every_seconds:
-            self._said = now
+        if now - self._logged >= self.every_seconds:
+            self._logged = now
             rate = (self.done_bytes - self._before) / (now - self._started)
             left = max(0, self.total_bytes - self.done_bytes) / max(rate, 1.0)
-            self.say(f"{self._describe(rate)}{f', about {left:.0f} s left' if self.total_bytes else ''}")
+            self._log(f"{self._describe(rate)}{f', about {left:.0f} s left' if self.total_bytes else ''}")
 
     def finish(self) -> None:
-        """Say the total."""
+        """Log the total."""
         seconds = max(self.clock() - self._started, 1e-3)
-        self.say(f"{self._describe((self.done_bytes - self._before) / seconds)}, {seconds:.1f} s in all")
+        self._log(f"{self._describe((self.done_bytes - self._before) / seconds)}, {seconds:.1f} s in all")
+
+    def _log(self, line: str) -> None:
+        self.logger.log(self.level, line)
 
     def _describe(self, rate: float) -> str:
         total = f" of {self.total_bytes / 1e6:.1f}" if self.total_bytes else ""

@@ -28,7 +28,7 @@ RECIPE = Recipe.model_validate(
 )
 
 
-def prepare(recipe, fresh, find_cluster, variables, say, patience_seconds, announce):
+def prepare(recipe, fresh, find_cluster, variables, patience_seconds, announce):
     announce({})
     if sys.argv[1] == "refuse":
         raise ConfigError("data.train: text.txt is empty; give a file with text.")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from command import await_line, finish, read_lines, start, write_recipe
+from echelon.data import writing
 from echelon.hardware.detection import detect_cluster
 from echelon.errors import EchelonError
 from echelon.recipe import load_recipe
@@ -122,12 +123,14 @@ def test_a_folder_that_is_removed_while_text_is_prepared_ends_the_start(tmp_path
     monkeypatch.chdir(tmp_path)
     recipe, _ = load_recipe(write_recipe(tmp_path))
 
-    def say(line):
-        if line.startswith("tokenizing"):
+    def remove_run(record):
+        if record.getMessage().startswith("tokenizing"):
             shutil.rmtree(tmp_path / "runs" / "tiny")
+        return True
 
+    monkeypatch.setattr(writing.logger, "filters", [remove_run])
     with pytest.raises(EchelonError, match=r"run\.dir=runs/tiny was removed or moved while the run went on") as told:
-        prepare_run(recipe, False, lambda: detect_cluster(1), {}, say)
+        prepare_run(recipe, False, lambda: detect_cluster(1), {})
     assert told.value.exit_code == 1
 
 

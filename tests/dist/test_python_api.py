@@ -32,11 +32,11 @@ def folder(monkeypatch, tmp_path):
 def interrupt(name, step):
     """Takes the lines of a run, and sends this process a signal at that of a step."""
 
-    def say(line):
+    def send(line):
         if re.match(rf"step +{step}/", line):
             signal.raise_signal(name)
 
-    return say
+    return send
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(folder):
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     recipe = echelon.load_recipe(write_recipe(folder), {"train.steps": 100_000})
     with pytest.raises(KeyboardInterrupt, match="^stopped by SIGINT at step .* the same command resumes from it"):
-        echelon.train(recipe, nproc=2, say=interrupt(signal.SIGINT, 4))
+        echelon.train(recipe, nproc=2, on_line=interrupt(signal.SIGINT, 4))
     run = echelon.Run("runs/tiny")
     stopped_at = run.checkpoints()[-1].step
     assert run.status == "stopped" and 4 <= stopped_at and run.plan.world_size == 2
@@ -52,7 +52,7 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(folder):
     lines = []
     stop = interrupt(signal.SIGTERM, stopped_at + 2)
     with pytest.raises(StoppedError, match="^stopped by SIGTERM"):
-        echelon.train(recipe, nproc=2, say=lambda line: (lines.append(line), stop(line)))
+        echelon.train(recipe, nproc=2, on_line=lambda line: (lines.append(line), stop(line)))
     assert f"Resuming from step-{stopped_at:08d}." in lines
     assert [row["step"] for row in run.metrics()] == list(range(1, run.checkpoints()[-1].step + 1))
     assert not dist.is_initialized() and "GLOO_SOCKET_IFNAME" not in os.environ
@@ -62,7 +62,7 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(folder):
 def test_what_is_wrong_with_the_data_is_an_error_of_its_kind(folder):
     recipe = echelon.load_recipe(write_recipe(folder), {"data.train": "missing.txt"})
     with pytest.raises(DataError, match=r"^data.train.0.path=missing.txt: no such file"):
-        echelon.train(recipe, nproc=1, say=lambda line: None)
+        echelon.train(recipe, nproc=1, on_line=lambda line: None)
     assert not (folder / "runs" / "tiny" / "recipe.yaml").exists()
 
 
@@ -70,7 +70,7 @@ def test_what_is_wrong_with_the_data_is_an_error_of_its_kind(folder):
 def test_a_failed_training_is_an_error_of_its_kind(folder):
     recipe = echelon.load_recipe(write_recipe(folder), {"optim.learning_rate": 1e30, "fault.on_bad_step": "stop"})
     with pytest.raises(TrainingError, match="not finite"):
-        echelon.train(recipe, nproc=1, say=lambda line: None)
+        echelon.train(recipe, nproc=1, on_line=lambda line: None)
     assert echelon.Run("runs/tiny").status == "failed"
 
 
@@ -129,7 +129,7 @@ def test_parts_from_outside_train_in_real_workers(folder, monkeypatch):
         "sync.options": {"factor": 0.5},
         "train.callbacks": [{"name": f"{package}:Diary", "options": {"path": "diary.jsonl"}}],
     }
-    run = echelon.train(echelon.load_recipe("recipe.json", overrides), nproc=2, say=lambda line: None)
+    run = echelon.train(echelon.load_recipe("recipe.json", overrides), nproc=2, on_line=lambda line: None)
     assert run.metrics()[0]["loss"] > run.metrics()[-1]["loss"] and run.checkpoints()[-1].read_state()["sync"] == {
         "steps": 6
     }

@@ -9,6 +9,7 @@ import json
 import random
 import shutil
 from collections import defaultdict
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from echelon.runs.cost import Spending, write_spending
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_text
 from echelon.supervise.outcome import report, write_outcome
+from log_lines import LogLines
 from stored_files import MACHINE, Parts, StoredFiles, describe_target, digest
 
 # The files that the loaders of `stored_files` read damaged: a checkpoint's and the model's.
@@ -194,20 +196,19 @@ class RunFolderFiles:
 
     def _send_rows(self) -> None:
         """Read the rows as a tracker gets them; a forwarder that fails says so."""
-        said: list[str] = []
         path = self.folder.tracker_path("mlflow")
         if not path.is_dir():
-            forwarder = MetricsForwarder(NoTracker(), path, self.folder.metrics_path, said.append)
-            forwarder.start()
-            forwarder.close(done=True)
-        failed = [line for line in said if " fails " in line]
-        assert not failed or self.folder.metrics_path.is_dir(), failed
+            forwarder = MetricsForwarder(NoTracker(), path, self.folder.metrics_path)
+            with closing(LogLines()) as said:
+                forwarder.start()
+                forwarder.close(done=True)
+            failed = [line for line in said.lines if " fails " in line]
+            assert not failed or self.folder.metrics_path.is_dir(), failed
 
     def _go_on(self) -> Parts:
         """Resume for two more steps, up to the first of them."""
-        said: list[str] = []
-        prepared = prepare_run(self._longer, False, lambda: MACHINE, {}, said.append)
-        assert prepared is not None, said
+        prepared = prepare_run(self._longer, False, lambda: MACHINE, {})
+        assert prepared is not None
         assert not list(self.folder.outcomes_dir.iterdir())
         trainer = build_trainer(
             self._longer, prepared.plan, self.folder, self._stored.runtime, self._stored.console, "eager"

@@ -70,7 +70,7 @@ class StoredFiles:
         )
         text = (root / "text.txt").absolute()
         recipe, _ = load_recipe(recipe_path, [f"data.train={text}"])
-        prepared = prepare_run(recipe, False, lambda: MACHINE, {}, lambda line: None)
+        prepared = prepare_run(recipe, False, lambda: MACHINE, {})
         assert prepared is not None
         self.run, self.console = prepared.folder, io.StringIO()
         self.runtime = Runtime(0, 1, 0, 1, torch.device("cpu"), "gloo")

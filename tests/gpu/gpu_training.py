@@ -55,7 +55,7 @@ def replicate(module: Any, plan: ParallelPlan, meshes: Any) -> Replicated:
 def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: int = 4):
     """The trainer of a case, over batches with uneven targets; everything is closed at the end."""
     recipe, _ = load_recipe(write_recipe(case.row, folder, text, steps), case.overrides)
-    data = prepare_data(recipe, lambda line: None)
+    data = prepare_data(recipe)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
     run.text.write_prepared_path(data.path)

@@ -151,7 +151,7 @@ def plain(workers, text, tmp_path_factory):
     row = with_fault(Row())
     folder = tmp_path_factory.mktemp("plain")
     recipe, _ = load_recipe(write_recipe(row, folder, text, steps=8))
-    data = prepare_data(recipe, lambda line: None)
+    data = prepare_data(recipe)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
     run.text.write_prepared_path(data.path)

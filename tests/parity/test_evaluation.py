@@ -39,7 +39,7 @@ def train(workers, row, folder, text, steps=4, stop_at=None, **sections):
     recipe["data"]["validation"] = [{"name": "long", "path": str(folder / "long.txt")}, str(folder / "short.txt")]
     path.write_text(json.dumps(recipe))
     recipe, _ = load_recipe(path)
-    data = prepare_data(recipe, lambda line: None)
+    data = prepare_data(recipe)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
     run.text.write_prepared_path(data.path)

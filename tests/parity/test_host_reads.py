@@ -84,7 +84,7 @@ ROWS += [
 def test_a_step_reads_nothing_back(workers, text, tmp_path, samples, row):
     path = write_recipe(row, tmp_path, text, steps=4)
     recipe, _ = load_recipe(path)
-    data = prepare_data(recipe.model_copy(update={"objective": ObjectiveConfig()}), lambda line: None)
+    data = prepare_data(recipe.model_copy(update={"objective": ObjectiveConfig()}))
     run = RunFolder(Path(recipe.run.dir))
     run.create()
     run.text.write_prepared_path(data.path)

@@ -49,7 +49,7 @@ def test_ranks_make_no_difference(workers, text, tmp_path, mixture, uninterrupte
 def test_the_batches_are_those_of_the_order(text, tmp_path, mixture, uninterrupted):
     """The hashes and the schedule of the run are those of the sequences that the mixture's order names."""
     recipe, _ = load_recipe(write_recipe(Row(micro_batch=4, changes=mixture), tmp_path, text, STEPS))
-    data = prepare_data(recipe, lambda line: None)
+    data = prepare_data(recipe)
     assert [recipe.batches.sequences(step) for step in range(STEPS)] == SIZES
     ids = build_order(recipe, data.train).sample_ids(0, sum(SIZES)).tolist()
     with BatchLoader(data.train, build_order(recipe, data.train), recipe.batches, 4) as loader:

@@ -28,7 +28,7 @@ def prepared(row, folder, text, replicas=1):
     """The recipe's path and the plan of a run; nothing is trained yet."""
     path = write_recipe(row, folder, text, STEPS)
     recipe, _ = load_recipe(path)
-    data = prepare_data(recipe, lambda line: None)
+    data = prepare_data(recipe)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
     run.text.write_prepared_path(data.path)

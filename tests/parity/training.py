@@ -154,7 +154,7 @@ def train(
     path = write_recipe(row, folder, text, steps)
     recipe, _ = load_recipe(path)
     plain = recipe.model_copy(update={"objective": ObjectiveConfig()})  # packed.py makes pairs of plain text
-    data = prepare_data(plain, lambda line: None)
+    data = prepare_data(plain)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
     run.text.write_prepared_path(data.path)

@@ -59,7 +59,7 @@ def run_echelon(workers, row, folder, text):
         content["optim"]["no_decay"] = []  # HF Trainer decays magnitudes
     path.write_text(json.dumps(content))
     recipe, _ = load_recipe(path)
-    data = prepare_data(recipe, lambda line: None)
+    data = prepare_data(recipe)
     run = RunFolder(Path(recipe.run.dir))
     run.create()
     run.text.write_prepared_path(data.path)

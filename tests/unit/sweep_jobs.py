@@ -17,6 +17,7 @@ from echelon.sweep import conduct as session
 from echelon.sweep.conduct import check_sweep, run_sweep
 from echelon.sweep.conductor import Ending, StopWord
 from echelon.sweep.slots import Slot
+from log_lines import LogLines
 from recipe_samples import SMALL
 
 GRID = {"optim.learning_rate": [1e-4, 1e-3, 1e-2], "optim.weight_decay": [0.0, 0.1]}
@@ -94,10 +95,10 @@ def run(
     keys = {"name": "lr", "sampler": "grid", "parallel": 2, **settings}
     (here / "sweep.yaml").write_text(yaml.safe_dump({"sweep": keys, "recipe": "recipe.yaml", "search": search}))
     monkeypatch.setattr(session, "find_launcher", lambda target: launcher)
-    lines: list[str] = []
+    lines = LogLines().lines
     checked = check_sweep(Path("sweep.yaml"))
     slots = tuple(Slot(index) for index in range(checked.sweep.sweep.parallel))
-    ending, results = run_sweep(checked, slots, stop or StopWord(), lines.append)
+    ending, results = run_sweep(checked, slots, stop or StopWord())
     return ending, results, lines
 
 

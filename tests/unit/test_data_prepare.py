@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import re
 import threading
 import tracemalloc
@@ -40,10 +41,6 @@ def build_spec(tmp_path: Path, *paths: Path | str, **fields: object) -> PrepareS
     return PrepareSpec(train=train, **{**defaults, **fields})
 
 
-def silent(line: str) -> None:
-    pass
-
-
 def all_tokens(dataset) -> list[int]:
     return np.concatenate(list(dataset.iter_tokens())).tolist()
 
@@ -71,22 +68,21 @@ def held_out_texts(prepared: PreparedData) -> set[str]:
     return {text for text in joined.split("document ") if text}
 
 
-def test_one_file_keeps_its_bytes_and_holds_out_its_end(tmp_path):
+def test_one_file_keeps_its_bytes_and_holds_out_its_end(tmp_path, caplog):
     path = tmp_path / "poem.txt"
     path.write_text(POEM * 20)
-    lines: list[str] = []
-    prepared = prepare(build_spec(tmp_path, path), lines.append)
+    prepared = prepare(build_spec(tmp_path, path))
     content = list((POEM * 20).encode())
     assert all_tokens(prepared.train) + all_tokens(held_out(prepared)) == content
     assert prepared.train.num_tokens == int(0.9 * len(content))
     assert prepared.vocab_size == 256
-    assert any(line.startswith("validation: the last 10.") for line in lines)
-    assert re.fullmatch(r"tokenizing: 0\.0 of 0\.0 MB, .* s in all", lines[0])
+    assert any(line.startswith("validation: the last 10.") for line in caplog.messages)
+    assert re.fullmatch(r"tokenizing: 0\.0 of 0\.0 MB, .* s in all", caplog.messages[0])
 
 
 def test_a_trained_tokenizer_gives_the_tokens_transformers_gives(tmp_path):
     write_documents(tmp_path / "text", 4)
-    prepared = prepare(build_spec(tmp_path, tmp_path / "text", tokenizer=300, validation_fraction=0.0), silent)
+    prepared = prepare(build_spec(tmp_path, tmp_path / "text", tokenizer=300, validation_fraction=0.0))
     tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
     expected = []
     for path in sorted((tmp_path / "text").iterdir()):
@@ -96,26 +92,25 @@ def test_a_trained_tokenizer_gives_the_tokens_transformers_gives(tmp_path):
     assert prepared.vocab_size == len(tokenizer)
 
 
-def test_the_standard_library_gives_the_same_tokens_from_any_number_of_processes(tmp_path):
+def test_the_standard_library_gives_the_same_tokens_from_any_number_of_processes(tmp_path, caplog):
     """Real text, 30 MB; bytes keep it quick."""
     checksums = set()
     for workers in (1, 2):
-        lines: list[str] = []
         spec = build_spec(
             tmp_path, PYTHON_STDLIB, workers=workers, prepared_dir=tmp_path / str(workers), validation_fraction=0.01
         )
-        prepared = prepare(spec, lines.append)
+        prepared = prepare(spec)
         checksums.add(
             tuple(shard.sha256 for name in ("train", "validation") for shard in prepared.manifest.shards(name))
         )
-        assert any("chosen by a hash of their content" in line for line in lines)
+        assert any("chosen by a hash of their content" in line for line in caplog.messages)
     assert len(checksums) == 1
 
 
 def test_many_documents_are_held_out_by_their_content(tmp_path):
     folder = tmp_path / "text"
     texts = write_documents(folder, 200)
-    first = prepare(build_spec(tmp_path, folder), silent)
+    first = prepare(build_spec(tmp_path, folder))
     assert method(first) == "hash"
     chosen = {text for text in texts if hash_for_split(text.encode()) / 2**64 < 0.1}
     assert held_out_texts(first) == {text.removeprefix("document ") for text in chosen}
@@ -125,7 +120,7 @@ def test_many_documents_are_held_out_by_their_content(tmp_path):
     added = write_documents(folder, 200, start=200)
     for index, path in enumerate(sorted(folder.iterdir())):
         path.rename(folder / f"{index * 31 % 400:04d}-renamed.txt")
-    second = prepare(build_spec(tmp_path, folder), silent)
+    second = prepare(build_spec(tmp_path, folder))
     new = {text.removeprefix("document ") for text in added}
     assert held_out_texts(second) - new == held_out_texts(first)
 
@@ -133,15 +128,15 @@ def test_many_documents_are_held_out_by_their_content(tmp_path):
 def test_few_documents_or_an_unlucky_hash_hold_out_the_end(tmp_path):
     folder = tmp_path / "text"
     texts = write_documents(folder, 9)
-    assert method(prepare(build_spec(tmp_path, folder), silent)) == "tail"
+    assert method(prepare(build_spec(tmp_path, folder))) == "tail"
     write_documents(folder, 1, start=9)
     lucky = any(hash_for_split(text.encode()) / 2**64 < 0.1 for text in [*texts, "document 9: " + POEM])
-    prepared = prepare(build_spec(tmp_path, folder), silent)
+    prepared = prepare(build_spec(tmp_path, folder))
     assert method(prepared) == ("hash" if lucky else "tail")
     same = tmp_path / "same.jsonl"
     unlucky = next(text for text in texts if hash_for_split(text.encode()) / 2**64 >= 0.1)
     same.write_text((json.dumps({"text": unlucky}) + "\n") * 10)
-    prepared = prepare(build_spec(tmp_path, same), silent)
+    prepared = prepare(build_spec(tmp_path, same))
     assert method(prepared) == "tail"
     assert all_tokens(prepared.train) + all_tokens(held_out(prepared)) == list(unlucky.encode()) * 10
 
@@ -154,7 +149,7 @@ def test_given_validation_sets_keep_their_names(tmp_path):
         Source("data.validation.1", str(tmp_path / "c.txt"), name="other"),
     )
     spec = build_spec(tmp_path, tmp_path / "a.txt", validation=validation, validation_fraction=0.0)
-    found = {each.name: all_tokens(each.dataset) for each in prepare(spec, silent).validation}
+    found = {each.name: all_tokens(each.dataset) for each in prepare(spec).validation}
     assert found == {"b.txt": list(("b.txt" + POEM).encode()), "other": list(("c.txt" + POEM).encode())}
 
 
@@ -163,30 +158,30 @@ def test_given_validation_text_is_used_and_may_not_be_trained_on(tmp_path):
         (tmp_path / name).write_text(name + POEM)
     validation = (Source("data.validation[0]", str(tmp_path / "c.txt")),)
     spec = build_spec(tmp_path, tmp_path / "a.txt", tmp_path / "b.txt", validation=validation, validation_fraction=0.0)
-    prepared = prepare(spec, silent)
+    prepared = prepare(spec)
     assert all_tokens(prepared.train) == list(("a.txt" + POEM + "b.txt" + POEM).encode())
     assert all_tokens(held_out(prepared)) == list(("c.txt" + POEM).encode())
     assert method(prepared) == "sources"
     with pytest.raises(DataError, match=r"data\.validation\[0\]\.path=.*c\.txt, which data\.train holds too"):
-        prepare(build_spec(tmp_path, tmp_path, validation=validation), silent)
+        prepare(build_spec(tmp_path, tmp_path, validation=validation))
 
 
-def test_a_second_call_finds_the_data_and_a_change_makes_it_anew(tmp_path):
+def test_a_second_call_finds_the_data_and_a_change_makes_it_anew(tmp_path, caplog):
     path = tmp_path / "poem.txt"
     path.write_text(POEM)
     spec = build_spec(tmp_path, path)
-    first = prepare(spec, silent)
-    lines: list[str] = []
-    assert prepare(spec, lines.append).path == first.path
-    assert not any("tokenizing" in line for line in lines)
-    assert len(lines) == 3
+    first = prepare(spec)
+    caplog.clear()
+    assert prepare(spec).path == first.path
+    assert not any("tokenizing" in line for line in caplog.messages)
+    assert len(caplog.messages) == 3
     paths = {first.path}
     path.write_text(POEM + "x")
-    paths.add(prepare(spec, silent).path)
-    paths.add(prepare(build_spec(tmp_path, path, validation_fraction=0.2), silent).path)
-    paths.add(prepare(build_spec(tmp_path, path, tokenizer=260), silent).path)
+    paths.add(prepare(spec).path)
+    paths.add(prepare(build_spec(tmp_path, path, validation_fraction=0.2)).path)
+    paths.add(prepare(build_spec(tmp_path, path, tokenizer=260)).path)
     assert len(paths) == 4
-    assert prepare(build_spec(tmp_path, path, sequence_len=5, workers=2), silent).path in paths
+    assert prepare(build_spec(tmp_path, path, sequence_len=5, workers=2)).path in paths
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
@@ -194,7 +189,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     path.write_text(POEM * 450_000)
     assert path.stat().st_size > 30 * 2**20
     tracemalloc.start()
-    prepare(build_spec(tmp_path, path), silent)
+    prepare(build_spec(tmp_path, path))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 12 * 2**20
@@ -204,25 +199,25 @@ def test_shards_are_split_and_verified(tmp_path):
     path = tmp_path / "poem.txt"
     path.write_text(POEM * 3)
     spec = build_spec(tmp_path, path, max_shard_tokens=50, validation_fraction=0.0)
-    prepared = prepare(spec, silent)
+    prepared = prepare(spec)
     shards = prepared.manifest.shards("train")
     assert [shard.tokens for shard in shards[:-1]] == [50] * (len(shards) - 1)
     assert all_tokens(prepared.train) == list((POEM * 3).encode())
     shard = prepared.path / shards[1].file
     content = shard.read_bytes()
     shard.write_bytes(b"\0" + content[1:])
-    prepare(spec, silent)
+    prepare(spec)
     with pytest.raises(DataError, match="was altered"):
-        prepare(spec, silent, verify=True)
+        prepare(spec, verify=True)
     shard.write_bytes(content[:-2])
     with pytest.raises(DataError, match="98 bytes, the manifest says 100"):
-        prepare(spec, silent)
+        prepare(spec)
 
 
 def test_a_wrong_tokenizer_is_refused(tmp_path):
     path = tmp_path / "poem.txt"
     path.write_text(POEM)
-    folder = prepare(build_spec(tmp_path, path), silent).path
+    folder = prepare(build_spec(tmp_path, path)).path
     assert open_prepared(folder, 8, tokenizer=build_bytes_tokenizer()).train.sequence_len == 8
     other = train_tokenizer([POEM], 260)
     with pytest.raises(DataError, match="the tokenizer given did not make the tokens"):
@@ -242,25 +237,24 @@ def test_a_bytes_tokenizer_from_a_folder_takes_the_fast_path(tmp_path):
     path = tmp_path / "poem.txt"
     path.write_text(POEM)
     build_bytes_tokenizer().save_pretrained(tmp_path / "bytes")
-    named = prepare(build_spec(tmp_path, path), silent)
-    from_folder = prepare(build_spec(tmp_path, path, tokenizer=None, checkpoint=str(tmp_path / "bytes")), silent)
+    named = prepare(build_spec(tmp_path, path))
+    from_folder = prepare(build_spec(tmp_path, path, tokenizer=None, checkpoint=str(tmp_path / "bytes")))
     assert from_folder.path == named.path
 
 
-def test_files_that_are_not_text_are_left_out_counted_and_named(tmp_path):
+def test_files_that_are_not_text_are_left_out_counted_and_named(tmp_path, caplog):
     folder = tmp_path / "text"
     write_documents(folder, 3)
     for index in range(5):
         (folder / f"bad{index}.txt").write_bytes(b"\xff\xfe")
-    lines: list[str] = []
-    prepared = prepare(build_spec(tmp_path, folder, max_broken_fraction=0.7), lines.append)
+    prepared = prepare(build_spec(tmp_path, folder, max_broken_fraction=0.7))
     (record,) = prepared.manifest.streams["train"]
     assert (record.documents, record.num_broken) == (3, 5)
     names = [f"{folder}/bad{index}.txt is not UTF-8 text" for index in range(5)]
     assert list(record.broken) == names
-    assert f"data.train[0]: left out 5 of 8 records: {'; '.join(names[:3])}; and more" in lines
+    assert f"data.train[0]: left out 5 of 8 records: {'; '.join(names[:3])}; and more" in caplog.messages
     with pytest.raises(DataError, match=r"text: 5 of 8 records cannot be used, a larger share than .*fraction=0\.001"):
-        prepare(build_spec(tmp_path, folder), silent)
+        prepare(build_spec(tmp_path, folder))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +265,7 @@ def test_too_little_text_is_refused_and_leaves_nothing(tmp_path, content, fracti
     path = tmp_path / "poem.txt"
     path.write_text(content)
     with pytest.raises((DataError, ConfigError), match=match):
-        prepare(build_spec(tmp_path, path, validation_fraction=fraction), silent)
+        prepare(build_spec(tmp_path, path, validation_fraction=fraction))
     assert [each for each in tmp_path.glob("prepared/*") if each.suffix != ".lock"] == []
 
 
@@ -287,20 +281,20 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch, workers
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "add", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            prepare(spec, silent)
+            prepare(spec)
     assert [path.suffix for path in (tmp_path / "prepared").iterdir()] == [".lock"]
     assert not started()
-    prepare(spec, silent)
+    prepare(spec)
 
 
 def test_what_a_killed_process_left_is_cleared_away(tmp_path):
     path = tmp_path / "poem.txt"
     path.write_text(POEM)
     spec = build_spec(tmp_path, path)
-    folder = prepare(spec, silent).path
+    folder = prepare(spec).path
     folder.rename(folder.with_suffix(".partial"))
     (folder.with_suffix(".partial") / "left-over.bin").touch()
-    assert prepare(spec, silent).path == folder
+    assert prepare(spec).path == folder
     assert not (folder / "left-over.bin").exists()
     assert not folder.with_suffix(".partial").exists()
 
@@ -314,7 +308,7 @@ def test_a_full_disk_is_reported_in_words(tmp_path, monkeypatch):
 
     monkeypatch.setattr(prepare_module, "save_manifest", fail)
     with pytest.raises(EchelonError, match=r"No space left on device; free some space or set") as caught:
-        prepare(build_spec(tmp_path, path), silent)
+        prepare(build_spec(tmp_path, path))
     assert caught.value.exit_code == 1
 
 
@@ -331,14 +325,16 @@ def test_processes_that_want_the_same_data_wait_for_one(tmp_path, monkeypatch):
         assert waiting.wait(10)
         write(*arguments)
 
-    def say(line: str) -> None:
-        if line.startswith("waiting: another process"):
+    def note_waiting(record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith("waiting: another process"):
             waiting.set()
+        return True
 
+    monkeypatch.setattr(prepare_module.logger, "filters", [note_waiting])
     monkeypatch.setattr(prepare_module, "_write_folder", slow_write)
     paths: list[Path] = []
-    first = threading.Thread(target=lambda: paths.append(prepare(spec, say).path))
-    second = threading.Thread(target=lambda: paths.append(prepare(spec, say).path))
+    first = threading.Thread(target=lambda: paths.append(prepare(spec).path))
+    second = threading.Thread(target=lambda: paths.append(prepare(spec).path))
     first.start()
     assert started.wait(10)
     second.start()
@@ -365,5 +361,5 @@ def test_a_recipe_says_what_is_prepared(tmp_path):
     spec = prepare_spec(recipe)
     assert spec.train == (Source("data.train.0", str(tmp_path / "x.jsonl"), "auto", {"text": "body"}, "x.jsonl"),)
     assert (spec.tokenizer, spec.validation_fraction, spec.workers, spec.sequence_len) == (270, 0.0, None, 32)
-    prepared = prepare_data(recipe, silent)
+    prepared = prepare_data(recipe)
     assert prepared.tokenizer.decode(all_tokens(prepared.train)) == POEM + "<|endoftext|>"

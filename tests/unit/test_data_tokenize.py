@@ -1,5 +1,6 @@
 """Parallel tokenizing: the same tokens from any number of processes, and clear words when one fails."""
 
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,14 +139,13 @@ def test_workers_need_neither_torch_nor_transformers():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_progress_says_bytes_rate_and_time_left():
-    lines: list[str] = []
+def test_progress_says_bytes_rate_and_time_left(caplog):
     now = iter([0.0, 1.0, 2.5, 3.0, 4.0, 5.0])
-    progress = Progress("tokenizing", 100_000_000, lines.append, clock=lambda: next(now))
+    progress = Progress("tokenizing", 100_000_000, logging.getLogger(), clock=lambda: next(now))
     for _ in range(4):
         progress.add(25_000_000)
     progress.finish()
-    assert lines == [
+    assert caplog.messages == [
         "tokenizing: 50.0 of 100.0 MB, 20.0 MB/s, about 2 s left",
         "tokenizing: 100.0 of 100.0 MB, 20.0 MB/s, 5.0 s in all",
     ]

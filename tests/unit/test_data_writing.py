@@ -48,10 +48,6 @@ def build_spec(tmp_path: Path, *sources: Path | Source, **fields: object) -> Pre
     return PrepareSpec(train=train, **{**defaults, **fields})
 
 
-def silent(line: str) -> None:
-    pass
-
-
 def trained_tokenizer(tmp_path: Path, vocab_size: int = 300) -> str:
     train_tokenizer(TEXTS[:100], vocab_size).save_pretrained(tmp_path / "tokenizer")
     return str(tmp_path / "tokenizer")
@@ -93,7 +89,7 @@ def test_every_format_gives_the_same_tokens_from_any_number_of_processes(tmp_pat
             spec = build_spec(
                 tmp_path, path, tokenizer=tokenizer, workers=workers, prepared_dir=tmp_path / f"{name}-{workers}"
             )
-            prepared = prepare(spec, silent)
+            prepared = prepare(spec)
             (record,) = prepared.manifest.streams["train"]
             assert (record.documents, record.num_broken) == (len(texts), 0), name
             assert record.text_bytes == sum(len(text.encode()) for text in texts)
@@ -110,7 +106,7 @@ def test_a_split_of_a_saved_dataset(tmp_path):
 
     def read(split: str | None) -> bytes:
         source = Source("data.train.0", str(tmp_path / "saved"), split=split)
-        return bytes(tokens_of(prepare(build_spec(tmp_path, source), silent)))
+        return bytes(tokens_of(prepare(build_spec(tmp_path, source))))
 
     assert read("train") == "".join(TEXTS[:100]).encode()
     assert read("test") == "".join(TEXTS[100:110]).encode()
@@ -132,11 +128,11 @@ def test_a_validation_split_of_the_same_files_is_no_overlap(tmp_path):
         Source("data.train.0", str(tmp_path / "saved"), name="saved", split=split)
         for split in ("train[:90]", "train[90:]", "train[89:]")
     )
-    prepared = prepare(build_spec(tmp_path, train, validation=(held_out,)), silent)
+    prepared = prepare(build_spec(tmp_path, train, validation=(held_out,)))
     # One source to train on and one to validate on have the same key here; only the rows differ.
     assert prepared.train.num_tokens == len("".join(TEXTS[:90]).encode())
     with pytest.raises(DataError, match=r"which data\.train holds too"):
-        prepare(build_spec(tmp_path, train, validation=(overlapping,)), silent)
+        prepare(build_spec(tmp_path, train, validation=(overlapping,)))
 
 
 def test_a_dataset_is_streamed_and_the_hub_refused_without_a_network(tmp_path, monkeypatch):
@@ -145,16 +141,16 @@ def test_a_dataset_is_streamed_and_the_hub_refused_without_a_network(tmp_path, m
     write_jsonl(tmp_path / "repository" / "train.jsonl", TEXTS[:200])
     write_jsonl(tmp_path / "repository" / "test.jsonl", TEXTS[200:210])
     source = Source("data.train.0", str(tmp_path / "repository"), "hub", split="train")
-    assert bytes(tokens_of(prepare(build_spec(tmp_path, source), silent))) == "".join(TEXTS[:200]).encode()
+    assert bytes(tokens_of(prepare(build_spec(tmp_path, source)))) == "".join(TEXTS[:200]).encode()
     source = Source("data.train.0", str(tmp_path / "repository"), "hub")
     with pytest.raises(ConfigError, match=r"holds the splits train, test; choose with split: train"):
-        prepare(build_spec(tmp_path, source), silent)
+        prepare(build_spec(tmp_path, source))
     source = Source("data.train.0", str(tmp_path / "repository"), "hub", split="train[:50%]")
     with pytest.raises(ConfigError, match="does not say how many records"):
-        prepare(build_spec(tmp_path, source), silent)
+        prepare(build_spec(tmp_path, source))
     monkeypatch.setattr("echelon.model.hub.is_hub_reachable", lambda: False)
     with pytest.raises(HubUnreachableError, match=r"data\.train\.0\.path=org/name: .* cannot be reached"):
-        prepare(build_spec(tmp_path, Source("data.train.0", "org/name", "hub")), silent)
+        prepare(build_spec(tmp_path, Source("data.train.0", "org/name", "hub")))
 
 
 def test_given_ids_are_kept_and_end_with_the_separator(tmp_path):
@@ -162,19 +158,19 @@ def test_given_ids_are_kept_and_end_with_the_separator(tmp_path):
     documents = [[5, 6, 7], [8, 0], [9]]
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in documents))
-    prepared = prepare(build_spec(tmp_path, path, tokenizer=tokenizer), silent)
+    prepared = prepare(build_spec(tmp_path, path, tokenizer=tokenizer))
     assert tokens_of(prepared) == [5, 6, 7, 0, 8, 0, 9, 0]
     assert prepared.manifest.streams["train"][0].text_bytes is None
     np.array([5, 0, 6, 7, 0, 8], dtype="<u2").tofile(tmp_path / "x.bin")
-    prepared = prepare(build_spec(tmp_path, tmp_path / "x.bin", tokenizer=tokenizer), silent)
+    prepared = prepare(build_spec(tmp_path, tmp_path / "x.bin", tokenizer=tokenizer))
     assert tokens_of(prepared) == [5, 0, 6, 7, 0, 8]
     assert prepared.manifest.streams["train"][0].documents == 3
     np.array([5, 300, 6, 301], dtype="<u2").tofile(tmp_path / "x.bin")
     with pytest.raises(DataError, match=r"x\.bin holds the id 301, and the tokenizer has the ids 0 to 299"):
-        prepare(build_spec(tmp_path, tmp_path / "x.bin", tokenizer=tokenizer), silent)
+        prepare(build_spec(tmp_path, tmp_path / "x.bin", tokenizer=tokenizer))
     np.save(tmp_path / "x.npy", np.array([[5, -1], [3, 4]]))
     with pytest.raises(DataError, match=r"x\.npy holds the id -1"):
-        prepare(build_spec(tmp_path, tmp_path / "x.npy", tokenizer=tokenizer), silent)
+        prepare(build_spec(tmp_path, tmp_path / "x.npy", tokenizer=tokenizer))
 
 
 def test_documents_of_ids_are_held_out_by_hash(tmp_path):
@@ -183,7 +179,7 @@ def test_documents_of_ids_are_held_out_by_hash(tmp_path):
     documents = [[*rng.integers(1, 300, rng.integers(5, 50)).tolist(), 0] for _ in range(200)]
     flat = [token for document in documents for token in document]
     np.array(flat, dtype="<u2").tofile(tmp_path / "x.bin")
-    prepared = prepare(build_spec(tmp_path, tmp_path / "x.bin", tokenizer=tokenizer, validation_fraction=0.1), silent)
+    prepared = prepare(build_spec(tmp_path, tmp_path / "x.bin", tokenizer=tokenizer, validation_fraction=0.1))
     (held_out,) = prepared.manifest.validation
     assert held_out.method == "hash"
     assert 5 < held_out.documents < 45
@@ -192,23 +188,22 @@ def test_documents_of_ids_are_held_out_by_hash(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_broken_lines_are_left_out_up_to_a_share(tmp_path, workers):
+def test_broken_lines_are_left_out_up_to_a_share(tmp_path, workers, caplog):
     lines = [json.dumps({"text": text}).encode() for text in TEXTS]
     for index in (7, 1500, 2990):
         lines[index] = b'{"text": "caf\xe9"}'
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"\n".join(lines))
-    said: list[str] = []
-    prepared = prepare(build_spec(tmp_path, path, workers=workers), said.append)
+    prepared = prepare(build_spec(tmp_path, path, workers=workers))
     (record,) = prepared.manifest.streams["train"]
     assert (record.documents, record.num_broken) == (2997, 3)
     assert [place.split(" ")[0] for place in record.broken] == [f"{path}:8", f"{path}:1501", f"{path}:2991"]
-    (line,) = (line for line in said if "left out" in line)
+    (line,) = (line for line in caplog.messages if "left out" in line)
     assert line.startswith(f"data.train.0: left out 3 of 3,000 records: {path}:8 cannot be read ('utf-8' codec can't ")
     with pytest.raises(DataError, match=r"3 of 3,000 records cannot be used.*fraction=0\.0009: .*x\.jsonl:8 .*:1501"):
-        prepare(build_spec(tmp_path, path, workers=workers, max_broken_fraction=0.0009), silent)
+        prepare(build_spec(tmp_path, path, workers=workers, max_broken_fraction=0.0009))
     with pytest.raises(DataError, match=r": 1 of .* records cannot be used.*fraction=0: .*x\.jsonl:8 "):
-        prepare(build_spec(tmp_path, path, workers=workers, max_broken_fraction=0.0), silent)
+        prepare(build_spec(tmp_path, path, workers=workers, max_broken_fraction=0.0))
     assert not list((tmp_path / "prepared").glob("*.partial"))
 
 
@@ -216,11 +211,11 @@ def test_a_source_without_the_field_is_refused_early(tmp_path, monkeypatch):
     monkeypatch.setattr("echelon.data.tokenize.PIECE_BYTES", 2**14)
     path = write_jsonl(tmp_path / "x.jsonl", TEXTS * 20, field="body")
     with pytest.raises(DataError, match=r"1,000 of 1,000 records cannot be used.*x\.jsonl:1 has no field `text`"):
-        prepare(build_spec(tmp_path, path, max_broken_fraction=0.9), silent)
+        prepare(build_spec(tmp_path, path, max_broken_fraction=0.9))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_copies_are_left_out_across_sources_and_of_what_is_validated_on(tmp_path, workers):
+def test_copies_are_left_out_across_sources_and_of_what_is_validated_on(tmp_path, workers, caplog):
     long = "a line that is long enough to be cut\n" * 60_000  # more than two spans
     assert len(long) > 2 * 2**20
     first, second, third = tmp_path / "first", tmp_path / "second.jsonl", tmp_path / "held-out.jsonl"
@@ -230,17 +225,16 @@ def test_copies_are_left_out_across_sources_and_of_what_is_validated_on(tmp_path
     write_jsonl(second, ["three", "two", "four", "three", long, "held out"])
     write_jsonl(third, ["held out", "held out", "four"])
     validation = (Source("data.validation.0", str(third), name="held-out"),)
-    said: list[str] = []
     spec = build_spec(tmp_path, first, second, validation=validation, deduplicate=True, workers=workers)
-    prepared = prepare(spec, said.append)
+    prepared = prepare(spec)
     assert bytes(tokens_of(prepared)).decode() == "one" + long + "two" + long[:-1] + "!" + "three"
     assert [record.num_duplicates for record in prepared.manifest.streams["train"]] == [2, 5]
     assert [record.documents for record in prepared.manifest.streams["train"]] == [4, 1]
     (held_out,) = prepared.validation
     assert held_out.dataset.num_tokens == len("held outheld outfour")
-    assert "data.train.0: left out 2 of 6 documents as copies" in said
-    assert "data.train.1: left out 5 of 6 documents as copies" in said
-    assert prepared.path != prepare(build_spec(tmp_path, first, second, validation=validation), silent).path
+    assert "data.train.0: left out 2 of 6 documents as copies" in caplog.messages
+    assert "data.train.1: left out 5 of 6 documents as copies" in caplog.messages
+    assert prepared.path != prepare(build_spec(tmp_path, first, second, validation=validation)).path
 
 
 def test_the_set_of_digests_against_a_set():
@@ -263,7 +257,7 @@ def test_the_separator_is_chosen(tmp_path):
 
     def separator_of(choice: str | None) -> list[int]:
         spec = build_spec(tmp_path, path, tokenizer=str(tmp_path / "tokenizer"), separator=choice)
-        prepared = prepare(spec, silent)
+        prepared = prepare(spec)
         assert prepared.tokenizer.decode(tokens_of(prepared)).startswith("one")
         return [token for token in tokens_of(prepared) if token in (0, 300)]
 
@@ -273,7 +267,7 @@ def test_the_separator_is_chosen(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.document_separator=<\|no\|> is no token .*special ones: .*<\|doc\|>"):
         separator_of("<|no|>")
     with pytest.raises(ConfigError, match=r"data\.document_separator=A is no token of the tokenizer bytes"):
-        prepare(build_spec(tmp_path, path, separator="A"), silent)
+        prepare(build_spec(tmp_path, path, separator="A"))
 
 
 KILLED = """
@@ -295,7 +289,7 @@ def save_and_stop(self):
 WritingJournal.save = save_and_stop
 if __name__ == "__main__":
     from echelon.data.prepare import prepare
-    prepare(resumable_spec(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])), lambda line: None)
+    prepare(resumable_spec(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))
 """
 
 
@@ -344,15 +338,14 @@ def write_lines(path: Path, lines: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_first_records_of_a_source_are_as_a_source_of_them(tmp_path, workers):
+def test_the_first_records_of_a_source_are_as_a_source_of_them(tmp_path, workers, caplog):
     path = write_limited(tmp_path / "all", 300)
     first = write_lines(tmp_path / "x.jsonl", path.read_text(encoding="utf-8").split("\n")[:FIRST])
     options = {"tokenizer": 300, "max_broken_fraction": 0.1, "validation_fraction": 0.02, "workers": workers}
-    lines: list[str] = []
     limited = Source("data.train.0", str(path), max_samples=FIRST, name="x.jsonl")
-    found = prepare(build_spec(tmp_path, limited, **options), lines.append)
-    expected = prepare(build_spec(tmp_path, first, **options), silent)
-    assert "data.train.0: only the first 60 records are read (max_samples)" in lines
+    found = prepare(build_spec(tmp_path, limited, **options))
+    expected = prepare(build_spec(tmp_path, first, **options))
+    assert "data.train.0: only the first 60 records are read (max_samples)" in caplog.messages
     assert found.path != expected.path
     assert found.fingerprint == expected.fingerprint, "the tokenizer saw the first records alone"
     assert found.content_digest == expected.content_digest, "and so did the split"
@@ -361,9 +354,9 @@ def test_the_first_records_of_a_source_are_as_a_source_of_them(tmp_path, workers
     assert record.num_broken == 1 and record.documents + found.manifest.validation[0].documents == FIRST - 1
     if workers == 1:  # several may have begun the next task by then
         # 3 of the 6 MB are beyond the first task: reading ended early.
-        told = next(line for line in lines if line.startswith("tokenizing: ") and " in all" in line)
+        told = next(line for line in caplog.messages if line.startswith("tokenizing: ") and " in all" in line)
         assert float(told.split(" ")[1]) < 2.5 < path.stat().st_size / 1e6
-    again = prepare(build_spec(tmp_path, replace(limited, max_samples=FIRST - 1), **options), silent)
+    again = prepare(build_spec(tmp_path, replace(limited, max_samples=FIRST - 1), **options))
     assert again.path != found.path and again.content_digest != found.content_digest
 
 
@@ -373,9 +366,9 @@ def test_a_long_document_counts_once_and_is_read_to_its_end(tmp_path):
     for name in "abc":
         (folder / f"{name}.txt").write_text(f"{name}\n" * 900_000)  # of two pieces, in two tasks
     source = Source("data.train.0", str(folder), max_samples=2)
-    tokens = tokens_of(prepare(build_spec(tmp_path, source, separator=None), silent))
+    tokens = tokens_of(prepare(build_spec(tmp_path, source, separator=None)))
     assert bytes(tokens) == b"a\n" * 900_000 + b"b\n" * 900_000
-    more = prepare(build_spec(tmp_path, replace(source, max_samples=99), separator=None), silent)
+    more = prepare(build_spec(tmp_path, replace(source, max_samples=99), separator=None))
     assert more.train.num_tokens == 5_400_000, "a source may hold fewer"
 
 
@@ -386,16 +379,16 @@ def test_a_limit_goes_with_every_source_by_itself(tmp_path):
     held_out = (
         Source("data.validation.0", str(write_jsonl(tmp_path / "v.jsonl", ["x" * 40, "y" * 40])), max_samples=1),
     )
-    prepared = prepare(build_spec(tmp_path, *sources, validation=held_out, separator=None), silent)
+    prepared = prepare(build_spec(tmp_path, *sources, validation=held_out, separator=None))
     assert bytes(tokens_of(prepared)) == b"a" * 40 + b"b" * 40 + b"d" * 40 + b"e" * 40
     (validation,) = prepared.validation
     assert bytes(np.concatenate(list(validation.dataset.iter_tokens())).tolist()) == b"x" * 40
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_was_killed_goes_on_and_ends_the_same(tmp_path, workers):
+def test_what_was_killed_goes_on_and_ends_the_same(tmp_path, workers, caplog):
     write_resumable(tmp_path)
-    whole = prepare(resumable_spec(tmp_path, tmp_path / "whole", 1), silent)
+    whole = prepare(resumable_spec(tmp_path, tmp_path / "whole", 1))
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -413,10 +406,10 @@ def test_what_was_killed_goes_on_and_ends_the_same(tmp_path, workers):
     trained = (partial / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
     (partial / "train-007-00000.bin").write_bytes(b"left over")
 
-    said: list[str] = []
-    resumed = prepare(resumable_spec(tmp_path, tmp_path / "killed", workers), said.append)
-    assert any(line.endswith("MB were done before; going on from there") for line in said)
-    assert not any(line.startswith("tokenizer: training") for line in said)
+    caplog.clear()
+    resumed = prepare(resumable_spec(tmp_path, tmp_path / "killed", workers))
+    assert any(line.endswith("MB were done before; going on from there") for line in caplog.messages)
+    assert not any(line.startswith("tokenizer: training") for line in caplog.messages)
     assert (resumed.tokenizer_dir / "tokenizer.json").stat().st_mtime_ns == trained
     assert resumed.manifest == whole.manifest
     names = sorted(path.name for path in whole.path.iterdir())
@@ -428,13 +421,13 @@ def test_what_was_killed_goes_on_and_ends_the_same(tmp_path, workers):
     assert not partial.exists()
 
 
-def test_a_stream_that_breaks_off_goes_on(tmp_path, monkeypatch):
+def test_a_stream_that_breaks_off_goes_on(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(writing, "POINT_BYTES", 2**16)
     (tmp_path / "texts").mkdir()
     lines = [json.dumps({"text": f"line {number} " * 100}) for number in range(4000)]
     (tmp_path / "texts" / "x.jsonl").write_text("\n".join(lines))
     spec = build_spec(tmp_path, Source("data.train.0", str(tmp_path / "texts"), "hub"))
-    whole = prepare(spec, silent)
+    whole = prepare(spec)
     parse = datasets_reader._parse
 
     def break_off(file, number, record):
@@ -443,12 +436,13 @@ def test_a_stream_that_breaks_off_goes_on(tmp_path, monkeypatch):
         return parse(file, number, record)
 
     monkeypatch.setattr(datasets_reader, "_parse", break_off)
-    spec, said = replace(spec, prepared_dir=tmp_path / "again"), list[str]()
+    spec = replace(spec, prepared_dir=tmp_path / "again")
+    caplog.clear()
     with pytest.raises(EchelonError, match=r"cannot be read on at record 3000 .*network is gone.*run again to go on"):
-        prepare(spec, silent)
+        prepare(spec)
     monkeypatch.setattr(datasets_reader, "_parse", parse)
-    assert prepare(spec, said.append).manifest == whole.manifest
-    assert any(line.endswith("MB were done before; going on from there") for line in said)
+    assert prepare(spec).manifest == whole.manifest
+    assert any(line.endswith("MB were done before; going on from there") for line in caplog.messages)
 
 
 def test_a_worker_that_dies_and_a_full_disk_keep_what_was_done(tmp_path, monkeypatch):
@@ -470,14 +464,14 @@ def test_a_worker_that_dies_and_a_full_disk_keep_what_was_done(tmp_path, monkeyp
 
     fail_with(WorkerDiedError("died"), 1)
     with pytest.raises(WorkerDiedError):
-        prepare(spec, silent)
+        prepare(spec)
     fail_with(OSError(28, "No space left on device"), 1)
     with pytest.raises(EchelonError, match=r"No space left .* What was done so far is kept in .*\.partial"):
-        prepare(spec, silent)
+        prepare(spec)
     fail_with(KeyboardInterrupt(), 0)
     with pytest.raises(KeyboardInterrupt):
-        prepare(spec, silent)
+        prepare(spec)
     assert len(list((tmp_path / "prepared").glob("*.partial"))) == 1
     monkeypatch.setattr(writing.CorpusWriter, "_take", take)
-    whole = prepare(resumable_spec(tmp_path, tmp_path / "whole", 1), silent)
-    assert prepare(spec, silent).manifest == whole.manifest
+    whole = prepare(resumable_spec(tmp_path, tmp_path / "whole", 1))
+    assert prepare(spec).manifest == whole.manifest

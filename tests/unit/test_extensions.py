@@ -64,17 +64,16 @@ def load_recipe_text(recipe):
 def test_a_reader_feeds_what_it_reads(package, tmp_path):
     (tmp_path / "poems.verse").write_text("one two\n+++\n  three\n+++\nfour\n" + "+++\nmore of it\n" * 20)
     source = {"path": "poems.verse", "format": f"{package}:Verses", "options": {"stars": "+++"}}
-    lines = []
-    prepared = prepare_data(build(data__train=[source], data__validation_fraction=0), lines.append)
+    prepared = prepare_data(build(data__train=[source], data__validation_fraction=0))
     text = b"one two" + b"three" + b"four" + b"more of it" * 20
     assert bytes(prepared.train.read_samples(np.array([0])).inputs[0].tolist()) == text[:16]
     assert prepared.train.num_tokens == len(text)
-    again = prepare_data(build(data__train=[{**source, "options": {"stars": "more"}}]), lines.append)
+    again = prepare_data(build(data__train=[{**source, "options": {"stars": "more"}}]))
     assert again.path != prepared.path, "other options are other text"
     with pytest.raises(
         ConfigError, match=r"^data.train.0.format=\S+:Verses: it cannot be made: no such star; see data"
     ):
-        prepare_data(build(data__train=[{**source, "options": {"fault": "no such star"}}]), lines.append)
+        prepare_data(build(data__train=[{**source, "options": {"fault": "no such star"}}]))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from echelon.reporting.trackers import forwarder as forwarder_module
 from echelon.reporting.trackers.forwarder import Ledger, MetricsForwarder, RowReader
 from echelon.reporting.trackers.tracker import Opened, scalars
 from echelon.stored import write_text
+from log_lines import LogLines
 
 
 class Shelf:
@@ -56,7 +57,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.metrics = folder / "metrics.jsonl"
         self.ledger = folder / "trackers" / "shelf.json"
-        self.lines: list[str] = []
+        self.lines = LogLines().lines
 
     def write(self, *steps: int, kind: str = "train") -> None:
         with self.metrics.open("a") as file:
@@ -64,7 +65,7 @@ class Run:
                 file.write(json.dumps({"kind": kind, "step": step, "loss": 1 / step}) + "\n")
 
     def start(self, tracker: Any, resumed_step: int = 0) -> MetricsForwarder:
-        forwarder = MetricsForwarder(tracker, self.ledger, self.metrics, self.lines.append, resumed_step)
+        forwarder = MetricsForwarder(tracker, self.ledger, self.metrics, resumed_step)
         forwarder.start()
         return forwarder
 

@@ -59,17 +59,17 @@ def weights_of(folder):
     return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
 
 
-def test_a_model_is_fetched_once_whole_and_nothing_besides(server, folder, capsys):
-    recipe, lines = recipe_of(), []
+def test_a_model_is_fetched_once_whole_and_nothing_besides(server, folder, capsys, caplog):
+    recipe = recipe_of()
     commits = hub.find_commits(recipe, {})
     assert commits == {NAME: server.first}
-    hub.fetch_models(recipe, commits, lines.append, weights=False)
+    hub.fetch_models(recipe, commits, weights=False)
     assert set(server.downloads()) == WANTED | {"model.safetensors.index.json"}
-    hub.fetch_models(recipe, commits, lines.append)
+    hub.fetch_models(recipe, commits)
     expected = WANTED | {"model.safetensors.index.json"} | weights_of(folder)
     assert len(weights_of(folder)) >= 3
     assert server.downloads() == dict.fromkeys(expected, 1)
-    hub.fetch_models(recipe, commits, lines.append)
+    hub.fetch_models(recipe, commits)
     assert server.downloads() == dict.fromkeys(expected, 1)
     here = hub.with_copies(recipe, commits)
     for name in expected:
@@ -78,27 +78,28 @@ def test_a_model_is_fetched_once_whole_and_nothing_besides(server, folder, capsy
     # plain lines: what, how much, and where to; nothing of the library's own bars
     size = sum((folder / name).stat().st_size for name in weights_of(folder)) / 1e6
     start = f"hub: fetching {NAME} at commit {server.first[:12]}: {len(weights_of(folder))} files, {size:.1f} MB, to "
-    assert any(line.startswith(start) for line in lines), lines
-    assert any(line.startswith(f"hub: {NAME}: {size:.1f} of {size:.1f} MB, ") for line in lines), lines
+    assert any(line.startswith(start) for line in caplog.messages), caplog.messages
+    done = f"hub: {NAME}: {size:.1f} of {size:.1f} MB, "
+    assert any(line.startswith(done) for line in caplog.messages), caplog.messages
     assert capsys.readouterr() == ("", "")
 
 
-def test_progress_is_told_in_bytes_while_it_goes_on(server, folder, monkeypatch):
-    server.slow, lines = 4.0, []
+def test_progress_is_told_in_bytes_while_it_goes_on(server, folder, monkeypatch, caplog):
+    server.slow = 4.0
     monkeypatch.setattr(hub, "_LINE_SECONDS", 0.05)
     monkeypatch.setattr(hub, "_LOOK_SECONDS", 0.05)
     recipe = recipe_of()
-    hub.fetch_models(recipe, hub.find_commits(recipe, {}), lines.append)
-    told = [re.fullmatch(rf"hub: {NAME}: ([\d.]+) of ([\d.]+) MB, .* s left", line) for line in lines]
+    hub.fetch_models(recipe, hub.find_commits(recipe, {}))
+    told = [re.fullmatch(rf"hub: {NAME}: ([\d.]+) of ([\d.]+) MB, .* s left", line) for line in caplog.messages]
     done = [(float(match[1]), float(match[2])) for match in told if match]
-    assert done == sorted(done) and any(0 < part < whole for part, whole in done), lines
+    assert done == sorted(done) and any(0 < part < whole for part, whole in done), caplog.messages
 
 
 def test_a_commit_stays_when_the_repository_moves(server, folder, tmp_path, monkeypatch):
     recipe = recipe_of()
     commits = hub.find_commits(recipe, {})
     second = push_model(server, NAME, tmp_path / "other", seed=10)
-    hub.fetch_models(recipe, commits, print)
+    hub.fetch_models(recipe, commits)
     assert hub.Path(hub.with_copies(recipe, commits).model.checkpoint).name == server.first
     assert hub.find_commits(recipe, commits) == commits
     assert hub.find_commits(recipe, {}) == {NAME: second}
@@ -110,7 +111,7 @@ def test_a_dataset_is_pinned_too(server, folder):
     recipe = Recipe.model_validate(recipe_of().model_dump() | {"data": {"train": sources, "sequence_len": 32}})
     commits = hub.find_commits(recipe, {NAME: server.first})
     assert commits == {NAME: server.first, "datasets/team/text": digest}
-    hub.fetch_models(recipe, commits, print)
+    hub.fetch_models(recipe, commits)
     here = hub.with_copies(recipe, commits)
     assert [source.path for source in here.data.train] == [f"team/text/part@{digest}", f"team/text@{'a' * 40}"]
     assert here.data.train[0].label == recipe.data.train[0].label
@@ -134,17 +135,17 @@ def test_commits_stand_in_the_run_folder(tmp_path):
 
 def test_code_comes_only_where_it_is_trusted(server):
     recipe = recipe_of(trust_remote_code=True)
-    hub.fetch_models(recipe, hub.find_commits(recipe, {}), print, weights=False)
+    hub.fetch_models(recipe, hub.find_commits(recipe, {}), weights=False)
     assert server.downloads()["modeling.py"] == 1 and "pytorch_model.bin" not in server.downloads()
 
 
 def test_offline_reads_the_cache(server, tmp_path, monkeypatch):
     recipe = recipe_of()
-    hub.fetch_models(recipe, hub.find_commits(recipe, {}), print)
+    hub.fetch_models(recipe, hub.find_commits(recipe, {}))
     asked = len(server.requests)
     use(monkeypatch, server.url, tmp_path / "cache", offline=True)
     commits = hub.find_commits(recipe, {})
-    hub.fetch_models(recipe, commits, print)
+    hub.fetch_models(recipe, commits)
     assert hub.Path(hub.with_copies(recipe, commits).model.checkpoint).name == server.first
     assert len(server.requests) == asked
 
@@ -152,7 +153,7 @@ def test_offline_reads_the_cache(server, tmp_path, monkeypatch):
 def test_a_copy_without_all_its_weights_is_none(server, folder, tmp_path, monkeypatch):
     recipe = recipe_of()
     commits = hub.find_commits(recipe, {})
-    hub.fetch_models(recipe, commits, print)
+    hub.fetch_models(recipe, commits)
     (hub.Path(hub.with_copies(recipe, commits).model.checkpoint) / sorted(weights_of(folder))[1]).unlink()
     with pytest.raises(HubUnreachableError, match="has no whole copy of it at commit"):
         hub.with_copies(recipe, commits)
@@ -161,7 +162,7 @@ def test_a_copy_without_all_its_weights_is_none(server, folder, tmp_path, monkey
 
 def explain(recipe, words):
     with pytest.raises(EchelonError) as caught:
-        hub.fetch_models(recipe, hub.find_commits(recipe, {}), print)
+        hub.fetch_models(recipe, hub.find_commits(recipe, {}))
     said = str(caught.value)
     assert "\n" not in said
     for each in words:
@@ -178,7 +179,7 @@ def test_what_cannot_be_had_is_one_sentence(server, folder, tmp_path, monkeypatc
     explain(recipe_of(), ["does not accept the token", "set HF_TOKEN"])
     monkeypatch.setenv("HF_TOKEN", "let-me-in")
     gated = recipe_of("team/gated")
-    hub.fetch_models(gated, hub.find_commits(gated, {}), print)
+    hub.fetch_models(gated, hub.find_commits(gated, {}))
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text("{}")

@@ -14,6 +14,7 @@ from echelon.commands.sweep import _stops_noted
 from echelon.errors import ConfigError, HubUnreachableError, LaunchError
 from echelon.launch.job import Submitted
 from echelon.launch.records import find_job, list_jobs
+from echelon.logs import log_to_console
 from echelon.sweep.conductor import StopWord
 from recipe_samples import DEMO
 
@@ -30,6 +31,12 @@ def recipe(tmp_path, monkeypatch):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     return path
+
+
+@pytest.fixture(autouse=True)
+def console(capsys):
+    """Lines go where the command line shows them."""
+    log_to_console()
 
 
 @pytest.fixture

@@ -94,13 +94,13 @@ def test_what_fits_nowhere_is_refused_with_the_largest(recipe, monkeypatch, shap
         choose_instance(recipe, shape, 1)
 
 
-def test_launching_puts_the_type_in_the_place_of_auto(recipe, capsys):
-    settled = settle_instance(recipe, print)
+def test_launching_puts_the_type_in_the_place_of_auto(recipe, caplog):
+    settled = settle_instance(recipe)
     assert settled.launch.sagemaker.instance_type == "ml.g6e.2xlarge"
-    assert "instance auto: 1 x ml.g6e.2xlarge" in capsys.readouterr().out
+    assert "instance auto: 1 x ml.g6e.2xlarge" in caplog.text
     cluster = find_target_cluster(settled)
     assert (cluster.accelerator.name, cluster.num_devices) == ("L40S", 1)
-    assert settle_instance(settled, print) is settled
+    assert settle_instance(settled) is settled
 
 
 def test_plan_for_named_machines():

@@ -126,7 +126,7 @@ def load_mixture(folder, *overrides):
 
 def test_a_mixture_reads_the_samples_of_its_sources(tmp_path):
     recipe = load_mixture(tmp_path)
-    data = prepare_data(recipe, lambda line: None)
+    data = prepare_data(recipe)
     assert isinstance(data.train, MixtureDataset) and len(data.train.parts) == 3
     assert [each.name for each in data.validation] == ["notes", "code.jsonl", "chat"]
     sizes = [part.num_samples for part in data.train.parts]
@@ -155,7 +155,7 @@ def test_a_mixture_reads_the_samples_of_its_sources(tmp_path):
 
 def test_shares_that_a_table_cannot_hold_are_said(tmp_path):
     recipe = load_mixture(tmp_path, "data.train.0.weight=0.123456789")
-    first, *_ = describe_mixture(recipe, prepare_data(recipe, lambda line: None))
+    first, *_ = describe_mixture(recipe, prepare_data(recipe))
     # 0.123456789 / 0.623456789
     assert first.startswith("mixture: notes 19.8020% (by its weight 19.801980%); ")
 

@@ -64,7 +64,7 @@ def test_a_run_goes_on_in_the_precision_it_began_in(monkeypatch, tmp_path, began
     other = replace(cluster, accelerator=slow if began_in_bf16 else fast)
 
     def prepare(cluster, *overrides):
-        run = prepare_run(load_recipe(path, overrides)[0], False, lambda: cluster, {}, lambda line: None)
+        run = prepare_run(load_recipe(path, overrides)[0], False, lambda: cluster, {})
         run.folder.unlock()
         return run.plan
 

@@ -221,7 +221,7 @@ def test_a_run_that_cannot_be_is_refused_before_any_worker_starts(tmp_path, monk
 
     def prepare(*overrides):
         recipe, _ = load_text(tmp_path, SMALL, *paths, *overrides)
-        prepare_run(recipe, False, lambda: Cluster(MACHINE, 1, 1, kind="cpu"), {}, lambda line: None)
+        prepare_run(recipe, False, lambda: Cluster(MACHINE, 1, 1, kind="cpu"), {})
 
     with pytest.raises(ConfigError, match="compares two answers, and the data has plain text"):
         prepare("objective.name=dpo")

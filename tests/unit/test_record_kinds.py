@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import logging
 from pathlib import Path
 
 import pyarrow as pa
@@ -206,7 +207,7 @@ def test_tokenizers_are_trained_on_the_texts_of_examples(tmp_path):
     source = Source("data.train.0", str(path))
     files = list_files(source)
     entry = CorpusEntry("train", source, files)
-    texts = list(sample_texts([entry], 1000, Progress("", 1, print)))
+    texts = list(sample_texts([entry], 1000, Progress("", 1, logging.getLogger())))
     assert texts == ["user", "Hi ü", "assistant", "Ho", "user", "!"]
     assert list(describe_examples([entry])) == [f"data.train.0: records of the format messages, in {path}"]
 

@@ -17,11 +17,10 @@ def folder(tmp_path):
     return folder
 
 
-def test_a_restart_is_told_once_with_its_parts(folder, monkeypatch):
+def test_a_restart_is_told_once_with_its_parts(folder, monkeypatch, caplog):
     told = {"ended_at": time.time() - 12, "detection_seconds": 0.25}
     monkeypatch.setenv(RESTART_VARIABLE, json.dumps(told))
-    lines = []
-    watch = RecoveryWatch(folder, lines.append)
+    watch = RecoveryWatch(folder)
     folder.rows.cut_metrics(20)  # what was there before counts
     watch.loaded()
     watch.stepped(21)
@@ -29,7 +28,7 @@ def test_a_restart_is_told_once_with_its_parts(folder, monkeypatch):
     [row] = [json.loads(line) for line in folder.events_path.read_text().splitlines()]
     assert (row["event"], row["step"], row["detection_seconds"], row["repeated_steps"]) == ("recovered", 21, 0.25, 6)
     assert 12 <= row["restart_seconds"] < 13 and 0 <= row["load_seconds"] < 1 and 0 <= row["first_step_seconds"] < 1
-    [line] = lines
+    [line] = caplog.messages
     assert line.startswith("recovered, after the failure: processes ended 0.2 s, rendezvous 12.")
     assert line.endswith("; 6 steps lost")
 
@@ -44,20 +43,18 @@ def test_under_echelons_agent_what_went_on_since_a_restart_counts(folder, monkey
     assert find_last_end(folder.metrics_path).detection_seconds == 0.25
 
 
-def test_under_torchrun_it_counts_from_the_last_sign_of_life(folder, monkeypatch):
+def test_under_torchrun_it_counts_from_the_last_sign_of_life(folder, monkeypatch, caplog):
     monkeypatch.delenv(RESTART_VARIABLE, raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    lines = []
-    watch = RecoveryWatch(folder, lines.append)
+    watch = RecoveryWatch(folder)
     watch.loaded()
     watch.stepped(27)
-    assert "since the last sign of life" in lines[0] and lines[0].endswith("; 0 steps lost")
+    assert "since the last sign of life" in caplog.messages[0] and caplog.messages[0].endswith("; 0 steps lost")
     assert json.loads(folder.events_path.read_text())["detection_seconds"] is None
 
 
-def test_a_start_by_hand_says_nothing(folder, monkeypatch):
+def test_a_start_by_hand_says_nothing(folder, monkeypatch, caplog):
     for name in (RESTART_VARIABLE, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    lines = []
-    RecoveryWatch(folder, lines.append).stepped(27)
-    assert not lines and not folder.events_path.exists()
+    RecoveryWatch(folder).stepped(27)
+    assert not caplog.messages and not folder.events_path.exists()

@@ -237,15 +237,14 @@ def test_a_launch_refuses_by_key_and_shows_nothing(tmp_path, key, target):
 def test_the_command_refuses_before_anything_is_rendered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text " * 1000)
-    said = []
     for line in ("curl https://me:word@host", f"aws configure set aws_secret_access_key {AWS}"):
         recipe, _ = load_text(tmp_path, DEMO, f"launch.setup={json.dumps([line])}", "launch.to=local")
         with pytest.raises(ConfigError, match=r"launch\.setup\.0 looks like a secret"):
-            check_job(make_job(recipe, tmp_path), said.append)
-    assert said == [] and not (tmp_path / "jobs").exists()
+            check_job(make_job(recipe, tmp_path))
+    assert not (tmp_path / "jobs").exists()
     fine = ["export HF_TOKEN=$(cat /run/token)", "TOKEN=`x`", "GOOGLE_APPLICATION_CREDENTIALS=/run/key", "A=1 B=token"]
     recipe, _ = load_text(tmp_path, DEMO, f"launch.setup={json.dumps(fine)}", "launch.to=local")
-    _, texts = check_job(make_job(recipe, tmp_path), said.append)
+    texts = check_job(make_job(recipe, tmp_path)).texts
     assert all(line in "".join(texts.values()) for line in fine)
 
 

@@ -20,6 +20,7 @@ from echelon.errors import CheckpointError, ConfigError, EchelonError
 from echelon.recipe import load_recipe, render_recipe
 from echelon.runs.checksums import find_faults
 from echelon.runs.opening import open_run
+from log_lines import LogLines
 from object_server import BUCKET, ObjectServer
 
 RECIPE = """
@@ -62,13 +63,13 @@ class Machine:
     """A run folder as a machine has it, with what a run there would say and note."""
 
     def __init__(self, folder, url, recipe=RECIPE, fresh=False):
-        self.lines, self.events = [], []
+        self.lines, self.events = LogLines().lines, []
         path = folder.with_suffix(".yaml")
         path.write_text(recipe.format(folder=folder, url=url))
         self.recipe, _ = load_recipe(path)
-        self.remote_start = RemoteStart(self.recipe, self.lines.append)
+        self.remote_start = RemoteStart(self.recipe)
         start = self.remote_start
-        opened = open_run(self.recipe, fresh, self.lines.append, start.reach, start.bring_back)
+        opened = open_run(self.recipe, fresh, start.reach, start.bring_back)
         self.state, self.run = opened.state, opened.folder
         try:
             self.remote_start.claim(self.run)

@@ -49,7 +49,7 @@ def leave_run(directory, finished=False, **changes):
 
 
 def test_new_run(tmp_path):
-    opened = open_run(build_recipe(tmp_path / "run"), fresh=False, say=print)
+    opened = open_run(build_recipe(tmp_path / "run"), fresh=False)
     assert opened.state == "new"
     assert opened.folder.logs_dir.is_dir()
     assert opened.folder.log_path(3).name == "rank-00003.log"
@@ -57,30 +57,29 @@ def test_new_run(tmp_path):
 
 def test_same_recipe_resumes(tmp_path):
     leave_run(tmp_path / "run")
-    opened = open_run(build_recipe(tmp_path / "run"), fresh=False, say=print)
+    opened = open_run(build_recipe(tmp_path / "run"), fresh=False)
     assert (opened.state, opened.differences) == ("resumed", ())
 
 
-def test_harmless_change_resumes_and_is_shown(tmp_path):
+def test_harmless_change_resumes_and_is_shown(tmp_path, caplog):
     leave_run(tmp_path / "run")
-    lines = []
-    opened = open_run(build_recipe(tmp_path / "run", steps=20, log_every=5), fresh=False, say=lines.append)
+    opened = open_run(build_recipe(tmp_path / "run", steps=20, log_every=5), fresh=False)
     assert opened.state == "resumed"
-    assert lines == ["run: changed train.steps: 10 -> 20", "run: changed train.log_every: 1 -> 5"]
+    assert caplog.messages == ["run: changed train.steps: 10 -> 20", "run: changed train.log_every: 1 -> 5"]
 
 
 def test_other_change_is_refused_and_leaves_the_run_free(tmp_path):
     leave_run(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"optim\.learning_rate: 0\.001 -> 0\.5") as caught:
-        open_run(build_recipe(tmp_path / "run", learning_rate=0.5), fresh=False, say=print)
+        open_run(build_recipe(tmp_path / "run", learning_rate=0.5), fresh=False)
     assert "--fresh" in str(caught.value)
-    assert open_run(build_recipe(tmp_path / "run"), fresh=False, say=print).state == "resumed"
+    assert open_run(build_recipe(tmp_path / "run"), fresh=False).state == "resumed"
 
 
 def test_fresh_moves_the_old_run_aside(tmp_path):
     for _ in range(2):
         leave_run(tmp_path / "run")
-        opened = open_run(build_recipe(tmp_path / "run", learning_rate=0.5), fresh=True, say=print)
+        opened = open_run(build_recipe(tmp_path / "run", learning_rate=0.5), fresh=True)
         assert opened.state == "new"
         assert not opened.folder.recipe_path.exists()
         opened.folder.unlock()
@@ -88,12 +87,11 @@ def test_fresh_moves_the_old_run_aside(tmp_path):
     assert (tmp_path / "run.old-1" / "recipe.yaml").exists()
 
 
-def test_finished_run_says_so_unless_steps_are_raised(tmp_path):
+def test_finished_run_says_so_unless_steps_are_raised(tmp_path, caplog):
     leave_run(tmp_path / "run", finished=True)
-    lines = []
-    assert open_run(build_recipe(tmp_path / "run"), fresh=False, say=lines.append).state == "finished"
-    assert "has finished" in lines[0]
-    opened = open_run(build_recipe(tmp_path / "run", steps=20), fresh=False, say=lines.append)
+    assert open_run(build_recipe(tmp_path / "run"), fresh=False).state == "finished"
+    assert "has finished" in caplog.messages[0]
+    opened = open_run(build_recipe(tmp_path / "run", steps=20), fresh=False)
     assert opened.state == "resumed"
     opened.folder.clear_outcomes()
     assert not opened.folder.is_finished()
@@ -102,16 +100,16 @@ def test_finished_run_says_so_unless_steps_are_raised(tmp_path):
 def test_unreadable_recipe_of_a_run_is_refused(tmp_path):
     leave_run(tmp_path / "run").recipe_path.write_text("run: [")
     with pytest.raises(ConfigError, match="--fresh"):
-        open_run(build_recipe(tmp_path / "run"), fresh=False, say=print)
+        open_run(build_recipe(tmp_path / "run"), fresh=False)
 
 
 def test_foreign_folder_is_never_taken(tmp_path):
     (tmp_path / "thesis.tex").write_text("precious")
     for fresh in (False, True):
         with pytest.raises(ConfigError, match=r"thesis\.tex"):
-            open_run(build_recipe(tmp_path), fresh=fresh, say=print)
+            open_run(build_recipe(tmp_path), fresh=fresh)
     with pytest.raises(ConfigError, match="is a file"):
-        open_run(build_recipe(tmp_path / "thesis.tex"), fresh=False, say=print)
+        open_run(build_recipe(tmp_path / "thesis.tex"), fresh=False)
 
 
 def hold_lock(path, ready, done):
@@ -128,10 +126,10 @@ def test_live_run_is_named_by_pid(tmp_path):
     assert ready.wait(20)
     for fresh in (False, True):
         with pytest.raises(ConfigError, match=f"pid {holder.pid}"):
-            open_run(build_recipe(tmp_path / "run"), fresh=fresh, say=print)
+            open_run(build_recipe(tmp_path / "run"), fresh=fresh)
     holder.kill()
     holder.join()
-    assert open_run(build_recipe(tmp_path / "run"), fresh=False, say=print).state == "new"
+    assert open_run(build_recipe(tmp_path / "run"), fresh=False).state == "new"
 
 
 def test_metrics_are_cut_at_the_checkpoint(tmp_path):
@@ -351,7 +349,7 @@ def test_nobody_else_reads_them():
 
 def test_unwritable_place_is_one_message():
     with pytest.raises(ConfigError, match=r"run\.dir=/dev/null/run"):
-        open_run(build_recipe(Path("/dev/null/run")), fresh=False, say=print)
+        open_run(build_recipe(Path("/dev/null/run")), fresh=False)
 
 
 def test_a_lock_that_is_about_to_be_released_is_waited_for(tmp_path):

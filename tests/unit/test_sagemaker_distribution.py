@@ -138,12 +138,10 @@ def test_refused_by_name_with_the_way_on(tmp_path, distribution, overrides, word
 
 def test_the_plan_that_is_checked_is_the_one_that_will_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = []
     job = make_job(
         tmp_path, "launch.nodes=2", text=f"{RECIPE}    distribution: {json.dumps(smp(V2, hybrid_shard_degree=0))}"
     )
-    check_job(job, said.append)
-    assert any(line.startswith("plan: fsdp on 8 x A10G") for line in said)
+    assert any(line.startswith("plan: fsdp on 8 x A10G") for line in check_job(job).lines)
 
 
 def test_lines_reach_the_user(tmp_path):

@@ -422,27 +422,26 @@ def test_the_recipe_of_the_container_is_the_one_launched_but_for_its_paths(tmp_p
 def test_what_only_the_container_sees_is_not_looked_for_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = RECIPE.replace("config: {model_type: llama, hidden_size: 64}", "checkpoint: s3://models/llama")
-    said = []
-    _, texts = check_job(make_job(tmp_path, text=text), said.append)
-    assert "left to train: the model, and whether the plan fits the memory of the machines" in said[-2]
-    assert "(model.checkpoint=s3://models/llama is not on this machine)" in said[-2]
-    assert '"S3Uri": "s3://models/llama/"' in texts["request.json"]
+    checked = check_job(make_job(tmp_path, text=text))
+    assert "left to train: the model, and whether the plan fits the memory of the machines" in checked.lines[-2]
+    assert "(model.checkpoint=s3://models/llama is not on this machine)" in checked.lines[-2]
+    assert '"S3Uri": "s3://models/llama/"' in checked.texts["request.json"]
     auto = make_job(tmp_path, "launch.sagemaker.instance_type=auto", text=text).recipe
     with pytest.raises(ConfigError, match=r"instance_type=auto: model\.checkpoint=s3://models/llama is not on this"):
-        settle_instance(auto, print)
+        settle_instance(auto)
 
 
 def test_a_template_that_is_neither_a_name_nor_a_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"data\.chat_template=absent\.jinja is no template"):
-        check_job(make_job(tmp_path, "data.chat_template=absent.jinja"), print)
+        check_job(make_job(tmp_path, "data.chat_template=absent.jinja"))
 
 
 def test_local_text_is_checked_before_it_is_uploaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"data\.validation.*must not be trained on"):
-        check_job(make_job(tmp_path, "data.validation=data/text/a.txt", "data.validation_fraction=null"), print)
+        check_job(make_job(tmp_path, "data.validation=data/text/a.txt", "data.validation_fraction=null"))
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "x.png").write_bytes(b"x")
     with pytest.raises(DataError, match="holds no text file"):
-        check_job(make_job(tmp_path, "data.train=[pictures, s3://corpora/web]"), print)
+        check_job(make_job(tmp_path, "data.train=[pictures, s3://corpora/web]"))

@@ -212,9 +212,7 @@ def test_a_local_run_of_the_same_name_is_not_taken_for_the_job(tmp_path, monkeyp
     folder = RunFolder(job.recipe.run.dir)
     folder.path.mkdir(parents=True)
     write_spending(folder, Spending(seconds=7200.0, usd=9.0))
-    said = []
-    check_job(job, said.append)
-    assert not any("so far" in line for line in said)
+    assert not any("so far" in line for line in check_job(job).lines)
     job.folder.mkdir(parents=True)
     record_job(job, Submitted("small-1", {"region": "us-west-2"}))
     monkeypatch.setattr(SageMakerLauncher, "status", lambda launcher, record: JobStatus("running", "InProgress"))

@@ -54,10 +54,6 @@ def build_spec(folder: Path, *paths: Path, **fields: object) -> PrepareSpec:
     return PrepareSpec(train=train, **{**defaults, **fields})
 
 
-def silent(line: str) -> None:
-    pass
-
-
 def pairs(*texts: tuple[str, str]) -> list[dict]:
     return [{"prompt": prompt, "completion": completion} for prompt, completion in texts]
 
@@ -103,9 +99,8 @@ def test_best_fit_by_hand():
 # What is stored and read
 
 
-def test_documents_and_labels_by_hand(tmp_path):
-    said: list[str] = []
-    prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", FOUR)), said.append)
+def test_documents_and_labels_by_hand(tmp_path, caplog):
+    prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", FOUR)))
     assert prepared.apart and prepared.manifest.documents_each == 1
     samples = read_all(prepared)
     # The fourth feeds 9 positions and is cut to 8; 5 and 3 fill a pack; the one of 1 has a pack of its own.
@@ -119,43 +114,41 @@ def test_documents_and_labels_by_hand(tmp_path):
     assert samples.documents.tolist() == [[0] * 8, [0] * 3 + [1] * 5, [0] + [-1] * 7]
     assert (
         "data.train.0: 1 of 4 samples are longer than 8 positions and were cut: 1 tokens lost (data.on_overlong=cut)"
-        in said
+        in caplog.messages
     )
-    assert "packing: train, 4 samples in 3 sequences of 8, 70.8% of the positions filled" in said
-    assert "documents: each attends to no other (data.document_mask=auto)" in said
+    assert "packing: train, 4 samples in 3 sequences of 8, 70.8% of the positions filled" in caplog.messages
+    assert "documents: each attends to no other (data.document_mask=auto)" in caplog.messages
     assert prepared.train.num_tokens == 4 + 6 + 2 + 9
     assert bytes(np.concatenate(list(prepared.train.iter_tokens(5))).tolist()) == b"cdrstuvyklmnop"
 
 
 def test_without_packing_each_sample_has_its_own_sequence(tmp_path):
     path = write_records(tmp_path / "x.jsonl", FOUR)
-    prepared = prepare(build_spec(tmp_path, path, packing=False), silent)
+    prepared = prepare(build_spec(tmp_path, path, packing=False))
     samples = read_all(prepared)
     assert [bytes(row.tolist()).rstrip(b"\0") for row in samples.inputs] == [b"abc", b"qrstu", b"x", b"hijklmno"]
     assert samples.documents is not None and set(samples.documents.flat) == {0, -1}
 
 
-def test_what_does_not_fit_is_dropped_or_refused(tmp_path):
+def test_what_does_not_fit_is_dropped_or_refused(tmp_path, caplog):
     path = write_records(tmp_path / "x.jsonl", FOUR)
-    said: list[str] = []
-    dropped = prepare(build_spec(tmp_path, path, on_overlong="drop"), said.append)
+    dropped = prepare(build_spec(tmp_path, path, on_overlong="drop"))
     assert [record.labelled.samples for record in dropped.manifest.streams["train"]] == [3]
-    assert any("1 of 4 samples" in line and "were left out: 10 tokens lost" in line for line in said)
+    assert any("1 of 4 samples" in line and "were left out: 10 tokens lost" in line for line in caplog.messages)
     with pytest.raises(DataError, match=r"sample 4 has 10 tokens and feeds 9 positions, more than .*_len=8"):
-        prepare(build_spec(tmp_path, path, on_overlong="refuse"), silent)
-    assert prepare(build_spec(tmp_path, path, on_overlong="refuse", sequence_len=9), silent).train.num_samples == 2
+        prepare(build_spec(tmp_path, path, on_overlong="refuse"))
+    assert prepare(build_spec(tmp_path, path, on_overlong="refuse", sequence_len=9)).train.num_samples == 2
 
 
-def test_a_sample_without_a_label_is_left_out_and_counted(tmp_path):
-    said: list[str] = []
+def test_a_sample_without_a_label_is_left_out_and_counted(tmp_path, caplog):
     records = [*FOUR, *pairs(("long prompt", "x"), ("no completion", ""))]
-    prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", records)), said.append)
+    prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", records)))
     (record,) = prepared.manifest.streams["train"]
     assert (record.labelled.samples, record.labelled.num_unlabelled, record.labelled.num_overlong) == (4, 2, 3)
-    assert "data.train.0: 2 of 6 samples were left out: no token of them is learned" in said
+    assert "data.train.0: 2 of 6 samples were left out: no token of them is learned" in caplog.messages
     only = write_records(tmp_path / "y.jsonl", records[4:])
     with pytest.raises(DataError, match=r"not one of 2 samples can be used: 2 are longer .* in 2 no token that"):
-        prepare(build_spec(tmp_path, only), silent)
+        prepare(build_spec(tmp_path, only))
 
 
 def test_the_longer_documents_of_a_pair_give_way():
@@ -169,7 +162,7 @@ def test_the_longer_documents_of_a_pair_give_way():
 
 def test_a_pair_stays_together_chosen_even_and_rejected_odd(tmp_path):
     records = [{"prompt": "p", "chosen": "c" * n, "rejected": "r" * m} for n, m in ((1, 2), (4, 1), (2, 2), (9, 1))]
-    prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", records), sequence_len=9), silent)
+    prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", records), sequence_len=9))
     assert prepared.manifest.documents_each == 2
     samples = read_all(prepared)
     found = []
@@ -180,7 +173,7 @@ def test_a_pair_stays_together_chosen_even_and_rejected_odd(tmp_path):
     assert sorted(found) == [[b"c", b"rr"], [b"cc", b"rr"], [b"cccc", b"r"], [b"cccccccc", b"r"]]
     mixed = write_records(tmp_path / "y.jsonl", FOUR)
     with pytest.raises(DataError, match="one holds texts to learn, the other pairs of a chosen and a rejected"):
-        prepare(build_spec(tmp_path, tmp_path / "x.jsonl", mixed), silent)
+        prepare(build_spec(tmp_path, tmp_path / "x.jsonl", mixed))
 
 
 def many(count: int, seed: int = 0) -> list[dict]:
@@ -205,7 +198,7 @@ def test_every_sample_is_in_one_pack_and_held_out_by_its_content(tmp_path):
     texts = {(each["prompt"] + each["completion"]).encode() for each in records}
     path = write_records(tmp_path / "x.jsonl", records)
     spec = build_spec(tmp_path, path, sequence_len=200, validation_fraction=0.1)
-    prepared = prepare(spec, silent)
+    prepared = prepare(spec)
     (held_out,) = prepared.validation
     (described,) = prepared.manifest.validation
     assert described.method == "hash" and 15 < described.documents < 80
@@ -215,7 +208,7 @@ def test_every_sample_is_in_one_pack_and_held_out_by_its_content(tmp_path):
     assert prepared.train.num_samples <= 1.02 * -(-sum(filled) // 200)
     # A record's side does not depend on the others, nor on their order.
     fewer = write_records(tmp_path / "y.jsonl", records[200:][::-1])
-    other = prepare(build_spec(tmp_path, fewer, sequence_len=200, validation_fraction=0.1), silent)
+    other = prepare(build_spec(tmp_path, fewer, sequence_len=200, validation_fraction=0.1))
     again = texts_of(other.validation[0].dataset, np.arange(other.validation[0].dataset.num_samples))
     assert again and set(again) <= set(validated)
 
@@ -223,7 +216,7 @@ def test_every_sample_is_in_one_pack_and_held_out_by_its_content(tmp_path):
 def test_copies_and_broken_records_are_left_out(tmp_path):
     records = [*FOUR, FOUR[1], {"prompt": "p", "completion": 5}]
     path = write_records(tmp_path / "x.jsonl", records)
-    prepared = prepare(build_spec(tmp_path, path, deduplicate=True, max_broken_fraction=0.5), silent)
+    prepared = prepare(build_spec(tmp_path, path, deduplicate=True, max_broken_fraction=0.5))
     (record,) = prepared.manifest.streams["train"]
     assert (record.labelled.samples, record.num_duplicates, record.num_broken) == (4, 1, 1)
     assert record.broken[0].endswith("x.jsonl:6 holds no text in `completion`")
@@ -231,7 +224,7 @@ def test_copies_and_broken_records_are_left_out(tmp_path):
 
 def test_a_mixture_shares_out_packs_and_mixes_none(tmp_path):
     paths = [write_records(tmp_path / f"{seed}.jsonl", many(50, seed)) for seed in (1, 2)]
-    prepared = prepare(build_spec(tmp_path, *paths, sequence_len=150, mixture=True), silent)
+    prepared = prepare(build_spec(tmp_path, *paths, sequence_len=150, mixture=True))
     parts = prepared.train.parts
     assert prepared.train.num_samples == sum(part.num_samples for part in parts)
     ids = np.array([parts[0].num_samples, 0, prepared.train.num_samples - 1])
@@ -269,13 +262,13 @@ def test_the_same_bytes_from_any_number_of_workers_and_after_being_stopped(tmp_p
     lines[50], lines[700] = "{", lines[60]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     (tmp_path / "text.txt").write_text("".join(f"line {number}\n" for number in range(20_000)))  # one sample
-    whole = prepare(big_spec(tmp_path, "whole", 1), silent)
+    whole = prepare(big_spec(tmp_path, "whole", 1))
     expected = checksums(whole)
     text = next(name for name in ("train-001", "validation-001") if f"{name}-00000.bin" in expected)
     prefixes = {f"{name}{part}" for name in ("train-000", "validation-000", text) for part in PARTS}
     packs = {f"packs-{split:03d}.{part}" for split in (0, 1) for part in ("stops", "documents")}
     assert {name.rsplit("-", 1)[0] for name in expected} == prefixes | packs
-    parallel = prepare(big_spec(tmp_path, "parallel", 3), silent)
+    parallel = prepare(big_spec(tmp_path, "parallel", 3))
     assert (parallel.manifest, checksums(parallel)) == (whole.manifest, expected)
     assert parallel.content_digest == whole.content_digest
 
@@ -291,7 +284,7 @@ def test_the_same_bytes_from_any_number_of_workers_and_after_being_stopped(tmp_p
     monkeypatch.setattr(writing.CorpusWriter, "_take", stop_at_each)
     for _attempt in range(20):
         try:
-            resumed = prepare(big_spec(tmp_path, "resumed", 1), silent)
+            resumed = prepare(big_spec(tmp_path, "resumed", 1))
             break
         except KeyboardInterrupt:
             continue
@@ -304,19 +297,19 @@ def test_what_decides_the_samples_is_in_the_key(tmp_path, monkeypatch):
     specs = [build_spec(tmp_path, path, **changes) for changes in (
         {}, {"sequence_len": 9}, {"packing": False}, {"on_overlong": "drop"},
     )]  # fmt: skip
-    assert len({prepare(spec, silent).path for spec in specs}) == 4
+    assert len({prepare(spec).path for spec in specs}) == 4
 
     @dataclass(frozen=True)
     class Other(BytesEncoding):
         system_prompt: str = "be brief"
 
     monkeypatch.setattr(prepare_module, "_instruction", lambda *_: Other())
-    assert prepare(specs[0], silent).path not in {prepare(spec, silent).path for spec in specs[1:]}
+    assert prepare(specs[0]).path not in {prepare(spec).path for spec in specs[1:]}
     assert len(list((tmp_path / "prepared").glob("*/manifest.json"))) == 8
 
 
 def test_damaged_samples_are_refused(tmp_path):
-    prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", FOUR)), silent)
+    prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", FOUR)))
     with pytest.raises(DataError, match=r"packed into sequences of 8, and data\.sequence_len=16; prepare again"):
         open_prepared(prepared.path, 16)
     for path in sorted(prepared.path.glob("*.bin")):
@@ -356,7 +349,7 @@ def test_damaged_samples_are_refused(tmp_path):
 
 @pytest.fixture
 def packed(tmp_path) -> PreparedData:
-    return prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", many(41)), sequence_len=301), silent)
+    return prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", many(41)), sequence_len=301))
 
 
 def load(data: PreparedData, steps: int, rank: int = 0, ranks: int = 1, micro: int = 2):
@@ -367,7 +360,7 @@ def load(data: PreparedData, steps: int, rank: int = 0, ranks: int = 1, micro: i
 
 def test_common_padding_is_trimmed_and_the_hash_knows_nothing_of_it(tmp_path):
     path = write_records(tmp_path / "x.jsonl", many(41))
-    packed = prepare(build_spec(tmp_path, path, sequence_len=301, packing=False), silent)
+    packed = prepare(build_spec(tmp_path, path, sequence_len=301, packing=False))
     whole = load(packed, 4)
     widths = set()
     for batch in whole:
@@ -402,7 +395,7 @@ def in_order(batch):
 def test_sequences_of_about_one_length_share_a_microbatch(tmp_path):
     """What is fed beside the tokens is what the rows of a microbatch differ by, and no more than it has to be."""
     path = write_records(tmp_path / "x.jsonl", many(41))
-    packed = prepare(build_spec(tmp_path, path, sequence_len=301, packing=False), silent)
+    packed = prepare(build_spec(tmp_path, path, sequence_len=301, packing=False))
     order = SampleOrder(packed.train.num_samples, seed=3)
     with BatchLoader(packed.train, order, constant_batch(12, 301), 3) as loader:
         batch = next(loader)
@@ -435,7 +428,7 @@ def test_texts_are_kept_apart_at_their_separators(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in ("abc", "d", "efgh")))
     spec = build_spec(tmp_path, path, tokenizer=str(tmp_path / "tokenizer"), sequence_len=4, document_mask=True)
-    prepared = prepare(spec, silent)
+    prepared = prepare(spec)
     (end,) = prepared.tokenizer.encode("<|endoftext|>")
     stream = np.concatenate(list(prepared.train.iter_tokens())).tolist()
     a, b, c, d, e, f, g, h = (prepared.tokenizer.encode(letter)[0] for letter in "abcdefgh")
@@ -449,12 +442,12 @@ def test_texts_are_kept_apart_at_their_separators(tmp_path):
     assert read_all(plain).documents is None and not plain.apart
     for changes in ({"separator": None}, {"tokenizer": "bytes"}):
         with pytest.raises(ConfigError, match=r"data\.document_mask=true needs a token that ends each document"):
-            prepare(dataclasses.replace(spec, **changes), silent)
+            prepare(dataclasses.replace(spec, **changes))
 
 
 def test_texts_without_packing_are_samples_of_their_own(tmp_path):
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("abc", "d", "efghijklmn")))
-    prepared = prepare(build_spec(tmp_path, tmp_path / "x.jsonl", packing=False, sequence_len=4), silent)
+    prepared = prepare(build_spec(tmp_path, tmp_path / "x.jsonl", packing=False, sequence_len=4))
     assert isinstance(prepared.train, TokenDataset) is False
     samples = read_all(prepared)
     # A text of one token has nothing to predict.

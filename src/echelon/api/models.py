@@ -1,7 +1,8 @@
 """What a run has learned, or an HF folder holds: measured, sampled from, written for other tools."""
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,20 +14,21 @@ if TYPE_CHECKING:
 
     Target = str | Path | Run
 
+logger = logging.getLogger(__name__)
+
 Prompts = TypeVar("Prompts", str, list[str])
-Say = Callable[[str], None]
 
 
-def find_target(target: "Target", say: Say = lambda line: None) -> Path:
+def find_target(target: "Target") -> Path:
     """The folder of a run or a model, with what its frozen weights are read from on this machine.
 
-    `say` gets lines about how far a download is. Raises ConfigError where there is no folder.
+    Raises ConfigError where there is no folder.
     """
     from echelon.checkpoint.adapted import fetch_base
 
     path = Path(os.fspath(target))
     require_folder(path)
-    fetch_base(path, say)
+    fetch_base(path)
     return path
 
 
@@ -39,7 +41,6 @@ def evaluate(
     include_path: str | Path | None = None,
     limit: int | None = None,
     checkpoint: str | int | None = None,
-    say: Say = lambda line: None,
 ) -> dict[str, Any]:
     """Loss, perplexity and bits per byte on held-out text; or accuracy on tasks. In this process.
 
@@ -61,7 +62,7 @@ def evaluate(
         raise ConfigError("--data, --tasks and --lm-eval are three evaluations; give one at a time.")
     if not lm_eval and (include_path is not None or limit is not None):
         raise ConfigError("--include-path and --limit go with --lm-eval TASK; add it, or leave them out.")
-    path, which = find_target(target, say), None if checkpoint is None else str(checkpoint)
+    path, which = find_target(target), None if checkpoint is None else str(checkpoint)
     if tasks is not None:
         from echelon.inference.tasks import evaluate_task
 
@@ -92,7 +93,6 @@ def generate(
     system: str | None = None,
     checkpoint: str | int | None = None,
     batch_size: int = 8,
-    say: Say = lambda line: None,
 ) -> Prompts:
     """Texts that go on from prompts, the prompts included. In this process.
 
@@ -124,7 +124,7 @@ def generate(
     sampling = Sampling(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop), seed
     )
-    path, which = find_target(target, say), None if checkpoint is None else str(checkpoint)
+    path, which = find_target(target), None if checkpoint is None else str(checkpoint)
     all_prompts = [prompts] if isinstance(prompts, str) else prompts
     asked = Chat(system) if chat else None
     texts = [each.text for each in generate_samples(path, all_prompts, sampling, which, batch_size, chat=asked)]
@@ -138,7 +138,6 @@ def export(
     dtype: str | None = None,
     checkpoint: str | int | None = None,
     merge: bool = False,
-    say: Say = lambda line: None,
 ) -> Path:
     """Write a checkpoint as an HF folder: safetensors, config, tokenizer; of a run with an adapter, the adapter.
 
@@ -147,7 +146,6 @@ def export(
         dtype: of a whole model: `fp32` (the default), `bf16` or `fp16`.
         checkpoint: `newest`, `best` or a step; None: the newest.
         merge: of a run that trained an adapter, the whole model, compared with the adapter.
-        say: takes lines about what was written.
 
     Returns:
         The folder.
@@ -159,10 +157,10 @@ def export(
     from echelon.checkpoint.export import export_adapter, export_run
     from echelon.inference.merging import merge_run
 
-    path, folder = find_target(run, say), Path(out)
+    path, folder = find_target(run), Path(out)
     which = None if checkpoint is None else str(checkpoint)
     if merge:
-        merge_run(path, folder, dtype or "fp32", which, say)
+        merge_run(path, folder, dtype or "fp32", which)
     elif read_run_recipe(path).adapter.is_adapter:
         if dtype is not None:
             raise ConfigError(
@@ -170,9 +168,11 @@ def export(
                 "leave it out."
             )
         num_bytes = export_adapter(path, folder, which)
-        say(f"export: {folder} is ready for peft's PeftModel.from_pretrained, {num_bytes / 1e6:.2f} MB of weights")
+        logger.info(
+            f"export: {folder} is ready for peft's PeftModel.from_pretrained, {num_bytes / 1e6:.2f} MB of weights"
+        )
         return folder
     else:
         export_run(path, folder, dtype or "fp32", which)
-    say(f"export: {folder} is ready for transformers' from_pretrained")
+    logger.info(f"export: {folder} is ready for transformers' from_pretrained")
     return folder

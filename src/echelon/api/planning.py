@@ -40,7 +40,7 @@ def plan(
     devices_per_node: int = 8,
     instance: str | None = None,
     count: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    on_line: Callable[[str], None] = lambda line: None,
 ) -> PlanReport:
     """How a recipe would run, and the memory it needs. Downloads no weights and starts nothing.
 
@@ -50,7 +50,7 @@ def plan(
         devices_per_node: of one machine, with `devices`.
         instance: machines of SageMaker instead, `ml.p5.48xlarge`; `auto` chooses the cheapest that fit.
         count: how many of them; None: 1, or with `auto` as few as will do.
-        say: takes each line of the report as soon as it is known, also of a plan that is then refused.
+        on_line: takes each line of the report as soon as it is known, also of a plan that is then refused.
 
     Raises:
         ConfigError, PlanError or DataError: naming the key, for what `train` would refuse.
@@ -64,7 +64,7 @@ def plan(
 
     def note(line: str) -> None:
         lines.append(line)
-        say(line)
+        on_line(line)
 
     # Another machine's packages and files are not looked at here.
     checked = check_model(recipe, elsewhere=devices is not None or instance is not None)
@@ -101,20 +101,20 @@ def _find_here() -> Cluster:
 
 
 def _find_instances(
-    recipe: Recipe, shape: ModelShape, instance: str, count: int | None, say: Callable[[str], None]
+    recipe: Recipe, shape: ModelShape, instance: str, count: int | None, on_line: Callable[[str], None]
 ) -> Cluster:
     if instance == "auto":
         choice = choose_instance(recipe, shape, count)
         for line in choice.describe():
-            say(line)
+            on_line(line)
         return find_cluster(recipe, choice.instance, choice.count)
     found, machines = find_instance(instance), count or 1
     cluster = find_cluster(recipe, found, machines)
     if found.price is None:
-        say(f"instance: {machines} x {found.name}, price unknown; budget.usd_per_hour says it")
+        on_line(f"instance: {machines} x {found.name}, price unknown; budget.usd_per_hour says it")
     else:
         total = found.price.usd_per_hour * machines
-        say(f"instance: {machines} x {found.name}, {found.price.describe()} each on demand, ${total:.2f}/h in all")
+        on_line(f"instance: {machines} x {found.name}, {found.price.describe()} each on demand, ${total:.2f}/h in all")
     return cluster
 
 

@@ -6,6 +6,7 @@ does: it gets the recipe on its standard input, prints the run's lines, and leav
 """
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -33,12 +34,13 @@ from echelon.errors import (
     explain_storage_error,
     render_traceback,
 )
+from echelon.logs import log_to_console
 from echelon.recipe import Recipe, build_recipe
 from echelon.recipe.render import recipe_mapping
 from echelon.stopping import stops_told
 from echelon.stored import read_as, write_json
 from echelon.supervise.agent import worker_argv
-from echelon.supervise.launch_environment import keep_hub_cache_beside, launch_role, read_environment
+from echelon.supervise.launch_environment import find_log_level, keep_hub_cache_beside, launch_role, read_environment
 from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Outcome
 
 # A signal of these that would end the caller at once asks the run to save and stop instead, while there is one.
@@ -67,7 +69,7 @@ def train(
     nproc: int | Literal["auto"] = "auto",
     *,
     fresh: bool = False,
-    say: Callable[[str], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
 ) -> Run:
     """Train on this machine, to the end; an existing run goes on from its newest good checkpoint, as by the command.
 
@@ -78,7 +80,7 @@ def train(
         recipe: a Recipe, the path of its file, or a mapping.
         nproc: processes; `auto` is one per GPU, or one per two CPU cores.
         fresh: move an existing run aside instead of resuming it.
-        say: takes each line of the run, in this thread; None prints them.
+        on_line: takes each line of the run, in this thread; None prints them.
 
     Returns:
         The run, finished.
@@ -100,7 +102,7 @@ def train(
     request = {"recipe": recipe_mapping(recipe), "nproc": None if nproc == "auto" else nproc, "fresh": fresh}
     with tempfile.TemporaryDirectory(prefix="echelon-train-") as scratch:
         answer = Path(scratch) / "ending.json"
-        interrupted = _follow(_start(request, answer), _print if say is None else say)
+        interrupted = _follow(_start(request, answer), _print if on_line is None else on_line)
         ending = _read_ending(answer)
     if interrupted:
         raise KeyboardInterrupt(ending.message or f"{recipe.run.dir} has finished all the same")
@@ -130,7 +132,7 @@ def _start(request: dict[str, Any], answer: Path) -> "subprocess.Popen[str]":
     return process
 
 
-def _follow(process: "subprocess.Popen[str]", say: Callable[[str], None]) -> bool:
+def _follow(process: "subprocess.Popen[str]", on_line: Callable[[str], None]) -> bool:
     """Hand on the lines until the process ends; whether there was an interrupt meanwhile."""
     interrupted = False
     assert process.stdout is not None
@@ -139,14 +141,14 @@ def _follow(process: "subprocess.Popen[str]", say: Callable[[str], None]) -> boo
             while True:
                 try:
                     for line in process.stdout:
-                        say(line.rstrip("\n"))
+                        on_line(line.rstrip("\n"))
                     process.wait()
                     return interrupted
                 except KeyboardInterrupt:
                     interrupted = True
                     process.send_signal(signal.SIGINT)
     finally:
-        if process.poll() is None:  # `say` raised
+        if process.poll() is None:  # `on_line` raised
             process.terminate()
             process.wait()
 
@@ -182,6 +184,7 @@ def main() -> None:
     """The process that `train` starts: `python -m echelon.api.training_process CALLER_PID ANSWER < REQUEST`."""
     caller, answer = sys.argv[1:]
     start_watchdog(int(caller))
+    log_to_console(find_log_level())
     request = json.load(sys.stdin)
     recipe, _ = build_recipe(request["recipe"])
     try:
@@ -201,7 +204,7 @@ def _train(recipe: Recipe, nproc: int | None, fresh: bool) -> Outcome:
     with stops_told():
         from echelon.lifecycle.session import train_locally
 
-        return train_locally(recipe, nproc, fresh, _print)
+        return train_locally(recipe, nproc, fresh, logging.getLogger("echelon").info)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The model of a run that trained an adapter: the frozen weights as they were, the adapter from a checkpoint."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,14 +63,14 @@ def run_skeleton(run: Path) -> PreTrainedModel:
     return model
 
 
-def fetch_base(run: Path, say: Callable[[str], None]) -> None:
+def fetch_base(run: Path) -> None:
     """Have on this machine what a run took from the hub, where its model needs that beside a checkpoint.
 
-    For a command, before anything else; `say` gets lines about how far it is. Raises as `hub.fetch`.
+    For a command, before anything else. Raises as `hub.fetch`.
     """
     recipe = read_run_recipe(run) if is_run(run) else None
     if recipe is not None and (recipe.adapter.is_adapter or recipe.objective.name == "dpo"):
-        fetch_models(recipe, find_commits(recipe, read_commits(RunFolder(run))), say)
+        fetch_models(recipe, find_commits(recipe, read_commits(RunFolder(run))))
 
 
 def fill_first_weights(model: PreTrainedModel, skeleton: PreTrainedModel, run: Path) -> None:

@@ -1,11 +1,12 @@
 """What a start does about `checkpoint.remote`, before any worker: find the run's own there, bring back what is newer
 than what the run folder holds, claim the address. No process group exists yet, however long a download takes."""
 
+import logging
 import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from echelon.checkpoint.bundle import unpack_bundle
@@ -19,7 +20,7 @@ from echelon.runs.checksums import find_faults
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import sync_path
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 _RETRY_DELAYS_SECONDS = (1.0, 4.0, 15.0)
 
@@ -31,10 +32,9 @@ class RemoteStart:
     and this start depends on it. A run folder with a whole checkpoint of its own goes on without a server.
     """
 
-    def __init__(self, recipe: Recipe, say: Say) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         """Asks no server. Raises ConfigError for a protocol that cannot be used here."""
         self._recipe = recipe
-        self._say = say
         url = recipe.checkpoint.remote
         self._remote = None if url is None else RemoteRuns(ObjectStore(url))
         self._is_down = False
@@ -82,7 +82,7 @@ class RemoteStart:
             self._go_on_without(folder, error)
         write_run_name(folder, run)
         if before is not None and before.run != run:
-            self._say(f"checkpoint: the old run's checkpoints stay in {self._remote.url}/{before.run}")
+            logger.info(f"checkpoint: the old run's checkpoints stay in {self._remote.url}/{before.run}")
 
     def send_rest(self, folder: RunFolder) -> None:
         """Upload a finished run's newest checkpoint, where an outage at its end kept it here."""
@@ -95,7 +95,7 @@ class RemoteStart:
                 self.claim(folder)
             keep = newest.read_state()["train"].get("best_step") if self._recipe.checkpoint.keep_best else None
             keep_last = self._recipe.checkpoint.keep_last
-            uploader = Uploader(self._remote.url, folder, keep_last, self._say, folder.rows.append_event)
+            uploader = Uploader(self._remote.url, folder, keep_last, logger.info, folder.rows.append_event)
             uploader.offer(newest, keep, if_missing=True)
             while not uploader.wait(1.0) and not uploader.is_failing:
                 pass
@@ -108,7 +108,7 @@ class RemoteStart:
         if not folder.recipe_path.exists() or newest_whole(folder.checkpoints_dir) is None:
             raise self._refusal(error) from None
         self._is_down = True
-        self._say(
+        logger.warning(
             f"checkpoint: {self._describe(error)}; going on from what is in {folder.path}, and uploads are tried again"
         )
 
@@ -166,7 +166,7 @@ class RemoteStart:
         num_bytes = sum(entry["bytes"] for entry in checkpoint.files.values())
         faults: list[str] = []
         if not checkpoint.faults:
-            self._say(f"Downloading {checkpoint.name} ({num_bytes / 2**20:.1f} MiB) from {remote.url}.")
+            logger.info(f"Downloading {checkpoint.name} ({num_bytes / 2**20:.1f} MiB) from {remote.url}.")
 
         def attempt() -> None:
             shutil.rmtree(writing, ignore_errors=True)
@@ -176,7 +176,9 @@ class RemoteStart:
             retried(attempt, _RETRY_DELAYS_SECONDS, time.sleep)
             faults = faults or find_faults(writing)
             if faults:
-                self._say(f"Passing over a damaged checkpoint: {remote.url}, {checkpoint.name}: {'; '.join(faults)}.")
+                logger.warning(
+                    f"Passing over a damaged checkpoint: {remote.url}, {checkpoint.name}: {'; '.join(faults)}."
+                )
                 return False
             for path in writing.iterdir():
                 sync_path(path)
@@ -193,7 +195,7 @@ class RemoteStart:
             shutil.rmtree(writing, ignore_errors=True)
         seconds = time.monotonic() - began
         folder.rows.append_event("download", step=checkpoint.step, seconds=seconds, bytes=num_bytes)
-        self._say(f"Downloaded {checkpoint.name} and compared it with its checksums in {seconds:.1f} s.")
+        logger.info(f"Downloaded {checkpoint.name} and compared it with its checksums in {seconds:.1f} s.")
         return True
 
 

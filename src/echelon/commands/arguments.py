@@ -1,17 +1,18 @@
 """Arguments and options that several commands take, and what they mean."""
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.commands.terminal import say
 from echelon.errors import ConfigError
-from echelon.redaction import redact_text
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
+
+logger = logging.getLogger(__name__)
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 OverridesArgument = Annotated[
@@ -29,7 +30,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) -> "Recipe":
-    """Read the recipe, print its notes, and refuse what is not built."""
+    """Read the recipe, log its notes, and refuse what is not built."""
     from echelon.extensions import find_from_here
     from echelon.lifecycle.extension_checks import list_extensions
     from echelon.recipe import check_built, load_recipe
@@ -38,7 +39,7 @@ def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) ->
     check_built(recipe)
     find_from_here(each.name for each in list_extensions(recipe))
     for note in [] if quiet else notes:
-        say(redact_text(note))
+        logger.info(note)
     return recipe
 
 

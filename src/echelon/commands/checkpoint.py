@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from echelon.commands.terminal import say
+from echelon.commands.terminal import show
 from echelon.commands.verbosity import with_verbosity
 from echelon.runs.run_folder import require_folder
 
@@ -24,11 +24,11 @@ def list_run_checkpoints(run: RunArgument) -> None:
 
     found = list_checkpoints(run)
     for checkpoint in found:
-        say(f"step {checkpoint.step}  {checkpoint.path}")
+        show(f"step {checkpoint.step}  {checkpoint.path}")
     if not found:
-        say(f"checkpoint: {run} has none yet")
+        show(f"checkpoint: {run} has none yet")
     for line, _ in describe_remote(run, verify=False):
-        say(line)
+        show(line)
 
 
 @app.command()
@@ -48,12 +48,12 @@ def verify(run: RunArgument) -> None:
         faults = find_faults(checkpoint.path, checksums=True)
         if not checkpoint.path.exists():
             continue  # a live run removed it meanwhile
-        say(f"step {checkpoint.step}  {'damaged: ' + '; '.join(faults) if faults else 'whole'}")
+        show(f"step {checkpoint.step}  {'damaged: ' + '; '.join(faults) if faults else 'whole'}")
         any_damaged |= bool(faults)
     if not found:
-        say(f"checkpoint: {run} has none yet")
+        show(f"checkpoint: {run} has none yet")
     for line, is_damaged in describe_remote(run, verify=True):
-        say(line)
+        show(line)
         any_damaged |= is_damaged
     if any_damaged:
         raise typer.Exit(1)
@@ -77,6 +77,6 @@ def prune(
     folder.lock()
     try:
         for line in clear_out(folder.checkpoints_dir, keep):
-            say(line)
+            show(line)
     finally:
         folder.unlock()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from echelon.commands.arguments import OverridesArgument, RecipeArgument, read_recipe
-from echelon.commands.terminal import say
+from echelon.commands.terminal import show
 from echelon.stopping import stops_told
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ def data(
 
     recipe = read_recipe(recipe_path, overrides)
     with stops_told():
-        prepared = prepare_data(recipe, say)
-    say(find_model_fields(recipe, prepared.vocab_size)[1])
+        prepared = prepare_data(recipe)
+    show(find_model_fields(recipe, prepared.vocab_size)[1])
     for counts in count_sources(prepared):
         _show_source(counts)
     sequences = [("train", prepared.train), *((each.name, each.dataset) for each in prepared.validation)]
     for name, dataset in sequences:
-        say(f"{name}: {dataset.num_samples:,} sequences of {recipe.data.sequence_len}")
+        show(f"{name}: {dataset.num_samples:,} sequences of {recipe.data.sequence_len}")
     for line in (*describe_mixture(recipe, prepared), *describe_repeats(recipe, prepared)):
-        say(line)
+        show(line)
     for document in first_documents(prepared, build_order(recipe, prepared.train), samples):
         _show_document(document, prepared.tokenizer)
 
@@ -52,20 +52,20 @@ def _show_source(counts: "SourceCounts") -> None:
     broken = f", {counts.broken:,} broken records left out" if counts.broken else ""
     named = f"{counts.source} ({counts.name}), {counts.stream}"
     if counts.lengths is None or counts.learned is None:
-        say(f"{named}: {counts.documents:,} documents, {counts.tokens:,} tokens{broken}")
+        show(f"{named}: {counts.documents:,} documents, {counts.tokens:,} tokens{broken}")
         return
     share = counts.learned / max(1, counts.tokens)
-    say(f"{named}: {counts.samples:,} samples, {counts.tokens:,} tokens, {share:.1%} of them learned{broken}")
+    show(f"{named}: {counts.samples:,} samples, {counts.tokens:,} tokens, {share:.1%} of them learned{broken}")
     if not counts.lengths.size or counts.stream != "train":
         return
     found = zip(PERCENTILES, np.percentile(counts.lengths, PERCENTILES, method="inverted_cdf"), strict=True)
     quantiles = ", ".join(f"{percent} % up to {int(length):,}" for percent, length in found)
-    say(f"  tokens of a document: {quantiles}, the longest {int(counts.lengths.max()):,}")
+    show(f"  tokens of a document: {quantiles}, the longest {int(counts.lengths.max()):,}")
     buckets = bucket_lengths(counts.lengths)
     most, width = max(count for *_, count in buckets), len(f"{buckets[-1][1]:,}")
     for first, last, count in buckets:
         bar = "#" * -(-_BAR * count // most)
-        say(f"  {first:>{width},} - {last:>{width},} {bar:<{_BAR}} {count:,}")
+        show(f"  {first:>{width},} - {last:>{width},} {bar:<{_BAR}} {count:,}")
 
 
 def _show_document(document: "FedDocument", tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -76,10 +76,10 @@ def _show_document(document: "FedDocument", tokenizer: "PreTrainedTokenizerFast"
     place = f"--- sequence {document.sequence}, document {document.number}: {document.ids.size:,} tokens"
     text, coloured = Text(), sys.stdout.isatty()
     if document.learned[1:].all():
-        say(f"{place}, all learned but the first")
+        show(f"{place}, all learned but the first")
         text.append(_decode(tokenizer, document.ids.tolist()))
     else:
-        say(f"{place}, {int(document.learned.sum()):,} learned ({'green' if coloured else 'in [[ ]]'})")
+        show(f"{place}, {int(document.learned.sum()):,} learned ({'green' if coloured else 'in [[ ]]'})")
         for ids, learned in _runs(document):
             part = _decode(tokenizer, ids)
             text.append(part if coloured or not learned else f"[[{part}]]", "green" if learned else "dim")

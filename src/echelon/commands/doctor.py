@@ -1,6 +1,7 @@
 """`echelon doctor`: checks this machine, or several machines and the network between them."""
 
 import json
+import logging
 import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.commands.arguments import parse_hosts
-from echelon.commands.terminal import complain, say
+from echelon.commands.terminal import complain, log_to_stderr, show
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
     from echelon.doctor.probing import Examination
     from echelon.doctor.verdict import Finding
     from echelon.recipe import LaunchConfig
+
+logger = logging.getLogger(__name__)
 
 
 def doctor(
@@ -36,22 +39,24 @@ def doctor(
     """Check this machine, or several machines and the network between them; exit code 1 if a problem is found."""
     from echelon.doctor.machine import examine_machine
 
+    if as_json:
+        log_to_stderr()
     launch = _read_launch(words or [], hosts)
     measured: dict[str, Any] = {}
     if launch.torchrun.hosts:
-        found, findings = _examine_hosts(launch, as_json)
+        found, findings = _examine_hosts(launch)
         measured = _describe(found)
         for finding in [] if as_json else findings:
-            say(_render(finding))
+            show(_render(finding))
     else:
         findings = []
         for finding in examine_machine(Path.cwd()):
             findings.append(finding)
             if not as_json:
-                say(_render(finding))
+                show(_render(finding))
     problems = [finding for finding in findings if not finding.is_well]
     if as_json:
-        say(json.dumps({"is_well": not problems, "findings": [asdict(each) for each in findings], **measured}))
+        show(json.dumps({"is_well": not problems, "findings": [asdict(each) for each in findings], **measured}))
     elif problems:
         complain(f"{len(problems)} of {len(findings)} checks found a problem")
     raise typer.Exit(1 if problems else 0)
@@ -78,7 +83,7 @@ def _read_launch(words: list[str], hosts: str | None) -> "LaunchConfig":
     return recipe.launch
 
 
-def _examine_hosts(launch: "LaunchConfig", quiet: bool) -> "tuple[Examination, list[Finding]]":
+def _examine_hosts(launch: "LaunchConfig") -> "tuple[Examination, list[Finding]]":
     from echelon.doctor.probing import examine, probe_script, probes_over_ssh
     from echelon.doctor.verdict import judge
     from echelon.launch.ssh import check_hosts, find_ssh
@@ -95,7 +100,7 @@ def _examine_hosts(launch: "LaunchConfig", quiet: bool) -> "tuple[Examination, l
             seen = Path(mark.name).name
         script = probe_script(launch, workdir)
         probes = stack.enter_context(probes_over_ssh(torchrun.hosts, find_ssh(launch), script))
-        found = examine(probes, torchrun.port, torchrun.interface, seen, (lambda _: None) if quiet else say)
+        found = examine(probes, torchrun.port, torchrun.interface, seen, logger.info)
     return found, judge(found)
 
 

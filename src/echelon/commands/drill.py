@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from echelon.commands.arguments import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe
-from echelon.commands.terminal import say
+from echelon.commands.terminal import log_to_stderr, show
 from echelon.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
@@ -29,17 +29,19 @@ def drill(
     survived."""
     from echelon.drill.exercise import run_drill
 
+    if as_json:
+        log_to_stderr()
     recipe = read_recipe(recipe_path, overrides)
     num_processes = parse_nproc(nproc) or _choose_num_processes()
     all_well = True
     with _stops_noted() as asked:
         for number, finding in enumerate(
-            run_drill(recipe, recipe_path, overrides or [], num_processes, say, lambda: next(iter(asked), None))
+            run_drill(recipe, recipe_path, overrides or [], num_processes, lambda: next(iter(asked), None))
         ):
             if as_json:
-                say(json.dumps(asdict(finding)))
+                show(json.dumps(asdict(finding)))
             else:
-                say(_render(finding) if number else f"{_COLUMNS}\n{_render(finding)}")
+                show(_render(finding) if number else f"{_COLUMNS}\n{_render(finding)}")
             all_well &= finding.identical
     if not all_well:
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from echelon.commands.arguments import CheckpointOption, JsonOption, TargetArgument
-from echelon.commands.terminal import say, say_aside
+from echelon.commands.terminal import log_to_stderr, show
 
 
 def evaluate(
@@ -36,6 +36,7 @@ def evaluate(
     """Loss, perplexity and bits per byte on held-out text; or accuracy on tasks."""
     from echelon.api.models import evaluate as evaluate_target
 
+    log_to_stderr()
     names = () if harness is None else harness.split(",")
     result = evaluate_target(
         target,
@@ -45,10 +46,9 @@ def evaluate(
         include_path=include_path,
         limit=limit,
         checkpoint=checkpoint,
-        say=say_aside,
     )
     for line in [json.dumps(result, default=str)] if as_json else _render_lines(result):
-        say(line)
+        show(line)
 
 
 def _render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:

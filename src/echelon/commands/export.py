@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from echelon.commands.arguments import CheckpointOption
-from echelon.commands.terminal import say
 
 
 def export(
@@ -21,4 +20,4 @@ def export(
     """Write a checkpoint as an HF folder: safetensors, config, tokenizer; of a run with an adapter, the adapter."""
     from echelon.api.models import export as export_folder
 
-    export_folder(run, out, dtype=dtype, checkpoint=checkpoint, merge=merge, say=say)
+    export_folder(run, out, dtype=dtype, checkpoint=checkpoint, merge=merge)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.commands.arguments import CheckpointOption, JsonOption, TargetArgument
-from echelon.commands.terminal import say, say_aside
+from echelon.commands.terminal import log_to_stderr, show
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def generate(
     from echelon.inference.chat import Chat
     from echelon.inference.generate import Sampling, generate_samples
 
-    find_target(target, say_aside)
+    log_to_stderr()
+    find_target(target)
     records = _read_records(prompt, prompts_path)
     sampling = Sampling(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop or ()), seed
@@ -84,7 +85,7 @@ def generate(
     )
     if plain:
         for sample in samples:
-            say("" if streams else sample.text)
+            show("" if streams else sample.text)
     else:
         _write_samples(samples, records, num_samples, out)
 
@@ -111,7 +112,7 @@ def _write_samples(
             for sample in islice(samples, num_samples):
                 print(render_sample(record, sample), file=lines, flush=True)
     if out is not None:
-        say(f"generate: {len(records) * num_samples} samples in {out}")
+        show(f"generate: {len(records) * num_samples} samples in {out}")
 
 
 def _write(text: str) -> None:

@@ -1,12 +1,15 @@
 """`echelon import`: a file of another training tool as a recipe."""
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from echelon.commands.terminal import say
+from echelon.commands.terminal import log_to_stderr, show
 from echelon.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def import_file(
@@ -40,12 +43,13 @@ def import_file(
 
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists already; name another file, or remove it.")
+    log_to_stderr()
     imported = import_recipe(path, tool, Amounts(devices, samples), trainer)
-    typer.echo(f"import: {path} is read as a file of {imported.tool}", err=True)
+    logger.info(f"import: {path} is read as a file of {imported.tool}")
     for note in imported.notes:
-        typer.echo(note, err=True)
+        logger.warning(note)
     if out is None:
         typer.echo(imported.text, nl=False)
     else:
         out.write_text(imported.text, encoding="utf-8")
-        say(f"wrote {out}; see what it needs: echelon plan {out}")
+        show(f"wrote {out}; see what it needs: echelon plan {out}")

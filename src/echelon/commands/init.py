@@ -1,12 +1,14 @@
 """`echelon init`: a recipe to start from."""
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from echelon.commands.terminal import say
 from echelon.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def init(
@@ -42,5 +44,5 @@ def init(
         recipe, lines = render_scaled(scaled, path.stem, path.name), [*map(str, scaled.choices), *scaled.notes]
     path.write_text(recipe, encoding="utf-8")
     for line in lines:
-        say(line)
-    say(f"wrote {path}: set data.train to your text, then run: echelon train {path}")
+        logger.info(line)
+    logger.info(f"wrote {path}: set data.train to your text, then run: echelon train {path}")

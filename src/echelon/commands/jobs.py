@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.commands.terminal import complain, say
+from echelon.commands.terminal import complain, show
 from echelon.errors import ConfigError, EchelonError
 from echelon.redaction import redact_text
 
@@ -25,11 +25,11 @@ def status(
 
     records = list_jobs() if name is None else [find_job(name)]
     if not records:
-        say("no job was launched from this folder")
+        show("no job was launched from this folder")
     unknown = False
     for record in records:
         try:
-            say(describe_job(record, find_launcher(record.target).status(record)))
+            show(describe_job(record, find_launcher(record.target).status(record)))
         except EchelonError as error:
             if name is not None:
                 raise
@@ -49,7 +49,7 @@ def logs(
 
     record = find_job(name)
     for line in find_launcher(record.target).logs(record, follow):
-        say(redact_text(line))
+        show(redact_text(line))
 
 
 def cancel(name: JobArgument) -> None:
@@ -59,7 +59,7 @@ def cancel(name: JobArgument) -> None:
 
     record = find_job(name)
     find_launcher(record.target).cancel(record)
-    say(f"asked {record.name} to stop; it saves first, then ends")
+    show(f"asked {record.name} to stop; it saves first, then ends")
 
 
 def describe_job(record: "JobRecord", now: "JobStatus") -> str:

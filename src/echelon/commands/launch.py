@@ -1,6 +1,7 @@
 """`echelon launch`: submits a recipe to a target."""
 
 import json
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ import typer
 
 from echelon.commands.arguments import OverridesArgument, RecipeArgument, parse_hosts, read_recipe
 from echelon.commands.jobs import describe_job
-from echelon.commands.terminal import say
+from echelon.commands.terminal import show
 from echelon.errors import ConfigError, LaunchError
 from echelon.redaction import redact_text
 
 if TYPE_CHECKING:
     from echelon.launch.job import JobRecord, JobStatus, Launcher
+
+logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 
@@ -50,27 +53,29 @@ def launch(
     options = _read_options(to, hosts, nodes, instance)
     recipe = read_recipe(recipe_path, [*(overrides or []), *options])
     _check_options(recipe.launch.to, hosts, instance)
-    recipe = settle_instance(recipe, say)
+    recipe = settle_instance(recipe)
     job = make_job(recipe, Path.cwd())
-    launcher, texts = check_job(job, say)
+    checked = check_job(job)
+    for line in checked.lines:
+        logger.info(line)
     if dry_run:
-        for name, text in texts.items():
-            say(f"--- {name}")
-            say(text.rstrip("\n"))
+        for name, text in checked.texts.items():
+            show(f"--- {name}")
+            show(text.rstrip("\n"))
         return
     with _handed_over_whole(job.name):
-        record = submit_job(job, launcher, texts)
-        say(f"launched {record.name} as {record.id}; echelon status {record.name}, echelon logs {record.name}")
+        record = submit_job(job, checked.launcher, checked.texts)
+        show(f"launched {record.name} as {record.id}; echelon status {record.name}, echelon logs {record.name}")
     if follow:
         try:
-            for line in launcher.logs(record, True):
-                say(redact_text(line))
-            ended = _await_end(launcher, record)
+            for line in checked.launcher.logs(record, True):
+                show(redact_text(line))
+            ended = _await_end(checked.launcher, record)
         except KeyboardInterrupt:
             raise LaunchError(
                 f"no longer followed; {record.name} continues, `echelon cancel {record.name}` stops it."
             ) from None
-        say(describe_job(record, ended))
+        show(describe_job(record, ended))
         raise typer.Exit(1 if ended.exit_code is None else ended.exit_code)
 
 

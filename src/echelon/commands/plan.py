@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from echelon.commands.arguments import OverridesArgument, RecipeArgument, read_recipe
-from echelon.commands.terminal import say
+from echelon.commands.terminal import show
 
 
 def plan(
@@ -32,4 +32,4 @@ def plan(
     from echelon.api.planning import plan as plan_here
 
     recipe = read_recipe(recipe_path, overrides)
-    plan_here(recipe, devices, devices_per_node=devices_per_node, instance=instance, count=count, say=say)
+    plan_here(recipe, devices, devices_per_node=devices_per_node, instance=instance, count=count, on_line=show)

@@ -1,8 +1,11 @@
 """`echelon prepare`: the data into shards, ahead of training."""
 
+import logging
+
 from echelon.commands.arguments import OverridesArgument, RecipeArgument, read_recipe
-from echelon.commands.terminal import say
 from echelon.stopping import stops_told
+
+logger = logging.getLogger(__name__)
 
 
 def prepare(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> None:
@@ -11,5 +14,5 @@ def prepare(recipe_path: RecipeArgument, overrides: OverridesArgument = None) ->
 
     recipe = read_recipe(recipe_path, overrides)
     with stops_told():
-        data = prepare_data(recipe, say)
-    say(f"data: prepared in {data.path}")
+        data = prepare_data(recipe)
+    logger.info(f"data: prepared in {data.path}")

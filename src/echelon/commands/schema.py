@@ -2,11 +2,11 @@
 
 import json
 
-from echelon.commands.terminal import say
+from echelon.commands.terminal import show
 
 
 def schema() -> None:
     """Print the recipe's JSON schema, for editors."""
     from echelon.recipe import recipe_json_schema
 
-    say(json.dumps(recipe_json_schema(), indent=2))
+    show(json.dumps(recipe_json_schema(), indent=2))

@@ -1,6 +1,7 @@
 """`echelon sweep`: runs a recipe with many values, N at a time, and ranks the results."""
 
 import json
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echelon.commands.terminal import complain, say
+from echelon.commands.terminal import complain, log_to_stderr, show
 
 if TYPE_CHECKING:
     from echelon.sweep.conductor import StopWord
+
+logger = logging.getLogger(__name__)
 
 SweepArgument = Annotated[Path, typer.Argument(metavar="SWEEP", help="The sweep file, a YAML file.")]
 
@@ -35,23 +38,24 @@ def sweep(
 
     checked = check_sweep(sweep_path)
     slots = share_slots(checked)
-    tell = (lambda line: None) if as_json else say
+    if as_json:
+        log_to_stderr()
     for line in describe_sweep(checked, slots):
-        tell(line)
+        logger.info(line)
     job, lines = first_job(checked)
-    _, texts = check_job(job, say if dry_run else lambda line: None)
+    checked_job = check_job(job)
     if dry_run:
-        for line in lines:
-            say(line)
-        for name, text in (render_first_array(checked) or texts).items():
-            say(f"--- {name}")
-            say(text.rstrip("\n"))
+        for line in (*checked_job.lines, *lines):
+            show(line)
+        for name, text in (render_first_array(checked) or checked_job.texts).items():
+            show(f"--- {name}")
+            show(text.rstrip("\n"))
         return
     stop = StopWord()
     with _stops_noted(stop):
-        ending, results = run_sweep(checked, slots, stop, tell)
+        ending, results = run_sweep(checked, slots, stop)
     if as_json:
-        say(json.dumps(results))
+        show(json.dumps(results))
     if ending.state == "stopped":
         complain(ending.message)
         raise typer.Exit(STOPPED)

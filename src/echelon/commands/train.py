@@ -1,5 +1,6 @@
 """`echelon train`: a new job on this machine, this machine's agent of a larger one, or one rank of it."""
 
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from echelon.commands.arguments import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe
-from echelon.commands.terminal import complain, say
+from echelon.commands.terminal import complain
 from echelon.errors import ConfigError, EchelonError, explain_storage_error, render_traceback
 from echelon.stopping import STOP_SIGNALS, stops_told
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from echelon.recipe import Recipe
     from echelon.supervise.hosts import HostGroup
     from echelon.supervise.outcome import Outcome
+
+logger = logging.getLogger(__name__)
 
 # A launcher ends every rank when one has left: the silent ones give the one that speaks the time to do so.
 _SPEAKING_SECONDS = 1.0
@@ -58,7 +61,7 @@ def train(
         from echelon.lifecycle.session import train_locally
 
         with stops_told():
-            outcome = train_locally(recipe, num_processes, fresh, say)
+            outcome = train_locally(recipe, num_processes, fresh, logger.info)
         _finish(outcome)
 
 
@@ -82,9 +85,9 @@ def _train_as_rank(recipe: "Recipe", fresh: bool) -> NoReturn:
     from echelon.supervise.outcome import Outcome
 
     if (place := find_host_dir()) is not None:
-        train_hosted(recipe, place, say)
+        train_hosted(recipe, place, logger.info)
     try:
-        outcome = train_as_rank(recipe, fresh, say)
+        outcome = train_as_rank(recipe, fresh, logger.info)
     except EchelonError as error:
         outcome = Outcome(error.exit_code, str(error))
     _finish(outcome, at_once=True)
@@ -98,7 +101,7 @@ def _train_as_agent(
 
     # A lost coordinator is told in one line, not in a C++ trace of every thread that asked for it.
     set_default_variables({"TORCH_CPP_LOG_LEVEL": "ERROR"})
-    outcome, speaks = train_on_hosts(recipe, arguments, group or find_host_group(), num_processes, fresh, say)
+    outcome, speaks = train_on_hosts(recipe, arguments, group or find_host_group(), num_processes, fresh, logger.info)
     for each in STOP_SIGNALS:  # one that comes now would put its own code in the place of the job's
         signal.signal(each, signal.SIG_IGN)
     _finish(outcome, silent=not speaks)

@@ -9,10 +9,11 @@ can time out in a collective.
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 
     from echelon.recipe import Recipe
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 TOKENIZER_SAMPLE_BYTES = 2**26
 """A tokenizer is trained on about this much text at most, taken evenly from all of it."""
@@ -147,13 +148,13 @@ def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
     )
 
 
-def prepare_data(recipe: "Recipe", say: Say, *, verify: bool = False) -> PreparedData:
+def prepare_data(recipe: "Recipe", *, verify: bool = False) -> PreparedData:
     """Read, tokenize and write the recipe's text, or find it already done. See `prepare`."""
-    return prepare(prepare_spec(recipe), say, verify=verify)
+    return prepare(prepare_spec(recipe), verify=verify)
 
 
-def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedData:
-    """Read, tokenize and write text into `prepared_dir/<key>`, or find it already done; `say` gets lines for the user.
+def prepare(spec: PrepareSpec, *, verify: bool = False) -> PreparedData:
+    """Read, tokenize and write text into `prepared_dir/<key>`, or find it already done.
 
     With `verify` the checksums of data found are read too, not only the sizes. Raises DataError for text, tokenizer or
     shards that cannot be used, ConfigError for a tokenizer that is not given, EchelonError when the disk is full.
@@ -162,26 +163,26 @@ def prepare(spec: PrepareSpec, say: Say, *, verify: bool = False) -> PreparedDat
         raise ConfigError(f"data.validation_fraction={spec.validation_fraction} is no share of the text; use 0 to 0.5.")
     corpus = list_corpus(spec.train, spec.validation)
     for line in (*describe_left_out(corpus), *describe_examples(corpus), *describe_limits(corpus)):
-        say(line)
-    tokenizer = None if isinstance(spec.tokenizer, int) else _build_tokenizer(spec, spec.tokenizer, say)
+        logger.info(line)
+    tokenizer = None if isinstance(spec.tokenizer, int) else _build_tokenizer(spec, spec.tokenizer)
     rule = _sample_rule(spec, corpus, tokenizer)
     if rule is None:
         separator = spec.separator if tokenizer is None else separator_id(tokenizer, spec.separator)
         check_mask(spec.document_mask, separator)
     folder = spec.prepared_dir / _cache_key(spec, corpus, tokenizer)
     if not folder.is_dir():
-        _make_folder(folder, spec, corpus, tokenizer, say)
+        _make_folder(folder, spec, corpus, tokenizer)
     prepared = open_prepared(folder, spec.sequence_len, spec.document_mask, verify=verify)
     for line in _describe_prepared(prepared, folder, spec.document_mask):
-        say(line)
+        logger.info(line)
     return prepared
 
 
-def _build_tokenizer(spec: PrepareSpec, name: str | None, say: Say) -> "PreTrainedTokenizerFast":
-    """The tokenizer with the tokens that the recipe adds; `say` gets a line about those it has already."""
+def _build_tokenizer(spec: PrepareSpec, name: str | None) -> "PreTrainedTokenizerFast":
+    """The tokenizer with the tokens that the recipe adds; logs which of them it has already."""
     built = build_tokenizer(name, spec.checkpoint, spec.trust_remote_code)
     for line in describe_known_tokens(built, spec.new_tokens):
-        say(line)
+        logger.info(line)
     add_new_tokens(built, spec.new_tokens)
     return built
 
@@ -191,14 +192,13 @@ def _make_folder(
     spec: PrepareSpec,
     corpus: Sequence[CorpusEntry],
     tokenizer: "PreTrainedTokenizerFast | None",
-    say: Say,
 ) -> None:
     """Write the folder, unless another process does so meanwhile. Raises EchelonError where the disk takes no more."""
     try:
         spec.prepared_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_suffix(".lock"), say):
+        with _locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
-                _write_folder(folder, spec, corpus, tokenizer, say)
+                _write_folder(folder, spec, corpus, tokenizer)
     except OSError as error:
         kept = f" What was done so far is kept in {_partial(folder)}." if has_progress(_partial(folder)) else ""
         raise EchelonError(
@@ -279,7 +279,7 @@ def _instruction(
 
 
 @contextmanager
-def _locked(path: Path, say: Say) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file, waiting for it as long as it takes. The file stays: removing it would race."""
     with path.open("w") as stream:
         next_line = time.monotonic()
@@ -289,7 +289,7 @@ def _locked(path: Path, say: Say) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() >= next_line:
-                    say(f"waiting: another process prepares the same data (it holds {path})")
+                    logger.info(f"waiting: another process prepares the same data (it holds {path})")
                     next_line = time.monotonic() + _WAITING_LINE_SECONDS
                 time.sleep(0.1)
         yield
@@ -300,7 +300,6 @@ def _write_folder(
     spec: PrepareSpec,
     corpus: Sequence[CorpusEntry],
     tokenizer: "PreTrainedTokenizerFast | None",
-    say: Say,
 ) -> None:
     """Write a prepared folder under another name, or go on with one, then give it its own.
 
@@ -309,7 +308,7 @@ def _write_folder(
     partial = _partial(folder)
     try:
         partial.mkdir(exist_ok=True)
-        tokenizer = _keep_tokenizer(partial / "tokenizer", tokenizer, spec, corpus, say)
+        tokenizer = _keep_tokenizer(partial / "tokenizer", tokenizer, spec, corpus)
         options = WritingOptions(
             validation_fraction=spec.validation_fraction,
             mixture=spec.mixture,
@@ -319,7 +318,7 @@ def _write_folder(
             samples=_sample_rule(spec, corpus, tokenizer),
         )
         encoding = _encoding(tokenizer, spec, _instruction(spec, corpus, tokenizer))
-        writer = CorpusWriter(partial, corpus, encoding, options, say)
+        writer = CorpusWriter(partial, corpus, encoding, options)
         manifest = writer.write(_num_workers(spec, corpus))
         if encoding.instruction is not None:
             check_stops_learned(partial, manifest, encoding.instruction, _sources_with_ends(corpus))
@@ -344,14 +343,13 @@ def _keep_tokenizer(
     tokenizer: "PreTrainedTokenizerFast | None",
     spec: PrepareSpec,
     corpus: Sequence[CorpusEntry],
-    say: Say,
 ) -> "PreTrainedTokenizerFast":
     """The tokenizer, saved in the folder that is written: the one given, the one found there, or one trained now."""
     if tokenizer is None and place.is_dir():
         return load_tokenizer(str(place))
     if tokenizer is None:
         assert isinstance(spec.tokenizer, int)
-        tokenizer = add_new_tokens(_train_on_sample(corpus, spec.tokenizer, say), spec.new_tokens)
+        tokenizer = add_new_tokens(_train_on_sample(corpus, spec.tokenizer), spec.new_tokens)
         _instruction(spec, corpus, tokenizer)  # its template is saved with it
     unfinished = place.with_suffix(".new")
     for folder in (unfinished, place):
@@ -386,13 +384,13 @@ def _num_workers(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> int:
     return max(1, min(cores, num_bytes // BYTES_PER_WORKER)) if num_bytes else cores
 
 
-def _train_on_sample(corpus: Sequence[CorpusEntry], vocab_size: int, say: Say) -> "PreTrainedTokenizerFast":
+def _train_on_sample(corpus: Sequence[CorpusEntry], vocab_size: int) -> "PreTrainedTokenizerFast":
     training = [entry for entry in corpus if entry.stream == "train"]
-    say(f"tokenizer: training byte-level BPE of {vocab_size:,} ids")
-    progress = Progress("tokenizer: read", min(corpus_bytes(corpus), TOKENIZER_SAMPLE_BYTES), say)
+    logger.info(f"tokenizer: training byte-level BPE of {vocab_size:,} ids")
+    progress = Progress("tokenizer: read", min(corpus_bytes(corpus), TOKENIZER_SAMPLE_BYTES), logger)
     tokenizer = train_tokenizer(sample_texts(training, TOKENIZER_SAMPLE_BYTES, progress), vocab_size)
     progress.finish()
     num_ids = vocabulary_size(tokenizer.backend_tokenizer)
     if num_ids < vocab_size:
-        say(f"tokenizer: the text gives only {num_ids:,} ids")
+        logger.warning(f"tokenizer: the text gives only {num_ids:,} ids")
     return tokenizer

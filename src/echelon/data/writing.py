@@ -1,7 +1,8 @@
 """Tokenizes a corpus into the shards of a folder; an interrupted writer can be resumed."""
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -39,7 +40,7 @@ from echelon.errors import DataError
 from echelon.progress import Progress
 from echelon.recipe.data_formats import describe_formats
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 POINT_BYTES = 2**26
 """After so many bytes of the sources, what was written is brought to the disk for good."""
@@ -71,13 +72,12 @@ class CorpusWriter:
     """Tokenizes a corpus into the shards of a folder, from where an earlier writer was stopped. To be used once."""
 
     def __init__(
-        self, folder: Path, corpus: Sequence[CorpusEntry], encoding: Encoding, options: WritingOptions, say: Say
+        self, folder: Path, corpus: Sequence[CorpusEntry], encoding: Encoding, options: WritingOptions
     ) -> None:
         self._folder = folder
         self._corpus = corpus
         self._encoding = encoding
         self._options = options
-        self._say = say
         self._dtype = token_dtype(encoding.vocab_size).__name__
         self._by_hash = choose_by_hash(corpus, options.validation_fraction, encoding.separator, mixture=options.mixture)
         # Text to validate on first: what is in it may not be trained on.
@@ -95,8 +95,8 @@ class CorpusWriter:
             is_limited = any(entry.source.max_samples is not None for entry in self._corpus)
             total = 0 if is_limited else corpus_bytes(self._corpus)
             if self._journal.is_resumed:
-                self._say(f"tokenizing: {state.done_bytes / 1e6:.1f} MB were done before; going on from there")
-            progress = Progress("tokenizing", total, self._say, done_bytes=state.done_bytes)
+                logger.info(f"tokenizing: {state.done_bytes / 1e6:.1f} MB were done before; going on from there")
+            progress = Progress("tokenizing", total, logger, done_bytes=state.done_bytes)
             last_point = state.done_bytes
             with closing(tokenize_tasks(self._plan_tasks(), self._encoding, workers)) as results:
                 for task, result in results:
@@ -223,9 +223,9 @@ class CorpusWriter:
             self._check_samples(source, entry, self._options.samples)
         if entry.broken:
             total = entry.broken + entry.documents
-            self._say(f"{source.key}: left out {entry.broken:,} of {total:,} records: {_say_places(entry)}")
+            logger.warning(f"{source.key}: left out {entry.broken:,} of {total:,} records: {_say_places(entry)}")
         if self._options.deduplicate and self._corpus[index].stream == "train":
-            self._say(f"{source.key}: left out {entry.duplicates:,} of {entry.documents:,} documents as copies")
+            logger.info(f"{source.key}: left out {entry.duplicates:,} of {entry.documents:,} documents as copies")
 
     @staticmethod
     def _check_samples(source: Source, entry: EntryState, rule: SampleRule) -> None:

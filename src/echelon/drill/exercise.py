@@ -1,5 +1,6 @@
 """The drill: one undisturbed run, and one run for each fault, compared with it."""
 
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from echelon.lifecycle.model_checks import check_model
 from echelon.recipe import Recipe
 from echelon.runs.run_folder import RunFolder
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 # A run should last about this long: long enough to be struck in its middle, short enough to wait for.
 _RUN_SECONDS = 8.0
@@ -55,7 +56,6 @@ def run_drill(
     path: Path,
     overrides: list[str],
     num_processes: int,
-    say: Say,
     asked: Callable[[], str | None] = lambda: None,
 ) -> Iterator[Finding]:
     """Do every fault to the recipe at `path`, in folders beside its run's, and yield what came of each as it is known.
@@ -80,17 +80,19 @@ def run_drill(
 
     all_well = True
     try:
-        say("drill: a short run to measure the step time")
+        logger.info("drill: a short run to measure the step time")
         start_seconds, step_seconds = _measure(build("pilot", _FEWEST_STEPS))
         num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, round(_RUN_SECONDS / step_seconds)))
         num_steps -= num_steps % SAVES
         faults = [fault for fault in FAULTS if num_processes > 1 or not fault.needs_peer]
         minutes = estimate_seconds(faults, start_seconds, num_steps * step_seconds) / 60
-        say(f"drill: {len(faults)} faults, about {max(1, round(minutes))} min in total")
+        logger.info(f"drill: {len(faults)} faults, about {max(1, round(minutes))} min in total")
         for fault in FAULTS:
             if fault not in faults:
-                say(f"drill: skipped with one process: {fault.name}, which only another rank could detect")
-        say(f"drill: {num_steps} steps on {num_processes} processes, saved every {num_steps // SAVES}; undisturbed")
+                logger.info(f"drill: skipped with one process: {fault.name}, which only another rank could detect")
+        logger.info(
+            f"drill: {num_steps} steps on {num_processes} processes, saved every {num_steps // SAVES}; undisturbed"
+        )
         whole = build("whole", num_steps)
         whole.complete()
         for fault in faults:

@@ -14,6 +14,7 @@ from echelon.data.prepared import PreparedData, ValidationSet, open_prepared
 from echelon.data.readers.record import ExampleFields
 from echelon.data.source import Source, list_files
 from echelon.errors import ConfigError, DataError
+from echelon.logs import warnings_only
 from echelon.model.attention import check_document_mask
 from echelon.recipe import Recipe
 from echelon.recipe.data_formats import PAIR_FORMATS
@@ -73,7 +74,8 @@ def prepare_given(
         prepared_dir=scratch / "prepared",
         sequence_len=length,
     )
-    prepared = prepare(spec if recipe is None else _as_own(spec, recipe, formats), lambda line: None)
+    with warnings_only("echelon.data"):  # this text is neither trained on nor kept
+        prepared = prepare(spec if recipe is None else _as_own(spec, recipe, formats))
     if prepared.apart:
         check_document_mask(model.config, None)
     [record] = prepared.manifest.streams["train"]

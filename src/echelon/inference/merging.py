@@ -1,6 +1,6 @@
 """Merging an adapter into the weights beside it, and measuring what that changed."""
 
-from collections.abc import Callable
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from echelon.inference.evaluate import read_in_order
 from echelon.inference.held_out import open_run_text
 from echelon.inference.target import find_device, load_target
 from echelon.stored import write_json, write_text
+
+logger = logging.getLogger(__name__)
 
 COMPARED_SEQUENCES = 32
 
@@ -43,7 +45,7 @@ class Comparison:
         )
 
 
-def merge_run(run: Path, out: Path, dtype: str, which: str | None, say: Callable[[str], None]) -> Comparison | None:
+def merge_run(run: Path, out: Path, dtype: str, which: str | None) -> Comparison | None:
     """Write a run's checkpoint as an HF folder with the adapter merged, and compare the two models.
 
     The adapter is merged onto the weights it saw: those of `qlora` as their four bits mean them. What was measured
@@ -64,13 +66,13 @@ def merge_run(run: Path, out: Path, dtype: str, which: str | None, say: Callable
     try:
         dataset, text = _find_text(run)
     except DataError as error:
-        say(f"not compared with the adapter: {error}")
+        logger.warning(f"not compared with the adapter: {error}")
         return None
     merged, _ = load_target(out, device)
     comparison = compare_models(adapted.model, merged, dataset, text)
     write_json(out / "merge.json", asdict(comparison))
     write_text(out / "README.md", render_card(run, adapted.step, comparison=comparison.describe()))
-    say(comparison.describe())
+    logger.info(comparison.describe())
     return comparison
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, LaunchError
+from echelon.logs import warnings_only
 from echelon.recipe import Recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_text
@@ -36,7 +37,8 @@ def receive_run(recipe: Recipe, folder: RunFolder, store: "Store", await_word: C
     """
     from echelon.data.prepare import prepare_data
 
-    data = prepare_data(recipe, lambda line: None)
+    with warnings_only("echelon.data"):  # rank 0 tells
+        data = prepare_data(recipe)
     if not await_word():
         return False
     sent = json.loads(store.get("echelon/files"))

@@ -185,7 +185,7 @@ def build_trainer(
 
     `stop` and `heart`: who asks it to stop, and who watches it; nobody, if not given.
     """
-    recovery = RecoveryWatch(folder, lambda line: write_line(console, line)) if runtime.rank == 0 else None
+    recovery = RecoveryWatch(folder) if runtime.rank == 0 else None
     stop, heart, device = stop or StopRequest(), heart or Heartbeat(), runtime.device
     meshes = build_mesh(plan, device.type)
     data = open_prepared(folder.text.read_prepared_path(), recipe.data.sequence_len, recipe.data.document_mask)

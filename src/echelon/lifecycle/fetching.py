@@ -25,9 +25,7 @@ def announce_commits(commits: Mapping[str, str], store: "Store") -> None:
     store.set(_COMMITS, json.dumps(dict(commits)))
 
 
-def fetch_announced(
-    recipe: Recipe, store: "Store", has_word: Callable[[], bool], say: Callable[[str], None]
-) -> Recipe | None:
+def fetch_announced(recipe: Recipe, store: "Store", has_word: Callable[[], bool]) -> Recipe | None:
     """On every rank but 0: the recipe with this machine's copies, once its first rank has fetched what was announced.
 
     Ranks that are not the first of their machine get the recipe back at once. None: rank 0's word (`has_word`) came
@@ -40,7 +38,7 @@ def fetch_announced(
             commits = _await_commits(store, has_word)
             if commits is None:
                 return None
-            fetch_models(recipe, commits, say)
+            fetch_models(recipe, commits)
             recipe = with_copies(recipe, commits)
         store.add(_DONE, 1)
     except EchelonError as error:

@@ -1,7 +1,9 @@
 """Checks of a job before it is submitted, and the list of checks that are left to its target."""
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.data.corpus import list_corpus
@@ -25,11 +27,22 @@ from echelon.recipe import LaunchConfig, Recipe
 from echelon.runs.cost import check_budget, describe_cost, find_price_at_target
 from echelon.runs.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
 
-def check_job(job: JobSpec, tell: Callable[[str], None]) -> tuple[Launcher, dict[str, str]]:
-    """The launcher of the job and exactly what it submits, after all checks that are possible on this machine.
 
-    `tell` gets lines about what will be done. Raises ConfigError or PlanError naming the key.
+@dataclass(frozen=True)
+class CheckedJob:
+    """The launcher of a job, the texts that it submits by their names, and lines about what it will do."""
+
+    launcher: Launcher
+    texts: dict[str, str]
+    lines: tuple[str, ...]
+
+
+def check_job(job: JobSpec) -> CheckedJob:
+    """The job exactly as it is submitted, after all checks that are possible on this machine.
+
+    Raises ConfigError or PlanError naming the key.
     """
     recipe = job.recipe
     if recipe.launch.to is None:
@@ -58,9 +71,7 @@ def check_job(job: JobSpec, tell: Callable[[str], None]) -> tuple[Launcher, dict
             "cost: the price of these machines is not known; set budget.usd_per_hour, the price of one machine"
         )
     lines += describe_cost(recipe, find_run_folder(recipe.launch.to, recipe.run.dir), rate, job.nodes[1], num_steps)
-    for line in lines:
-        tell(line)
-    return launcher, launcher.render(job)
+    return CheckedJob(launcher, launcher.render(job), tuple(lines))
 
 
 @contextmanager
@@ -90,10 +101,8 @@ def _check_uploads(recipe: Recipe) -> None:
         load_template(recipe.data.chat_template)
 
 
-def settle_instance(recipe: Recipe, tell: Callable[[str], None]) -> Recipe:
-    """The recipe with the type of its machines in the place of `auto`, which `tell` is told, and why.
-
-    Raises PlanError."""
+def settle_instance(recipe: Recipe) -> Recipe:
+    """The recipe with the type of its machines in the place of `auto`. Logs which one, and why. Raises PlanError."""
     if recipe.launch.to != "sagemaker" or recipe.launch.sagemaker.instance_type != "auto":
         return recipe
     if (why := find_checkpoint_out_of_reach(recipe)) is not None:
@@ -106,7 +115,7 @@ def settle_instance(recipe: Recipe, tell: Callable[[str], None]) -> Recipe:
         ) from error
     choice = choose_instance(recipe, shape, recipe.launch.node_range[1])
     for line in choice.describe():
-        tell(line)
+        logger.info(line)
     sagemaker = recipe.launch.sagemaker.model_copy(update={"instance_type": choice.instance.name})
     return recipe.model_copy(update={"launch": recipe.launch.model_copy(update={"sagemaker": sagemaker})})
 

@@ -43,7 +43,7 @@ def open_journal(
     journal.tell_recovery(recovery)
     num_machines = -(-runtime.world_size // runtime.local_world_size)
     journal.meter = CostMeter(recipe, folder, find_price_here(recipe, read_environment()), num_machines)
-    journal.add_forwarders(start_trackers(recipe, folder, step, journal.say))
+    journal.add_forwarders(start_trackers(recipe, folder, step))
     return journal
 
 

@@ -68,7 +68,7 @@ _SHARED_STORE = (
 def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: Say) -> Outcome:
     """Prepare the run here, start its workers on this machine, and wait for them; None means one per device."""
     count = default_num_processes() if num_processes is None else num_processes
-    run = prepare_run(recipe, fresh, lambda: detect_cluster(count), read_environment(), say)
+    run = prepare_run(recipe, fresh, lambda: detect_cluster(count), read_environment())
     if run is None:
         return Outcome(DONE)
     folder = run.folder
@@ -254,7 +254,7 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> P
         patience = _PATIENCE_SECONDS if is_elastic() else 0.0
         if patience and shares_agent_store():
             say(_SHARED_STORE)
-        run = prepare_run(recipe, fresh, detect_launched_cluster, read_environment(), say, patience, announce)
+        run = prepare_run(recipe, fresh, detect_launched_cluster, read_environment(), patience, announce)
         if commits and (code := await_fetched(store)) is not None:  # the rank that failed says why
             word["code"] = code
             return Outcome(code)
@@ -293,7 +293,7 @@ def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store", say: Sa
         return word["code"] == DONE and word["digest"] != 0
 
     place = None if shares_files() else find_host_dir()
-    here = fetch_announced(recipe, store, lambda: store.check([_READY_KEY]), say)
+    here = fetch_announced(recipe, store, lambda: store.check([_READY_KEY]))
     if here is not None and place is not None and find_place().local_rank == 0:
         goes_on = receive_run(here, folder, store, await_word)
         mark_ready(store, place)

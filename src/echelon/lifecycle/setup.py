@@ -1,6 +1,7 @@
 """Prepares a run folder for the workers: data, shape, plan, and the files that describe them."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,6 +29,8 @@ from echelon.stored import read_as, write_json, write_text
 if TYPE_CHECKING:
     from echelon.data.prepared import PreparedData
 
+logger = logging.getLogger(__name__)
+
 # A resumed run keeps the choices made at its start, unless one of these was changed by hand.
 _PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch")
 
@@ -45,7 +48,6 @@ def prepare_run(
     fresh: bool,
     find_cluster: Callable[[], Cluster],
     variables: Mapping[str, str],
-    say: Callable[[str], None],
     patience_seconds: float = 0.0,
     announce: Callable[[Mapping[str, str]], None] = lambda commits: None,
 ) -> PreparedRun | None:
@@ -65,34 +67,34 @@ def prepare_run(
     find_cluster = cache(find_cluster)
     rate = find_price_here(recipe, variables)
     check_budget(recipe, rate)
-    remote = RemoteStart(recipe, say)
+    remote = RemoteStart(recipe)
     commits: dict[str, str] = {}
 
     def check() -> None:
         commits.update(find_commits(recipe, {}))
         check_weights(recipe.model.checkpoint)
-        checked = check_model(_with_small_copies(recipe, commits, say), weights=False)
+        checked = check_model(_with_small_copies(recipe, commits), weights=False)
         resolve_plan(recipe, checked.shape, find_cluster())
         remote.reach()
 
-    opened = open_run(recipe, fresh, say, check, remote.bring_back, patience_seconds)
+    opened = open_run(recipe, fresh, check, remote.bring_back, patience_seconds)
     folder = opened.folder
     if opened.state == "finished":
-        catch_up(recipe, folder, say)
+        catch_up(recipe, folder)
         remote.send_rest(folder)
         return None
     with _unlocked_by_failure(folder):
         remote.claim(folder)
         check_trackers(recipe)
         if line := forget_damaged_spending(recipe, folder):
-            say(f"cost: {line}")
+            logger.warning(f"cost: {line}")
         refuse_used_up(recipe, folder, rate, find_cluster().num_nodes)
         began_with = {text.digest for text in folder.text.read_texts()} if opened.state == "resumed" else set()
         folder.rows.append_event("prepare")
         commits = find_commits(recipe, commits | read_commits(folder))
         announce(commits)
-        here = _with_small_copies(recipe, commits, say)
-        data = prepare_data(here, say)
+        here = _with_small_copies(recipe, commits)
+        data = prepare_data(here)
         folder.rows.append_event("prepared")
         _refuse_other_text(folder, began_with, data.content_digest)
         num_steps = recipe.num_steps(data.train.num_samples)
@@ -100,19 +102,19 @@ def prepare_run(
             raise ConfigError(fault)
         check_evaluation(recipe, data)
         fields, line = find_model_fields(here, data.vocab_size)
-        say(f"model: {line}")
+        logger.info(f"model: {line}")
         _check_masks(here, data, fields)
         shape = build_shape(fields)
         cluster = find_cluster()
-        plan = _find_plan(opened, recipe, shape, cluster, data.train.num_samples, say)
+        plan = _find_plan(opened, recipe, shape, cluster, data.train.num_samples)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
         folder.text.write_prepared_path(data.path, data.content_digest)
-        fetch_models(recipe, commits, say)  # last, when nothing else can be refused any more
+        fetch_models(recipe, commits)  # last, when nothing else can be refused any more
         write_commits(folder, commits)
         write_run(folder, recipe, plan, estimate, num_steps, cluster, variables)
     cost = describe_cost(recipe, folder, rate, cluster.num_nodes, num_steps)
     for line in (*_describe_start(recipe, opened, commits, data, plan), describe_checkpoint(shape, plan), *cost):
-        say(line)
+        logger.info(line)
     return PreparedRun(folder, plan)
 
 
@@ -145,11 +147,11 @@ def _describe_start(
         yield f"recipe: {key} looks like a secret; the run folder and the training processes get *** instead"
 
 
-def _with_small_copies(recipe: Recipe, commits: Mapping[str, str], say: Callable[[str], None]) -> Recipe:
+def _with_small_copies(recipe: Recipe, commits: Mapping[str, str]) -> Recipe:
     """The recipe with this machine's copies of what comes from the hub, which have no weights yet."""
     from echelon.model.hub import fetch_models, with_copies
 
-    fetch_models(recipe, commits, say, weights=False)
+    fetch_models(recipe, commits, weights=False)
     return with_copies(recipe, commits, weights=False)
 
 
@@ -252,10 +254,9 @@ def _find_plan(
     shape: ModelShape,
     cluster: Cluster,
     num_samples: int,
-    say: Callable[[str], None],
 ) -> ParallelPlan:
     """The plan the run goes on with, or a new one. A run that goes on must do so on whatever processes are left."""
-    began = _read_beginning(opened, say)
+    began = _read_beginning(opened)
     if began is not None:
         before, plan = began
         changed = any(each.key.startswith(_PLAN_KEYS) for each in opened.differences)
@@ -266,7 +267,7 @@ def _find_plan(
     return resolve_plan(recipe, shape, cluster, num_samples=num_samples, fill=opened.state == "resumed")
 
 
-def _read_beginning(opened: OpenedRun, say: Callable[[str], None]) -> tuple[Cluster, ParallelPlan] | None:
+def _read_beginning(opened: OpenedRun) -> tuple[Cluster, ParallelPlan] | None:
     """The cluster and the plan that a resumed run ran with before; None, and a line, where they cannot be read."""
     if opened.state != "resumed":
         return None
@@ -274,7 +275,7 @@ def _read_beginning(opened: OpenedRun, say: Callable[[str], None]) -> tuple[Clus
     try:
         return read_as(folder.environment_path, _PlannedFor).cluster, load_plan(folder.plan_path)
     except (OSError, ValueError, PlanError) as error:
-        say(f"plan: a new one, because the plan of the first start cannot be read ({error})")
+        logger.warning(f"plan: a new one, because the plan of the first start cannot be read ({error})")
         return None
 
 

@@ -5,11 +5,12 @@ run, by its first process, and every machine fetches that one: a repository may 
 """
 
 import json
+import logging
 import platform
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -25,11 +26,11 @@ from echelon.recipe import Recipe, SourceConfig
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import read_json, write_json
 
+logger = logging.getLogger(__name__)
+
 CONNECT_SECONDS = 5.0
 DATASET = "datasets/"
 """Begins the name of a dataset where names of models stand too, as in the addresses of the hub."""
-
-Say = Callable[[str], None]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -142,14 +143,14 @@ def dataset_name(path: str) -> str:
     return "/".join(path.partition("@")[0].split("/")[:2])
 
 
-def fetch_models(recipe: Recipe, commits: Mapping[str, str], say: Say, weights: bool = True) -> None:
+def fetch_models(recipe: Recipe, commits: Mapping[str, str], weights: bool = True) -> None:
     """Have what the recipe takes from the hub on this machine; what is here already is not fetched again.
 
-    Once for each machine, by its first process; no process group may exist, since it takes as long as it takes. `say`
-    gets lines about how far the weights are. Without `weights`, only what is small. Raises as `fetch`.
+    Once for each machine, by its first process; no process group may exist, since it takes as long as it takes.
+    Without `weights`, only what is small. Raises as `fetch`.
     """
     for model in find_models(recipe, weights):
-        fetch(model, _pinned(model, commits), say)
+        fetch(model, _pinned(model, commits))
 
 
 def write_commits(folder: RunFolder, commits: Mapping[str, str]) -> None:
@@ -220,7 +221,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig]]:
                 yield f"data.{part}.{index}", source
 
 
-def fetch(model: HubModel, commit: str | None = None, say: Say = lambda line: None) -> Path:
+def fetch(model: HubModel, commit: str | None = None) -> Path:
     """This machine's copy of a model, of its newest commit if none is given. What is missing of it is fetched.
 
     Raises ConfigError where the hub does not give it, HubUnreachableError where nobody can be asked and there is no
@@ -235,7 +236,7 @@ def fetch(model: HubModel, commit: str | None = None, say: Say = lambda line: No
     with _explained(str(model), "model", f"https://huggingface.co/{model.name}"):
         siblings = HfApi().model_info(model.name, revision=commit, files_metadata=True).siblings or []
         sizes = {each.rfilename: each.size or 0 for each in siblings}
-        folder = _download(model, commit, _choose_small(model, sizes), sizes, lambda line: None)
+        folder = _download(model, commit, _choose_small(model, sizes), sizes, logging.DEBUG)
         if model.part is Part.WEIGHTS:
             files = _list_weights(folder, _INDEX in sizes)
             if missing := [name for name in files if name not in sizes]:
@@ -243,7 +244,7 @@ def fetch(model: HubModel, commit: str | None = None, say: Say = lambda line: No
                     f"{model}: its repository has no {missing[0]}; echelon reads safetensors only, never pickled "
                     "weights: convert the checkpoint with `model.save_pretrained(...)` and give its folder."
                 )
-            folder = _download(model, commit, files, sizes, say)
+            folder = _download(model, commit, files, sizes, logging.INFO)
     return folder
 
 
@@ -271,18 +272,19 @@ def _list_weights(folder: Path, has_index: bool) -> list[str]:
     return sorted(str(name) for name in names)
 
 
-def _download(model: HubModel, commit: str, names: list[str], sizes: Mapping[str, int], say: Say) -> Path:
-    """Bring files into the cache, several at a time; the folder of that commit there."""
+def _download(model: HubModel, commit: str, names: list[str], sizes: Mapping[str, int], level: int) -> Path:
+    """Bring files into the cache, several at a time; the folder of that commit there. Logs at `level` how far it is."""
     folder = _copy_folder(model, commit)
     missing = sorted((name for name in names if not (folder / name).exists()), key=lambda name: -sizes[name])
     if not missing:
         return folder
     total = sum(sizes[name] for name in missing)
-    say(
+    logger.log(
+        level,
         f"hub: fetching {model.name} at commit {commit[:12]}: {len(missing)} files, {total / 1e6:.1f} MB, to "
-        f"{folder.parents[2]}"
+        f"{folder.parents[2]}",
     )
-    progress = Progress(f"hub: {model.name}", total, say, _LINE_SECONDS)
+    progress = Progress(f"hub: {model.name}", total, logger, level, _LINE_SECONDS)
     blobs = folder.parents[1] / "blobs"
     before = _count_bytes(blobs)
     for _ in _downloading(model.name, commit, missing):

@@ -1,12 +1,14 @@
 """The time a run needs to recover after its processes were lost, by part."""
 
+import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from echelon.runs.run_folder import RunFolder
 from echelon.supervise.launch_environment import find_last_end
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,9 @@ class Recovery:
 class RecoveryWatch:
     """Measures a recovery on rank 0, from the start of this process to its first step."""
 
-    def __init__(self, folder: RunFolder, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: RunFolder) -> None:
         """To be made as soon as the ranks have met, before metrics.jsonl is cut."""
         self._folder = folder
-        self._say = say
         self._up_at = self._loaded_at = time.time()
         self._done_before = folder.rows.last_step()
         self._end = find_last_end(folder.metrics_path)
@@ -67,4 +68,4 @@ class RecoveryWatch:
         self._end = None
         with suppress(OSError):  # a full disk takes no event
             self._folder.rows.append_event("recovered", step=step, **asdict(recovery))
-        self._say(recovery.describe())
+        logger.info(recovery.describe())

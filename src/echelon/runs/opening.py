@@ -1,5 +1,6 @@
 """How a run is found again: what a recipe's run folder holds, whether that may go on, and what changed since."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Literal
 from echelon.errors import ConfigError
 from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipes, load_recipe
 from echelon.runs.run_folder import FILES, FOLDERS, TEMPORARY, RunFolder, list_directory
+
+logger = logging.getLogger(__name__)
 
 # What a run leaves in its folder before recipe.yaml exists; any other file means the folder is somebody else's.
 _EARLY_FILES = {
@@ -34,7 +37,6 @@ class OpenedRun:
 def open_run(
     recipe: Recipe,
     fresh: bool,
-    say: Callable[[str], None],
     check: Callable[[], None] = lambda: None,
     bring_back: Callable[[RunFolder], None] = lambda folder: None,
     patience_seconds: float = 0.0,
@@ -60,21 +62,21 @@ def open_run(
         if had_recipe:
             target = folder.move_aside()
             folder.unlock()
-            say(f"run: the old run is now in {target}")
+            logger.info(f"run: the old run is now in {target}")
             folder.lock()
         return OpenedRun(folder, "new")
     try:
         bring_back(folder)
         if not folder.recipe_path.exists():
             return OpenedRun(folder, "new")
-        return _reopen(folder, recipe, say)
+        return _reopen(folder, recipe)
     except BaseException:
         folder.unlock()
         raise
 
 
-def _reopen(folder: RunFolder, recipe: Recipe, say: Callable[[str], None]) -> OpenedRun:
-    """Compare with the recipe that ran here, and say what changed."""
+def _reopen(folder: RunFolder, recipe: Recipe) -> OpenedRun:
+    """Compare with the recipe that ran here, and log what changed."""
     try:
         old, _ = load_recipe(folder.recipe_path)
     except ConfigError as error:
@@ -92,12 +94,12 @@ def _reopen(folder: RunFolder, recipe: Recipe, say: Callable[[str], None]) -> Op
     differences = tuple(diff_recipes(old, recipe))
     if folder.is_finished() and not any(difference.key in _LENGTH_KEYS for difference in differences):
         folder.unlock()
-        say(f"run: {folder.path} has finished{folder.remedy()}, or pass --fresh to start again.")
+        logger.info(f"run: {folder.path} has finished{folder.remedy()}, or pass --fresh to start again.")
         return OpenedRun(folder, "finished", differences, old)
     for line in _render_differences(differences):
-        say(f"run: changed {line}")
+        logger.info(f"run: changed {line}")
     for line in folder.rows.describe_bad_lines():
-        say(f"run: {line}")
+        logger.warning(f"run: {line}")
     return OpenedRun(folder, "resumed", differences, old)
 
 

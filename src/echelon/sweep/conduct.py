@@ -1,6 +1,6 @@
 """`echelon sweep`: checks the sweep, runs or shows it, and reports the results."""
 
-from collections.abc import Callable
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from echelon.sweep.sweep_file import Sweep, load_sweep
 from echelon.sweep.sweep_folder import SweepFolder
 from echelon.sweep.trials import Trials, best_recipe
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 # A cluster's queue is asked less often than this machine's processes.
 _LOOK_SECONDS = {"local": 0.5}
@@ -104,7 +104,7 @@ def render_first_array(checked: CheckedSweep) -> dict[str, str]:
     if count == 1 or not isinstance(launcher, ArrayLauncher):
         return {}
     study = SweepStudy(checked.sweep, checked.space, checked.base, None)
-    trials = _build_trials(checked, study, lambda line: None)
+    trials = _build_trials(checked, study)
     jobs = [trials.job(*study.begin()) for _ in range(count)]
     return launcher.render_array(jobs, min(checked.sweep.sweep.parallel, count))
 
@@ -134,7 +134,7 @@ def share_slots(checked: CheckedSweep) -> tuple[Slot, ...]:
 def first_job(checked: CheckedSweep) -> tuple[JobSpec, list[str]]:
     """The job of the first trial as the sampler would draw it, and lines about the next ones. Writes nothing."""
     study = SweepStudy(checked.sweep, checked.space, checked.base, None)
-    trials = _build_trials(checked, study, lambda line: None)
+    trials = _build_trials(checked, study)
     number, values = study.begin()
     lines = [f"trial {number}: {show_values(values)}"]
     if checked.sweep.sweep.sampler in _INDEPENDENT:
@@ -146,9 +146,7 @@ def first_job(checked: CheckedSweep) -> tuple[JobSpec, list[str]]:
     return trials.job(number, values), lines
 
 
-def run_sweep(
-    checked: CheckedSweep, slots: tuple[Slot, ...], stop: StopWord, say: Say
-) -> tuple[Ending, dict[str, Any]]:
+def run_sweep(checked: CheckedSweep, slots: tuple[Slot, ...], stop: StopWord) -> tuple[Ending, dict[str, Any]]:
     """Run the sweep, or what is left of it, in its folder; how it ended, and what results.json holds.
 
     Raises ConfigError where the folder is in use, or another sweep's.
@@ -160,41 +158,41 @@ def run_sweep(
         study = SweepStudy(sweep, checked.space, checked.base, folder.journal_path)
         if begun := len(study.trials()):
             left = len(study.unfinished())
-            say(f"sweep: goes on in {folder.path}: {begun - left} trials have ended, {left} were under way")
+            logger.info(f"sweep: goes on in {folder.path}: {begun - left} trials have ended, {left} were under way")
 
         def write_down() -> None:
             write_results(sweep, list_results(sweep, checked.space, study, folder), folder)
 
         look_seconds = _LOOK_SECONDS.get(checked.base.launch.to or "local", _LOOK_AT_A_TARGET_SECONDS)
-        trials = _build_trials(checked, study, say)
+        trials = _build_trials(checked, study)
         conductor = Conductor(
-            study, trials, slots, checked.num_trials, sweep.sweep.max_failures, look_seconds, say, write_down,
+            study, trials, slots, checked.num_trials, sweep.sweep.max_failures, look_seconds, write_down,
             plan_arrays(checked)[0],
         )  # fmt: skip
         ending = conductor.run(stop)
-        return ending, _conclude(checked, study, ending, say)
+        return ending, _conclude(checked, study, ending)
     finally:
         folder.unlock()
 
 
-def _conclude(checked: CheckedSweep, study: SweepStudy, ending: Ending, say: Say) -> dict[str, Any]:
+def _conclude(checked: CheckedSweep, study: SweepStudy, ending: Ending) -> dict[str, Any]:
     """The table, the files, and the plots of a sweep that has come to its end."""
     sweep, folder = checked.sweep, checked.folder
     results = list_results(sweep, checked.space, study, folder)
     write_results(sweep, results, folder)
     for line in render_table(sweep, results):
-        say(line)
+        logger.info(line)
     best = next((each for each in results if each.rank == 1), None)
     if best is not None:
         recipe = best_recipe(checked.space, checked.base, best.values, sweep.sweep.name)
         write_best(sweep, best, recipe, folder)
-        say(f"best: trial {best.trial}, {show_values(best.values)}; its recipe is {folder.best_path}")
+        logger.info(f"best: trial {best.trial}, {show_values(best.values)}; its recipe is {folder.best_path}")
         if ending.state == "done":
             written, missing = draw_plots(study.study, sweep.sweep.metric, folder)
             for line in (f"plots: {', '.join(map(str, written))}", *missing):
-                say(line)
+                logger.info(line)
     return results_mapping(sweep, results)
 
 
-def _build_trials(checked: CheckedSweep, study: SweepStudy, say: Say) -> Trials:
-    return Trials(checked.sweep, checked.space, checked.base, checked.folder, study, find_launcher, Path.cwd(), say)
+def _build_trials(checked: CheckedSweep, study: SweepStudy) -> Trials:
+    return Trials(checked.sweep, checked.space, checked.base, checked.folder, study, find_launcher, Path.cwd())

@@ -1,5 +1,6 @@
 """The sweep itself: fills the slots with trials, watches them, and goes on until there are enough."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from echelon.sweep.slots import Slot
 from echelon.sweep.space import Values, show_values
 from echelon.sweep.study import SLOT, SweepStudy
 from echelon.sweep.trials import Ended, Running, Trials
+
+logger = logging.getLogger(__name__)
 
 # Beyond the notice that a trial has to save, before it is left to itself.
 _GRACE_SECONDS = 60.0
@@ -49,7 +52,6 @@ class Conductor:
         num_trials: int,
         max_failures: int,
         look_seconds: float,
-        say: Callable[[str], None],
         ended: Callable[[], None] = lambda: None,
         at_once: int = 1,
     ) -> None:
@@ -59,7 +61,7 @@ class Conductor:
         """
         self._study, self._trials, self._slots = study, trials, tuple(slots)
         self._num_trials, self._max_failures = num_trials, max_failures
-        self._look_seconds, self._say, self._ended = look_seconds, say, ended
+        self._look_seconds, self._ended = look_seconds, ended
         self._at_once = at_once
         self._running: dict[int, Running] = {}
         self._left: list[int] = []
@@ -162,7 +164,7 @@ class Conductor:
         try:
             array = self._trials.start_array(jobs, min(len(self._slots), len(jobs)))
         except LaunchError as error:
-            self._say(f"jobs: one by one, since the array was refused: {error}")
+            logger.warning(f"jobs: one by one, since the array was refused: {error}")
             self._at_once, self._left = 1, [*jobs, *self._left]
             return
         for running in array:
@@ -171,7 +173,7 @@ class Conductor:
     def _enter(self, running: Running, word: str, values: Values) -> None:
         self._running[running.number] = running
         where = "" if running.slot is None else f" in slot {running.slot.index}"
-        self._say(f"trial {running.number} {word}{where}: {show_values(values)}")
+        logger.info(f"trial {running.number} {word}{where}: {show_values(values)}")
 
     def _look(self) -> None:
         for number, running in list(self._running.items()):
@@ -187,7 +189,7 @@ class Conductor:
         elif ended.pruned:
             self._failures = []
             self._study.prune(number)
-            self._say(f"trial {number} pruned")
+            logger.info(f"trial {number} pruned")
             self._ended()
         elif ended.value is not None:
             self._failures = []
@@ -195,7 +197,7 @@ class Conductor:
             best = self._study.best()
             assert best is not None
             beside = "the best so far" if best.number == number else f"best: trial {best.number}, {best.value:.6g}"
-            self._say(f"trial {number} done: {ended.value:.6g}, {beside}")
+            logger.info(f"trial {number} done: {ended.value:.6g}, {beside}")
             self._ended()
         else:
             self._fail(number, ended.message)
@@ -204,7 +206,7 @@ class Conductor:
         message = message.splitlines()[0]
         self._failures.append(f"trial {number}: {message}")
         self._study.fail(number, message)
-        self._say(f"trial {number} failed: {message}")
+        logger.warning(f"trial {number} failed: {message}")
         self._ended()
 
     def _stop_all(self) -> None:

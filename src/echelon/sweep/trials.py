@@ -1,5 +1,6 @@
 """The trials under way: each a job of a launcher, started, adopted, watched and stopped."""
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from echelon.sweep.space import Space, Values
 from echelon.sweep.study import PRUNED, SLOT, STOPPED, SweepStudy
 from echelon.sweep.sweep_file import Sweep
 from echelon.sweep.sweep_folder import SweepFolder
+
+logger = logging.getLogger(__name__)
 
 # What `echelon train` says when a run folder is locked: by the job of a sweep that died before it could note the job.
 _IN_USE = "is in use by a live run"
@@ -58,10 +61,9 @@ class Trials:
         study: SweepStudy,
         find_launcher: Callable[[Target], Launcher],
         workdir: Path,
-        say: Callable[[str], None],
     ) -> None:
         self._sweep, self._space, self._base, self._folder, self._study = sweep, space, base, folder, study
-        self._find_launcher, self._workdir, self._say = find_launcher, workdir, say
+        self._find_launcher, self._workdir = find_launcher, workdir
 
     def job(self, number: int, values: Values) -> JobSpec:
         """The job of a trial's next start. Raises ConfigError where the recipe refuses the values."""
@@ -149,7 +151,7 @@ class Trials:
             status = self._find_launcher(running.record.target).status(running.record)
         except LaunchError as error:  # the job runs on at its target, whether it answers or not
             if not running.unreachable:
-                self._say(f"trial {running.number}: {error}; asking again")
+                logger.warning(f"trial {running.number}: {error}; asking again")
             running.unreachable = True
             return None
         running.unreachable = False

@@ -1,6 +1,5 @@
 """Trackers: TensorBoard, MLflow and W&B, each fed from metrics.jsonl by a forwarder. Rank 0 alone."""
 
-from collections.abc import Callable
 from importlib.util import find_spec
 
 from echelon.errors import ConfigError
@@ -10,8 +9,6 @@ from echelon.reporting.trackers.tracker import Tracker, has_login
 from echelon.runs.run_folder import RunFolder
 
 __all__ = ["MetricsForwarder", "catch_up", "check_trackers", "start_trackers"]
-
-Say = Callable[[str], None]
 
 # What each tracker imports, by the name of the extra that installs it.
 _PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "psutil"), "wandb": ("wandb",)}
@@ -55,12 +52,12 @@ def _check_wandb_key(recipe: Recipe) -> None:
         )
 
 
-def start_trackers(recipe: Recipe, folder: RunFolder, resumed_step: int, say: Say) -> list[MetricsForwarder]:
+def start_trackers(recipe: Recipe, folder: RunFolder, resumed_step: int) -> list[MetricsForwarder]:
     """The forwarders of the trackers that `track` names, at work; `resumed_step` is the checkpoint's, 0 without one."""
-    return [_start(name, recipe, folder, resumed_step, say) for name in recipe.track]
+    return [_start(name, recipe, folder, resumed_step) for name in recipe.track]
 
 
-def catch_up(recipe: Recipe, folder: RunFolder, say: Say) -> None:
+def catch_up(recipe: Recipe, folder: RunFolder) -> None:
     """Send missing rows to the trackers of a finished run: after an outage, or all rows for a new tracker."""
     names = [
         name for name in recipe.track if name != "tensorboard" and not Ledger.read(folder.tracker_path(name)).complete
@@ -70,16 +67,16 @@ def catch_up(recipe: Recipe, folder: RunFolder, say: Say) -> None:
     check_trackers(recipe)
     folder.lock()
     try:
-        forwarders = [_start(name, recipe, folder, None, say) for name in names]
+        forwarders = [_start(name, recipe, folder, None) for name in names]
         for forwarder in forwarders:
             forwarder.close(done=True)
     finally:
         folder.unlock()
 
 
-def _start(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int | None, say: Say) -> MetricsForwarder:
+def _start(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int | None) -> MetricsForwarder:
     tracker = _build(name, recipe, folder, resumed_step or 0)
-    forwarder = MetricsForwarder(tracker, folder.tracker_path(name), folder.metrics_path, say, resumed_step)
+    forwarder = MetricsForwarder(tracker, folder.tracker_path(name), folder.metrics_path, resumed_step)
     forwarder.start()
     return forwarder
 

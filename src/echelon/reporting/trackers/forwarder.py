@@ -5,11 +5,11 @@ Nothing is kept in memory during an outage, and an outage, a crash, a resume and
 handled in the same way.
 """
 
+import logging
 import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +18,8 @@ from echelon.redaction import redact_text
 from echelon.reporting.trackers.tracker import Held, Tracker
 from echelon.runs.run_rows import is_metrics_row
 from echelon.stored import parse_row, read_as, write_json
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 10.0
@@ -50,14 +52,14 @@ class Ledger:
     complete: bool = False
 
     @classmethod
-    def read(cls, path: Path, say: Callable[[str], None] = lambda line: None) -> "Ledger":
+    def read(cls, path: Path) -> "Ledger":
         """The ledger of the file, or a new one where there is none that can be read."""
         try:
             found = read_as(path, _Entries)
         except FileNotFoundError:
             return cls(path)
         except (OSError, ValueError) as error:
-            say(f"track: {path} cannot be read ({error}); all rows are sent to a new run of this tracker")
+            logger.warning(f"track: {path} cannot be read ({error}); all rows are sent to a new run of this tracker")
             return cls(path)
         return cls(path, found.run_key, found.steps, found.complete)
 
@@ -77,15 +79,13 @@ class MetricsForwarder:
         tracker: Tracker,
         ledger_path: Path,
         metrics_path: Path,
-        say: Callable[[str], None],
         resumed_step: int | None = None,
     ) -> None:
         """`resumed_step`: the checkpoint's that the run goes on from; None when it does not go on."""
         self._resumed_step = resumed_step
         self._tracker = tracker
-        self._ledger = Ledger.read(ledger_path, say)
+        self._ledger = Ledger.read(ledger_path)
         self._metrics_path = metrics_path
-        self._say = say
         self._held: Held = defaultdict(int, self._ledger.steps)
         self._reader: RowReader | None = None  # None: the tracker is to be opened
         self._where = ""
@@ -119,7 +119,7 @@ class MetricsForwarder:
             self._thread.join(0.1)
         self._given_up.set()  # another start may send the rest from here on
         if not self._ledger.complete and done:
-            self._say(f"track: {self._tracker.name} {self._describe_lack()}; the same command sends them again")
+            logger.warning(f"track: {self._tracker.name} {self._describe_lack()}; the same command sends them again")
 
     def _work(self) -> None:
         while not self._given_up.is_set():
@@ -164,16 +164,16 @@ class MetricsForwarder:
         opened = self._tracker.open(self._ledger.run_key, self._ledger.steps)
         if opened.where != self._where:
             self._where = opened.where
-            self._say(f"track: {opened.where}")
-            self._say_ahead(max(opened.held.values(), default=0))
+            logger.info(f"track: {opened.where}")
+            self._warn_ahead(max(opened.held.values(), default=0))
         self._held = opened.held
         # From the first row: a store that was changed or restored may lack more than the newest rows.
         self._reader = RowReader(self._metrics_path)
 
-    def _say_ahead(self, held_step: int) -> None:
+    def _warn_ahead(self, held_step: int) -> None:
         """Trackers take nothing back, so steps that a crash lost and that are done again keep their first values."""
         if self._resumed_step is not None and held_step > self._resumed_step:
-            self._say(
+            logger.warning(
                 f"track: {self._tracker.name} keeps the values of steps {self._resumed_step + 1} to {held_step} from "
                 "before the interruption"
             )
@@ -188,14 +188,14 @@ class MetricsForwarder:
     def _note_success(self, count: int) -> None:
         if self._failure is not None:
             self._failure = None
-            self._say(f"track: {self._tracker.name} works again and has received the {count} waiting rows")
+            logger.info(f"track: {self._tracker.name} works again and has received the {count} waiting rows")
 
     def _note_failure(self, error: Exception) -> None:
         """Report the failure once, until the tracker works again."""
         reason = (str(error).strip().splitlines() or [""])[0]
         reason = redact_text(f"{type(error).__name__}: {reason}")[:300]
         if self._failure is None:
-            self._say(
+            logger.warning(
                 f"track: {self._tracker.name} fails ({reason}); training continues, metrics.jsonl keeps every row, and "
                 f"{self._tracker.name} receives them when it works again"
             )
