@@ -123,7 +123,7 @@ def test_an_outage_is_said_once_and_loses_nothing(run):
     forwarder.close(done=True)
     assert steps(shelf) == list(range(1, 201))
     [failed], [again] = run.said("fails"), run.said("works again and")
-    assert "refused by https://***@host/api" in failed and "198 rows" in again
+    assert "refused by https://***@host/api" in failed and "198 waiting rows" in again
     assert "secret" not in "".join(run.lines)
 
 
