@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import echelon
 from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.errors import ConfigError
 from echelon.inference.generate import RowNoise, Sampling, TextStream, build_processors, generate_samples, read_prompts
@@ -125,3 +126,21 @@ def test_files_of_prompts(tmp_path):
             read_prompts(tmp_path / name)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_prompts(tmp_path / "none.txt")
+
+
+@pytest.mark.parametrize("options", [{"temperature": -0.1}, {"max_tokens": 0}, {"num_samples": 0}, {"top_k": -1}])
+def test_limits_that_mean_nothing_are_refused(options):
+    [(name, value)] = options.items()
+    with pytest.raises(ConfigError, match=rf"^{name}={value} must be at least \d"):
+        Sampling(**options)
+
+
+def test_a_text_for_a_text_and_a_list_for_a_list(folder):
+    options = {"max_tokens": 5, "temperature": 0.0}
+    one = echelon.generate(folder, PROMPTS[0], **options)
+    assert echelon.generate(folder, PROMPTS[:2], num_samples=2, **options)[:2] == [one, one]
+    assert one.startswith(PROMPTS[0])
+    with pytest.raises(ConfigError, match=r"num_samples=2 of one prompt are a list of texts; give a list: \[prompt\]"):
+        echelon.generate(folder, PROMPTS[0], num_samples=2)
+    with pytest.raises(ConfigError, match=r"system='x' goes with chat=True"):
+        echelon.generate(folder, PROMPTS[0], system="x")
