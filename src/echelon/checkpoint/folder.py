@@ -164,15 +164,20 @@ def clear_out(folder: Path, keep: int) -> Iterator[str]:
             f"None of the checkpoints in {folder} is whole, so none was removed; `echelon checkpoint verify` says what "
             "is damaged, and what is of no use to you can be deleted by hand."
         )
-    best = whole[-1].read_state()["train"].get("best_step") if whole else None
+    kept = _choose_kept(whole, keep)
     for name in sweep_checkpoints(folder):
         yield f"removed {name}: a killed process left it half-done"
-    kept = {checkpoint for checkpoint in whole if checkpoint in whole[-keep:] or checkpoint.step == best}
     for checkpoint, faults in found.items():
         if checkpoint not in kept:
             remove(checkpoint)
             yield f"removed {checkpoint.path.name}" + (f": damaged: {'; '.join(faults)}" if faults else "")
-    yield f"kept {', '.join(each.path.name for each in whole if each in kept) or 'nothing: there is no checkpoint yet'}"
+    yield f"kept {', '.join(each.path.name for each in kept) or 'nothing: there is no checkpoint yet'}"
+
+
+def _choose_kept(whole: list[Checkpoint], keep: int) -> list[Checkpoint]:
+    """The newest `keep`, and the one that the newest calls the best; in order."""
+    best = whole[-1].read_state()["train"].get("best_step") if whole else None
+    return [checkpoint for checkpoint in whole if checkpoint in whole[-keep:] or checkpoint.step == best]
 
 
 def remove(checkpoint: Checkpoint) -> None:
