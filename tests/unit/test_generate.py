@@ -140,6 +140,8 @@ def test_a_text_for_a_text_and_a_list_for_a_list(folder):
     one = echelon.generate(folder, PROMPTS[0], **options)
     assert echelon.generate(folder, PROMPTS[:2], num_samples=2, **options)[:2] == [one, one]
     assert one.startswith(PROMPTS[0])
+    stop = one[len(PROMPTS[0]) :][1:3]
+    assert echelon.generate(folder, PROMPTS[0], stop=stop, **options) == one[: one.index(stop, len(PROMPTS[0]))]
     with pytest.raises(ConfigError, match=r"num_samples=2 of one prompt are a list of texts; give a list: \[prompt\]"):
         echelon.generate(folder, PROMPTS[0], num_samples=2)
     with pytest.raises(ConfigError, match=r"system='x' goes with chat=True"):

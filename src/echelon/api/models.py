@@ -87,7 +87,7 @@ def generate(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     num_samples: int = 1,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int = 0,
     chat: bool = False,
     system: str | None = None,
@@ -103,7 +103,7 @@ def generate(
         top_k: sample among this many likeliest tokens; 0: among all. `top_p`: among the likeliest with this
             probability. `min_p`: leave out tokens below this share of the likeliest.
         num_samples: of each prompt of a list.
-        stop: texts that end a sample, which is without them.
+        stop: a text, or several, that end a sample, which is without them.
         chat: prompts are messages of a user, and the texts are the answers alone; `system`: the message before them.
             None: what the run was trained with.
         checkpoint: `newest`, `best` or a step of a run; None: the newest.
@@ -121,9 +121,8 @@ def generate(
         raise ConfigError(f"system={system!r} goes with chat=True; add it, or leave it out.")
     if isinstance(prompts, str) and num_samples != 1:
         raise ConfigError(f"num_samples={num_samples} of one prompt are a list of texts; give a list: [prompt].")
-    sampling = Sampling(
-        max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop), seed
-    )
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    sampling = Sampling(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, stops, seed)
     path, which = find_target(target), None if checkpoint is None else str(checkpoint)
     all_prompts = [prompts] if isinstance(prompts, str) else prompts
     asked = Chat(system) if chat else None
