@@ -127,11 +127,11 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch, open("/dev/null", "w") as console:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         recipe, _ = load_recipe(RECIPE, [f"data.train.0.path={TEXT}", f"run.dir={scratch}/run", *CHANGES])
         prepared = prepare_run(recipe, False, lambda: detect_cluster(1), {})
         runtime = start_runtime()
-        trainer = build_trainer(recipe, prepared.plan, prepared.folder, runtime, console)
+        trainer = build_trainer(recipe, prepared.plan, prepared.folder, runtime)
         ours = Echelon(trainer)
         config = load_config(str(prepared.folder.model_dir))
         peer = build_peer(config, f"{scratch}/peer", runtime.device)

@@ -276,21 +276,20 @@ def run_echelon(run_dir, steps):
     folder = RunFolder(Path(run_dir))
     recipe, _ = load_recipe(folder.recipe_path)
     runtime = start_runtime()
-    with open("/dev/null", "w") as console:
-        trainer = build_trainer(recipe, read_plan(folder), folder, runtime, console)
-        trainer.num_steps = 0
-        trainer.pauses.agree_on_due = lambda done, is_last: Due()  # only the steps are measured
-        targets = 0
-        while gate.wait():
-            trainer.num_steps += steps
-            trainer.fit()
-            rows = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
-            seconds = [row["step_seconds"] for row in rows[-steps:]]
-            done = trainer.state.target_tokens
-            gate.tell(seconds=seconds, targets=done - targets, first_loss=rows[0]["loss"])
-            targets = done
-            if trainer.num_steps == steps:
-                reset_peak()
+    trainer = build_trainer(recipe, read_plan(folder), folder, runtime)
+    trainer.num_steps = 0
+    trainer.pauses.agree_on_due = lambda done, is_last: Due()  # only the steps are measured
+    targets = 0
+    while gate.wait():
+        trainer.num_steps += steps
+        trainer.fit()
+        rows = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
+        seconds = [row["step_seconds"] for row in rows[-steps:]]
+        done = trainer.state.target_tokens
+        gate.tell(seconds=seconds, targets=done - targets, first_loss=rows[0]["loss"])
+        targets = done
+        if trainer.num_steps == steps:
+            reset_peak()
     trainer.train_step.loader.close()
     trainer.saver.store.close()
     stop_runtime()

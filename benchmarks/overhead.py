@@ -95,7 +95,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=50)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, open("/dev/null", "w") as console:
+    with tempfile.TemporaryDirectory() as scratch:
         overrides = [
             f"data.train.0.path={arguments.text}", f"run.dir={scratch}/run", "train.eval_every=1000000",
             "checkpoint.every_steps=1000000", "train.log_every=10", f"train.precision={arguments.precision}",
@@ -108,7 +108,7 @@ def main():
             open_prepared(prepared.folder.text.read_prepared_path(), recipe.data.sequence_len),
         )
         runtime = start_runtime()
-        trainer = build_trainer(recipe, prepared.plan, folder, runtime, console)
+        trainer = build_trainer(recipe, prepared.plan, folder, runtime)
         trainer.num_steps = 0
         trainer.pauses.agree_on_due = lambda done, is_last: Due()  # only the steps are measured
         config = load_config(str(folder.model_dir))

@@ -1,5 +1,6 @@
 """One rank under a foreign launcher, with preparation and training replaced by almost nothing: `stub_rank.py MODE`."""
 
+import logging
 import sys
 import time
 import types
@@ -41,10 +42,10 @@ def prepare(recipe, fresh, find_cluster, variables, patience_seconds, announce):
     return PreparedRun(folder, plan)
 
 
-def train(recipe, plan, folder, runtime, console, stop, heart):
+def train(recipe, plan, folder, runtime, stop, heart, callbacks=()):
     total = torch.ones(1)
     dist.all_reduce(total)
-    print(f"rank {runtime.rank}: {int(total)} ranks trained {recipe.run.name}", file=console, flush=True)
+    logging.getLogger("echelon").info(f"rank {runtime.rank}: {int(total)} ranks trained {recipe.run.name}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from command import EXACT, MARK, CommandLine, assert_no_orphan, await_line, finish, mount, read_lines, start, write_recipe
+from log_lines import LogLines
 from echelon.checkpoint.folder import find_checkpoints
 from echelon.checkpoint.store import CheckpointStore
 from echelon.errors import CheckpointError
@@ -189,9 +190,9 @@ def failing(times, at):
 
 def save_with_one_rank_failing(rank, world_size, folder, asynchronous):
     """Rank 1 cannot write its file of the first save; rank 0 cannot publish the second one."""
-    lines, events = [], []
+    lines, events = LogLines().lines, []
     store = CheckpointStore(
-        Path(folder), 3, asynchronous, lines.append, lambda event, **fields: events.append((event, fields["step"]))
+        Path(folder), 3, asynchronous, lambda event, **fields: events.append((event, fields["step"]))
     )
     tensors, seen = {"a": torch.arange(8.0)}, []
     with failing(1, "__1_0.distcp" if rank else "manifest"):
@@ -238,8 +239,8 @@ def test_ranks_agree_on_a_rehearsal(workers, tmp_path, culprit):
 
 
 def newest_on(rank, world_size, folder):
-    lines = []
-    store = CheckpointStore(Path(folder), 3, True, lines.append)
+    lines = LogLines().lines
+    store = CheckpointStore(Path(folder), 3, True)
     found = store.newest()
     store.close()
     return found.step if found else None, lines

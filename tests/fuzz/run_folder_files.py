@@ -210,9 +210,7 @@ class RunFolderFiles:
         prepared = prepare_run(self._longer, False, lambda: MACHINE, {})
         assert prepared is not None
         assert not list(self.folder.outcomes_dir.iterdir())
-        trainer = build_trainer(
-            self._longer, prepared.plan, self.folder, self._stored.runtime, self._stored.console, "eager"
-        )
+        trainer = build_trainer(self._longer, prepared.plan, self.folder, self._stored.runtime, "eager")
         try:
             found = {name: digest(tensor) for name, tensor in trainer.train_step.engine.state_dict().items()}
             state = {key: value for key, value in asdict(trainer.state).items() if key != "suppressed"}

@@ -1,12 +1,11 @@
 """Everything of a run that is read back: valid files, and the loaders that training, evaluation and export use."""
 
 import hashlib
-import io
 import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from echelon.planner.choose import resolve_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
 from echelon.runs.checksums import MANIFEST, describe_files
+from log_lines import LogLines
 
 MACHINE = Cluster(Accelerator("test machine", 2**33, None, None, None, "-"), 1, 1, "cpu")
 Parts = dict[str, str]
@@ -72,9 +72,9 @@ class StoredFiles:
         recipe, _ = load_recipe(recipe_path, [f"data.train={text}"])
         prepared = prepare_run(recipe, False, lambda: MACHINE, {})
         assert prepared is not None
-        self.run, self.console = prepared.folder, io.StringIO()
+        self.run = prepared.folder
         self.runtime = Runtime(0, 1, 0, 1, torch.device("cpu"), "gloo")
-        trainer = build_trainer(recipe, prepared.plan, self.run, self.runtime, self.console)
+        trainer = build_trainer(recipe, prepared.plan, self.run, self.runtime)
         trainer.fit()
         trainer.train_step.loader.close()
         trainer.accounting.journal.close()
@@ -153,12 +153,11 @@ class StoredFiles:
         tensors = self._contents.tensors()
         for tensor in tensors.values():
             tensor.fill_(7)
-        self.console.seek(0)
-        self.console.truncate()
-        saved = load_newest(self._store, self._snapshots, self._contents, self.runtime, self.console)
+        with closing(LogLines()) as told:
+            saved = load_newest(self._store, self._snapshots, self._contents, self.runtime)
         assert saved is not None
         found = {"state": digest(asdict(saved))} | {name: digest(tensors[name]) for name in tensors}
-        if "Passing over" in (line := self.console.getvalue()):
+        if "Passing over" in (line := "\n".join(told.lines)):
             assert found == self._earlier, "an earlier checkpoint, and not as it was"
             raise PassedOver(line)
         return found

@@ -63,12 +63,11 @@ def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: in
     shape = build_shape(recipe.model.config)
     plan = case.apply(resolve_plan(recipe, shape, Cluster(GPU, 1, 1, "cuda", True), data.train.num_samples))
     with ExitStack() as stack:
-        console = stack.enter_context(open("/dev/null", "w"))
         if case.around in ("fsdp", "zero1"):
             stack.enter_context(mock.patch.object(ParallelPlan, "uses_fully_shard", property(lambda plan: True)))
         if case.around == "ddp":
             stack.enter_context(mock.patch.object(echelon.parallel, "build_data_parallel", replicate))
-        trainer = build_trainer(recipe, plan, run, runtime, console)
+        trainer = build_trainer(recipe, plan, run, runtime)
         trainer.recipe, trainer.plan, trainer.run_folder = recipe, plan, run
         trainer.train_step.loader.close()
         order = build_order(recipe, data.train)

@@ -220,10 +220,10 @@ def train_rank_with(rank, world_size, path, plan, engine, sync, interruption):
     runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     stop, diary = StopRequest(), Diary()
     callbacks = [diary] if interruption is None else [diary, Interruption(*interruption)]
-    with open("/dev/null", "w") as console, listening(stop):
+    with listening(stop):
         try:
             folder = RunFolder(Path(recipe.run.dir))
-            run_training(recipe, plan, folder, runtime, console, stop, Heartbeat(), callbacks)
+            run_training(recipe, plan, folder, runtime, stop, Heartbeat(), callbacks)
         except EchelonError as error:
             return str(error), diary.lines
     return None, diary.lines

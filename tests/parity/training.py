@@ -190,29 +190,28 @@ def masked_trainer(rank: int, world_size: int, path: str, plan: ParallelPlan, mu
     """The real trainer, its loader replaced by one with uneven targets."""
     recipe, _ = load_recipe(Path(path))
     runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    with open("/dev/null", "w") as console:
-        folder = RunFolder(Path(recipe.run.dir))
-        trainer = build_trainer(recipe, plan, folder, runtime, console, compile_backend="aot_eager")
-        trainer.train_step.loader.close()
-        dataset = trainer.train_step.loader._dataset
-        order = build_order(recipe, dataset)
-        masked = Masked(dataset, order)
-        if mutation == "wrong sample" and rank == world_size - 1:
-            order = SampleOrder(dataset.num_samples, recipe.run.seed + 1)
-        trainer.train_step.loader = BatchLoader(
-            masked,
-            order,
-            recipe.batches,
-            plan.micro_batch_size,
-            trainer.train_step.meshes.data_rank,
-            trainer.train_step.meshes.data_size,
-            trainer.state.step,
-        )
-        yield trainer
-        trainer.train_step.loader.close()
-        trainer.saver.store.close()
-        if trainer.accounting.journal is not None:
-            trainer.accounting.journal.close()
+    folder = RunFolder(Path(recipe.run.dir))
+    trainer = build_trainer(recipe, plan, folder, runtime, compile_backend="aot_eager")
+    trainer.train_step.loader.close()
+    dataset = trainer.train_step.loader._dataset
+    order = build_order(recipe, dataset)
+    masked = Masked(dataset, order)
+    if mutation == "wrong sample" and rank == world_size - 1:
+        order = SampleOrder(dataset.num_samples, recipe.run.seed + 1)
+    trainer.train_step.loader = BatchLoader(
+        masked,
+        order,
+        recipe.batches,
+        plan.micro_batch_size,
+        trainer.train_step.meshes.data_rank,
+        trainer.train_step.meshes.data_size,
+        trainer.state.step,
+    )
+    yield trainer
+    trainer.train_step.loader.close()
+    trainer.saver.store.close()
+    if trainer.accounting.journal is not None:
+        trainer.accounting.journal.close()
 
 
 def train_rank(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, mutation: str) -> None:

@@ -38,16 +38,15 @@ def train_rank(rank, world_size, path, plan):
     """One rank of echelon on plain text; returns its live optimizer's settings. Leaves its first adapter."""
     recipe, _ = load_recipe(Path(path))
     runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    with open("/dev/null", "w") as console:
-        trainer = build_trainer(recipe, plan, RunFolder(Path(recipe.run.dir)), runtime, console)
-        if recipe.adapter.is_adapter:
-            content = trainer.engine.describe_adapter()
-            if rank == 0:
-                run = RunFolder(Path(recipe.run.dir))
-                write_adapter(run.path / "first", content, None, run.model_dir, "")
-        trainer.fit()
-        trainer.loader.close()
-        trainer.store.close()
+    trainer = build_trainer(recipe, plan, RunFolder(Path(recipe.run.dir)), runtime)
+    if recipe.adapter.is_adapter:
+        content = trainer.engine.describe_adapter()
+        if rank == 0:
+            run = RunFolder(Path(recipe.run.dir))
+            write_adapter(run.path / "first", content, None, run.model_dir, "")
+    trainer.fit()
+    trainer.loader.close()
+    trainer.store.close()
     return settings(trainer.engine._optimizer)
 
 

@@ -95,18 +95,17 @@ def test_keep_last(tmp_path):
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [4, 5]
 
 
-def test_damaged_and_half_written_ones_are_passed_over(tmp_path):
+def test_damaged_and_half_written_ones_are_passed_over(tmp_path, caplog):
     for step in (1, 2, 3):
         save(tmp_path, step)
     shard = next((tmp_path / "step-00000003").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
     (tmp_path / "step-00000002" / "state.json").unlink()
     (tmp_path / ".writing-00000004").mkdir()
-    lines = []
-    store = CheckpointStore(tmp_path, keep_last=3, asynchronous=True, say=lines.append)
+    store = CheckpointStore(tmp_path, keep_last=3, asynchronous=True)
     newest = store.newest()
     assert newest is not None and newest.step == 1
-    assert len(lines) == 2 and "bytes" in lines[0] and "state.json is missing" in lines[1]
+    assert len(caplog.messages) == 2 and "bytes" in caplog.messages[0] and "state.json is missing" in caplog.messages[1]
     store.close()
 
 
@@ -189,12 +188,10 @@ def test_other_shapes_and_missing_tensors_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_save_that_fails_says_why_is_repeated_and_leaves_earlier_ones(tmp_path, monkeypatch, asynchronous):
+def test_a_save_that_fails_says_why_is_repeated_and_leaves_earlier_ones(tmp_path, monkeypatch, asynchronous, caplog):
     save(tmp_path, 1)
-    lines, events = [], []
-    store = CheckpointStore(
-        tmp_path, 3, asynchronous, lines.append, lambda event, **fields: events.append((event, fields))
-    )
+    events = []
+    store = CheckpointStore(tmp_path, 3, asynchronous, lambda event, **fields: events.append((event, fields)))
 
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -204,7 +201,7 @@ def test_a_save_that_fails_says_why_is_repeated_and_leaves_earlier_ones(tmp_path
     store.save(2, {"a": torch.ones(4)}, {})
     assert not store.wait() and not store.wait()
     assert events[-1] == ("save_failed", {"step": 2, "reason": reason})
-    assert lines == [
+    assert caplog.messages == [
         f"The checkpoint step-00000002 could not be written: {reason} (failure 1 of 3; it is tried again)."
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

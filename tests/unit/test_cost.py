@@ -1,6 +1,5 @@
 """What a run costs and when its budget ends it: sums worked by hand, on a clock of our own."""
 
-import io
 import json
 import time
 from pathlib import Path
@@ -184,12 +183,11 @@ def test_what_is_said_before(folder):
     assert "of which 0.20 h are used" in budget
 
 
-def test_the_console_and_the_rows_know_the_cost(folder, clock, monkeypatch):
+def test_the_console_and_the_rows_know_the_cost(folder, clock, monkeypatch, caplog):
     from echelon.reporting import journal as journal_module
 
     monkeypatch.setattr(journal_module, "time", clock)
-    console = io.StringIO()
-    journal = Journal(folder, console, num_steps=4, log_every=1, batches=constant_batch(8, 64))
+    journal = Journal(folder, num_steps=4, log_every=1, batches=constant_batch(8, 64))
     journal.meter = CostMeter(load(), folder, Rate(3600, "test"), 1)
     row = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu", "memory_peak_bytes", "cost_usd"))
     for step in (1, 2):
@@ -199,7 +197,7 @@ def test_the_console_and_the_rows_know_the_cost(folder, clock, monkeypatch):
     journal.close()
     assert [json.loads(line)["cost_usd"] for line in folder.metrics_path.read_text().splitlines()] == [2.0, 4.0]
     # two of four steps are left, 2 s and $2 each
-    first, second = console.getvalue().splitlines()
+    first, second = caplog.messages
     assert first.endswith("eta -  cost $2.00") and second.endswith("eta 4s  cost $4.00 of ~$8.00")
 
 

@@ -1,7 +1,6 @@
 """What the console says of a run that goes on."""
 
 import errno
-import io
 import json
 import os
 
@@ -21,24 +20,24 @@ from echelon.runs.run_folder import RunFolder
         (ramp_batch(2, 8, 6, over_tokens=640, sequence_len=64), "26s"),
     ],
 )
-def test_the_time_left_counts_sequences(tmp_path, monkeypatch, batches: BatchSchedule, remaining: str):
+def test_the_time_left_counts_sequences(tmp_path, monkeypatch, batches: BatchSchedule, remaining: str, caplog):
     clock = iter([100.0, 101.0, 102.0])
     monkeypatch.setattr(journal_module.time, "monotonic", lambda: next(clock))
-    folder, console = RunFolder(tmp_path / "run"), io.StringIO()
+    folder = RunFolder(tmp_path / "run")
     folder.create()
-    journal = Journal(folder, console, num_steps=11, log_every=1, batches=batches)
+    journal = Journal(folder, num_steps=11, log_every=1, batches=batches)
     row = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu", "memory_peak_bytes"))
     for step in (1, 2, 3):
         more = {"step": step, "step_seconds": 1.0, "data_wait_seconds": 0.0, "learning_rate": 1.0, "skipped": False}
         journal.train({"kind": "train", **row, **more})
     journal.close()
-    assert [line.split("eta ")[1] for line in console.getvalue().splitlines()][::2] == ["-", remaining]
+    assert [line.split("eta ")[1] for line in caplog.messages][::2] == ["-", remaining]
 
 
 def test_rows_are_taken_back_and_the_file_goes_on(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.create()
-    journal = Journal(folder, io.StringIO(), num_steps=9, log_every=9, batches=constant_batch(8, 64))
+    journal = Journal(folder, num_steps=9, log_every=9, batches=constant_batch(8, 64))
     for step in (2, 3, 4):
         journal.train({"kind": "train", "step": step})
     journal.cut(2)
@@ -50,7 +49,7 @@ def test_rows_are_taken_back_and_the_file_goes_on(tmp_path):
 def test_rows_that_a_full_disk_does_not_take_wait_and_none_is_torn(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.create()
-    journal = Journal(folder, io.StringIO(), num_steps=9, log_every=1, batches=constant_batch(8, 64))
+    journal = Journal(folder, num_steps=9, log_every=1, batches=constant_batch(8, 64))
     disk = FullDisk(journal._file, room=100)
     journal._file = disk
     row = {"kind": "eval", "loss": 1.0, "perplexity": 2.0, "bits_per_byte": None}

@@ -77,7 +77,7 @@ class Machine:
             self.run.unlock()
         self.run.recipe_path.write_text(render_recipe(self.recipe))
         self.run.plan_path.write_text("{}\n")
-        self.uploader = Uploader(url, self.run, 2, self.lines.append, self._note)
+        self.uploader = Uploader(url, self.run, 2, self._note)
 
     def _note(self, event, **fields):
         self.events.append((event, fields.get("step")))

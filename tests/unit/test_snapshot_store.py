@@ -18,8 +18,8 @@ def group(tmp_path):
 
 
 def test_the_newer_one_counts(tmp_path):
-    disk, lines = CheckpointStore(tmp_path / "disk", 3, True), []
-    snapshots = Snapshots(tmp_path / "memory", 2, lines.append)
+    disk = CheckpointStore(tmp_path / "disk", 3, True)
+    snapshots = Snapshots(tmp_path / "memory", 2)
     assert [step for step in range(1, 7) if snapshots.is_due(step)] == [2, 4, 6]
     assert snapshots.newest() is None
     for step in (2, 4):
@@ -36,15 +36,14 @@ def test_the_newer_one_counts(tmp_path):
 
 
 def test_without_memory_there_are_none(tmp_path):
-    snapshots = Snapshots(None, 2, print)
+    snapshots = Snapshots(None, 2)
     assert not snapshots.is_due(2) and snapshots.newest() is None
     snapshots.rehearse({"a": torch.zeros(3)})
     snapshots.close()
 
 
-def test_failures_end_the_snapshots_and_not_the_run(tmp_path, monkeypatch):
-    lines = []
-    snapshots = Snapshots(tmp_path / "memory", 1, lines.append)
+def test_failures_end_the_snapshots_and_not_the_run(tmp_path, monkeypatch, caplog):
+    snapshots = Snapshots(tmp_path / "memory", 1)
 
     def full(*arguments):
         raise OSError(28, "No space left on device")
@@ -53,11 +52,11 @@ def test_failures_end_the_snapshots_and_not_the_run(tmp_path, monkeypatch):
     for step in range(1, 6):
         if snapshots.is_due(step):
             snapshots.save(step, {"a": torch.zeros(3)}, {"train": {}})
-    assert not snapshots.is_due(6) and lines[-1].startswith("No more snapshots are taken: ")
+    assert not snapshots.is_due(6) and caplog.messages[-1].startswith("No more snapshots are taken: ")
     snapshots.close()
 
 
 def test_too_little_memory_is_said_before_training(tmp_path):
-    snapshots = Snapshots(tmp_path / "memory", 5, print)
+    snapshots = Snapshots(tmp_path / "memory", 5)
     with pytest.raises(CheckpointError, match=r"checkpoint.snapshot_every_steps=5: .* leave this key out"):
         snapshots.rehearse({"a": torch.zeros(1, device="meta").expand(2**50)})

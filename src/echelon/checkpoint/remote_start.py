@@ -95,7 +95,7 @@ class RemoteStart:
                 self.claim(folder)
             keep = newest.read_state()["train"].get("best_step") if self._recipe.checkpoint.keep_best else None
             keep_last = self._recipe.checkpoint.keep_last
-            uploader = Uploader(self._remote.url, folder, keep_last, logger.info, folder.rows.append_event)
+            uploader = Uploader(self._remote.url, folder, keep_last, folder.rows.append_event)
             uploader.offer(newest, keep, if_missing=True)
             while not uploader.wait(1.0) and not uploader.is_failing:
                 pass

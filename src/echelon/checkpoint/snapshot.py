@@ -1,12 +1,15 @@
 """Snapshots: checkpoints in the machine's memory, for processes that are started again there."""
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from echelon.checkpoint.folder import Checkpoint, find_checkpoints
 from echelon.checkpoint.store import CheckpointStore
 from echelon.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 class Snapshots:
@@ -17,14 +20,13 @@ class Snapshots:
     there are no more.
     """
 
-    def __init__(self, folder: Path | None, every_steps: int | None, say: Callable[[str], None]) -> None:
-        """`folder`: of the parent's; without one there are no snapshots. `say` gets lines on rank 0."""
+    def __init__(self, folder: Path | None, every_steps: int | None) -> None:
+        """`folder`: of the parent's; without one there are no snapshots."""
         self._every_steps = every_steps
-        self._say = say
         self._store: CheckpointStore | None = None
         if folder is not None and every_steps is not None:
             self._has_one = bool(find_checkpoints(folder))
-            self._store = CheckpointStore(folder, keep_last=1, asynchronous=True, say=say)
+            self._store = CheckpointStore(folder, keep_last=1, asynchronous=True)
 
     def rehearse(self, tensors: Mapping[str, Any]) -> None:
         """Whether there is memory for two, since one stays until the next is whole. Raises CheckpointError."""
@@ -47,7 +49,7 @@ class Snapshots:
         try:
             self._store.save(step, tensors, state)
         except CheckpointError as error:
-            self._say(f"No more snapshots are taken: {error}")
+            logger.warning(f"No more snapshots are taken: {error}")
             self._store = None
 
     def newest(self) -> Checkpoint | None:

@@ -4,6 +4,7 @@ A checkpoint is written into a hidden folder beside its final place. When every 
 `state.json` and a manifest of sizes and checksums, flushes all of it to disk and renames the folder (`folder.py`).
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,8 @@ from echelon.errors import CheckpointError
 from echelon.runs.checksums import describe_files, find_faults
 from echelon.runs.run_folder import sweep_checkpoints
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 # Checking a checkpoint longer than this is worth a line.
@@ -54,8 +57,8 @@ class CheckpointStore:
     `save` returns. The threads agree on how a save ended, so that every rank does the same about one that failed: it is
     tried again 10 steps later, then 100, and the third failure in a row is an error.
 
-    `say` gets lines for the user and `note` the events: `save` when one begins, `publish` when all ranks have written,
-    `checkpoint` when it has its name, `save_failed`. `uploads` is offered every checkpoint. All three on rank 0 alone,
+    `note` gets the events: `save` when one begins, `publish` when all ranks have written,
+    `checkpoint` when it has its name, `save_failed`. `uploads` is offered every checkpoint. Both on rank 0 alone,
     also from the thread. `carry` makes what carries files where machines do not share `folder`: then rank 0's has them.
     """
 
@@ -64,7 +67,6 @@ class CheckpointStore:
         folder: Path,
         keep_last: int,
         asynchronous: bool,
-        say: Callable[[str], None] = _ignore,
         note: Callable[..., None] = _ignore,
         uploads: Uploader | None = None,
         carry: Callable[[dist.ProcessGroup], Carrier] | None = None,
@@ -72,7 +74,6 @@ class CheckpointStore:
         self._folder = folder
         self._keep_last = keep_last
         self._asynchronous = asynchronous
-        self._say = say
         self._note = note
         self._uploads = uploads
         self._group = dist.new_group(backend="gloo")
@@ -204,12 +205,12 @@ class CheckpointStore:
             faults = list(dict.fromkeys(fault for share in shares for fault in share))
             seconds = time.monotonic() - began
             if seconds > _LONG_SECONDS and self._is_publisher:
-                self._say(f"Comparing {checkpoint.path.name} with its checksums took {seconds:.0f} s.")
+                logger.info(f"Comparing {checkpoint.path.name} with its checksums took {seconds:.0f} s.")
             if not faults:
                 return checkpoint if self._carrier is None else self._carrier.bring(checkpoint)
             self._damaged.add(checkpoint.step)
             if self._is_publisher:
-                self._say(f"Passing over a damaged checkpoint: {checkpoint.path}: {'; '.join(faults)}.")
+                logger.warning(f"Passing over a damaged checkpoint: {checkpoint.path}: {'; '.join(faults)}.")
         return None
 
     def _find_faults(self, checkpoint: Checkpoint) -> list[str]:
@@ -296,7 +297,7 @@ class CheckpointStore:
         try:
             prune(self._folder, self._keep_last, (keep, *uploading), self._damaged)
         except OSError as error:
-            self._say(f"{checkpoint.path.name} is saved, but an older checkpoint could not be removed: {error}.")
+            logger.warning(f"{checkpoint.path.name} is saved, but an older checkpoint could not be removed: {error}.")
 
     def _give_up(self, checkpoint: Checkpoint, reason: str) -> None:
         """After a save that failed: no trace of it but a line and an event."""
@@ -304,7 +305,9 @@ class CheckpointStore:
         count = self._retries.num_failures + 1
         plan = "" if count == MAX_FAILURES else "; it is tried again"
         name = checkpoint.path.name
-        self._say(f"The checkpoint {name} could not be written: {reason} (failure {count} of {MAX_FAILURES}{plan}).")
+        logger.warning(
+            f"The checkpoint {name} could not be written: {reason} (failure {count} of {MAX_FAILURES}{plan})."
+        )
         self._tell("save_failed", checkpoint.step, reason=reason)
 
     def _tell(self, event: str, step: int, **fields: Any) -> None:

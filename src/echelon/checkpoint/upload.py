@@ -3,6 +3,7 @@
 One checkpoint is under way at a time, and the newest one saved meanwhile waits; those between are left out and named.
 """
 
+import logging
 import threading
 import time
 import uuid
@@ -16,6 +17,8 @@ from echelon.checkpoint.object_store import ObjectStore, describe_failure
 from echelon.checkpoint.remote import Owner, RemoteRuns, read_run_name
 from echelon.errors import CheckpointError, EchelonError
 from echelon.runs.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 300.0
 """For how long the end of a run awaits an upload that fails all the time."""
@@ -49,18 +52,15 @@ class Job:
 class Uploader:
     """Uploads what it is offered, and keeps the newest few there. Whatever fails becomes a line and an event.
 
-    `say` gets lines for the user, `note` the events `upload`, `upload_failed`, `upload_left_out` and
+    `note` gets the events `upload`, `upload_failed`, `upload_left_out` and
     `upload_unfinished`; both from the thread.
     """
 
-    def __init__(
-        self, url: str, folder: RunFolder, keep_last: int, say: Callable[[str], None], note: Callable[..., None]
-    ) -> None:
+    def __init__(self, url: str, folder: RunFolder, keep_last: int, note: Callable[..., None]) -> None:
         """Imports happen here, in the main thread; the server is first asked when there is something to upload."""
         self._remote = RemoteRuns(ObjectStore(url))
         self._folder = folder
         self._keep_last = keep_last
-        self._say = say
         self._note = note
         self._writer = uuid.uuid4().hex
         self._has_claimed = False
@@ -255,7 +255,7 @@ class Uploader:
 
     def _tell(self, line: str) -> None:
         with suppress(OSError):  # a terminal that is gone ends no upload
-            self._say(line)
+            logger.info(line)
 
     def _record(self, event: str, job: Job, **fields: object) -> None:
         with suppress(OSError):  # a full disk takes no event

@@ -3,6 +3,7 @@
 torch is imported inside the functions: the watchdog is needed before it is loaded.
 """
 
+import logging
 import os
 import shutil
 import socket
@@ -33,6 +34,8 @@ from echelon.supervise.listening import listen_at, within
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
 
 RENDEZVOUS_SECONDS = 120.0
 # How long a rank waits for its peers in a collective before it counts them as lost. A peer's death is noticed at once,
@@ -181,6 +184,7 @@ def start_runtime(timeout_seconds: float = COLLECTIVE_SECONDS, store: "Store | N
             f"rank {place.rank} met its peers but could not connect to them: {error}; "
             "choose the network interface with GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME."
         ) from error
+    logger.debug(f"process group: rank {place.rank} of {place.world_size}, {backend} on {device}")
     return Runtime(place.rank, place.world_size, place.local_rank, place.local_world_size, device, backend)
 
 

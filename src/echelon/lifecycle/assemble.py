@@ -1,9 +1,9 @@
 """Builds a trainer from a recipe and a plan on one rank, and runs it."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,8 @@ from echelon.training.state import SavedState, TrainState
 from echelon.training.trainer import Trainer
 from echelon.training.training_step import TrainingStep
 
+logger = logging.getLogger(__name__)
+
 # Of the notice: what closing trackers and ending the processes may take after the last upload was given up.
 _LEAVING_SECONDS = 5.0
 
@@ -69,7 +71,6 @@ def run_training(
     plan: ParallelPlan,
     folder: RunFolder,
     runtime: Runtime,
-    console: TextIO,
     stop: StopRequest,
     heart: Heartbeat,
     callbacks: Sequence[Callback] = (),
@@ -78,7 +79,7 @@ def run_training(
 
     Raises StoppedError when a rank's `stop` was asked for. `heart` watches from the first step to the last.
     """
-    trainer = build_trainer(recipe, plan, folder, runtime, console, stop=stop, heart=heart, callbacks=callbacks)
+    trainer = build_trainer(recipe, plan, folder, runtime, stop=stop, heart=heart, callbacks=callbacks)
     journal, store = trainer.accounting.journal, trainer.saver.store
 
     def time_left() -> float:
@@ -91,7 +92,7 @@ def run_training(
     try:
         state = trainer.fit()
         if recipe.adapter.is_adapter:
-            export_trained(trainer, recipe, folder, console)
+            export_trained(trainer, recipe, folder)
         heart.stop()
         trainer.saver.snapshots.close()
         store.close(time_left)
@@ -100,7 +101,7 @@ def run_training(
             summarize(trainer, journal, folder)
         done = True
         if runtime.rank == 0:
-            finish(trainer, folder, console)
+            finish(trainer, folder)
     except StoppedError:
         store.close(time_left)
         raise
@@ -117,7 +118,7 @@ def run_training(
     return state
 
 
-def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder, console: TextIO) -> None:
+def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder) -> None:
     """Leave the adapter as PEFT writes it in the run's export/, compared with the live weights. Collective.
 
     Raises:
@@ -129,22 +130,22 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder, console:
         num_bytes = write_adapter(folder.export_dir, content, recipe.model.checkpoint, folder.model_dir, card)
         folder.rows.append_event("export", step=trainer.state.step, bytes=num_bytes)
         size = f"{num_bytes / 1e6:.2f} MB of weights, equal to those that were trained"
-        write_line(console, f"adapter: {folder.export_dir} ({size})")
+        logger.info(f"adapter: {folder.export_dir} ({size})")
 
 
 def summarize(trainer: Trainer, journal: Journal, folder: RunFolder) -> None:
     """Print the goodput and write it to events.jsonl, however this start ended. On rank 0."""
     goodput = trainer.accounting.goodput
-    journal.say(goodput.describe())
+    logger.info(goodput.describe())
     if journal.meter is not None:
         journal.meter.close()
         if (used := journal.meter.describe()) is not None:
-            journal.say(used)
+            logger.info(used)
     with suppress(OSError):  # a full disk takes no event
         folder.rows.append_event("goodput", step=trainer.state.step, seconds=goodput.state_dict()["seconds"])
 
 
-def finish(trainer: Trainer, folder: RunFolder, console: TextIO) -> None:
+def finish(trainer: Trainer, folder: RunFolder) -> None:
     """Record that the run reached its last step, or ended by early stopping."""
     state = trainer.state
     if state.step == trainer.num_steps or not trainer.stopped_early:
@@ -163,10 +164,8 @@ def finish(trainer: Trainer, folder: RunFolder, console: TextIO) -> None:
         if state.best_loss is None
         else f"the lowest was {state.best_loss:.4f} at step {state.best_step}"
     )
-    print(
+    logger.info(
         f"early stopping at step {state.step}: no lower loss in {state.evaluations_since_best} evaluations; {best}",
-        file=console,
-        flush=True,
     )
 
 
@@ -175,7 +174,6 @@ def build_trainer(
     plan: ParallelPlan,
     folder: RunFolder,
     runtime: Runtime,
-    console: TextIO,
     compile_backend: str = "inductor",
     stop: StopRequest | None = None,
     heart: Heartbeat | None = None,
@@ -199,10 +197,10 @@ def build_trainer(
     engine.rehearse(first, plan.num_microbatches)
     sync = build_synchronizer(recipe.sync, engine, meshes)
     contents = RunContents(engine, sync, StepJudge(recipe.fault, device))
-    store, snapshots = build_store(recipe, folder, console), build_snapshots(recipe, console)
+    store, snapshots = build_store(recipe, folder), build_snapshots(recipe)
     store.rehearse(contents.tensors())
     snapshots.rehearse(contents.tensors())
-    saved = load_newest(store, snapshots, contents, runtime, console)
+    saved = load_newest(store, snapshots, contents, runtime)
     state = TrainState() if saved is None else saved.train
     state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))
     num_steps, num_samples = recipe.num_steps(data.train.num_samples), data.train.num_samples
@@ -216,11 +214,11 @@ def build_trainer(
         store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
         text = {"prepared": str(data.path), "digest": data.content_digest}
         folder.rows.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops, **text)
-        journal = open_journal(recipe, folder, runtime, console, num_steps, state.step, recovery)
+        journal = open_journal(recipe, folder, runtime, num_steps, state.step, recovery)
         lines = describe_training(recipe, plan, config, data, stops, has_documents=first.documents is not None)
         mfu_line = f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}"
         for line in (*lines, *engine.describe(), mfu_line, *(() if sampler is None else (sampler.describe(),))):
-            journal.say(line)
+            logger.info(line)
     find_mfu = _find_mfu(recipe, plan, config, meshes, peak_flops)
     accounting = Accounting(device, recipe.train.log_every, find_mfu, goodput, heart, journal, callbacks)
     interval = SaveInterval(recipe, num_samples, plan.world_size, state.step)
@@ -253,16 +251,13 @@ def _find_mfu(
     )
 
 
-def build_store(recipe: Recipe, folder: RunFolder, console: TextIO) -> CheckpointStore:
+def build_store(recipe: Recipe, folder: RunFolder) -> CheckpointStore:
     """The run's checkpoint store, with an event for each save and a line where something is wrong. Collective."""
     keep_last, asynchronous = recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous
 
-    def say(line: str) -> None:
-        write_line(console, line)
-
     uploads = None
     if recipe.checkpoint.remote is not None and dist.get_rank() == 0:
-        uploads = Uploader(recipe.checkpoint.remote, folder, keep_last, say, folder.rows.append_event)
+        uploads = Uploader(recipe.checkpoint.remote, folder, keep_last, folder.rows.append_event)
 
     def carry(group: dist.ProcessGroup) -> Carrier:
         # Not below the run: what lies there may be copied on, as by SageMaker, which would take half a file for one.
@@ -272,23 +267,16 @@ def build_store(recipe: Recipe, folder: RunFolder, console: TextIO) -> Checkpoin
         folder.checkpoints_dir,
         keep_last,
         asynchronous,
-        say,
         folder.rows.append_event,
         uploads,
         None if shares_files() else carry,
     )
 
 
-def build_snapshots(recipe: Recipe, console: TextIO) -> Snapshots:
+def build_snapshots(recipe: Recipe) -> Snapshots:
     """The run's snapshots, where the recipe wants any. Collective."""
     every_steps = recipe.checkpoint.snapshot_every_steps
-    return Snapshots(find_snapshot_dir(), every_steps, lambda line: write_line(console, line))
-
-
-def write_line(console: TextIO, line: str) -> None:
-    """Print a line on the console, in one write, because checkpoints are saved in a separate thread."""
-    console.write(f"{line}\n")
-    console.flush()
+    return Snapshots(find_snapshot_dir(), every_steps)
 
 
 def load_newest(
@@ -296,7 +284,6 @@ def load_newest(
     snapshots: Snapshots,
     contents: RunContents,
     runtime: Runtime,
-    console: TextIO,
 ) -> SavedState | None:
     """Fill `contents` from the newest whole checkpoint or snapshot; what else is in it, or None. Collective."""
     snapshot = snapshots.newest()
@@ -306,7 +293,7 @@ def load_newest(
     saved = contents.load(checkpoint, store)
     if runtime.rank == 0:
         held = ", held in memory" if checkpoint == snapshot else ""
-        write_line(console, f"Resuming from {checkpoint.path.name}{held}.")
+        logger.info(f"Resuming from {checkpoint.path.name}{held}.")
     return saved
 
 

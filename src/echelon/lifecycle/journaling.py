@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TextIO
 
 from transformers import PretrainedConfig
 
@@ -30,7 +29,6 @@ def open_journal(
     recipe: Recipe,
     folder: RunFolder,
     runtime: Runtime,
-    console: TextIO,
     num_steps: int,
     step: int,
     recovery: RecoveryWatch,
@@ -39,7 +37,7 @@ def open_journal(
 
     `step`: how many steps are done.
     """
-    journal = Journal(folder, console, num_steps, recipe.train.log_every, recipe.batches)
+    journal = Journal(folder, num_steps, recipe.train.log_every, recipe.batches)
     journal.tell_recovery(recovery)
     num_machines = -(-runtime.world_size // runtime.local_world_size)
     journal.meter = CostMeter(recipe, folder, find_price_here(recipe, read_environment()), num_machines)

@@ -132,7 +132,7 @@ def run_rank(folder: RunFolder, console: TextIO, stop: StopRequest, store: "Stor
         limit = recipe.fault.hang_seconds
         heart = Heartbeat(limit, lambda what: leave_hanging(folder, runtime, f"{what} did not end within {limit:g} s"))
         callbacks = build_callbacks(recipe.train.callbacks) if runtime.rank == 0 else ()
-        run_training(recipe, plan, folder, runtime, console, stop, heart, callbacks)
+        run_training(recipe, plan, folder, runtime, stop, heart, callbacks)
     stop_runtime(failed=ending.outcome.code not in (DONE, STOPPED))
     return ending.outcome
 

@@ -2,10 +2,11 @@
 
 import io
 import json
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
 from echelon.errors import is_disk_full
 from echelon.recipe.batches import BatchSchedule
@@ -15,17 +16,16 @@ from echelon.reporting.recovery import RecoveryWatch
 from echelon.reporting.trackers import MetricsForwarder
 from echelon.runs.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
+
 
 class Journal:
     """Writes each step's row, and the console's line every `log_every` steps."""
 
-    def __init__(
-        self, folder: RunFolder, console: TextIO, num_steps: int, log_every: int, batches: BatchSchedule
-    ) -> None:
+    def __init__(self, folder: RunFolder, num_steps: int, log_every: int, batches: BatchSchedule) -> None:
         self._folder = folder
         self._file = self._open()
         self._unwritten = b""
-        self._console = console
         self._forwarders: list[MetricsForwarder] = []
         self._num_steps = num_steps
         self._log_every = log_every
@@ -34,15 +34,6 @@ class Journal:
         self._recovery: RecoveryWatch | None = None
         self.meter: CostMeter | None = None
         """Counts what the run uses, where there is one."""
-
-    def say(self, line: str) -> None:
-        """Print a line on the console, in one write, because forwarders print from their own threads.
-
-        A closed terminal or pipe does not end training.
-        """
-        with suppress(OSError):
-            self._console.write(f"{line}\n")
-            self._console.flush()
 
     def add_forwarders(self, forwarders: list[MetricsForwarder]) -> None:
         """Let these forwarders send the rows to their trackers; `close` waits for them."""
@@ -65,13 +56,13 @@ class Journal:
         if self._recovery is not None:
             self._recovery.stepped(row["step"])
         if self._is_logged(row["step"]):
-            self.say(render_step(row, self._num_steps, remaining, expected))
+            logger.info(render_step(row, self._num_steps, remaining, expected))
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """One evaluation."""
         self._write(row)
         for line in render_evaluation(row):
-            self.say(line)
+            logger.info(line)
 
     def note(self, event: str, step: int) -> None:
         """One line of events.jsonl, if the disk takes it."""
@@ -82,14 +73,14 @@ class Journal:
         """What the prompts became at one evaluation: into samples.jsonl, and a line each for the console."""
         rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         for text in texts:
-            self.say(render_sample_line(text))
+            logger.info(render_sample_line(text))
         try:
             with self._folder.samples_path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            self.say(f"The disk is full: the samples of step {step} are not in {self._folder.samples_path.name}.")
+            logger.warning(f"The disk is full: the samples of step {step} are not in {self._folder.samples_path.name}.")
 
     def event(self, event: str, **fields: Any) -> None:
         """A line of events.jsonl."""

@@ -114,11 +114,6 @@ class Accounting:
         with self.goodput.spending("saving"), self.heart.resting():
             yield
 
-    def say(self, line: str) -> None:
-        """A line for the user."""
-        if self.journal is not None:
-            self.journal.say(line)
-
     def event(self, name: str, **fields: Any) -> None:
         """A line of events.jsonl. Raises OSError where the disk does not take it."""
         if self.journal is not None:

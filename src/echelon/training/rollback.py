@@ -1,5 +1,6 @@
 """What is done about a bad step: it is passed over, or leads back to a checkpoint, or ends the run with a diagnosis."""
 
+import logging
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from echelon.training.metrics import StepMetrics, finite
 from echelon.training.saving import Saver
 from echelon.training.state import TrainState
 from echelon.training.training_step import TrainingStep
+
+logger = logging.getLogger(__name__)
 
 
 class BadStep(Exception):
@@ -47,7 +50,7 @@ class Recovery:
         if self.fault.on_bad_step != "skip" or metrics.bad_in_a_row >= self.fault.max_bad_steps:
             raise BadStep(metrics)
         self._note(metrics, "skip", None)
-        self.accounting.say(
+        logger.warning(
             f"bad step {metrics.step + 1}: {describe_numbers(metrics)}; not applied, {metrics.bad_in_a_row} in a row "
             f"of fault.max_bad_steps={self.fault.max_bad_steps}"
         )
@@ -77,7 +80,7 @@ class Recovery:
             )
         # What is written first is the event: a run that dies here must know that the step is ruled out.
         self.accounting.event("rollback", step=checkpoint.step, suppressed=number)
-        self.accounting.say(
+        logger.warning(
             f"bad step {number}: {describe_numbers(metrics)}; back to step {checkpoint.step}, and step {number} will "
             f"not be applied. {diagnosis.describe()}"
         )

@@ -1,5 +1,6 @@
 """Saving a run while it trains: checkpoints and snapshots, and the last save before a stop."""
 
+import logging
 import time
 from typing import NoReturn
 
@@ -16,6 +17,8 @@ from echelon.training.accounting import Accounting
 from echelon.training.contents import RunContents
 from echelon.training.interval import SaveInterval
 from echelon.training.state import SavedState, TrainState
+
+logger = logging.getLogger(__name__)
 
 
 class Saver:
@@ -75,7 +78,7 @@ class Saver:
         stall = time.monotonic() - started
         news = self._interval.learn(state.step, stall, self.store.write_seconds or 0.0, self._everyone)
         if news is not None:
-            self._accounting.say(news)
+            logger.info(news)
         self._warn_of_slow_saves()
 
     def save_snapshot(self, state: TrainState) -> None:
@@ -123,7 +126,7 @@ class Saver:
         notice, taken = self._notice_seconds, self.store.write_seconds
         if taken is not None and 0 < notice < taken and not self._has_warned:
             self._has_warned = True
-            self._accounting.say(
+            logger.warning(
                 f"A checkpoint took {taken:.1f} s until it was whole on disk, longer than "
                 f"fault.notice_seconds={notice:g}: a stop by a signal may not get as far; raise it where whoever sends "
                 "the signal waits longer, or save to a faster disk."
