@@ -168,13 +168,15 @@ class Late(EveryStep):
 
 
 class Interruption(Callback):
-    """Sends this process a signal when a step's row has been written."""
+    """Sends this process a signal when a step's row has been written; without one it fails."""
 
-    def __init__(self, step: int, number: int) -> None:
+    def __init__(self, step: int, number: int | None) -> None:
         self._step, self._number = step, number
 
     def on_step_end(self, row):
         if row["step"] == self._step:
+            if self._number is None:
+                raise ZeroDivisionError("division by zero")
             os.kill(os.getpid(), self._number)
 
 
@@ -224,6 +226,6 @@ def train_rank_with(rank, world_size, path, plan, engine, sync, interruption):
         try:
             folder = RunFolder(Path(recipe.run.dir))
             run_training(recipe, plan, folder, runtime, stop, Heartbeat(), callbacks)
-        except EchelonError as error:
+        except (EchelonError, ZeroDivisionError) as error:
             return str(error), diary.lines
     return None, diary.lines

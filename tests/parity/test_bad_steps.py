@@ -11,23 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.data.prepare import prepare_data
 from echelon.engines.native import NativeEngine
 from echelon.errors import TrainingError
 from echelon.model.sharding import local_part
 from echelon.recipe import load_recipe
-from echelon.runs.run_folder import RunFolder
 from echelon.training.training_step import TrainingStep
 from training import (
     Row,
     equal_tensors,
     masked_trainer,
-    resolve,
+    prepare,
     tensors_of,
     train,
     train_rank,
     with_ranks,
-    write_recipe,
 )
 
 pytestmark = pytest.mark.dist
@@ -150,13 +147,8 @@ def plain(workers, text, tmp_path_factory):
     """The weights of the plain loop over 8 steps, 3 and 6 left out."""
     row = with_fault(Row())
     folder = tmp_path_factory.mktemp("plain")
-    recipe, _ = load_recipe(write_recipe(row, folder, text, steps=8))
-    data = prepare_data(recipe)
-    run = RunFolder(Path(recipe.run.dir))
-    run.create()
-    run.text.write_prepared_path(data.path)
-    plan = resolve(row, recipe, data.train.num_samples)
-    return workers.run(plain_loop, 1, str(folder / "recipe.json"), plan, (3, 6))[0]
+    path, plan = prepare(row, folder, text, steps=8)
+    return workers.run(plain_loop, 1, str(path), plan, (3, 6))[0]
 
 
 @pytest.mark.parametrize("row", PLANS, ids=str)

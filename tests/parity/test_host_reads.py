@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echelon.data.prepare import prepare_data
 from echelon.distributed.runtime import Runtime
 from echelon.lifecycle.assemble import build_trainer
-from echelon.recipe import ObjectiveConfig, load_recipe, render_recipe
+from echelon.recipe import load_recipe
 from echelon.runs.run_folder import RunFolder
 from packed import packed_samples
-from training import Row, resolve, with_ranks, write_recipe
+from training import Row, prepare, with_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -82,14 +81,7 @@ ROWS += [
 
 @pytest.mark.parametrize(("samples", "row"), ROWS, ids=str)
 def test_a_step_reads_nothing_back(workers, text, tmp_path, samples, row):
-    path = write_recipe(row, tmp_path, text, steps=4)
-    recipe, _ = load_recipe(path)
-    data = prepare_data(recipe.model_copy(update={"objective": ObjectiveConfig()}))
-    run = RunFolder(Path(recipe.run.dir))
-    run.create()
-    run.text.write_prepared_path(data.path)
-    run.recipe_path.write_text(render_recipe(recipe))
-    plan = resolve(row, recipe, data.train.num_samples)
+    path, plan = prepare(row, tmp_path, text, steps=4)
     for inside, outside in workers.run(reads_of_a_step, row.ranks, str(path), plan, samples):
         assert inside == []
         assert outside

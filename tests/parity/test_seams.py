@@ -5,17 +5,13 @@ import json
 import math
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from echelon.data.prepare import prepare_data
-from echelon.recipe import load_recipe, render_recipe
-from echelon.runs.run_folder import RunFolder
 from local_sgd import EVERY, LocalSGD
 from stand_ins import train_rank_with
-from training import EXACT, Row, equal_tensors, read_rows, resolve, tensors_of, with_ranks, write_recipe
+from training import EXACT, Row, equal_tensors, prepare, read_rows, tensors_of, with_ranks
 from workers import WorkerFailure, WorkerPool
 
 pytestmark = pytest.mark.dist
@@ -26,14 +22,7 @@ EVERY_STEP, COUNTING = "every_step", "stand_ins:Counting"
 
 def prepared(row, folder, text, replicas=1):
     """The recipe's path and the plan of a run; nothing is trained yet."""
-    path = write_recipe(row, folder, text, STEPS)
-    recipe, _ = load_recipe(path)
-    data = prepare_data(recipe)
-    run = RunFolder(Path(recipe.run.dir))
-    run.create()
-    run.text.write_prepared_path(data.path)
-    run.recipe_path.write_text(render_recipe(recipe))
-    plan = resolve(row, recipe, data.train.num_samples)
+    path, plan = prepare(row, folder, text, STEPS)
     return str(path), replace(plan, num_replicas=replicas, dp_replicate=plan.dp_replicate // replicas)
 
 
@@ -112,6 +101,14 @@ def test_its_bad_step_is_skipped_or_gone_back_from(workers, text, tmp_path):
         if each["event"] == "bad_step"
     ]  # fmt: skip
     assert event["first_nonfinite"] == "the gradient of the table"
+
+
+def test_an_error_of_a_callback_ends_the_run_and_leaves_its_checkpoints(workers, text, tmp_path, bigram):
+    run = prepared(bigram_row(1), tmp_path, text)
+    errors, diary = train_with(workers, run, "bigram", COUNTING, interruption=(5, None))
+    assert errors == ["division by zero"] and diary[-2:] == [("step", 5), ("end",)]
+    assert train_with(workers, run, "bigram", COUNTING)[0] == [None]
+    assert trained(tmp_path) == trained(bigram[1])
 
 
 SPIKES = {"fault": {"on_bad_step": "skip", "spike_factor": 50.0, "spike_window": 3}, "checkpoint": {"every_steps": 4}}

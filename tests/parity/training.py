@@ -151,6 +151,16 @@ def train(
         copies: how many ranks compute the same, side by side, for each of the row's: tensor parallelism of a model of
             which no tensor is divided.
     """
+    path, plan = prepare(row, folder, text, steps)
+    plan = replace(plan, tp=copies)
+    run = RunFolder(folder / "run")
+    write_json(run.plan_path, plan.to_dict())
+    workers.run(train_rank, plan.world_size, str(path), plan, stop_at, mutation)
+    return read_rows(run.path)
+
+
+def prepare(row: Row, folder: Path, text: Path, steps: int) -> tuple[Path, ParallelPlan]:
+    """A run of the row with its data prepared, of which nothing is trained yet: its recipe's path and its plan."""
     path = write_recipe(row, folder, text, steps)
     recipe, _ = load_recipe(path)
     plain = recipe.model_copy(update={"objective": ObjectiveConfig()})  # packed.py makes pairs of plain text
@@ -159,10 +169,7 @@ def train(
     run.create()
     run.text.write_prepared_path(data.path)
     run.recipe_path.write_text(render_recipe(recipe))
-    plan = replace(resolve(row, recipe, data.train.num_samples), tp=copies)
-    write_json(run.plan_path, plan.to_dict())
-    workers.run(train_rank, plan.world_size, str(path), plan, stop_at, mutation)
-    return read_rows(run.path)
+    return path, resolve(row, recipe, data.train.num_samples)
 
 
 def read_rows(run: Path) -> list[dict[str, Any]]:

@@ -63,8 +63,8 @@ class Engine(Replica, Protocol):
     def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> None:
         """Run one whole step on a microbatch, as often as a step has microbatches, without its targets; apply nothing.
 
-        Once, before the first step: what is laid out or measured by running is so in a fresh start and in a resumed
-        one alike, and memory runs out here if it will. An engine whose microbatches take turns may run one alone.
+        Called once, before the first step: buffers get the same layout in a fresh start and in a resumed one, and a
+        lack of memory shows here. An engine that runs microbatches one after the other may run a single one.
         """
         ...
 

@@ -233,7 +233,7 @@ def build_trainer(
         rhythm, select_by = recipe.evaluation_rhythm(num_samples), recipe.evaluate.select_by
         evaluations = Evaluations(engine, evaluator, sampler, rhythm, select_by, accounting, stop)
     every, patience = recipe.fault.verify_replicas_every, recipe.evaluate.early_stopping
-    pauses = Pauses(saver, evaluations, accounting, meshes, stop, every, patience)
+    pauses = Pauses(engine, saver, evaluations, accounting, meshes, stop, every, patience)
     recover = Recovery(recipe.fault, step, saver, accounting)
     return Trainer(num_steps, step, accounting, pauses, saver, recover, stop, state)
 

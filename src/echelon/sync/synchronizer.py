@@ -59,16 +59,17 @@ class Synchronizer(Protocol):
         ...
 
     def end_step(self, step: int) -> bool:
-        """Settle the step. False: it changed nothing and is run again, as when a replica was lost in its middle.
+        """Finish the step. False: it changed nothing and runs again, for example because a replica was lost meanwhile.
 
-        Before it answers False, `apply` must have dropped the gradients.
+        In that case `apply` must have called `Replica.step` with a false `commit`, so that the gradients are dropped.
         """
         ...
 
     def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a checkpoint holds: the engine's tensors, and those of this synchronizer under names of their own.
+        """What a checkpoint holds: the engine's tensors, and the synchronizer's own under other names.
 
-        A tensor that differs between replicas needs a name that does too, since of equal names one value is kept.
+        A checkpoint keeps one value per name. So a tensor that differs between replicas needs the replica's index in
+        its name: see `distributed/replica_names.py`.
         """
         ...
 

@@ -1,7 +1,7 @@
 """The account of a run while it trains: each step's time and row, the heartbeat, the user's callbacks."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from echelon.training.state import TrainState
 
 
 class Accounting:
-    """Every rank keeps the time; rank 0, which has the journal, also writes, speaks and tells the callbacks."""
+    """Every rank measures time. Rank 0, which has the journal, also writes rows and calls the callbacks."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Accounting:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """The next step begins now: what came since the last one is not its time."""
+        """The next step starts now: the time since the last step does not count as its time."""
         self._mark = Stamp(self._device)
 
     def peak_if_due(self, step: int) -> int | None:
@@ -102,11 +102,9 @@ class Accounting:
         """Tell the callbacks that training ends."""
         self._tell("on_end")
 
-    @contextmanager
-    def spending(self, cause: str) -> Iterator[None]:
+    def spending(self, cause: str) -> AbstractContextManager[None]:
         """Time of the block goes into this cause of the goodput."""
-        with self.goodput.spending(cause):
-            yield
+        return self.goodput.spending(cause)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -125,7 +123,7 @@ class Accounting:
             self.journal.note(name, step)
 
     def go_back(self, step: int, seconds: dict[str, float]) -> None:
-        """The run goes on from a step that was passed long ago, with these seconds of goodput: drop what came after."""
+        """The run goes back to the state after this step, which has these seconds of goodput: remove the later rows."""
         self.goodput.go_back(seconds)
         if self.journal is not None:
             self.journal.cut(step)

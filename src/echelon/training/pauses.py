@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from echelon.distributed.mesh import Meshes
+from echelon.engines import Engine
 from echelon.errors import TrainingError
 from echelon.stopping import StopRequest
 from echelon.training.accounting import Accounting
@@ -35,6 +36,7 @@ class Pauses:
         patience: how many evaluations in a row without a lower loss end the run; None: never.
     """
 
+    engine: Engine
     saver: Saver
     evaluations: Evaluations | None
     accounting: Accounting
@@ -84,7 +86,7 @@ class Pauses:
 
     def _compare_replicas(self, step: int) -> None:
         """Raise TrainingError where replicas hold different weights. Collective."""
-        differences = compare_replicas(self.saver.contents.engine.state_dict(), self.meshes)
+        differences = compare_replicas(self.engine.state_dict(), self.meshes)
         if differences:
             self.saver.wait()  # what is being saved was compared before
             for each in differences:

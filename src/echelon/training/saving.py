@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Knows when a run is saved, and how. Every method but `snapshot_due` and `saw_step` is collective.
+    """Decides when a run is saved, and saves it. Every method but `snapshot_due` and `saw_step` is collective.
 
     `save` and what calls it raise CheckpointError at the third failure in a row.
     """
@@ -49,9 +49,9 @@ class Saver:
         self._has_warned = False
 
     def agree_on_save(self, done: int) -> bool:
-        """Whether a checkpoint is due after this step, by its interval or as one that failed is repeated.
+        """Whether a checkpoint is due after this step: by the interval, or because a failed save is repeated.
 
-        To be called once after every step, since ranks ask each other from time to time whether a save has ended.
+        To be called once after every step, by every rank: the ranks sometimes ask each other whether a save has ended.
         """
         return self._interval.is_due(done) or self.store.agree_on_retry(done)
 

@@ -37,18 +37,18 @@ class TrainingStep:
     stop: StopRequest
 
     def __call__(self, step: int, is_suppressed: bool = False) -> StepRecord:
-        """The next step of the loader, until the synchronizer is content with it.
+        """Run the loader's next step, again where the synchronizer asks for it.
 
         Args:
             step: its number, from 0.
-            is_suppressed: a rollback ruled that it is never applied.
+            is_suppressed: a rollback excluded it: it runs, and is not applied.
         """
         while (record := self._attempt(step, is_suppressed)) is None:
             self.loader.seek(step)
         return record
 
     def _attempt(self, step: int, is_suppressed: bool) -> StepRecord | None:
-        """The step; None where it is to be run again, and nothing of it is left."""
+        """Run the step once; None where it changed nothing and is to be run again."""
         self.loader.reshare(*self.sync.begin_step(step))
         batch = next(self.loader).to(self.device)
         targets = self.count_targets(batch)
@@ -87,7 +87,7 @@ class TrainingStep:
         return Targets(own, shared)
 
     def diagnose(self, step: int) -> Diagnosis:
-        """Run the batch of an earlier step again, and see what was not finite; apply nothing. Collective."""
+        """Run the batch of an earlier step again to find what was not finite; apply nothing. Collective."""
         batch = self.loader.batch(step).to(self.device)
         num_targets = self.count_targets(batch).shared.clamp(min=1)
         return diagnose(self.engine, batch, num_targets, self.meshes.everyone)
