@@ -86,12 +86,12 @@ REFUSALS = [
     (["tokenizer=far/too/long"], ["tokenizer=far/too/long", "no such folder"]),
     (["tokenizer=someone/nothing"], ["tokenizer=someone/nothing", "cannot be reached", "Give a folder"]),
     (["model.config.vocab_size=100"], ["model.config.vocab_size=100", "256 ids", "use 256 or more"]),
-    (["model.checkpoint=small"], ["model.checkpoint=small has a vocabulary of 128", "256 ids", "leave tokenizer out"]),
+    (["model.checkpoint=small"], ["model.checkpoint=small has a vocabulary of 128", "256 ids", "remove the key tokenizer"]),
     (["model.checkpoint=nope"], ["model.checkpoint=nope", "no folder here", "Give a folder"]),
     (["model.checkpoint=no_text"], ["model.checkpoint=no_text", "no model.safetensors"]),
     (["run.dir=text.txt/run"], ["run.dir=text.txt/run", "Not a directory", "choose a folder you can write to"]),
     (["run.dir=no_text_either"], ["run.dir=no_text_either", "holds files but no run", "choose a new folder"]),
-    (["parallel={dp_shard: 8}", "--nproc", "2"], ["dp_shard 8 makes 8 processes", "there are 2", "2 x 1 or 1 x 2"]),
+    (["parallel={dp_shard: 8}", "--nproc", "2"], ["dp_shard 8 needs 8 processes", "there are 2", "2 x 1 or 1 x 2"]),
     (["parallel=hsdp", "--nproc", "3"], ["parallel=hsdp", "3 processes are odd", "use 2 or 4"]),
     (["model.config.model_type=lama"], ["model.config.model_type='lama'", "did you mean llama"]),
     (["model.config.hidden_size=33"], ["num_attention_heads=2 does not divide model.config.hidden_size=33", "1 or 3"]),
@@ -358,7 +358,7 @@ def test_refusal_under_torchrun_is_said_before_the_ranks_are_ended(echelon, tmp_
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     said = [line for line in ended.stderr.splitlines() if line.startswith("echelon: ")]
     assert ended.returncode == 1  # torchrun's own
-    assert len(said) == 1 and "dp_shard 8 makes 8 processes, and there are 2" in said[0], ended.stderr
+    assert len(said) == 1 and "dp_shard 8 needs 8 processes, and there are 2" in said[0], ended.stderr
     assert not (tmp_path / "runs").exists()
 
 

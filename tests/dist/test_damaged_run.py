@@ -86,7 +86,7 @@ def test_damaged_files_stop_no_run_that_could_go_on(echelon, run):
         "metrics.jsonl: passing over line 1 and 1 more, which",
         "samples.jsonl: passing over line 1, which",
         "spending.json cannot be read (seconds: ",
-        "plan: made anew",
+        "plan: a new one",
         "Resuming from step-00000006",
     ):
         assert line in resumed.out, resumed.out

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import LaunchError
-from echelon.runs.run_folder import describe_gone, newest_step
+from echelon.runs.run_folder import describe_gone, is_run, newest_step
 from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
 from echelon.stored import write_text
 from echelon.supervise.hosts import HostGroup, await_name, find_interface, find_own_address
@@ -127,7 +127,7 @@ class Agent:
         self, job: Workers, meeting: Meeting, attempt: int, announced: Mapping[str, str]
     ) -> tuple[Cause, float | None]:
         """Start the workers once, with all other machines: how they ended here, and when the first of them died."""
-        folder = job.folder
+        folder, was_run = job.folder, is_run(job.folder.path)
         variables = {**self._network_variables(), **job.env, **announced}
         # Nobody else is there to be told, and a stop at the very start is the workers' to answer.
         news: AbstractContextManager[None] = (
@@ -136,7 +136,7 @@ class Agent:
         with exported(variables), deaths_watched(folder, job.num_processes) as death, news:
             deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
         cause = find_cause(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir)
-        if not folder.outcomes_dir.exists():  # it went with the run folder, and with it what the ranks said
+        if not folder.outcomes_dir.exists() or (was_run and not is_run(folder.path)):  # what the ranks said went with it
             cause = Cause(Outcome(FAILED, describe_gone(folder.path), final=True), Weight.CAUSE, time.time())
         elif deaths and cause.weight is Weight.NOTHING:
             cause = replace(cause, outcome=Outcome(FAILED, "its peers were lost"), weight=Weight.ECHO)
