@@ -92,7 +92,7 @@ REFUSALS = [
     (["run.dir=text.txt/run"], ["run.dir=text.txt/run", "Not a directory", "choose a folder you can write to"]),
     (["run.dir=no_text_either"], ["run.dir=no_text_either", "holds files but no run", "choose a new folder"]),
     (["parallel={dp_shard: 8}", "--nproc", "2"], ["dp_shard 8 needs 8 processes", "there are 2", "2 x 1 or 1 x 2"]),
-    (["parallel=hsdp", "--nproc", "3"], ["parallel=hsdp", "3 processes are odd", "use 2 or 4"]),
+    (["parallel=hsdp", "--nproc", "3"], ["parallel=hsdp", "needs an even number of processes", "not 3", "use 2 or 4"]),
     (["model.config.model_type=lama"], ["model.config.model_type='lama'", "did you mean llama"]),
     (["model.config.hidden_size=33"], ["num_attention_heads=2 does not divide model.config.hidden_size=33", "1 or 3"]),
     (["model.config.hiden_size=64"], ["model.config.hiden_size=64", "not a field", "did you mean hidden_size?"]),
