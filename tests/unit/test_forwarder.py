@@ -142,7 +142,7 @@ def test_what_is_missing_at_the_end_is_said_and_sent_by_the_next_start(run):
     started = time.monotonic()
     run.start(shelf).close(done=True)
     assert time.monotonic() - started < 2.0
-    [line] = run.said("lacks")
+    [line] = run.said("is missing")
     assert line == "track: shelf is missing 3 of 3 rows; the same command sends them again"
     assert not Ledger.read(run.ledger).complete
     shelf.error = None
@@ -169,7 +169,7 @@ def test_a_resumed_run_goes_on_in_the_same_tracking_run_without_a_step_twice(run
     run.metrics.unlink()
     run.write(1, 2, 3, 4, 5, 6, 7)
     run.start(shelf, resumed_step=3).close(done=True)
-    assert run.said("keeps steps 4 to 5 as they were") == run.lines[-1:]
+    assert run.said("keeps the values of steps 4 to 5") == run.lines[-1:]
     assert steps(shelf) == [1, 2, 3, 4, 5, 6, 7]
     assert len(set(shelf.keys)) == 1 and shelf.finished == [False, True]
 

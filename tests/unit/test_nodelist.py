@@ -32,5 +32,5 @@ def test_names(text, names):
 
 @pytest.mark.parametrize("text", ["n[1-3", "n]1[", "n[]", "n[3-1]", "n[a-b]", "n[1-2-3]", "n[1,,2]", "n[[1]]", "n 1"])
 def test_what_is_no_list_is_named(text):
-    with pytest.raises(ConfigError, match=r"no (list|range) of machines"):
+    with pytest.raises(ConfigError, match=r"is not a (Slurm node list|node range)"):
         expand_nodelist(text)

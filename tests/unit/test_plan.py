@@ -108,10 +108,10 @@ def test_mapping(mapping, expected):
 
 
 def test_layouts_that_do_not_fit_the_processes():
-    refusal(PlanError, "3 processes are odd", "2 or 4", "parallel=fsdp", parallel="hsdp", cluster=cpus(3), batch=12)
+    refusal(PlanError, "needs an even number of processes", "2 or 4", "parallel=fsdp", parallel="hsdp", cluster=cpus(3), batch=12)
     # a recipe for 8 GPUs on a laptop of 2 processes
     refusal(
-        PlanError, "dp_replicate 2 x dp_shard 4 makes 8 processes, and there are 2", "run 8", "2 x 1 or 1 x 2",
+        PlanError, "dp_replicate 2 x dp_shard 4 needs 8 processes, and there are 2", "run 8", "2 x 1 or 1 x 2",
         parallel={"dp_replicate": 2, "dp_shard": 4},
     )  # fmt: skip
     refusal(PlanError, "there is 1;", "1 x 1", parallel={"dp_shard": 8}, cluster=cpus(1))
