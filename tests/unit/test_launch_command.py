@@ -86,7 +86,9 @@ def test_the_plan_is_checked_against_the_gpus_that_are_asked_for(recipe, capsys)
     assert "ddp on 4 x H100 needs" in capsys.readouterr().out
     launch(recipe, ["launch.accelerator=H100", "launch.slurm.gpus_per_node=1"], dry_run=True, to="slurm")
     assert "ddp on 1 x H100 needs" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"^launch\.accelerator=H100: the number per machine .* set launch\.nproc_per_node, or"):
+    with pytest.raises(
+        ConfigError, match=r"^launch\.accelerator=H100: the number per machine .* set launch\.nproc_per_node, or"
+    ):
         launch(recipe, ["launch.accelerator=H100"], dry_run=True, to="slurm")
 
 

@@ -108,7 +108,9 @@ def test_mapping(mapping, expected):
 
 
 def test_layouts_that_do_not_fit_the_processes():
-    refusal(PlanError, "needs an even number of processes", "2 or 4", "parallel=fsdp", parallel="hsdp", cluster=cpus(3), batch=12)
+    refusal(
+        PlanError, "an even number of processes", "2 or 4", "parallel=fsdp", parallel="hsdp", cluster=cpus(3), batch=12
+    )
     # a recipe for 8 GPUs on a laptop of 2 processes
     refusal(
         PlanError, "dp_replicate 2 x dp_shard 4 needs 8 processes, and there are 2", "run 8", "2 x 1 or 1 x 2",
@@ -122,7 +124,7 @@ def test_layouts_that_do_not_fit_the_processes():
     )  # fmt: skip
     for degree in ("cp", "tp", "pp", "ep"):
         refusal(ConfigError, f"parallel.{degree}=2", "not built yet", parallel={degree: 2})
-    refusal(PlanError, "parallel.cpu_offload=true", "leave it out", parallel={"dp_shard": 2, "cpu_offload": True})
+    refusal(PlanError, "parallel.cpu_offload=true", "omit it", parallel={"dp_shard": 2, "cpu_offload": True})
     refusal(ConfigError, "parallel='zero9'", "fsdp", parallel="zero9")
 
 

@@ -136,7 +136,7 @@ class Agent:
         with exported(variables), deaths_watched(folder, job.num_processes) as death, news:
             deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
         cause = find_cause(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir)
-        if not folder.outcomes_dir.exists() or (was_run and not is_run(folder.path)):  # what the ranks said went with it
+        if not folder.outcomes_dir.exists() or (was_run and not is_run(folder.path)):  # and what the ranks said
             cause = Cause(Outcome(FAILED, describe_gone(folder.path), final=True), Weight.CAUSE, time.time())
         elif deaths and cause.weight is Weight.NOTHING:
             cause = replace(cause, outcome=Outcome(FAILED, "its peers were lost"), weight=Weight.ECHO)
