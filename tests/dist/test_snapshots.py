@@ -70,4 +70,4 @@ def test_the_ranks_give_back_the_memory_of_a_parent_that_was_killed(echelon, tmp
 def test_other_launchers_hold_no_memory(echelon, tmp_path):
     write_recipe(tmp_path, checkpoint={"snapshot_every_steps": 5})
     ending = finish(start("train", "recipe.json", RANK="0", WORLD_SIZE="1"))
-    assert ending.code == 2 and "checkpoint.snapshot_every_steps=5" in ending.err and "leave this key out" in ending.err
+    assert ending.code == 2 and "checkpoint.snapshot_every_steps=5" in ending.err and "remove this key" in ending.err

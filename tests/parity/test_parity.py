@@ -15,7 +15,7 @@ from training import LOSS, Row, bounds, difference, hashes, losses_of, train, we
 pytestmark = pytest.mark.dist
 
 
-def check(workers, references, text, folder, row, publish):
+def check(workers, references, text, folder, row, publish=None):
     started = time.monotonic()
     rows = train(workers, row, folder, text)
     expected = references(row.reference())
