@@ -198,8 +198,9 @@ def build_trainer(
     sync = build_synchronizer(recipe.sync, engine, meshes)
     contents = RunContents(engine, sync, StepJudge(recipe.fault, device))
     store, snapshots = build_store(recipe, folder), build_snapshots(recipe)
-    store.rehearse(contents.tensors())
-    snapshots.rehearse(contents.tensors())
+    tensors = contents.tensors()
+    store.rehearse(tensors)
+    snapshots.rehearse(tensors)
     saved = load_newest(store, snapshots, contents, runtime)
     state = TrainState() if saved is None else saved.train
     state = state.judged_by(recipe.evaluate.select_by).suppressing(find_suppressed(folder))

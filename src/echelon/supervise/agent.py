@@ -20,7 +20,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.errors import LaunchError
+from echelon.errors import LaunchError, first_line
 from echelon.runs.run_folder import describe_gone, is_run, newest_step
 from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
 from echelon.stored import write_text
@@ -202,7 +202,7 @@ class Agent:
     def _explain_loss(self, error: BaseException) -> LaunchError:
         return LaunchError(
             f"the coordinator at {self._group.endpoint} is gone or unreachable "
-            f"({str(error).splitlines()[0]}); start the same command again on the remaining machines to resume "
+            f"({first_line(error)}); start the same command again on the remaining machines to resume "
             "the run."
         )
 

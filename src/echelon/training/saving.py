@@ -90,8 +90,7 @@ class Saver:
     def settle(self, state: TrainState) -> None:
         """Wait until the newest save is whole, which is repeated where it failed: without it a run is not done."""
         with self._accounting.saving():
-            while not self.store.wait():
-                self.save(state)
+            self._await_whole(state)
 
     def save_and_leave(self, state: TrainState, cause: str) -> NoReturn:
         """Save, wait until that is whole, and raise StoppedError. `cause`: a signal, or the limit that is reached."""
@@ -100,8 +99,7 @@ class Saver:
         self._accounting.goodput.stop()
         with self._accounting.heart.resting():
             self.save(state)
-            while not self.store.wait():
-                self.save(state)
+            self._await_whole(state)
         if cause in LIMITS:
             cause, remark = name_limit(self._budget, cause), "; raise it to go on"
         else:
@@ -120,6 +118,10 @@ class Saver:
     def load(self, checkpoint: Checkpoint) -> SavedState:
         """Go back to a checkpoint. See RunContents.load."""
         return self.contents.load(checkpoint, self.store)
+
+    def _await_whole(self, state: TrainState) -> None:
+        while not self.store.wait():
+            self.save(state)
 
     def _warn_of_slow_saves(self) -> None:
         """Once, where a stop would not leave the time to save."""
