@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from echelon.errors import ConfigError
+from echelon.logs import log_to_console
 from echelon.supervise.workers import Workers
 from echelon.supervise.agent import Agent
 from echelon.supervise.hosts import THIS_MACHINE, parse_group
@@ -21,13 +22,14 @@ from echelon.lifecycle.worker import OutcomeReport, leave, leave_after_peers, re
 
 
 def run_parent(run_dir, count, mode, restarts, rendezvous=None):
+    log_to_console()
     argv = (sys.executable, __file__, "worker", run_dir, mode)
     folder = RunFolder(Path(run_dir))
     folder.create()
     environment = worker_environment(int(count)) | managed_environment()
     job = Workers(argv, int(count), folder, environment, int(restarts))
     group = THIS_MACHINE if rendezvous is None else parse_group("1", rendezvous)
-    outcome = Agent(group, lambda line: print(line, flush=True)).submit(job)
+    outcome = Agent(group).submit(job)
     print(f"message: {outcome.message}", flush=True)
     return outcome.code
 
@@ -37,7 +39,8 @@ def run_worker(run_dir, mode):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = RunFolder(Path(run_dir))
     leave_after_peers(folder)
-    console, _ = redirect_output(folder)
+    console = os.fdopen(os.dup(1), "w")
+    redirect_output(folder)
     with OutcomeReport(folder, int(os.environ["RANK"])) as report:
         runtime = start_runtime(timeout_seconds=60)
         print(f"rank {runtime.rank} of {runtime.world_size} is up", file=console, flush=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from echelon.stored import write_json, write_text
 from echelon.errors import ConfigError, EchelonError
+from echelon.logs import log_to_console
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe, render_recipe
 from echelon.runs.run_folder import RunFolder
@@ -49,11 +50,12 @@ def train(recipe, plan, folder, runtime, stop, heart, callbacks=()):
 
 
 if __name__ == "__main__":
+    log_to_console()
     session.prepare_run = prepare
     session._VISIBLE_SECONDS = 1.0
     sys.modules["echelon.lifecycle.assemble"] = types.SimpleNamespace(run_training=train)
     try:
-        sys.exit(session.train_as_rank(RECIPE, False, print).code)
+        sys.exit(session.train_as_rank(RECIPE, False).code)
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

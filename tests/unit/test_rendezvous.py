@@ -1,6 +1,7 @@
 """What agents of several machines unpickle, where their stores listen, and what is no store at all."""
 
 import base64
+import logging
 import pickle
 import socket
 import threading
@@ -128,19 +129,19 @@ SILENT = []
 
 
 @pytest.mark.parametrize("behave", [SILENT.append, socket.socket.close, answer_in_http])
-def test_a_port_that_another_program_has_is_told_in_one_message(behave, monkeypatch, capfd):
+def test_a_port_that_another_program_has_is_told_in_one_message(behave, monkeypatch, capfd, caplog):
+    caplog.set_level(logging.INFO, "echelon")
     monkeypatch.setattr(meeting, "_PATIENCE", timedelta(seconds=0.5))
-    lines = []
     with serve(behave) as server:
         group = HostGroup(2, 2, "127.0.0.1", server.getsockname()[1])
         with pytest.raises(LaunchError, match=f"another program listens at the rendezvous endpoint {group.endpoint}; "):
-            Meeting(group, "a", Restarts(0), lines.append)
+            Meeting(group, "a", Restarts(0))
         told = HostGroup(2, 2, "127.0.0.1", group.port, coordinates=True)
         with pytest.raises(
             LaunchError, match=f"cannot listen at {group.endpoint}, the rendezvous endpoint .Address already in"
         ):
-            Meeting(told, "a", Restarts(0), lines.append)
-    assert lines == [] and capfd.readouterr() == ("", "")
+            Meeting(told, "a", Restarts(0))
+    assert caplog.messages == [] and capfd.readouterr() == ("", "")
 
 
 def test_a_store_is_known_as_one(store):

@@ -1,6 +1,7 @@
 """The inside of a SageMaker container, without one: its contract, the failure file, exit codes, quoting."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -108,10 +109,10 @@ def test_refuses_a_run_folder_that_ends_with_the_container(base):
     assert f"set run.dir={base}/checkpoints/tiny" in str(refused.value)
 
 
-def test_tells_training_its_hosts_and_efa(base, tmp_path):
+def test_tells_training_its_hosts_and_efa(base, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "echelon")
     found = container.read_container(base, {})
-    said = []
-    assert container.find_variables(found, {"HF_HOME": "/data"}, said.append, tmp_path) == {
+    assert container.find_variables(found, {"HF_HOME": "/data"}, tmp_path) == {
         "SM_HOSTS": '["algo-1", "algo-2", "algo-10"]',
         "SM_CURRENT_HOST": "algo-10",
         "SM_NETWORK_INTERFACE_NAME": "eth0",
@@ -122,36 +123,37 @@ def test_tells_training_its_hosts_and_efa(base, tmp_path):
     card = tmp_path / "class" / "infiniband" / "rdmap16s27" / "device"
     card.mkdir(parents=True)
     (card / "driver").symlink_to(driver)
-    given = container.find_variables(found, {"FI_PROVIDER": "tcp", "HF_HOME": "/data"}, said.append, tmp_path)
+    given = container.find_variables(found, {"FI_PROVIDER": "tcp", "HF_HOME": "/data"}, tmp_path)
     assert "FI_PROVIDER" not in given
     assert given["RDMAV_FORK_SAFE"] == "1"
-    assert said == ["container: EFA, RDMAV_FORK_SAFE=1"]
+    assert caplog.messages == ["container: EFA, RDMAV_FORK_SAFE=1"]
 
 
-def test_files_of_the_hub_go_where_there_is_most_room(base, tmp_path, monkeypatch):
-    found, said = container.read_container(base, {}), []
+def test_files_of_the_hub_go_where_there_is_most_room(base, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "echelon")
+    found = container.read_container(base, {})
     room = {base: 20, tmp_path: 500}
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=room[place] * 10**9))
-    given = container.find_variables(found, {}, said.append, tmp_path)
+    given = container.find_variables(found, {}, tmp_path)
     assert given["HF_HOME"] == f"{tmp_path}/huggingface"
-    assert f"container: HF_HOME={tmp_path}/huggingface, 500 GB free" in said
+    assert f"container: HF_HOME={tmp_path}/huggingface, 500 GB free" in caplog.messages
     room[base] = 500
-    assert container.find_variables(found, {}, said.append, tmp_path)["HF_HOME"] == f"{base}/huggingface"
+    assert container.find_variables(found, {}, tmp_path)["HF_HOME"] == f"{base}/huggingface"
     for name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):
-        assert "HF_HOME" not in container.find_variables(found, {name: "/mine"}, said.append, tmp_path)
+        assert "HF_HOME" not in container.find_variables(found, {name: "/mine"}, tmp_path)
 
 
-def test_waits_for_names(monkeypatch):
+def test_waits_for_names(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "echelon")
     monkeypatch.setattr(container, "_LOOK_SECONDS", 0.01)
     answers = iter([False, False, True, True])
     monkeypatch.setattr(container, "_resolves", lambda name: next(answers))
-    said = []
-    container._await_names(["algo-1", "algo-2"], said.append)
-    assert said == ["container: waiting for algo-1 to have an address"]
+    container._await_names(["algo-1", "algo-2"])
+    assert caplog.messages == ["container: waiting for algo-1 to have an address"]
     monkeypatch.setattr(container, "_resolves", lambda name: False)
     with pytest.raises(LaunchError, match="algo-3 has had no address for 0 seconds"):
-        container._await_names(["algo-3"], said.append, 0.0)
+        container._await_names(["algo-3"], 0.0)
 
 
 def test_a_missing_channel_is_named_where_it_is_missing(base):

@@ -6,7 +6,6 @@ does: it gets the recipe on its standard input, prints the run's lines, and leav
 """
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -204,7 +203,7 @@ def _train(recipe: Recipe, nproc: int | None, fresh: bool) -> Outcome:
     with stops_told():
         from echelon.lifecycle.session import train_locally
 
-        return train_locally(recipe, nproc, fresh, logging.getLogger("echelon").info)
+        return train_locally(recipe, nproc, fresh)
 
 
 if __name__ == "__main__":

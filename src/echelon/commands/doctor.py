@@ -100,7 +100,7 @@ def _examine_hosts(launch: "LaunchConfig") -> "tuple[Examination, list[Finding]]
             seen = Path(mark.name).name
         script = probe_script(launch, workdir)
         probes = stack.enter_context(probes_over_ssh(torchrun.hosts, find_ssh(launch), script))
-        found = examine(probes, torchrun.port, torchrun.interface, seen, logger.info)
+        found = examine(probes, torchrun.port, torchrun.interface, seen)
     return found, judge(found)
 
 

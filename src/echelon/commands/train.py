@@ -61,7 +61,7 @@ def train(
         from echelon.lifecycle.session import train_locally
 
         with stops_told():
-            outcome = train_locally(recipe, num_processes, fresh, logger.info)
+            outcome = train_locally(recipe, num_processes, fresh)
         _finish(outcome)
 
 
@@ -85,9 +85,9 @@ def _train_as_rank(recipe: "Recipe", fresh: bool) -> NoReturn:
     from echelon.supervise.outcome import Outcome
 
     if (place := find_host_dir()) is not None:
-        train_hosted(recipe, place, logger.info)
+        train_hosted(recipe, place)
     try:
-        outcome = train_as_rank(recipe, fresh, logger.info)
+        outcome = train_as_rank(recipe, fresh)
     except EchelonError as error:
         outcome = Outcome(error.exit_code, str(error))
     _finish(outcome, at_once=True)
@@ -101,7 +101,7 @@ def _train_as_agent(
 
     # A lost coordinator is told in one line, not in a C++ trace of every thread that asked for it.
     set_default_variables({"TORCH_CPP_LOG_LEVEL": "ERROR"})
-    outcome, speaks = train_on_hosts(recipe, arguments, group or find_host_group(), num_processes, fresh, logger.info)
+    outcome, speaks = train_on_hosts(recipe, arguments, group or find_host_group(), num_processes, fresh)
     for each in STOP_SIGNALS:  # one that comes now would put its own code in the place of the job's
         signal.signal(each, signal.SIG_IGN)
     _finish(outcome, silent=not speaks)

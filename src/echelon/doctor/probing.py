@@ -5,6 +5,7 @@ is found out about by the others.
 """
 
 import json
+import logging
 import subprocess
 import threading
 import time
@@ -20,6 +21,8 @@ from echelon.errors import LaunchError
 from echelon.launch.shell import join_words, prepare_lines
 from echelon.launch.ssh import Ssh, explain, on_each
 from echelon.recipe.launching import LaunchConfig
+
+logger = logging.getLogger(__name__)
 
 MARK = "@echelon "
 """Begins every line that is an answer, and not the word of some module or profile."""
@@ -122,25 +125,23 @@ def probes_over_ssh(hosts: Sequence[str], ssh: Ssh, script: str) -> Iterator[dic
             probe.close()
 
 
-def examine(
-    probes: Mapping[str, Probe], port: int, interface: str | None, seen: str | None, say: Callable[[str], None]
-) -> Examination:
+def examine(probes: Mapping[str, Probe], port: int, interface: str | None, seen: str | None) -> Examination:
     """Run all checks. Pairs without a host in common are measured at the same time."""
     hosts = tuple(probes)
     words = {"hosts": hosts, "port": port, "interface": interface, "seen": seen}
-    say(f"asking {len(hosts)} hosts over ssh")
+    logger.info(f"asking {len(hosts)} hosts over ssh")
     described = on_each(hosts, lambda host: probes[host].ask("describe", START_SECONDS, **words))
     answered = _successes(described)
     facts = {host: answered.get(host, str(each)) for host, each in described.items()}
     there = list(answered)
     backend = "nccl" if all(each["has_gpu"] for each in answered.values()) else "gloo"  # as training chooses
     offsets = _successes(on_each(there, lambda host: _find_offset(probes[host])))
-    say("connecting every pair, both ways")
+    logger.info("connecting every pair, both ways")
     blocked = _find_blocked(probes, facts, there, port)
-    pairs = _measure_pairs(probes, facts, there, {tuple(sorted(pair)) for pair in blocked}, backend, say)
+    pairs = _measure_pairs(probes, facts, there, {tuple(sorted(pair)) for pair in blocked}, backend)
     whole: Speed | str | None = None
     if len(there) > 2 and not blocked and not any(isinstance(each, str) for each in pairs.values()):
-        say("measuring all together")
+        logger.info("measuring all together")
         whole = _measure_apart(probes, facts, [tuple(there)], "whole", backend)[tuple(there)]
     return Examination(hosts, port, facts, offsets, blocked, pairs, whole)
 
@@ -151,19 +152,18 @@ def _measure_pairs(
     hosts: Sequence[str],
     bad: Set[tuple[str, ...]],
     backend: str,
-    say: Callable[[str], None],
 ) -> dict[tuple[str, str], Speed | str]:
     """The speed of every pair that is not `bad`, or why there is none; slow ones are measured again by themselves."""
     speeds: dict[tuple[str, ...], Speed | str] = {}
     for number, round_ in enumerate(rounds(hosts)):
         good = [pair for pair in round_ if tuple(sorted(pair)) not in bad]
         if good:
-            say(f"measuring {', '.join(f'{a}-{b}' for a, b in good)}")
+            logger.info(f"measuring {', '.join(f'{a}-{b}' for a, b in good)}")
             speeds |= _measure_apart(probes, facts, good, f"round-{number}", backend)
     pairs = {(a, b): speed for (a, b), speed in speeds.items()}
     measured = {pair: speed for pair, speed in pairs.items() if isinstance(speed, Speed)}
     for pair in find_slow(measured):  # the better of both counts
-        say(f"measuring {pair[0]}-{pair[1]} again")
+        logger.info(f"measuring {pair[0]}-{pair[1]} again")
         again = _measure_apart(probes, facts, [pair], f"again-{pair[0]}-{pair[1]}", backend)[pair]
         pairs[pair] = again.better(measured[pair]) if isinstance(again, Speed) else again
     return pairs

@@ -1,11 +1,12 @@
 """`echelon train`: as the parent of workers on this machine, or as one rank under another launcher."""
 
 import json
+import logging
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -51,7 +52,7 @@ from echelon.supervise.workers import Workers
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 _READY_KEY = "echelon/run"
 _POLL_SECONDS = 0.5
@@ -65,7 +66,7 @@ _SHARED_STORE = (
 )
 
 
-def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: Say) -> Outcome:
+def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool) -> Outcome:
     """Prepare the run here, start its workers on this machine, and wait for them; None means one per device."""
     count = default_num_processes() if num_processes is None else num_processes
     run = prepare_run(recipe, fresh, lambda: detect_cluster(count), read_environment())
@@ -77,7 +78,7 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, say: S
             folder.clear_outcomes()
             argv = worker_argv("echelon.lifecycle.worker", str(folder.path))
             job = _make_job(recipe, argv, count, folder, managed_environment(memory), memory)
-            outcome = Agent(THIS_MACHINE, say).submit(job)
+            outcome = Agent(THIS_MACHINE).submit(job)
         if outcome.code == DONE or not is_run(folder.path):  # without a folder there is nothing to sweep or to note
             return outcome
         folder.sweep()
@@ -109,7 +110,7 @@ def _describe_ending(folder: RunFolder, outcome: Outcome) -> Outcome:
 
 
 def train_on_hosts(
-    recipe: Recipe, arguments: Sequence[str], group: HostGroup, num_processes: int | None, fresh: bool, say: Say
+    recipe: Recipe, arguments: Sequence[str], group: HostGroup, num_processes: int | None, fresh: bool
 ) -> tuple[Outcome, bool]:
     """Be the agent of this machine, one of several: start its ranks with `arguments`, and wait for the end of all.
 
@@ -118,9 +119,9 @@ def train_on_hosts(
     """
     _refuse_snapshots(recipe)
     count = default_num_processes() if num_processes is None else num_processes
-    agent = Agent(group, say)
+    agent = Agent(group)
     if fresh and (not group.shares_files or is_coordinator(group)):
-        _move_aside(RunFolder(recipe.run.dir), say)
+        _move_aside(RunFolder(recipe.run.dir))
     with tempfile.TemporaryDirectory(prefix="echelon-host-") as scratch:
         folder = RunFolder(recipe.run.dir, Path(scratch))
         argv = worker_argv("echelon", "train", *arguments)
@@ -143,13 +144,13 @@ def _make_job(
     return Workers(argv, count, folder, environment, recipe.fault.max_restarts, recipe.fault.notice_seconds, memory)
 
 
-def _move_aside(folder: RunFolder, say: Say) -> None:
+def _move_aside(folder: RunFolder) -> None:
     """Before any machine can start a rank, which would resume the old run."""
     if is_run(folder.path):
         folder.lock()
         target = folder.move_aside()
         folder.unlock()
-        say(f"run: the old run is now in {target}")
+        logger.info(f"run: the old run is now in {target}")
 
 
 def _refuse_snapshots(recipe: Recipe) -> None:
@@ -160,7 +161,7 @@ def _refuse_snapshots(recipe: Recipe) -> None:
         )
 
 
-def train_hosted(recipe: Recipe, place: Path, say: Say) -> NoReturn:
+def train_hosted(recipe: Recipe, place: Path) -> NoReturn:
     """Be one rank that echelon's agent of this machine started: how it ends stands in `place`, for the agent to tell.
 
     Leaves with 0 when the job is done. Collective: every rank calls it.
@@ -174,14 +175,14 @@ def train_hosted(recipe: Recipe, place: Path, say: Say) -> NoReturn:
     forget_ended(folder)
     leave_after_peers(folder)
     try:
-        outcome = train_as_rank(recipe, False, say, stop)
+        outcome = train_as_rank(recipe, False, stop)
     except EchelonError as error:
         outcome = Outcome(error.exit_code, str(error))
         write_outcome(place, report(rank, error.exit_code, str(error), is_secondary(error), is_final(error)))
     leave(0 if outcome.code == DONE else 1)
 
 
-def train_as_rank(recipe: Recipe, fresh: bool, say: Say, stop: StopRequest | None = None) -> Outcome:
+def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) -> Outcome:
     """Be one rank of a job that torchrun, mpirun or srun started, or, with `stop`, echelon's agent of this machine.
 
     Rank 0 prepares the run while the others poll a store for its word: no collective is open, so no timeout of one
@@ -199,13 +200,13 @@ def train_as_rank(recipe: Recipe, fresh: bool, say: Say, stop: StopRequest | Non
     folder = RunFolder(recipe.run.dir, find_host_dir())
     with _stopped_early(folder, stop):
         if rank == 0:
-            run = _prepare_for_all(recipe, fresh, store, say)
+            run = _prepare_for_all(recipe, fresh, store)
             if isinstance(run, Outcome):
                 return run
-        elif (ending := _follow_rank_zero(recipe, folder, store, say)) is not None:
+        elif (ending := _follow_rank_zero(recipe, folder, store)) is not None:
             return ending
-    console, errors = redirect_output(folder)
-    outcome = run_rank(folder, console, stop or listen_for_stops(folder), store)
+    errors = redirect_output(folder)
+    outcome = run_rank(folder, stop or listen_for_stops(folder), store)
     if stop is not None:  # the agent tells
         return Outcome(outcome.code)
     # A refusal or a stop is the same on every rank, so one of them says it.
@@ -239,7 +240,7 @@ def _stopped_early(folder: RunFolder, stop: StopRequest | None) -> Iterator[None
         over.set()
 
 
-def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> PreparedRun | Outcome:
+def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun | Outcome:
     """Rank 0: prepare the run, then report the result to the others, also after an error. An Outcome ends all ranks."""
     word: dict[str, int] = {"code": FAILED, "digest": 0}
     commits: dict[str, str] = {}
@@ -253,7 +254,7 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store", say: Say) -> P
             raise LaunchError("rank 0 is not on the first machine of the job; start the same command again.")
         patience = _PATIENCE_SECONDS if is_elastic() else 0.0
         if patience and shares_agent_store():
-            say(_SHARED_STORE)
+            logger.warning(_SHARED_STORE)
         run = prepare_run(recipe, fresh, detect_launched_cluster, read_environment(), patience, announce)
         if commits and (code := await_fetched(store)) is not None:  # the rank that failed says why
             word["code"] = code
@@ -284,7 +285,7 @@ def _send_to_hosts(run: PreparedRun, store: "Store") -> None:
         mark_ready(store, place)
 
 
-def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store", say: Say) -> Outcome | None:
+def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store") -> Outcome | None:
     """Wait until this rank can train; an Outcome instead ends it."""
     word: dict[str, int] = {}
 

@@ -3,6 +3,7 @@
 Its output is in logs/rank-N.log and its outcome in .outcomes/rank-N.json; the parent process reports to the user.
 """
 
+import logging
 import os
 import re
 import sys
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from echelon.planner.plan import ParallelPlan
     from echelon.recipe import Recipe
 
+logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.2
 _FOLDER_SECONDS = 0.4
@@ -71,8 +73,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     folder = RunFolder(Path(run_dir))
     stop = listen_for_stops(folder)
     leave_after_peers(folder)
-    console, _ = redirect_output(folder)
-    outcome = run_rank(folder, console, stop)
+    redirect_output(folder)
+    outcome = run_rank(folder, stop)
     failed = outcome.code == FAILED and not (outcome.secondary and is_peer_leaving(folder.outcomes_dir))
     leave(1 if failed else 0)
 
@@ -114,10 +116,10 @@ def leave_after_peers(folder: RunFolder) -> None:
     threading.Thread(target=watch, name="peers", daemon=True).start()
 
 
-def run_rank(folder: RunFolder, console: TextIO, stop: StopRequest, store: "Store | None" = None) -> RankOutcome:
+def run_rank(folder: RunFolder, stop: StopRequest, store: "Store | None" = None) -> RankOutcome:
     """Train as this rank, from the run folder, to the end; every ending becomes an outcome, also written to the folder.
 
-    Collective: every rank calls it. `console` is for the lines a person reads; `store` is what `open_store` gave.
+    Collective: every rank calls it. `store` is what `open_store` gave.
     """
     with OutcomeReport(folder, find_place().rank) as ending:
         runtime = start_runtime(store=store)
@@ -128,7 +130,7 @@ def run_rank(folder: RunFolder, console: TextIO, stop: StopRequest, store: "Stor
         from echelon.training.callbacks import build_callbacks
         from echelon.training.heartbeat import Heartbeat
 
-        leave_without_folder(folder, runtime, console)
+        leave_without_folder(folder, runtime)
         limit = recipe.fault.hang_seconds
         heart = Heartbeat(limit, lambda what: leave_hanging(folder, runtime, f"{what} did not end within {limit:g} s"))
         callbacks = build_callbacks(recipe.train.callbacks) if runtime.rank == 0 else ()
@@ -137,7 +139,7 @@ def run_rank(folder: RunFolder, console: TextIO, stop: StopRequest, store: "Stor
     return ending.outcome
 
 
-def leave_without_folder(folder: RunFolder, runtime: Runtime, console: TextIO) -> None:
+def leave_without_folder(folder: RunFolder, runtime: Runtime) -> None:
     """From now on this rank leaves when the run folder is gone: what it trains could not be kept.
 
     Whoever started the ranks tells; where that is not echelon, rank 0 does.
@@ -153,9 +155,7 @@ def leave_without_folder(folder: RunFolder, runtime: Runtime, console: TextIO) -
         with suppress(OSError):  # the outcomes of a job of this machine alone are in the folder
             write_outcome(folder.outcomes_dir, report(runtime.rank, FAILED, message, final=True))
         if runtime.rank == 0 and not is_managed() and find_host_dir() is None:
-            with suppress(OSError):
-                console.write(f"echelon: {message}\n")
-                console.flush()
+            logger.error(message)
         leave(1)
 
     threading.Thread(target=watch, name="folder", daemon=True).start()
@@ -265,10 +265,10 @@ def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
     return f"rank {rank} failed: {type(error).__name__}: {summary}; {where}"
 
 
-def redirect_output(folder: RunFolder) -> tuple[TextIO, TextIO]:
+def redirect_output(folder: RunFolder) -> TextIO:
     """Send this process's stdout and stderr, also those of native code, to the rank's log, and what it logs too.
 
-    Returns the console (on rank 0 the former stdout, elsewhere the log) and the former stderr.
+    Rank 0 also logs to its former stdout. Returns the former stderr.
     """
     rank = find_place().rank
     folder.create()
@@ -282,7 +282,7 @@ def redirect_output(folder: RunFolder) -> tuple[TextIO, TextIO]:
     os.close(log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     log_as_rank(rank, sys.stdout, stdout if rank == 0 else None, find_log_level())
-    return (stdout if rank == 0 else sys.stdout), stderr
+    return stderr
 
 
 def leave(code: int) -> NoReturn:

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -46,6 +46,8 @@ from echelon.supervise.workers import Workers
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
+logger = logging.getLogger(__name__)
+
 # How long the workers of a machine alone may take to leave after a signal of torchrun's agent before they are killed.
 _SHUTDOWN_SECONDS = 5
 _MONITOR_SECONDS = 0.2
@@ -60,16 +62,15 @@ _ENDING_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
 class Agent:
     """Starts this machine's workers, waits for them, starts them again when one fails, ends them when it is stopped.
 
-    The agents of all machines end with the same outcome. `say` gets lines for the user: on the coordinator, or about
-    what only this machine can know.
+    The agents of all machines end with the same outcome. The coordinator logs what concerns all of them; each machine,
+    what only it can know.
     """
 
-    def __init__(self, group: HostGroup, say: Callable[[str], None]) -> None:
+    def __init__(self, group: HostGroup) -> None:
         """Raises LaunchError where the coordinator's name does not resolve, ConfigError for an unknown interface."""
         self._group = group
-        self._say = say
         if not group.is_alone:
-            await_name(group, say)
+            await_name(group)
         self._address = find_own_address(group)
         self.is_coordinator = False
         """Whether this machine tells the user how the job ended."""
@@ -88,7 +89,7 @@ class Agent:
         with stops_forwarded(job.notice_seconds, job.folder.stop_path) as asked:
             meeting = None
             try:
-                meeting = Meeting(self._group, platform.node(), Restarts(job.max_restarts), self._say)
+                meeting = Meeting(self._group, platform.node(), Restarts(job.max_restarts))
                 self.is_coordinator = meeting.coordinates
                 return self._run(job, meeting, asked)
             except SignalException as error:
@@ -131,7 +132,7 @@ class Agent:
         variables = {**self._network_variables(), **job.env, **announced}
         # Nobody else is there to be told, and a stop at the very start is the workers' to answer.
         news: AbstractContextManager[None] = (
-            nullcontext() if self._group.is_alone else news_shared(meeting.watch(attempt), folder, self._say)
+            nullcontext() if self._group.is_alone else news_shared(meeting.watch(attempt), folder)
         )
         with exported(variables), deaths_watched(folder, job.num_processes) as death, news:
             deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
@@ -219,8 +220,8 @@ class Agent:
         if self.is_coordinator:
             where = "" if self._group.is_alone else ", on all machines"
             start = "from the beginning" if decision.step is None else f"from step {decision.step}"
-            self._say(f"failure: {decision.message}")
-            self._say(f"restart {decision.restarts} of {job.max_restarts}{where}: {start}")
+            logger.warning(f"failure: {decision.message}")
+            logger.warning(f"restart {decision.restarts} of {job.max_restarts}{where}: {start}")
 
 
 def _find_newest_step(job: Workers) -> int | None:

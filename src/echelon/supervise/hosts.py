@@ -1,19 +1,21 @@
 """The machines of a job as one of them knows them before they have met, and its own address among them."""
 
 import fcntl
+import logging
 import os
 import re
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.errors import ConfigError, LaunchError
 from echelon.supervise.listening import is_loopback, listen_at
+
+logger = logging.getLogger(__name__)
 
 _NAME_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
@@ -75,7 +77,7 @@ def parse_group(nodes: str, rendezvous: str, interface: str | None = None) -> Ho
     return HostGroup(int(numbers[1]), int(numbers[2] or numbers[1]), address[1], int(address[2]), interface=interface)
 
 
-def await_name(group: HostGroup, say: Callable[[str], None]) -> None:
+def await_name(group: HostGroup) -> None:
     """Wait until the coordinator's name resolves. A pod's name does so when it has its address, which takes minutes.
 
     Raises LaunchError after ten minutes.
@@ -90,7 +92,7 @@ def await_name(group: HostGroup, say: Callable[[str], None]) -> None:
             if time.monotonic() > until:
                 raise
             if not waits:
-                say(f"{str(error).rstrip('.')}; waiting up to {_NAME_SECONDS / 60:.0f} minutes")
+                logger.info(f"{str(error).rstrip('.')}; waiting up to {_NAME_SECONDS / 60:.0f} minutes")
             waits = True
             time.sleep(_LOOK_SECONDS)
 

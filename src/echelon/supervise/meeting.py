@@ -6,6 +6,7 @@ lost. A machine alone uses a store within its own process.
 """
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -21,6 +22,8 @@ from echelon.supervise.hosts import HostGroup, join_endpoint, limit_silence, ope
 from echelon.supervise.listening import answers_as_store, is_loopback
 from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Cause, Outcome, Weight
 from echelon.supervise.restart import Restarts
+
+logger = logging.getLogger(__name__)
 
 LOST_SECONDS = 15.0
 """A machine that has sent no heartbeat for so long is lost."""
@@ -168,7 +171,7 @@ class Meeting:
     is gone.
     """
 
-    def __init__(self, group: HostGroup, name: str, restarts: Restarts, say: Callable[[str], None]) -> None:
+    def __init__(self, group: HostGroup, name: str, restarts: Restarts) -> None:
         """`name`: what messages call this machine. Waits until the coordinator listens, or raises LaunchError."""
         self._group = group
         self._restarts = restarts
@@ -178,10 +181,10 @@ class Meeting:
         self.endpoint = group.endpoint if listener is None else join_endpoint(*listener.getsockname()[:2])
         """Where this machine reaches the store."""
         if listener is not None:
-            _warn_of_loopback(group, listener.getsockname()[0], say)
+            _warn_of_loopback(group, listener.getsockname()[0])
             self._store = _host_store(listener)
         else:
-            self._store = _open_own_store() if group.is_alone else _find_store(group, say)
+            self._store = _open_own_store() if group.is_alone else _find_store(group)
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._complete_at: float | None = None
         self._over = threading.Event()
@@ -329,9 +332,9 @@ def _lines(store: "_Store", key: str) -> list[str]:
     return list(dict.fromkeys(store.get(key).decode().split("\n")[:-1])) if store.check([key]) else []
 
 
-def _warn_of_loopback(group: HostGroup, address: str, say: Callable[[str], None]) -> None:
+def _warn_of_loopback(group: HostGroup, address: str) -> None:
     if group.max_nodes > 1 and is_loopback(address) and group.host not in (address, "localhost"):
-        say(
+        logger.warning(
             f"note: {group.host} resolves to {address} here, which other machines cannot reach; remove that line from "
             "/etc/hosts, or name the network interface (--interface)"
         )
@@ -353,7 +356,7 @@ def _open_own_store() -> "_Store":
     return cast(_Store, HashStore())
 
 
-def _find_store(group: HostGroup, say: Callable[[str], None]) -> "_Store":
+def _find_store(group: HostGroup) -> "_Store":
     """The coordinator's store, as soon as that listens. Raises LaunchError when nobody does, or another program."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -383,5 +386,5 @@ def _find_store(group: HostGroup, say: Callable[[str], None]) -> "_Store":
             strange_since = None
             if not is_told:
                 is_told = True
-                say(f"waiting for the coordinator at {group.endpoint}")
+                logger.info(f"waiting for the coordinator at {group.endpoint}")
         time.sleep(_LOOK_SECONDS)

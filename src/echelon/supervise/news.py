@@ -1,10 +1,11 @@
 """Sharing stops and deaths between machines while the workers run."""
 
+import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from echelon.runs.run_folder import RunFolder
@@ -12,18 +13,20 @@ from echelon.stopping import read_stop_file
 from echelon.stored import write_text
 from echelon.supervise.meeting import Watch
 
+logger = logging.getLogger(__name__)
+
 _LOOK_SECONDS = 0.2
 # Between two lines about machines that are not there yet.
 _WAITING_SECONDS = 20.0
 
 
 @contextmanager
-def news_shared(watch: Watch, folder: RunFolder, say: Callable[[str], None]) -> Iterator[None]:
+def news_shared(watch: Watch, folder: RunFolder) -> Iterator[None]:
     """Share stops and deaths with the other machines of an attempt during the block.
 
     A lost coordinator counts as a death: the workers leave, and the main thread learns why when it next asks the store.
     """
-    news = _News(watch, folder, say)
+    news = _News(watch, folder)
     thread = threading.Thread(target=news.share, name="news", daemon=True)
     thread.start()
     try:
@@ -34,11 +37,10 @@ def news_shared(watch: Watch, folder: RunFolder, say: Callable[[str], None]) -> 
 
 
 class _News:
-    def __init__(self, watch: Watch, folder: RunFolder, say: Callable[[str], None]) -> None:
+    def __init__(self, watch: Watch, folder: RunFolder) -> None:
         self.over = threading.Event()
         self._watch = watch
         self._folder = folder
-        self._say = say
         self._next_line_at = time.monotonic() + _WAITING_SECONDS
 
     def share(self) -> None:
@@ -57,7 +59,7 @@ class _News:
         is_late = self._watch.coordinates and time.monotonic() > self._next_line_at
         if is_late and (missing := self._watch.count_missing()):
             needed = self._watch.group.min_nodes
-            self._say(f"waiting for machines: {needed - missing} of {needed} have joined")
+            logger.info(f"waiting for machines: {needed - missing} of {needed} have joined")
             self._next_line_at += _WAITING_SECONDS
 
     def _share_stop(self) -> bool:

@@ -4,6 +4,7 @@
 """
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -21,14 +22,16 @@ from types import FrameType
 from typing import Any
 
 from echelon.errors import ConfigError, LaunchError
+from echelon.logs import log_to_console
 from echelon.recipe import Recipe, RunConfig, check_built, load_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import STOP_SIGNALS
+from echelon.supervise.launch_environment import find_log_level
 from echelon.supervise.nodelist import in_number_order
 from echelon.supervise.outcome import DONE, FAILED, STOPPED, Outcome
 from echelon.supervise.workers import HUB_PLACES
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 _EFA_VARIABLES = {"FI_PROVIDER": "efa", "RDMAV_FORK_SAFE": "1"}
 _RESOLVE_SECONDS = 600.0
@@ -128,15 +131,16 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
     Raises ConfigError and LaunchError for what is wrong before training. From the start of training on this process
     takes STOP_SIGNALS and hands them on.
     """
+    log_to_console(find_log_level())
     container = read_container(base, env)
     for line in container.describe():
-        _say(line)
+        logger.info(line)
     recipe, _ = load_recipe(container.recipe_path)
     check_built(recipe)
     _check_place(recipe.run, base)
     _check_channels(recipe, container)
-    variables = {**env, **find_variables(container, env, _say)}
-    _await_names(container.hosts, _say)
+    variables = {**env, **find_variables(container, env)}
+    _await_names(container.hosts)
     folder = RunFolder(recipe.run.dir)
     started = time.time()
 
@@ -179,9 +183,7 @@ def _check_channels(recipe: Recipe, container: Container) -> None:
                 )
 
 
-def find_variables(
-    container: Container, env: Mapping[str, str], say: Say, system: Path = Path("/sys")
-) -> dict[str, str]:
+def find_variables(container: Container, env: Mapping[str, str], system: Path = Path("/sys")) -> dict[str, str]:
     """What training finds in its environment beside what the job set, which wins: its hosts, EFA and HF_HOME."""
     variables = {"SM_HOSTS": json.dumps(container.hosts), "SM_CURRENT_HOST": container.host}
     if container.interface is not None:
@@ -191,11 +193,12 @@ def find_variables(
     if _has_efa(system):
         # The job's own variables come from a list of instance types, and lists are behind; the card is there.
         added = {name: value for name, value in _EFA_VARIABLES.items() if name not in env}
-        say(f"container: EFA, {' '.join(f'{name}={value}' for name, value in added.items()) or 'as the job set it'}")
+        described = " ".join(f"{name}={value}" for name, value in added.items())
+        logger.info(f"container: EFA, {described or 'as the job set it'}")
         variables |= added
     if not HUB_PLACES & env.keys():
         home, free = _find_hub_home(container.base)
-        say(f"container: HF_HOME={home}, {free / 1e9:.0f} GB free")
+        logger.info(f"container: HF_HOME={home}, {free / 1e9:.0f} GB free")
         variables["HF_HOME"] = str(home)
     return variables
 
@@ -217,14 +220,14 @@ def _has_efa(system: Path) -> bool:
     return any(card.resolve().name == "efa" for card in cards)
 
 
-def _await_names(hosts: Iterable[str], say: Say, patience_seconds: float = _RESOLVE_SECONDS) -> None:
+def _await_names(hosts: Iterable[str], patience_seconds: float = _RESOLVE_SECONDS) -> None:
     """Wait until every host's name has an address; containers of a job start one after the other."""
     deadline = time.monotonic() + patience_seconds
     for host in hosts:
         told = False
         while not _resolves(host):
             if not told:
-                say(f"container: waiting for {host} to have an address")
+                logger.info(f"container: waiting for {host} to have an address")
                 told = True
             if time.monotonic() > deadline:
                 raise LaunchError(
@@ -357,10 +360,5 @@ def _export(folder: RunFolder, model: Path, outcome: Outcome, env: Mapping[str, 
     for path in written.iterdir():
         path.replace(model / path.name)
     written.rmdir()
-    _say(f"container: the model is in {model}")
+    logger.info(f"container: the model is in {model}")
     return outcome
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
