@@ -71,6 +71,22 @@ def find_prints(module: Module) -> list[str]:
     ]
 
 
+def find_odd_loggers(module: Module) -> list[str]:
+    """Loggers that are kept under another name than their module's, and lines that are handed on by a parameter `say`.
+
+    A library's logger, which is set up and not written to, has its own name.
+    """
+    odd = [
+        f"{module.short}:{node.lineno} logs under another name"
+        for node in module.tree.body
+        if isinstance(node, ast.Assign)
+        and [ast.unparse(target) for target in node.targets] == ["logger"]
+        and ast.unparse(node.value) != "logging.getLogger(__name__)"
+    ]
+    arguments = (node for node in ast.walk(module.tree) if isinstance(node, ast.arg))
+    return odd + [f"{module.short}:{each.lineno} takes {each.arg}" for each in arguments if each.arg == "say"]
+
+
 def find_unfiled(module: Module) -> list[str]:
     """Notes of what is to be done that name no issue."""
     lines = enumerate(module.text.splitlines(), 1)
@@ -90,6 +106,10 @@ def test_the_loop_asks_for_no_name():
 
 def test_print_is_for_the_console():
     assert not [found for module in ECHELON for found in find_prints(module)]
+
+
+def test_a_module_logs_under_its_own_name():
+    assert not [found for module in ECHELON for found in find_odd_loggers(module)]
 
 
 def test_no_unfiled_todo():
@@ -131,6 +151,12 @@ def test_a_branch_on_a_name_is_found(tmp_path, text):
     module = write(tmp_path, text).modules["house.a"]
     assert [found.rpartition(" ")[2] for found in find_branches_on(module, {"fsdp"})] == ["fsdp"]
     assert not find_branches_on(module, {"zero1"})
+
+
+def test_an_odd_logger_is_found(tmp_path):
+    text = "logger = logging.getLogger('mine')\ndef run(say): pass\nlogger = logging.getLogger(__name__)\n"
+    module = write(tmp_path, text).modules["house.a"]
+    assert find_odd_loggers(module) == ["a:1 logs under another name", "a:2 takes say"]
 
 
 def test_a_print_and_an_unfiled_note_are_found(tmp_path):

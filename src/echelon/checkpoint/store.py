@@ -129,6 +129,7 @@ class CheckpointStore:
             )
         except (Exception, CheckpointException) as error:  # DCP's own is no Exception
             raise self._save_error(find_reason(error)) from error
+        logger.debug(f"checkpoint: step {step} is copied after {time.monotonic() - began:.2f} s; writing")
         assert isinstance(written, Future)
         self._pending = self._publisher.submit(self._finish, began, written, writing, checkpoint, dict(state), keep)
         if not self._asynchronous:
@@ -243,7 +244,9 @@ class CheckpointStore:
         keep: int | None,
     ) -> str | None:
         """In the thread: publish what all ranks have written. Why not, or None; the same on every rank."""
-        reports = self._gather(self._describe_written(written, writing))
+        mine = self._describe_written(written, writing)
+        logger.debug(f"checkpoint: step {checkpoint.step} is written here after {time.monotonic() - began:.2f} s")
+        reports = self._gather(mine)
         reason = next((each for each, _ in reports if each is not None), None)
         if self._carrier is not None:
             reason = self._carrier.collect(writing) if reason is None else self._carrier.discard(writing, reason)

@@ -1,5 +1,6 @@
 """Resolves `auto`: precision, micro batch and strategy, each choice with the numbers it is based on."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, Rounding
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe, TrainConfig
+
+logger = logging.getLogger(__name__)
 
 MEMORY_HEADROOM = 0.10  # share of a device left to workspace, fragmentation and what the estimate leaves out
 # Beyond these a longer microbatch was not seen to be faster, and it only costs memory.
@@ -133,6 +136,7 @@ def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
     for layout in _auto_layouts(request.cluster):
         plan, line = _choose_micro_batch(request, layout)
         needs = request.estimate(plan)
+        logger.debug(f"plan: {layout.strategy} needs {_gigabytes(needs.total)}, micro batch {plan.micro_batch_size}")
         if request.fits(needs):
             reason = "one process" if plan.world_size == 1 else "the first that fits"
             return plan, [*why, f"parallel auto: {layout.strategy}, {reason}", *line]

@@ -196,6 +196,7 @@ class Meeting:
 
     def join(self, attempt: int) -> None:
         """Say that this machine takes part."""
+        logger.debug(f"attempt {attempt}: {self.host} takes part, store at {self.endpoint}")
         self._store.append(f"{attempt}/hosts", self.host + "\n")
 
     def await_decision(self, attempt: int, mine: HostReport) -> Decision:
@@ -206,6 +207,7 @@ class Meeting:
             if not (self.coordinates and self._decide(attempt, key)):
                 time.sleep(_LOOK_SECONDS)
         fields = json.loads(self._store.get(key))
+        logger.debug(f"attempt {attempt}: decided {fields}")
         if not self.coordinates:
             self._store.append(f"{attempt}/read", self.host + "\n")
         elif not fields["goes_on"]:
