@@ -11,7 +11,8 @@ from echelon.recipe import FaultConfig
 from echelon.runs.run_folder import RunFolder
 from echelon.training.bad_steps import StepJudge
 from echelon.training.diagnosis import _merge
-from echelon.training.rollback import _read_suppressed
+from echelon.training.metrics import StepMetrics
+from echelon.training.rollback import _read_suppressed, describe_stop
 from echelon.training.state import TrainState
 
 CPU = torch.device("cpu")
@@ -110,3 +111,22 @@ def test_the_first_finding_over_ranks_and_microbatches():
     nothing = _merge([[(None, list(range(20)))], [(None, [20])]])
     assert nothing.num_samples == 21 and nothing.sample_ids == tuple(range(16))
     assert nothing.describe().endswith("not finite. Samples " + ", ".join(map(str, range(16))) + " and 5 more.")
+
+
+@pytest.mark.parametrize(
+    ("norm", "spike_factor", "rule"),
+    [
+        (NAN, None, "gradient norm=nan, and both must be finite;"),
+        (9.0, 4.0, "gradient norm=9, which is more than fault.spike_factor=4 times the median"),
+        (9.0, None, "gradient norm=9, and the synchronizer (sync.name) rejected the update;"),
+    ],
+)
+def test_the_message_of_a_stop_names_the_rule(norm, spike_factor, rule):
+    metrics = StepMetrics(
+        step=6, loss=2.0, router_loss=None, grad_norm=norm, committed=False, loss_scale=None, learning_rate=1e-3,
+        tokens=64, target_tokens=60, batch_hash="0", data_wait_seconds=0.0, memory_peak_bytes=None, is_bad=True,
+        bad_in_a_row=1, stopped_by=None,
+    )  # fmt: skip
+    message = describe_stop(metrics, FaultConfig(spike_factor=spike_factor), _merge([[(None, [1])]]))
+    assert message.startswith("step 7: loss=2 and ")
+    assert rule in message

@@ -109,12 +109,12 @@ def describe_numbers(metrics: StepMetrics) -> str:
 
 def describe_stop(metrics: StepMetrics, fault: FaultConfig, diagnosis: Diagnosis) -> str:
     """Why the run ends at this step, what is known of it, and what to do."""
-    is_finite = finite(metrics.grad_norm) is not None
-    rule = (
-        f"which is more than fault.spike_factor={fault.spike_factor:g} times the median of the steps before"
-        if is_finite
-        else "and both must be finite"
-    )
+    if finite(metrics.grad_norm) is None:
+        rule = "and both must be finite"
+    elif fault.spike_factor is None:
+        rule = "and the synchronizer (sync.name) rejected the update"
+    else:
+        rule = f"which is more than fault.spike_factor={fault.spike_factor:g} times the median of the steps before"
     many = ""
     if fault.on_bad_step != "stop":
         many = f"; it is the last of {metrics.bad_in_a_row} bad steps in a row (fault.max_bad_steps)"
