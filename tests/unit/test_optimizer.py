@@ -166,6 +166,28 @@ def test_sgd_by_hand():
     assert weights == pytest.approx([0.4325])
 
 
+def largest_update(name):
+    """Of 40 steps on an embedding, in learning rates; a batch contains a fifth of the tokens."""
+    generator = torch.Generator().manual_seed(0)
+    model = one_layer(torch.zeros(64, 256))
+    (layer,) = model.layers
+    optimizer = build_optimizer(model, OptimConfig(name=name, learning_rate=1.0), "fp32", seed=0)
+    largest = 0.0
+    for step in range(40):
+        sizes = torch.exp(2 * torch.randn(64, 256, generator=generator))
+        gradient = 1e-3 * sizes * torch.randn(64, 256, generator=generator)
+        gradient[torch.rand(64, generator=generator) < 0.8] = 0.0
+        layer.weight.grad, before = gradient, layer.weight.detach().clone()
+        optimizer.step(step, 1e-3, YES)
+        largest = max(largest, (layer.weight - before).abs().max().item() / 1e-3)
+    return largest
+
+
+def test_8_bit_moments_move_no_weight_further_than_32_bit_ones():
+    """With a second moment rounded to 0, the divisor is eps alone, and the largest update is 56,600 learning rates."""
+    assert largest_update("adamw_8bit") < 1.5 * largest_update("adamw")
+
+
 @pytest.mark.parametrize("master_weights", ["fp32", "bf16_kahan", "bf16_stochastic"])
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"])
 def test_a_step_that_does_not_commit_changes_nothing(name, master_weights):

@@ -29,7 +29,10 @@ def test_codes_and_scales_are_torchaos(signed):
     scaled, expected_scales = torchao_codes.scale_tensor(values, BLOCK)
     expected = torchao_codes.quantize_8bit_with_qmap(scaled, torch.tensor(code_values(signed)))
     assert torch.equal(scales.flatten(), expected_scales)
-    assert (codes != expected).sum() <= 2, "but for ties, which rounding decides"
+    differing = codes != expected
+    if not signed:
+        differing &= (values == 0) | (expected > 0)
+    assert differing.sum() <= 2, "but for ties, which rounding decides, and squares that torchao rounds to 0"
 
 
 @pytest.mark.parametrize("width", [3, BLOCK - 1, BLOCK, BLOCK + 1, 700])
@@ -43,7 +46,8 @@ def test_a_value_comes_back_as_the_nearest_code_of_its_block(width, signed):
         for start in range(0, width, BLOCK):
             block = values[row, start : start + BLOCK].numpy()
             scale = np.abs(block).max()
-            nearest = table[np.abs(block[:, None] / scale - table[None]).argmin(1)] * scale
+            choices = table if signed else table[1:]  # a square above 0 does not become 0, and none is 0 here
+            nearest = choices[np.abs(block[:, None] / scale - choices[None]).argmin(1)] * scale
             assert np.allclose(back[row, start : start + BLOCK], nearest, rtol=2e-2, atol=1e-7 * scale)
 
 

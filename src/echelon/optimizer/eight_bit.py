@@ -42,13 +42,20 @@ def num_blocks(width: int) -> int:
 
 
 def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, the shape of `values` [..., width]) and scales (fp32 [..., blocks]) of a tensor."""
+    """Codes (uint8, the shape of `values` [..., width]) and scales (fp32 [..., blocks]) of a tensor.
+
+    An unsigned value above 0 is never rounded to 0. AdamW divides by the root of the second moment: with one rounded to
+    0, a weight whose next gradient is 0, such as the embedding of a token that the batch lacks, would move by thousands
+    of learning rates. The paper keeps the moments of embeddings in 32 bits for this reason.
+    """
     table = _code_table(signed, values.device)
     count = num_blocks(values.shape[-1])
     padded = F.pad(values, (0, count * BLOCK - values.shape[-1]))
     blocks = padded.reshape(*values.shape[:-1], count, BLOCK)
     scales = blocks.abs().amax(-1).clamp(min=SMALLEST)
     nearest = torch.bucketize(blocks / scales.unsqueeze(-1), (table[:-1] + table[1:]) / 2, out_int32=True, right=True)
+    if not signed:
+        nearest = torch.where(blocks > 0, nearest.clamp(min=1), nearest)
     return nearest.to(torch.uint8).flatten(-2)[..., : values.shape[-1]], scales
 
 
