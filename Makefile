@@ -1,4 +1,4 @@
-# Everything runs from a virtual environment in .venv, made once; `make clean` removes it.
+# Everything runs in a virtual environment, .venv, which is created once; `make clean` removes it.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,19 +9,19 @@ BIN := .venv/bin
 help:
 	@echo "make demo     set up, train a small model on real text with two processes, evaluate it, sample from it"
 	@echo "make test     set up, run the tests"
-	@echo "make slow     the tests that take too long for every day: a killed server, a browser on MLflow's page, full disks (12 minutes)"
-	@echo "make fuzz     10,000 damaged files and recipes through the real loaders, and a table of what became of them (10 minutes)"
-	@echo "make parity   every strategy against the single process, the whole product of options (long)"
-	@echo "make parity-table  the same rows, and docs/parity.md from what they measured; goes on where it was killed (hours)"
-	@echo "make faults   kills a job at drawn moments, 66 times, and compares its end: benchmarks/results/faults-cpu.md (30 minutes)"
-	@echo "make launchers  jobs on several machines of this one's making: a real Slurm, mpirun, ssh (as root, on Debian or Ubuntu)"
-	@echo "make bench    the cost of a step beside a plain PyTorch loop's (long)"
-	@echo "make gpu      on a machine with an NVIDIA GPU: its tests and all benchmarks, into a folder of logs (15 minutes)"
-	@echo "make lint     style and types"
+	@echo "make slow     the tests too long for daily use: a killed server, MLflow's UI in a browser, full disks (12 minutes)"
+	@echo "make fuzz     load 10,000 damaged files and recipes with the real loaders, and print a table of the results (10 minutes)"
+	@echo "make parity   compare every strategy with the single process, for all combinations of options (long)"
+	@echo "make parity-table  the same, and write docs/parity.md from the measurements; resumes after a kill (hours)"
+	@echo "make faults   kill jobs at 66 random moments and compare their results: benchmarks/results/faults-cpu.md (30 minutes)"
+	@echo "make launchers  run jobs on emulated machines: a real Slurm, mpirun, ssh (as root, on Debian or Ubuntu)"
+	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
+	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests and all benchmarks, and log to a folder (15 minutes)"
+	@echo "make lint     check style and types"
 	@echo "make clean    remove .venv"
 
 .venv/.installed: pyproject.toml
-	@echo "== setting up: a virtual environment in .venv, and echelon with what its tests need"
+	@echo "== setting up: a virtual environment in .venv, and echelon with the packages its tests need"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $@
@@ -48,11 +48,11 @@ test: .venv/.installed
 	@touch $@
 
 slow: .venv/.slow
-	@echo "== running the tests that are marked slow, but for the product of strategies"
+	@echo "== running the tests marked slow, except those of make parity"
 	$(BIN)/python -m pytest tests/dist tests/docs tests/unit -m slow
 
 fuzz: .venv/.installed
-	@echo "== loading 10,000 damaged files and recipes: a clean refusal each, or the right value"
+	@echo "== loading 10,000 damaged files and recipes; each must be refused cleanly or load the right value"
 	$(BIN)/python -m pytest tests/fuzz -m slow --show-capture=no
 
 parity: .venv/.installed
@@ -62,15 +62,15 @@ parity: .venv/.installed
 PARITY_RESULTS := benchmarks/results/parity-cpu.jsonl
 
 parity-table: .venv/.installed
-	@echo "== measuring what is not yet in $(PARITY_RESULTS), then writing docs/parity.md"
+	@echo "== measuring the rows that are not yet in $(PARITY_RESULTS), then writing docs/parity.md"
 	$(BIN)/python -m pytest tests/parity -m "not gpu" --publish $(PARITY_RESULTS); status=$$?; \
 	$(BIN)/python benchmarks/parity_table.py $(PARITY_RESULTS) && exit $$status
 
 faults: .venv/.installed
-	@echo "== killing jobs in every phase, and comparing them with those that were never interrupted"
+	@echo "== killing jobs in every phase, and comparing them with uninterrupted ones"
 	$(BIN)/python -m pytest tests/faults -v -m "slow or not slow"
 
-# What the tests of launchers start besides Python.
+# Programs that the launcher tests start.
 LAUNCHER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin openssh-server iproute2
 
 launchers: .venv/.installed
@@ -78,19 +78,19 @@ launchers: .venv/.installed
 	    PATH="$$PATH:/usr/sbin" command -v $$program > /dev/null || missing="$$missing $$program"; \
 	done; \
 	if [ "$$(id -u)" != 0 ]; then \
-	    echo "== not root: what needs daemons or network namespaces is skipped"; \
+	    echo "== not root: tests that need daemons or network namespaces are skipped"; \
 	elif [ -n "$$missing" ] && command -v apt-get > /dev/null; then \
 	    echo "== installing $(LAUNCHER_PACKAGES)"; \
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
 	        $(LAUNCHER_PACKAGES) > /dev/null; \
 	elif [ -n "$$missing" ]; then \
-	    echo "== missing, and skipped what needs it:$$missing"; \
+	    echo "== missing programs, whose tests are skipped:$$missing"; \
 	fi
-	@echo "== launching jobs, each by the real thing"
+	@echo "== launching jobs with the real launchers"
 	$(BIN)/python -m pytest tests/launchers -m slow -rs
 
 bench: .venv/.installed
-	@echo "== timing echelon's step beside a plain loop's"
+	@echo "== comparing the step time with that of a plain PyTorch loop"
 	$(BIN)/python benchmarks/overhead.py
 
 gpu: .venv/.installed
