@@ -9,7 +9,7 @@ BIN := .venv/bin
 help:
 	@echo "make demo     set up, train a small model on real text with two processes, evaluate it, sample from it"
 	@echo "make test     set up, run the tests"
-	@echo "make slow     the tests too long for daily use: a killed server, MLflow's UI in a browser, full disks (12 minutes)"
+	@echo "make slow     the tests too long for daily use: a killed server, MLflow's UI in a browser, full disks (an hour)"
 	@echo "make fuzz     load 10,000 damaged files and recipes with the real loaders, and print a table of the results (10 minutes)"
 	@echo "make parity   compare every strategy with the single process, for all combinations of options (long)"
 	@echo "make parity-table  the same, and write docs/parity.md from the measurements; resumes after a kill (hours)"
@@ -49,7 +49,7 @@ test: .venv/.installed
 
 slow: .venv/.slow
 	@echo "== running the tests marked slow, except those of make parity"
-	$(BIN)/python -m pytest tests/dist tests/docs tests/unit -m slow
+	$(BIN)/python -m pytest tests/dist tests/docs tests/peer tests/unit -m slow
 
 fuzz: .venv/.installed
 	@echo "== loading 10,000 damaged files and recipes; each must be refused cleanly or load the right value"

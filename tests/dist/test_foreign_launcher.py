@@ -60,7 +60,10 @@ def test_folder_that_a_rank_does_not_see_is_refused(tmp_path):
     assert errors[1] == ""
 
 
-@pytest.mark.parametrize("option", [[], ["--use-env"]], ids=["--local-rank", "--use-env"])
+@pytest.mark.parametrize(
+    "option",
+    [pytest.param([], id="--local-rank", marks=pytest.mark.slow), pytest.param(["--use-env"], id="--use-env")],
+)
 def test_the_launcher_of_old_trains(tmp_path, option):
     """`python -m torch.distributed.launch` hands each rank its number as an argument too, unless told not to."""
     write_recipe(tmp_path)

@@ -165,8 +165,8 @@ class Session:
 
 # Pages of which the same is run by other tests too: `make slow` runs these.
 SLOW_PAGES = {
-    "adapters.md", "checkpoints.md", "evaluation.md", "hub.md", "optimization.md", "python.md", "schedules.md",
-    "tracking.md",
+    "adapters.md", "checkpoints.md", "evaluation.md", "fine-tuning.md", "hub.md", "optimization.md", "python.md",
+    "schedules.md", "tracking.md",
 }  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def run_peer(folder, prepared, adapter=None):
     return json.loads(line.removeprefix("RESULT "))
 
 
-@pytest.mark.parametrize("adapter", ["full", "lora", "dora"])
+@pytest.mark.parametrize("adapter", ["full", "lora", pytest.param("dora", marks=pytest.mark.slow)])
 def test_losses_agree_step_by_step(workers, text, tmp_path, adapter):
     ours, our_groups, prepared = run_echelon(workers, Row(adapter=adapter), tmp_path / "one", text)
     row = with_ranks(Row("fsdp", adapter=adapter), 2, micro_batch=2)
