@@ -1,4 +1,4 @@
-"""Examples as their bytes, in a module of its own: processes that tokenize import it, and should import little."""
+"""An encoding of examples as bytes. Separate, because tokenizing processes import it and should import little."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from echelon.data.readers.record import BrokenRecordError
 
 @dataclass(frozen=True)
 class BytesEncoding:
-    """Each byte a token; the completion is learned, of a pair both answers. No token ends them."""
+    """Makes each byte a token. The targets are the completion, or both answers of a pair, without a stop token."""
 
     stops: tuple[int, ...] = ()
 

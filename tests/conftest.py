@@ -1,4 +1,4 @@
-"""Fixtures every tier shares."""
+"""Fixtures for all tests."""
 
 import argparse
 import logging
@@ -13,8 +13,8 @@ import pytest
 
 from workers import WorkerPool
 
-# A shell starts `make test &` deaf to SIGINT, and nohup deaf to SIGHUP, and every process below would be so too.
-# Those that a test starts take signals as a user's do; pytest itself still outlives its terminal under nohup.
+# `make test &` in a shell ignores SIGINT, and nohup ignores SIGHUP; child processes would inherit that.
+# Processes that a test starts handle signals as a user's do; pytest itself still survives its terminal under nohup.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
@@ -22,7 +22,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def logging_restored() -> Iterator[None]:
-    """A command that runs in this process sets handlers and a level; without them caplog sees echelon's records."""
+    """Remove the handlers and level that a command in this process has set, so that caplog sees echelon's records."""
     logger = logging.getLogger("echelon")
     before = logger.handlers[:], logger.level, logger.propagate
     yield
@@ -48,6 +48,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def started() -> Callable[[], list[BaseProcess]]:
-    """The child processes that the test itself has started and that still live; the pool's are not among them."""
+    """The live child processes that the test has started, without those of the worker pool."""
     before = {process.pid for process in multiprocessing.active_children()}
     return lambda: [process for process in multiprocessing.active_children() if process.pid not in before]

@@ -1,4 +1,4 @@
-"""A pickle as an attacker writes it."""
+"""A malicious pickle."""
 
 import os
 import pickle
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class Hostile:
-    """Unpickling it makes a folder."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -16,5 +16,5 @@ class Hostile:
 
 
 def hostile_pickle(path: Path) -> bytes:
-    """Whoever unpickles it makes the folder `path`."""
+    """A pickle that creates the folder `path` when it is loaded."""
     return pickle.dumps(Hostile(path))

@@ -1,4 +1,4 @@
-"""A hub on loopback: real HTTP, the requests that `huggingface_hub` makes of it, from models made on the spot.
+"""A local hub server that answers the HTTP requests of `huggingface_hub` with generated models.
 
 The answers have the shapes of https://huggingface.co/docs/hub/api. Every file's ETag is its SHA-256, as that of a large
 file there.
@@ -30,7 +30,7 @@ class Repository:
 
     @property
     def head(self):
-        """The commit that `main` means."""
+        """The commit of the branch `main`."""
         return next(reversed(self.commits))
 
 
@@ -71,12 +71,12 @@ class HubServer:
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def stop(self):
-        """Refuse connections from now on."""
+        """Stop the server; further connections are refused."""
         self._http.shutdown()
         self._http.server_close()
 
     def push(self, name, folder, **settings):
-        """Make a folder's files the newest commit of a repository, `ORG/NAME` or `datasets/ORG/NAME`; its hash."""
+        """Commit a folder to a repository, `ORG/NAME` or `datasets/ORG/NAME`; return the hash of the commit."""
         files = {path.relative_to(folder).as_posix(): path.read_bytes()
                  for path in sorted(Path(folder).rglob("*")) if path.is_file()}  # fmt: skip
         repository = self.repositories.setdefault(name, Repository())
@@ -87,7 +87,7 @@ class HubServer:
         return digest
 
     def downloads(self, client=None):
-        """How often the bytes of each file were asked for, by file name: of all clients, or of one address."""
+        """The number of downloads of each file, by file name: of all clients, or of one address."""
         found = [
             match[4] for method, path, address in self.requests
             if method == "GET" and client in (None, address) and (match := _FILE.fullmatch(path))
@@ -111,7 +111,7 @@ class HubServer:
             self._send(request, 404, b"")
 
     def _find(self, request, name, revision):
-        """The repository's commit and its hash; None once a refusal has been sent, as the hub words it."""
+        """The repository's commit and its hash; None after an error in the hub's format has been sent."""
         repository = self.repositories.get(name)
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if token and token not in self.tokens:

@@ -1,10 +1,10 @@
-"""What echelon logs, as a list of messages: for processes without pytest, and for objects that live through a test."""
+"""Captures echelon's log messages in a list, for processes without pytest and for objects that outlive a call."""
 
 import logging
 
 
 class LogLines(logging.Handler):
-    """Keeps in `lines` every message that is logged below `echelon`, until it is closed or the test ends."""
+    """Collects every message of echelon's loggers in `lines`, until it is closed or the test ends."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Three sources of different formats and sizes, in the shares 0.5, 0.3 and 0.2."""
+"""Three sources of different formats and sizes, with the weights 0.5, 0.3 and 0.2."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ WEIGHTS = (0.5, 0.3, 0.2)
 
 
 def write_sources(folder: Path) -> list[dict[str, Any]]:
-    """A folder of text, a .jsonl file and a Parquet file under `folder`; the entries of `data.train`."""
+    """Write a folder of text, a .jsonl file and a Parquet file under `folder`; return the entries of `data.train`."""
     (folder / "notes").mkdir(parents=True)
     for number in range(4):
         (folder / "notes" / f"{number}.txt").write_text(f"note {number}. " * 300)

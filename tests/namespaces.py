@@ -1,4 +1,4 @@
-"""Machines on one switch, as Linux network namespaces: their own addresses, names and loopbacks; files are shared."""
+"""Machines emulated by Linux network namespaces: separate addresses, host names and loopbacks, but shared files."""
 
 import functools
 import os
@@ -17,14 +17,14 @@ from typing import Any
 _PREFIX = "echelon-"
 _NAMED = Path("/run/netns")
 _HOSTS = Path("/etc/netns")
-# Sets the machine's host name, then becomes the command: its process id is that of what `start` returns.
+# Sets the machine's host name, then runs the command by exec, so that `start` returns the command's process id.
 _ENTER = 'hostname "$0" && exec "$@"'
 _NO_SUCH_CARD = "02:00:00:00:00:fe"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A network namespace with one cable, `eth0`, to the switch; `folder` is where its commands start."""
+    """A network namespace with an interface `eth0` to the switch; its commands start in `folder`."""
 
     name: str
     address: str
@@ -39,21 +39,21 @@ class Machine:
         cwd: Path | None = None,
         **popen: Any,
     ) -> subprocess.Popen:
-        """The command on this machine, which knows all machines by their names; `env` defaults to this process's."""
+        """Start a command on this machine; the names of all machines resolve. `env` defaults to this process's."""
         inside = ["unshare", "--uts", "sh", "-c", _ENTER, self.name, *map(str, argv)]
         command = ["ip", "netns", "exec", self.namespace, *inside]
         return subprocess.Popen(command, env=env, cwd=cwd or self.folder, **popen)
 
     def cut(self) -> None:
-        """Pull the cable: nothing arrives any more, and nobody is told."""
+        """Disconnect the machine: all packets are dropped, and connections stay open."""
         _ip("-n", self.switch, "link", "set", self.name, "down")
 
     def heal(self) -> None:
-        """Plug the cable in again."""
+        """Reconnect the machine."""
         _ip("-n", self.switch, "link", "set", self.name, "up")
 
     def cut_from(self, other: "Machine") -> None:
-        """Lose everything on the way to one other machine, in silence; to the rest nothing changes."""
+        """Drop all packets to one other machine silently; connections to the others are unchanged."""
         _ip(
             "-n",
             self.namespace,
@@ -69,12 +69,12 @@ class Machine:
         )
 
     def slow(self, megabits: int) -> None:
-        """Limit what this machine sends to so many megabits a second."""
+        """Limit the sending rate of this machine, in megabits per second."""
         limit = ["tbf", "rate", f"{megabits}mbit", "burst", "64kbit", "latency", "400ms"]
         _run("ip", "netns", "exec", self.namespace, "tc", "qdisc", "replace", "dev", "eth0", "root", *limit)
 
     def kill(self) -> None:
-        """SIGKILL every process on it. The kernel still closes their connections; `cut` first for a loss of power."""
+        """SIGKILL every process. The kernel still closes their connections; `cut` first to emulate a power loss."""
         deadline = time.monotonic() + 10
         while pids := _ip("netns", "pids", self.namespace).split():
             assert time.monotonic() < deadline, f"{self.name} does not die: {pids}"
@@ -114,7 +114,7 @@ def machines(count: int, tmp_path: Path) -> Iterator[list[Machine]]:
 
 @functools.cache
 def namespaces_allowed() -> str | None:
-    """Why machines cannot be made here, for a skip; None where they can."""
+    """The reason to skip tests with machines; None if machines can be created."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
@@ -151,7 +151,7 @@ def _remove(namespace: str) -> None:
 
 
 def _remove_stale() -> None:
-    """What a test process that was killed has left behind."""
+    """Remove what a killed test process has left behind."""
     for path in [*_NAMED.glob(f"{_PREFIX}*"), *_HOSTS.glob(f"{_PREFIX}*")]:
         owner = re.match(rf"{_PREFIX}(\d+)-", path.name)
         if owner and not Path("/proc", owner[1]).exists():

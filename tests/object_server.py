@@ -1,4 +1,4 @@
-"""An S3 server on loopback: moto behind real HTTP, which a test can take down, break, and look into."""
+"""A local S3 server: moto behind real HTTP, which a test can stop, make fail, and inspect."""
 
 import threading
 
@@ -14,7 +14,7 @@ class _Silent(WSGIRequestHandler):
 
 
 class ObjectServer:
-    """Keeps its objects, and its port, when it is stopped and started again.
+    """An S3 server that keeps its objects and its port when it is stopped and started again.
 
     After `fail_after` more requests that write, each such request is answered with 503; None: never.
     """
@@ -29,7 +29,7 @@ class ObjectServer:
 
     @property
     def environment(self):
-        """What a client needs to find it."""
+        """The environment variables of a client."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ACCESS_KEY_ID": "AKIATESTTESTTESTTEST", "AWS_SECRET_ACCESS_KEY": "the-secret-of-this-test",
@@ -37,7 +37,7 @@ class ObjectServer:
         }  # fmt: skip
 
     def start(self):
-        """Answer, unless it does already."""
+        """Start the server, unless it runs already."""
         if self._server is not None:
             return
         self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True, request_handler=_Silent)
@@ -45,7 +45,7 @@ class ObjectServer:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def stop(self):
-        """Refuse connections, as a server that is down."""
+        """Stop the server; connections are refused."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

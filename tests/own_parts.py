@@ -1,4 +1,4 @@
-"""A package of somebody else's, as text: a part of each kind that a recipe can name from outside of echelon."""
+"""The source of an external package with one class of each kind that a recipe can name."""
 
 PACKAGE = '''
 """Parts for echelon, none of which it knows."""
@@ -118,7 +118,7 @@ class ZLoss:
 
 
 def write_package(folder, name="their_parts", text=PACKAGE):
-    """The package in a folder; returns its name."""
+    """Write the package to a folder; return its name."""
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text(text)
     return name

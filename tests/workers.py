@@ -1,4 +1,4 @@
-"""A pool of warm worker processes for tests that need real ranks: torch is imported once, not once a test.
+"""A pool of worker processes for tests that need real ranks. torch is imported once, not in every test.
 
 Each task gets a fresh gloo group over a fresh file store. A task that fails or hangs costs the pool, which is started
 anew for the next one: no state of a broken test reaches another.
@@ -17,11 +17,11 @@ TIMEOUT_SECONDS = 120.0
 
 
 class WorkerFailure(AssertionError):
-    """A rank raised, died or hung; the message holds its traceback."""
+    """A rank raised an error, died or hung; the message contains its traceback."""
 
 
 def serve(connection: Connection) -> None:
-    """A worker's life: import torch, then run tasks until the pool closes the connection."""
+    """Run a worker: import torch, then run tasks until the pool closes the connection."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
     import torch
     import torch.distributed as dist
@@ -46,7 +46,7 @@ def serve(connection: Connection) -> None:
 
 
 class WorkerPool:
-    """Up to `size` warm processes; `run` gives a function to the first `world_size` of them, as ranks."""
+    """Up to `size` worker processes; `run` calls a function on the first `world_size` of them, as ranks."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -54,7 +54,7 @@ class WorkerPool:
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-        """Call `function(rank, world_size, *arguments)` on every rank; the results by rank.
+        """Call `function(rank, world_size, *arguments)` on every rank; return the results by rank.
 
         `function` must be importable by name. Raises WorkerFailure with the first traceback.
         """

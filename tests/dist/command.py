@@ -1,4 +1,4 @@
-"""Running `echelon` as a user does: in this process where no rank is looked at from outside, else as a process."""
+"""Runs `echelon` commands: in this process, or in a separate process if the test acts on it from outside."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from echelon.cli import main
 
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MARK = "ECHELON_TEST_MARK"
-# What an interrupted run has in common with one that never was, bit for bit.
+# Keys that are equal bit for bit in an interrupted and an uninterrupted run.
 EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
 TEXT = "".join(f"{number} plus {number} is {2 * number}, and so on.\n" for number in range(500))
 
@@ -39,7 +39,7 @@ RECIPE = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How a command ended: its exit code, what it printed, how long it took."""
+    """The exit code, output and duration of a command."""
 
     code: int
     out: str
@@ -48,7 +48,7 @@ class Ending:
 
 
 class CommandLine:
-    """Calls the console script's entry in this process; the ranks it starts are processes all the same."""
+    """Calls the entry point of the console script in this process; the ranks are still separate processes."""
 
     def __init__(self, capfd, monkeypatch):
         self._capfd, self._monkeypatch = capfd, monkeypatch
@@ -68,7 +68,7 @@ class CommandLine:
 
 
 def start(*arguments, cwd=None, **environment):
-    """The command as a process of its own, in a session of its own, as a terminal would start it."""
+    """Start the command as a separate process in a separate session, as a terminal would."""
     env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     return subprocess.Popen([sys.executable, "-m", "echelon", *arguments], env=env | environment, cwd=cwd, **pipes)
@@ -82,7 +82,7 @@ def finish(process, seconds=60):
 
 
 def await_line(path, words, process, seconds=40):
-    """Wait until a file holds the words; fail if the process ends first."""
+    """Wait until a file contains the text; fail if the process ends first."""
     deadline = time.monotonic() + seconds
     while not (path.exists() and words in path.read_text()):
         assert process.poll() is None, process.communicate()
@@ -91,7 +91,7 @@ def await_line(path, words, process, seconds=40):
 
 
 def marked_processes():
-    """Every process that inherited the mark of this test: what a command of it left behind."""
+    """All processes that inherited this test's environment mark, such as those a command left behind."""
     mark = os.environ[MARK]
     found = []
     for process in psutil.process_iter():
@@ -104,7 +104,7 @@ def marked_processes():
 
 
 def find_listeners():
-    """The addresses and ports at which any process of this test listens, by process id."""
+    """The addresses and ports on which processes of this test listen, by process id."""
     return {
         (process.pid, line.laddr.ip, line.laddr.port)
         for process in marked_processes()
@@ -114,7 +114,7 @@ def find_listeners():
 
 
 def assert_no_orphan(seconds=3.0):
-    """Processes that were told to leave get a moment to do so; one that does not fails the test, and is killed."""
+    """Give stopped processes a moment to exit; kill any that remain, and fail the test."""
     deadline = time.monotonic() + seconds
     while (left := marked_processes()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -124,7 +124,7 @@ def assert_no_orphan(seconds=3.0):
 
 
 def write_recipe(folder, **sections):
-    """The small recipe, each section given updated, and its text."""
+    """Write the small recipe, with the given sections updated, and its text."""
     recipe = {key: {**value, **sections.pop(key, {})} if isinstance(value, dict) else value
               for key, value in RECIPE.items()}  # fmt: skip
     (folder / "recipe.json").write_text(json.dumps({**recipe, **sections}, indent=1))
@@ -138,7 +138,7 @@ def read_lines(path):
 
 
 def mount(folder, size):
-    """A small disk of its own at `folder`, or a skip where this user may not make one."""
+    """Mount a small disk at `folder`; skip the test if this user may not."""
     folder.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if sys.platform != "linux" or os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:

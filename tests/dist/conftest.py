@@ -1,4 +1,4 @@
-"""What the tests of whole jobs share."""
+"""Fixtures for tests of complete jobs."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from command import MARK, CommandLine, assert_no_orphan
 
 @pytest.fixture
 def echelon(capfd, monkeypatch, tmp_path):
-    """The command, in a folder of its own; nobody it started outlives the test."""
+    """The command in a temporary folder; no process that it starts may outlive the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(MARK, str(tmp_path))
     yield CommandLine(capfd, monkeypatch)

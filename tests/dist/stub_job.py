@@ -1,7 +1,7 @@
 """A job whose workers do almost nothing, to see how endings travel: `stub_job.py parent RUN COUNT MODE RESTARTS`,
 and HOST:PORT for the only agent of a group that would meet there.
 
-Its workers are this same file; they use echelon's own process part, and a collective in place of training.
+The workers run this same file. They use echelon's worker code, with a collective instead of training.
 """
 
 import os
@@ -53,7 +53,7 @@ def run_worker(run_dir, mode):
 
 
 def kill_once(rank):
-    """Rank 1 kills itself when it is first started; its peer is deaf to everything but the word that one has died."""
+    """Rank 1 kills itself at the first start; its peer reacts only to the file that reports a death."""
     first = not Path(os.environ["STUB_KILLED"]).exists()
     meet()
     if first and rank == 1:

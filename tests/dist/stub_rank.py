@@ -1,4 +1,4 @@
-"""One rank under a foreign launcher, with preparation and training replaced by almost nothing: `stub_rank.py MODE`."""
+"""One rank under another launcher, with stubs for preparation and training: `stub_rank.py MODE`."""
 
 import logging
 import sys

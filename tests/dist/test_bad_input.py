@@ -1,7 +1,7 @@
-"""Bad input and bad luck, through the command itself.
+"""Invalid input and failures of the environment, through the real command.
 
-Each case: one message on stderr that names the key, the value, the rule and the fix, the right exit code, in seconds,
-no traceback, no process left behind, and nothing half-written that keeps the corrected command from working.
+Each case must print one message on stderr with the key, the value, the rule and the fix, and exit with the right code
+within seconds. It must print no traceback, and leave no process and no partial file that blocks the corrected command.
 """
 
 import hashlib
@@ -34,12 +34,12 @@ from echelon.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.dist
 
-SECONDS = 60.0  # what a refusal may take on a busy machine; alone it takes less than five
+SECONDS = 60.0  # limit for a refusal on a busy machine; on an idle one it takes less than five
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A copy of a folder with a recipe and its run of 6 steps on two processes, saved at 3 and 6; and its place."""
+    """A copy of a folder with a recipe and a run of 6 steps on two processes, saved at 3 and 6; the original path."""
     place = tmp_path_factory.mktemp("finished")
     write_recipe(place)
     command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", "2"]
@@ -49,7 +49,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def run(echelon, finished, monkeypatch):
-    """That run, as it was, in its place, which is the working directory."""
+    """That run, restored at its original path, which is the working directory."""
     copy, place = finished
     shutil.rmtree(place)
     shutil.copytree(copy, place)
@@ -58,7 +58,7 @@ def run(echelon, finished, monkeypatch):
 
 
 def assert_refused(ending, code, *words):
-    """One message of the command's own, with these words; no traceback."""
+    """Check that the command printed one message that contains these words, and no traceback."""
     assert ending.code == code, ending
     lines = ending.err.splitlines()
     assert lines and lines[0].startswith("echelon: "), ending.err
@@ -69,7 +69,7 @@ def assert_refused(ending, code, *words):
     assert ending.seconds < SECONDS
 
 
-# What the recipe or the command line asks for, and the words of the answer. Every one is refused by the parent.
+# Overrides and arguments, and words of the expected message. The parent refuses all of them.
 REFUSALS = [
     (["data.train.0.path=nope.txt"], ["data.train.0.path=nope.txt", "no such file", "give a text file"]),
     (["data.train.0.path=empty.txt"], ["data.train.0.path=empty.txt", "empty", "Give text"]),
@@ -116,7 +116,7 @@ REFUSALS = [
 ]
 
 
-def test_refusals_say_what_to_change_and_block_nothing(echelon, tmp_path, monkeypatch):
+def test_refusals_name_the_fix_and_do_not_block_the_next_run(echelon, tmp_path, monkeypatch):
     recipe = write_recipe(tmp_path)
     for name, content in {"empty.txt": "", "letter.txt": "a", "short.txt": "hello there"}.items():
         (tmp_path / name).write_text(content)
@@ -127,7 +127,7 @@ def test_refusals_say_what_to_change_and_block_nothing(echelon, tmp_path, monkey
     (tmp_path / "small" / "config.json").write_text(json.dumps(small))
     (tmp_path / "small" / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
-    # No name of the hub resolves, wherever this test runs.
+    # No hub name resolves, wherever this test runs.
     monkeypatch.setattr("socket.create_connection", lambda *_, **__: (_ for _ in ()).throw(OSError("no network")))
     before = sorted(tmp_path.rglob("*"))
     for changes, words in REFUSALS:
@@ -136,18 +136,18 @@ def test_refusals_say_what_to_change_and_block_nothing(echelon, tmp_path, monkey
         if not changes[0].startswith("data.train"):
             assert sorted(tmp_path.rglob("*")) == before or changes[0].startswith("run.dir"), changes
         before = sorted(tmp_path.rglob("*"))
-    # A recipe file names its line.
+    # An error in the recipe file names its line.
     (tmp_path / "typo.yaml").write_text("run: {name: x}\ntrain:\n  setps: 3\n")
     assert_refused(echelon("train", "typo.yaml"), 2, "typo.yaml, line 3: train.setps", "did you mean train.steps?")
     assert_refused(echelon("train", "nope.yaml"), 2, "nope.yaml does not exist", "echelon init")
-    # All of these were the same run: the corrected command trains in its folder. Less than one sample is padded.
+    # All of these used the same run folder, and the corrected command trains in it. The text is shorter than a sample.
     ending = echelon("train", recipe, "data.train.0.path=short.txt", "--nproc", "1", "train.steps=1")
     assert ending.code == 0, ending
     [row] = read_lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")
-    assert row["target_tokens"] == 4 * (len("hello there") - 1)  # too short to hold any of it out
+    assert row["target_tokens"] == 4 * (len("hello there") - 1)  # too short for held-out text
 
 
-def test_folders_that_eval_generate_and_export_cannot_use(echelon, run):
+def test_eval_generate_and_export_refuse_unusable_folders(echelon, run):
     for command in (["eval"], ["generate", "--prompt", "a"], ["export", "out"]):
         name, *rest = command
         rest = [Path("out")] if name == "export" else rest
@@ -178,12 +178,12 @@ def test_folders_that_eval_generate_and_export_cannot_use(echelon, run):
 
 
 def test_existing_run(echelon, run):
-    """Finished, in use, of another recipe, of another text; and prepared text that was damaged."""
+    """An existing run that is finished, in use, of another recipe or of other text; and damaged prepared data."""
     train = ("train", "recipe.json", "--nproc", "2")
     ending = echelon(*train)
     assert ending.code == 0 and "has finished; raise train.steps" in ending.out
     assert_refused(echelon(*train, "optim.learning_rate=0.5"), 2, "optim.learning_rate: 0.001 -> 0.5", "--fresh")
-    # A request that cannot run does not move the old run aside either.
+    # An invalid request does not move the old run aside either.
     assert_refused(echelon(*train, "--fresh", "model.config.hidden_size=33"), 2, "hidden_size=33")
     assert run.is_finished()
     live = RunFolder(run.path)
@@ -210,7 +210,7 @@ def test_existing_run(echelon, run):
     text.write_text(text.read_text().replace("less", "plus"))
     os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
 
-    # The newest checkpoint is damaged: passed over with a line. More steps are asked for, so the run goes on.
+    # The newest checkpoint is damaged and skipped with a message. More steps are requested, so the run resumes.
     os.truncate(run.checkpoints_dir / "step-00000006" / "__0_0.distcp", 5)
     ending = echelon(*more)
     assert ending.code == 0, ending
@@ -221,8 +221,8 @@ def test_existing_run(echelon, run):
     assert run.is_finished()
 
 
-class Malice:
-    """Makes a folder when it is unpickled."""
+class Hostile:
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path):
         self._path = str(path)
@@ -231,9 +231,9 @@ class Malice:
         return os.mkdir, (self._path,)
 
 
-def test_hostile_checkpoint_is_refused_by_a_resume(echelon, run):
+def test_resume_refuses_a_malicious_checkpoint(echelon, run):
     newest = run.checkpoints_dir / "step-00000006"
-    content = pickle.dumps(Malice(Path("owned")))
+    content = pickle.dumps(Hostile(Path("owned")))
     (newest / ".metadata").write_bytes(content)
     manifest = json.loads((newest / "manifest.json").read_text())
     manifest["files"][".metadata"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -243,8 +243,8 @@ def test_hostile_checkpoint_is_refused_by_a_resume(echelon, run):
     assert not Path("owned").exists()
 
 
-def test_loss_that_is_not_finite(echelon, run):
-    """With --fresh, which moves the old run aside."""
+def test_non_finite_loss(echelon, run):
+    """A non-finite loss ends a run that was started with --fresh, which moves the old run aside."""
     settings = ("optim.learning_rate=1e30", "optim.max_grad_norm=null", "checkpoint.every_steps=1")
     ending = echelon("train", "recipe.json", "--nproc", "2", "--fresh", *settings)
     assert_refused(ending, 1, "step 2:", "must be finite", "update was not applied", "Lower optim.learning_rate")
@@ -256,7 +256,7 @@ def test_loss_that_is_not_finite(echelon, run):
     assert rows[1]["grad_norm"] is None
     failure = read_lines(run.events_path)[-1]
     assert (failure["event"], failure["step"], failure["code"]) == ("failure", 1, 1)
-    # The checkpoint before it is kept, whole, and loads.
+    # The previous checkpoint is kept, complete, and loads.
     assert [path.name for path in run.checkpoints_dir.iterdir()] == ["step-00000001"]
     assert echelon("export", run.path, "out").code == 0
 
@@ -297,8 +297,8 @@ def test_full_disk(echelon, run):
 
 
 @pytest.mark.slow
-def test_stops_and_deaths_in_the_middle_of_training(echelon, tmp_path):
-    """SIGTERM, Ctrl-C and a rank that is killed, one after the other; each time the same command goes on."""
+def test_stops_and_deaths_during_training(echelon, tmp_path):
+    """SIGTERM, Ctrl-C and a killed rank, one after the other; each time the same command resumes."""
     write_recipe(tmp_path, train={"steps": 600, "log_every": 50}, checkpoint={"every_steps": 20, "keep_last": 2})
     folder = RunFolder(tmp_path / "runs" / "tiny")
     command = ("train", "recipe.json", "--nproc", "2")
@@ -320,7 +320,7 @@ def test_stops_and_deaths_in_the_middle_of_training(echelon, tmp_path):
     assert_no_orphan()
 
     job = train_until_saved()
-    os.killpg(job.pid, signal.SIGINT)  # the terminal sends it to all of them
+    os.killpg(job.pid, signal.SIGINT)  # a terminal sends it to all processes
     assert_refused(finish(job), 3, "stopped by SIGINT at step", "newest checkpoint is step", "resumes from it")
     assert_no_orphan()
 
@@ -341,7 +341,7 @@ def test_stops_and_deaths_in_the_middle_of_training(echelon, tmp_path):
     assert not list(folder.checkpoints_dir.glob(".*"))
 
 
-def test_taken_port_under_a_foreign_launcher(echelon, tmp_path):
+def test_used_port_under_another_launcher(echelon, tmp_path):
     write_recipe(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -351,18 +351,18 @@ def test_taken_port_under_a_foreign_launcher(echelon, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_refusal_under_torchrun_is_said_before_the_ranks_are_ended(echelon, tmp_path):
+def test_refusal_under_torchrun_is_printed_before_the_ranks_end(echelon, tmp_path):
     write_recipe(tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "echelon", "train", "recipe.json", "parallel={dp_shard: 8}"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     said = [line for line in ended.stderr.splitlines() if line.startswith("echelon: ")]
-    assert ended.returncode == 1  # torchrun's own
+    assert ended.returncode == 1  # torchrun's own exit code
     assert len(said) == 1 and "dp_shard 8 needs 8 processes, and there are 2" in said[0], ended.stderr
     assert not (tmp_path / "runs").exists()
 
 
-def test_preparing_at_once_and_being_stopped(echelon, tmp_path):
+def test_concurrent_preparation_and_a_stop_during_it(echelon, tmp_path):
     write_recipe(tmp_path, data={"prepare_workers": 2})
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n:x} and {n * n:x} are {n * n + n:b}\n" for n in range(160_000)))
@@ -388,7 +388,7 @@ def test_preparing_at_once_and_being_stopped(echelon, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs(echelon, run):
-    """Suspended, as by a machine that is out of memory: its peer waits in a collective, and says so."""
+    """A suspended rank, as on a machine without free memory: its peer waits in a collective, and reports it."""
     fault = "fault={hang_seconds: 3, max_restarts: 0}"
     command = ("train", "recipe.json", "--nproc", "2", "train.steps=100000", "checkpoint.every_steps=100000", fault)
     job = start(*command)

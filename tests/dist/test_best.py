@@ -1,4 +1,4 @@
-"""The best checkpoint is kept, and a run without progress stops, through resumes."""
+"""The best checkpoint is kept, and early stopping works, also across resumes."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from command import MARK, CommandLine, assert_no_orphan, read_lines, write_recip
 
 pytestmark = pytest.mark.dist
 
-# Bytes that the training text lacks: the longer it is trained on, the less they are expected.
+# Bytes that do not occur in the training text: their predicted probability falls during training.
 STRANGE = "αβγδεζηθ" * 20
 
 
@@ -19,7 +19,7 @@ def steps(run):
 
 
 @pytest.mark.slow
-def test_the_best_is_kept_and_patience_ends(echelon, tmp_path):
+def test_the_best_checkpoint_is_kept_and_early_stopping_ends_the_run(echelon, tmp_path):
     (tmp_path / "strange.txt").write_text(STRANGE)
     (tmp_path / "even.txt").write_text("2 plus 4 is 6, and so on.\n" * 9)
     write_recipe(
@@ -36,7 +36,7 @@ def test_the_best_is_kept_and_patience_ends(echelon, tmp_path):
     assert "eval at step 1: loss" in ending.out and "  odd: loss" in ending.out
     assert steps(run) == [1, 3]
 
-    # Steps 2 and 3 were not better: with step 4 patience is at its end, also after the resume.
+    # Steps 2 and 3 were not better: early stopping triggers at step 4, also after the resume.
     ending = echelon("train", "recipe.json", "--nproc", "1", "train.steps=20")
     assert ending.code == 0 and "early stopping at step 4: no lower loss in 3 evaluations" in ending.out, ending
     assert steps(run) == [1, 4]
@@ -60,8 +60,8 @@ def test_the_best_is_kept_and_patience_ends(echelon, tmp_path):
     assert steps(run) == [1, 6]
 
 
-def test_what_is_counted_by_epoch(echelon, tmp_path):
-    """Saves and evaluations fall where the prepared sequences of an epoch end or are halved, also after a resume."""
+def test_saves_and_evaluations_by_epoch(echelon, tmp_path):
+    """Saves and evaluations occur at the end and in the middle of each epoch, also after a resume."""
     write_recipe(
         tmp_path,
         train={"steps": 2, "eval_every": None, "evals_per_epoch": 2, "global_batch_size": 200},
@@ -82,13 +82,13 @@ def test_what_is_counted_by_epoch(echelon, tmp_path):
 
 
 def check_choice_of_checkpoints(echelon, run, evals):
-    """eval, generate and export take the best one, or one by its step."""
+    """eval, generate and export accept `best`, or the step of a checkpoint."""
     losses = {}
     for which in ("best", "1", "4"):
         ending = echelon("eval", run, "--checkpoint", which, "--json")
         assert ending.code == 0, ending
         losses[which] = json.loads(ending.out)["sets"]["odd"]["loss"]
-    assert losses["best"] == losses["1"] == pytest.approx(evals[0], abs=0.02)  # one batch of it there, all of it here
+    assert losses["best"] == losses["1"] == pytest.approx(evals[0], abs=0.02)  # one batch during training, all held-out text here
     assert losses["4"] == pytest.approx(evals[3], abs=0.02)
     sample = ("generate", run, "--prompt", "1", "--max-tokens", "20", "--temperature", "0")
     texts = [echelon(*sample, "--checkpoint", which).out for which in ("best", "newest")]
@@ -115,7 +115,7 @@ def check_choice_of_checkpoints(echelon, run, evals):
         (["evaluate.prompts=[abc]", "evaluate.prompt_tokens=30"], "longer than data.sequence_len=32"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(echelon, tmp_path, overrides, words):
+def test_invalid_evaluation_settings_are_refused(echelon, tmp_path, overrides, words):
     write_recipe(tmp_path)
     ending = echelon("train", "recipe.json", "--nproc", "1", *overrides)
     assert ending.code == 2 and words in ending.err, ending

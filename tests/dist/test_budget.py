@@ -1,4 +1,4 @@
-"""A budget that is used up: saved and left in time, refused at once, and with a higher one as if nothing had been."""
+"""An exhausted budget: the run saves and exits in time, is then refused, and resumes exactly with a higher budget."""
 
 import json
 import time
@@ -24,8 +24,8 @@ def exact_rows(run):
     return [[row[key] for key in EXACT] for row in train_rows(run)]
 
 
-def test_a_budget_ends_a_run_which_a_higher_one_lets_go_on(echelon, tmp_path):
-    """At a dollar a second the start alone takes the first one: the run ends as soon as it trains."""
+def test_a_budget_ends_a_run_and_a_higher_one_resumes_it(echelon, tmp_path):
+    """At a dollar per second, the start alone uses up the first budget: the run ends as soon as it trains."""
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.1}
     write_recipe(
         tmp_path, model={"config": config}, train={"steps": STEPS, "log_every": 50}, checkpoint={"every_steps": 60}
@@ -40,7 +40,7 @@ def test_a_budget_ends_a_run_which_a_higher_one_lets_go_on(echelon, tmp_path):
     assert "cost: $3600/h (budget.usd_per_hour); the hours are unknown until steps are measured" in first.out
     rows = train_rows(run)
     assert rows[-1]["step"] == step
-    # The command is this very process, which is older than the call.
+    # The command runs in this process, which is older than the call.
     assert 1 < rows[0]["cost_usd"] <= rows[-1]["cost_usd"] < time.time() - psutil.Process().create_time()
     assert [event["step"] for event in read_lines(run.events_path) if event["event"] == "budget"] == [step]
     used = json.loads(run.spending_path.read_text())

@@ -1,4 +1,4 @@
-"""That every command refuses a recipe for what `echelon train` refuses it for, and before it reads any text."""
+"""Every command refuses the recipes that `echelon train` refuses, before it reads any text."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from echelon.lifecycle import model_checks as checks
 pytestmark = pytest.mark.dist
 
 CONFIG = RECIPE["model"]["config"]
-# What is wrong, as sections of the recipe, and what is said about it.
+# Invalid sections of a recipe, and words of the expected message.
 MISTAKES = {
     "a field of a known family": (
         {"model": {"config": {**CONFIG, "num_hidden_layer": 2}}}, "did you mean num_hidden_layers?"
@@ -40,10 +40,10 @@ SWEEP = "sweep: {name: s, trials: 2, sampler: random}\nrecipe: recipe.json\nsear
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_every_command_refuses_what_training_does(echelon, tmp_path, what):
+def test_every_command_refuses_what_training_refuses(echelon, tmp_path, what):
     sections, words = MISTAKES[what]
     write_recipe(tmp_path, **sections)
-    (tmp_path / "text.txt").unlink()  # nothing gets as far as the text
+    (tmp_path / "text.txt").unlink()  # no command reads the text
     (tmp_path / "sweep.yaml").write_text(SWEEP)
     for command in (
         ("train", "recipe.json", "--nproc", "1"),
@@ -60,21 +60,21 @@ def test_every_command_refuses_what_training_does(echelon, tmp_path, what):
 
 @pytest.mark.parametrize("target", ["local", "slurm"])
 @pytest.mark.parametrize("what", MISTAKES)
-def test_a_launch_refuses_what_training_does(echelon, tmp_path, what, target):
+def test_launch_refuses_what_training_refuses(echelon, tmp_path, what, target):
     sections, words = MISTAKES[what]
     write_recipe(tmp_path, **sections)
     refused = echelon("launch", "recipe.json", "--to", target, "--dry-run")
     assert refused.code == 2 and words in refused.err, refused
 
 
-def test_a_sweep_tries_every_model_it_would_train(echelon, tmp_path):
+def test_a_sweep_checks_the_model_of_every_trial(echelon, tmp_path):
     write_recipe(tmp_path)
     (tmp_path / "sweep.yaml").write_text(SWEEP.replace("optim.learning_rate: [0.1, 0.2]", "model.config.hidden_act: [silu, sillu]"))
     refused = echelon("sweep", "sweep.yaml", "--dry-run")
     assert refused.code == 2 and "the trial with model.config.hidden_act=sillu is refused" in refused.err
 
 
-def test_what_another_machine_may_have_is_left_to_it(echelon, tmp_path):
+def test_checks_that_need_the_training_machine_are_left_to_it(echelon, tmp_path):
     write_recipe(tmp_path, model={"config": CONFIG, "attn_implementation": "flash_attention_2"}, track=["wandb"])
     assert echelon("plan", "recipe.json").code == 2
     there = echelon("plan", "recipe.json", "--devices", "2xH100")
@@ -84,7 +84,7 @@ def test_what_another_machine_may_have_is_left_to_it(echelon, tmp_path):
 
 
 def run_without_torch(*arguments):
-    """`echelon` where torch cannot be imported."""
+    """Run `echelon` in an environment where torch cannot be imported."""
     code = "import sys; sys.modules['torch'] = None; from echelon.cli import main; main()"
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     return subprocess.run(
@@ -92,7 +92,7 @@ def run_without_torch(*arguments):
     )
 
 
-def test_without_torch_a_plan_says_what_it_did_not_check(echelon, tmp_path):
+def test_without_torch_a_plan_lists_the_skipped_checks(echelon, tmp_path):
     write_recipe(tmp_path, adapter={"method": "lora"}, tokenizer="somebody/something")
     done = run_without_torch("plan", "recipe.json", "--devices", "2xH100")
     assert done.returncode == 0, done.stderr
@@ -104,7 +104,7 @@ def test_without_torch_a_plan_says_what_it_did_not_check(echelon, tmp_path):
     assert here.returncode == 2 and "torch is not installed here" in here.stderr and "--devices" in here.stderr
 
 
-def test_without_torch_a_misspelt_field_is_refused_all_the_same(echelon, tmp_path):
+def test_without_torch_a_misspelt_field_is_still_refused(echelon, tmp_path):
     write_recipe(tmp_path, model={"config": {**CONFIG, "num_hidden_layer": 2}})
     refused = run_without_torch("plan", "recipe.json", "--devices", "2xH100")
     assert refused.returncode == 2 and "did you mean num_hidden_layers?" in refused.stderr, refused
@@ -114,12 +114,12 @@ def test_a_model_of_a_known_family_is_planned_without_building_it(echelon, tmp_p
     write_recipe(tmp_path, model={"config": {**CONFIG, "rope_theta": 5e5, "rms_norm_eps": 1e-5}})
     done = run_without_torch("plan", "recipe.json", "--devices", "2xH100")
     assert done.returncode == 0 and "left to train" not in done.stdout, done
-    assert not done.stderr  # transformers was not imported either: it would have said that there is no torch
+    assert not done.stderr  # transformers was not imported either: it would have printed that torch is missing
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_counted_builds(family):
-    """Each field that is not tried is one that transformers has for the family, and models of other values build."""
+def test_counted_configs_can_be_built(family):
+    """Fields that are checked without building exist in transformers, and models with other values build."""
     sizes = {
         "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
         "num_key_value_heads": 3, "max_position_embeddings": 40, "tie_word_embeddings": True,

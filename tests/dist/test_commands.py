@@ -1,4 +1,4 @@
-"""One run on two processes, and every command that looks at it afterwards."""
+"""One run on two processes, and every command that reads it."""
 
 import json
 import math
@@ -26,7 +26,7 @@ TRAIN_KEYS = {
 
 @pytest.fixture
 def echelon(capfd, monkeypatch, tmp_path):
-    """The command, in a folder of its own, with a secret in its environment; nobody it started outlives the test."""
+    """The command in a temporary folder, with a secret in its environment; no process may outlive the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
     for name in ("HF_TOKEN", "WANDB_API_KEY", "NCCL_PASSWORD", "SLURM_JWT"):
@@ -43,7 +43,7 @@ def test_from_text_to_a_model_that_transformers_loads(echelon, tmp_path):
     ending = echelon("train", "recipe.json", f"launch.env={{MY_PAT: {SECRET}}}", "--nproc", "2")
     assert ending.code == 0 and "recipe: launch.env.MY_PAT looks like a secret" in ending.out
     assert SECRET not in ending.out + ending.err and stat.S_IMODE(run.path.stat().st_mode) == 0o700
-    # Step 4 is lost, and done again by the resumed run.
+    # Step 4 is lost, and repeated by the resumed run.
     os.truncate(run.checkpoints_dir / "step-00000004" / ".metadata", 10)
     ending = echelon("train", "recipe.json", "train.steps=7", "evaluate.batches=2", "--nproc", "2")
     assert ending.code == 0 and "Resuming from step-00000003" in ending.out
@@ -57,7 +57,7 @@ def test_from_text_to_a_model_that_transformers_loads(echelon, tmp_path):
 
 
 def check_record(run):
-    """metrics.jsonl, events.jsonl and the files that explain the run, as the contract has them."""
+    """Check metrics.jsonl, events.jsonl and the other files of the run."""
     rows = read_lines(run.metrics_path)
     train = [row for row in rows if row["kind"] == "train"]
     assert [row["step"] for row in train] == [1, 2, 3, 4, 5, 6, 7]
@@ -84,19 +84,19 @@ def check_record(run):
     first = next(row["seconds"] for row in events if row["event"] == "goodput")
     assert first["down"] == first["stopped"] == first["redone"] == 0 < min(first["training"], first["starting"])
     times = [row["time"] for row in events]
-    # Saves are written about by a thread of their own, so two events of one moment may change places.
+    # A separate thread writes the events of saves, so two simultaneous events may occur in either order.
     assert all(later > earlier - 0.1 for earlier, later in zip(times, times[1:], strict=False)) and times[0] > 1.7e9
     assert json.loads(run.plan_path.read_text())["dp_replicate"] == 2
     assert json.loads(run.estimate_path.read_text())["memory"]["parameters"] > 0
     environment = json.loads(run.environment_path.read_text())
-    # A build's own suffix, such as +cu130, is not always part of the package's version.
+    # The suffix of a build, such as +cu130, is not always part of the package version.
     assert torch.__version__.startswith(environment["packages"]["torch"])
     assert environment["cluster"]["num_devices"] == 2
     assert "steps: 7" in run.recipe_path.read_text()
 
 
 def check_tensorboard(run):
-    """The event files hold metrics.jsonl's losses, each step once, also where the run was resumed."""
+    """Check that the event files contain the losses of metrics.jsonl, each step once, also after a resume."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run.path / "tensorboard"))
@@ -109,14 +109,14 @@ def check_tensorboard(run):
 
 
 def check_secrets(folder):
-    """No file of the run, of its data or of its logs holds what the environment, or the recipe, hides."""
+    """Check that no file of the run, its data or its logs contains a secret of the environment or the recipe."""
     files = [path for path in (folder / "runs").rglob("*") if path.is_file()]
     assert len(files) > 15
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
 
 
 def check_eval(echelon, run):
-    """The held-out loss of the command, in its own process and microbatches, is the one training saw at its end."""
+    """Check that the loss of `eval`, in one process and other microbatches, equals the final loss during training."""
     ending = echelon("eval", run.path, "--json", "--data", "text.txt")
     assert ending.code == 0, ending
     whole = json.loads(ending.out)
@@ -127,14 +127,14 @@ def check_eval(echelon, run):
     }  # fmt: skip
     assert result["tokens"] < whole["tokens"]
     assert echelon("eval", run.path).out.splitlines()[0] == f"loss: {result['loss']:.4f}"
-    # Training evaluates 2 batches of 4 sequences of it; all of it lies in the same range.
+    # Training evaluates 2 batches of 4 held-out sequences; the loss of all of them is in the same range.
     last = [row for row in read_lines(run.metrics_path) if row["kind"] == "eval"][-1]
     assert result["loss"] == pytest.approx(last["loss"], abs=0.05)
     return whole
 
 
 def check_generate(echelon, run):
-    """The same seed gives the same text; it goes on from the prompt."""
+    """Check that the same seed gives the same text, and that it continues the prompt."""
     sample = ("generate", run.path, "--prompt", "12 plus", "--max-tokens", "8", "--json")
     first, second, other = echelon(*sample), echelon(*sample), echelon(*sample, "--seed", "1")
     assert first.code == 0 and first.out == second.out != other.out
@@ -143,7 +143,7 @@ def check_generate(echelon, run):
 
 
 def check_export(echelon, run, held_out):
-    """transformers' own loaders read the export; logits equal the live model's bit for bit, and so does the loss."""
+    """Check that transformers loads the export, with logits and loss equal to the live model's bit for bit."""
     out = Path("exported")
     assert echelon("export", run.path, out).code == 0
     assert not list(Path().glob(".writing*")) and not list(out.glob("*.bin"))
@@ -158,7 +158,7 @@ def check_export(echelon, run, held_out):
         assert torch.equal(model(input_ids=ids).logits, live(input_ids=ids).logits)
     assert {name for name, _ in model.named_parameters()} == {name for name, _ in live.named_parameters()}
 
-    # An HF folder has no sequence_len: it is read as far as the model reaches, which is set to the run's here.
+    # An HF folder has no sequence_len: the model's maximum length is used, which is set to the run's here.
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
     result = json.loads(echelon("eval", out, "--data", "text.txt", "--json").out)

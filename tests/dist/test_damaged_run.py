@@ -1,4 +1,4 @@
-"""A run folder whose small files are damaged goes on; one that is gone ends the run."""
+"""A run with damaged small files resumes; a removed run folder ends the run."""
 
 import fnmatch
 import json
@@ -25,7 +25,7 @@ COMMAND = ("train", "recipe.json", "--nproc", "1")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a run that has finished."""
+    """A folder with a finished run."""
     root = tmp_path_factory.mktemp("trained")
     write_recipe(root, track=["tensorboard"], evaluate={"batches": 1, "prompts": ["One"], "prompt_tokens": 4})
     ending = finish(start(*COMMAND, cwd=root), 200)
@@ -35,13 +35,13 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A copy of that run, to be damaged."""
+    """A copy of that run, for a test to damage."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return RunFolder(tmp_path / "runs" / "tiny")
 
 
 def write_damages(run):
-    """Every small file of a run that it can do without, or make again, each damaged in another way."""
+    """Damage every small file that a run can do without or rebuild, each in a different way."""
     first, *rest = run.events_path.read_bytes().splitlines(keepends=True)
     bad = (
         b"null\n",
@@ -64,13 +64,13 @@ def write_damages(run):
     run.tracker_path("tensorboard").write_text('{"run_key": 1}')
 
 
-def test_no_file_of_a_run_folder_is_missing_from_the_fuzz(run):
+def test_the_fuzz_test_covers_every_file_of_a_run_folder(run):
     left = [path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if not path.is_dir()]
     assert [name for name in left if not any(fnmatch.fnmatchcase(name, each) for each in COVERED)] == []
     assert {"metrics.jsonl", "trackers/tensorboard.json", ".outcomes/rank-0.json", "outcome.json"} <= set(left)
 
 
-def test_damaged_files_stop_no_run_that_could_go_on(echelon, run):
+def test_a_run_resumes_with_damaged_files(echelon, run):
     whole = echelon("eval", run.path, "--json")
     write_damages(run)
     for command in (("eval", run.path, "--json"), ("export", run.path, "out"), ("checkpoint", "verify", run.path)):
@@ -93,8 +93,8 @@ def test_damaged_files_stop_no_run_that_could_go_on(echelon, run):
     assert [row["step"] for row in read_lines(run.metrics_path) if row["kind"] == "train"] == [*range(1, 9)]
 
 
-def test_another_text_is_refused_by_the_events_too(echelon, run):
-    """What the run began with stands in data.json and, should that be damaged, in events.jsonl."""
+def test_events_also_detect_other_text(echelon, run):
+    """The digest of the training data is in data.json and, in case that is damaged, in events.jsonl."""
     run.data_path.write_text("{}")
     Path("text.txt").write_text("Another text, of another length. " * 500)
     refused = echelon(*COMMAND, "train.steps=8")
@@ -105,7 +105,7 @@ def test_another_text_is_refused_by_the_events_too(echelon, run):
     assert "data.json does not say which text the run reads" in refused.err
 
 
-def test_a_folder_in_a_file_s_place_is_named(echelon, run):
+def test_a_folder_in_place_of_a_file_is_named(echelon, run):
     for path in (run.metrics_path, run.model_dir / "config.json", run.log_path(0)):
         aside = path.rename(path.with_name("aside"))
         path.mkdir()
@@ -119,7 +119,7 @@ def test_a_folder_in_a_file_s_place_is_named(echelon, run):
     assert refused.code == 2 and "logs is a file, where the run keeps a folder" in refused.err
 
 
-def test_a_folder_that_is_removed_while_text_is_prepared_ends_the_start(tmp_path, monkeypatch):
+def test_removing_the_run_folder_during_preparation_ends_the_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe, _ = load_recipe(write_recipe(tmp_path))
 
@@ -135,12 +135,12 @@ def test_a_folder_that_is_removed_while_text_is_prepared_ends_the_start(tmp_path
 
 
 def remove(run: RunFolder) -> None:
-    """At once, whatever the run writes meanwhile: deleting file by file leaves what is written behind it."""
+    """Remove the folder at once by a rename: deleting file by file would leave files that the run writes meanwhile."""
     aside = run.path.rename(run.path.with_name("aside"))
-    shutil.rmtree(aside, ignore_errors=True)  # a file that was open may be created anew
+    shutil.rmtree(aside, ignore_errors=True)  # an open file may be created again
 
 
-def test_a_run_folder_that_is_removed_ends_the_run_at_once(echelon, tmp_path):
+def test_removing_the_run_folder_ends_the_run_immediately(echelon, tmp_path):
     write_recipe(tmp_path, train={"steps": 100_000, "log_every": 1000}, checkpoint={"every_steps": 10})
     run = RunFolder(tmp_path / "runs" / "tiny")
     job = start("train", "recipe.json", "--nproc", "2")
@@ -154,7 +154,7 @@ def test_a_run_folder_that_is_removed_ends_the_run_at_once(echelon, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_folder_that_is_removed_under_a_foreign_launcher_is_said_by_rank_0(echelon, tmp_path):
+def test_rank_0_reports_a_removed_run_folder_under_another_launcher(echelon, tmp_path):
     write_recipe(tmp_path, train={"steps": 100_000, "log_every": 1000}, checkpoint={"every_steps": 10})
     run = RunFolder(tmp_path / "runs" / "tiny")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "echelon"]

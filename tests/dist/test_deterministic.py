@@ -1,4 +1,4 @@
-"""`train.deterministic`: what a worker runs under, and what it says of an operation that it may not run."""
+"""`train.deterministic`: the settings of a worker, and its message about a non-deterministic operation."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from echelon.supervise.launch_environment import worker_environment
 
 pytestmark = pytest.mark.dist
 
-# A rank of a prepared run, its training replaced by a look around and an operation that torch rules out.
+# A rank of a prepared run. Instead of training it prints its settings and runs a forbidden operation.
 PROBE = """
 import json, os, sys
 from pathlib import Path
@@ -34,7 +34,7 @@ print(json.dumps(run_rank(RunFolder(Path(sys.argv[1])), sys.stdout, StopRequest(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_worker_is_told_and_says_what_it_cannot_run(tmp_path, monkeypatch, deterministic):
+def test_a_worker_is_deterministic_and_names_a_forbidden_operation(tmp_path, monkeypatch, deterministic):
     monkeypatch.chdir(tmp_path)
     for key in (*LAUNCHER_KEYS, "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.delenv(key, raising=False)
@@ -53,6 +53,6 @@ def test_a_worker_is_told_and_says_what_it_cannot_run(tmp_path, monkeypatch, det
         assert found == [False, False, None] and message == ""
 
 
-def test_cublas_finds_its_setting_before_a_worker_starts():
+def test_cublas_is_configured_before_a_worker_starts():
     assert worker_environment(2, deterministic=True)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "CUBLAS_WORKSPACE_CONFIG" not in worker_environment(2)

@@ -1,4 +1,4 @@
-"""The drill as its user runs it: every fault is done, noticed and survived, and nothing is left behind."""
+"""`echelon drill`: every fault is injected, detected and survived, and nothing is left behind."""
 
 import json
 import os
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    """Where a drill of the small recipe goes on; nobody it starts outlives the test."""
+    """A working directory with the small recipe; no process of the drill may outlive the test."""
     monkeypatch.setenv(MARK, str(tmp_path))
     write_recipe(tmp_path)
     yield tmp_path
@@ -29,8 +29,8 @@ def folder(monkeypatch, tmp_path):
         pytest.param(signal.SIGHUP, "a-rank-killed", marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_ends_the_drill_and_all_it_has_started(folder, number, moment):
-    """Also a rank that is suspended at that moment, and so cannot see that it is alone."""
+def test_a_signal_ends_the_drill_and_all_its_processes(folder, number, moment):
+    """This includes a suspended rank, which cannot detect that its parent is gone."""
     job = start("drill", "recipe.json", "--nproc", "2", cwd=folder)
     run = RunFolder(folder / "runs" / "tiny-drill" / moment)
     await_line(run.metrics_path, '"step": 2,', job, 600)
@@ -43,7 +43,7 @@ def test_a_signal_ends_the_drill_and_all_it_has_started(folder, number, moment):
 
 
 @pytest.mark.slow
-def test_one_process_leaves_out_what_only_a_peer_could_notice(folder):
+def test_one_process_skips_the_fault_that_only_a_peer_detects(folder):
     job = start("drill", "recipe.json", "--nproc", "1", "--json", cwd=folder)
     lines, is_first = [], True
     for line in job.stdout:

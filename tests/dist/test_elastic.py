@@ -1,4 +1,4 @@
-"""torchrun's agents as machines that are lost and come back: the run shrinks, grows, and feeds the same batches."""
+"""torchrun agents as machines that are lost and rejoin: the run shrinks, grows, and feeds the same batches."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from training import LOSS
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 STEPS = 1500
-# A store that no agent hosts, as docs/elastic.md starts it.
+# A rendezvous store outside the agents, as in docs/elastic.md.
 STORE = """
 import sys, time
 from torch.distributed import TCPStore
@@ -25,7 +25,7 @@ store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers
 print("serving", flush=True)
 time.sleep(3600)
 """
-# torchrun, but for its imports ready when the file appears.
+# Imports torchrun, then waits for the file before it runs.
 AGENT = """
 import os, sys, time
 from torch.distributed.run import main
@@ -50,7 +50,7 @@ def port():
 
 
 def start_agent(folder, name, port, hosts, ready=True):
-    """torchrun as one of one or two machines with a rank each; not before `folder/name.go` is there, unless ready."""
+    """Start torchrun as one of up to two machines with a rank each; it waits for `folder/name.go` unless `ready`."""
     if ready:
         (folder / f"{name}.go").touch()
     conf = f"is_host={int(hosts)},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -74,7 +74,7 @@ def rows(run):
 
 
 def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, port):
-    """A batch of 3 sequences: two ranks cannot share it evenly when the run goes on with them, so one is empty."""
+    """The batch has 3 sequences, so it is padded with an empty one when the run continues on two ranks."""
     recipe = write_recipe(
         tmp_path, train={"steps": STEPS, "log_every": 500, "global_batch_size": 3}, checkpoint={"every_steps": 50},
         optim={"learning_rate": 1e-4}
@@ -89,7 +89,7 @@ def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, 
         await_line(run.metrics_path, '"step": 60,', lasting, 120)  # alone: 3 sequences
         (tmp_path / "second.go").touch()
         await_count(run, "recovered", 1, lasting)  # grown
-        assert events(run, "recovered")[0]["repeated_steps"] == 0  # the agent's SIGTERM was a save
+        assert events(run, "recovered")[0]["repeated_steps"] == 0  # saved on the agent's SIGTERM
         await_line(run.metrics_path, f'"step": {run.rows.last_step() + 60},', lasting, 120)
         killed_at = time.time()
         second.kill()
@@ -117,7 +117,7 @@ def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, 
     assert 0 < max(differences) <= LOSS
 
 
-def test_when_the_agent_with_the_store_dies_all_end_at_once_and_the_same_command_resumes(echelon, tmp_path, port):
+def test_losing_the_agent_with_the_store_ends_all_and_the_same_command_resumes(echelon, tmp_path, port):
     write_recipe(tmp_path, train={"steps": 400, "log_every": 100}, checkpoint={"every_steps": 20})
     run = RunFolder(tmp_path / "runs" / "tiny")
     host = start_agent(tmp_path, "host", port, hosts=True)
@@ -143,7 +143,7 @@ def test_when_the_agent_with_the_store_dies_all_end_at_once_and_the_same_command
 
 
 def listens(port):
-    """Whether somebody listens there; no connection is made, which the store would take for a client."""
+    """Whether a process listens on the port, without a connection, which the store would treat as a client."""
     return any(each.laddr and each.laddr.port == port for each in psutil.net_connections("tcp") if each.status == "LISTEN")
 
 

@@ -1,4 +1,4 @@
-"""What a job of one machine shows to the network: nothing, proven by its sockets and by an attack upon them."""
+"""A job on one machine exposes nothing to the network, as shown by its sockets and by an attack."""
 
 import base64
 import signal
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.dist
 
 
 def find_own_addresses():
-    """Every IPv4 address of this machine but those of loopback."""
+    """Every IPv4 address of this machine except loopback."""
     own = [line.address for lines in psutil.net_if_addrs().values() for line in lines if line.family == socket.AF_INET]
     return [address for address in own if not address.startswith("127.")]
 
@@ -30,7 +30,7 @@ def is_open(address, port):
 
 
 def attack(port, payload):
-    """As any user of this machine could: write the pickle over every state of a rendezvous that the store has."""
+    """Overwrite every rendezvous state in the store with the pickle, as any user of this machine could."""
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
     for key in store.list_keys():
         if "rendezvous" in key:
@@ -47,7 +47,7 @@ def job(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="the sockets of other processes need root there")
-def test_a_local_job_listens_on_loopback_alone_and_unpickles_nothing(job, tmp_path):
+def test_a_local_job_listens_only_on_loopback_and_unpickles_nothing(job, tmp_path):
     await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', job, 300)
     listeners = find_listeners()
     [meeting_port] = {int(each.environ()["MASTER_PORT"]) for each in marked_processes() if "RANK" in each.environ()}
@@ -58,7 +58,7 @@ def test_a_local_job_listens_on_loopback_alone_and_unpickles_nothing(job, tmp_pa
         (address, port) for _, _, port in listeners for address in find_own_addresses() if is_open(address, port)
     ]
     job.send_signal(signal.SIGTERM)
-    ending = finish(job, 60)  # torch's agent reads the state of its rendezvous again as it leaves
+    ending = finish(job, 60)  # torch's agent reads the rendezvous state again when it exits
     assert not (tmp_path / "pwned").exists()
     assert {address for _, address, _ in listeners} == {"127.0.0.1"}, listeners
     assert not reached

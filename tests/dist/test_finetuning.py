@@ -1,4 +1,4 @@
-"""Fine-tuning as a user does it, command by command: from conversations to folders that PEFT and transformers load."""
+"""Fine-tuning by commands, from conversations to folders that PEFT and transformers load."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def base(tmp_path):
 
 
 def write_base(folder, tied=True, width=32):
-    """A small random model with a trained tokenizer of 300 ids and no template, and conversations; what they say."""
+    """Write a small random model, a tokenizer of 300 ids without a template, and conversations; return their text."""
     tokenizer = train_tokenizer(["".join(f"{number} plus {number} is {2 * number}.\n" for number in range(500))], 300)
     tokenizer.save_pretrained(folder / "base")
     torch.manual_seed(1)
@@ -44,7 +44,7 @@ def write_base(folder, tied=True, width=32):
 
 
 def write_chats(path, numbers, field):
-    """Two questions with their answers each."""
+    """Write conversations of two questions and answers each."""
     rows = []
     for number in numbers:
         turns = [("user", f"{number} plus {number}?"), ("assistant", f"{2 * number}.")]
@@ -79,7 +79,7 @@ def logits_of(model, ids):
 
 
 def load_as_the_card_says(folder):
-    """The Python of a folder's README.md, run; the model it makes."""
+    """Run the Python code in a folder's README.md; return the model that it loads."""
     [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     names = {}
     exec(code.replace("this/folder", str(folder)), names)
@@ -91,7 +91,7 @@ def last_loss(run):
 
 
 def trained_in(run, step=STEPS):
-    """The trained tensors of a checkpoint by name, without what the optimizer keeps of them."""
+    """The trained tensors of a checkpoint by name, without optimizer state."""
     found = tensors_of(run.path, step)
     return {name.removeprefix("model."): each for name, each in found.items() if name.startswith("model.")}
 
@@ -117,7 +117,7 @@ def test_from_conversations_to_an_adapter_and_a_merged_model(echelon, base, tmp_
 
 
 def check_start(out, run):
-    """What trains, its share and what a save writes are said; the checkpoint is that and no more."""
+    """Check that trained parameters, their fraction and the checkpoint size are printed and match the checkpoint."""
     trained = trained_in(run)
     assert all("lora_" in name or "trainable_tokens_delta" in name for name in trained)
     count = sum(each.numel() for each in trained.values())
@@ -125,14 +125,14 @@ def check_start(out, run):
     total = count + sum(each.numel() for each in load_run_model(run.path, torch.device("cpu")).state_dict().values())
     assert f"{count:,} of " in line and count == 2 * 4 * 4 * (32 + 32) + 2 * 3 * 4 * (32 + 64) + 2 * 32 < total
     saved = [each.numel() * each.element_size() for each in tensors_of(run.path, STEPS).values()]
-    scalars = len(trained) * 8  # Adam's counter of steps, and room for another
+    scalars = len(trained) * 8  # Adam's step counter, and a margin
     assert 12 * count <= sum(saved) <= 12 * count + scalars
     assert f"checkpoint: about {12 * count / 1e6:.2f} MB, the adapter and optimizer state" in out
     assert "generation stops at 0 (<|endoftext|>), 301 (<|im_end|>)" in out
 
 
 def check_new_rows(run, base, tied):
-    """The rows of new tokens were trained, and are those that the live model uses; every other row is the base's."""
+    """Check that the rows of new tokens are trained and equal the live model's, and all other rows equal the base's."""
     live = load_run_model(run.path, torch.device("cpu"))
     first = load_file(base / "model.safetensors")
     trained = {name: each for name, each in trained_in(run).items() if "trainable_tokens_delta" in name}
@@ -151,7 +151,7 @@ def check_new_rows(run, base, tied):
 
 
 def check_adapter_folder(echelon, run, ids, expected):
-    """PEFT loads what training left, and what the command writes, onto the base."""
+    """Check that PEFT loads the adapters of the run and of `echelon export` onto the base."""
     assert echelon("export", run.path, "adapter").code == 0
     weights = [load_file(folder / "adapter_model.safetensors") for folder in (run.export_dir, Path("adapter"))]
     assert weights[0].keys() == weights[1].keys() and all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
@@ -165,7 +165,7 @@ def check_adapter_folder(echelon, run, ids, expected):
 
 
 def check_merged(echelon, run, ids, expected):
-    """Plain transformers loads the merged folder; its logits are the live model's."""
+    """Check that transformers loads the merged folder with the logits of the live model."""
     ending = echelon("export", run.path, "merged", "--merge")
     assert ending.code == 0 and "KL divergence" in ending.out, ending
     model, _ = load_as_the_card_says(Path("merged"))
@@ -185,7 +185,7 @@ def check_merged(echelon, run, ids, expected):
 
 
 def check_commands(echelon, run):
-    """`eval` and `generate` say the same of the run and of the merged folder; an answer ends at the turn's end."""
+    """Check that `eval` and `generate` agree for run and merged folder, and that an answer ends with its turn."""
     results = [
         json.loads(echelon("eval", each, "--data", "chat.jsonl", "--json").out) for each in (run.path, "merged")
     ]
@@ -206,7 +206,7 @@ def check_commands(echelon, run):
 
 
 def check_refusals(echelon, run, folder):
-    """What cannot go on, begin or be written says so in a sentence."""
+    """Check the messages of runs and exports that are not possible."""
     ending = echelon("train", "recipe.json", "--nproc", "2", "adapter.r=8", f"train.steps={2 * STEPS}")
     assert ending.code == 2 and "adapter.r" in ending.err and "--fresh" in ending.err, ending
     ending = echelon("train", "recipe.json", f"model.checkpoint={run.path}", "model.new_tokens=[]", "run.name=next")
@@ -220,8 +220,8 @@ def check_refusals(echelon, run, folder):
     shutil.move(folder / "elsewhere", folder / "base")
 
 
-def test_qlora_merges_onto_what_its_four_bits_mean(echelon, tmp_path):
-    """With embeddings of their own for input and output, of which both get rows for the new tokens."""
+def test_qlora_merges_onto_the_dequantized_weights(echelon, tmp_path):
+    """Input and output embeddings are untied; both get rows for the new tokens."""
     base = write_base(tmp_path, tied=False, width=64)
     write_chats(tmp_path / "train.jsonl", range(70), "dialogue")
     write_chats(tmp_path / "held.jsonl", range(70, 96), "dialogue")
@@ -241,7 +241,7 @@ def test_qlora_merges_onto_what_its_four_bits_mean(echelon, tmp_path):
     ids = torch.tensor([[300, *range(5, 40), 301, 7]])
     expected = logits_of(load_run_model(run.path, torch.device("cpu")), ids)
     model, _ = load_as_the_card_says(run.export_dir)
-    # On some CPUs bitsandbytes' own layer rounds its scales to bf16 before it computes.
+    # On some CPUs the layer of bitsandbytes rounds its scales to bf16 before it computes.
     torch.testing.assert_close(logits_of(model, ids), expected, rtol=0, atol=0.05)
     assert echelon("export", run.path, "merged", "--merge").code == 0
     merged = AutoModelForCausalLM.from_pretrained("merged")
@@ -279,7 +279,7 @@ def test_full_training_grows_the_vocabulary(echelon, tmp_path, tied):
 
 
 @pytest.mark.slow
-def test_an_adapter_that_was_stopped_ends_as_one_that_never_was(echelon, base, tmp_path):
+def test_a_resumed_adapter_run_equals_an_uninterrupted_one(echelon, base, tmp_path):
     run = write_recipe(tmp_path, train={"steps": 120})
     command = ("train", "recipe.json", "--nproc", "2", "checkpoint.every_steps=10")
     job = start(*command)
@@ -303,7 +303,7 @@ def test_an_adapter_that_was_stopped_ends_as_one_that_never_was(echelon, base, t
 
 @pytest.mark.slow
 def test_preferences_move_an_adapter(echelon, base, tmp_path):
-    """From pairs to an adapter: the loss falls below ln 2, where it starts; margins grow on pairs that were held out."""
+    """The loss falls below ln 2, its initial value, and margins of held-out pairs grow."""
     pairs = [{"prompt": f"{n} plus {n}?", "chosen": f"{2 * n}.", "rejected": f"{2 * n} or so."} for n in range(96)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     run = write_recipe(

@@ -1,4 +1,4 @@
-"""Ranks that somebody else started: rank 0 prepares, the others wait, and every ending is told once.
+"""Ranks under another launcher: rank 0 prepares, the others wait, and every ending is reported once.
 
 torchrun itself is in test_elastic.py, mpirun and srun are in tests/launchers.
 """
@@ -19,7 +19,7 @@ STUB = Path(__file__).with_name("stub_rank.py")
 
 
 def run_ranks(mode, directories):
-    """Exit codes and stderr of one process per directory, each its working directory."""
+    """Run one process in each working directory; return their exit codes and stderr."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     ranks = []
@@ -44,13 +44,13 @@ def test_others_wait_for_rank_zero(tmp_path):
     assert (tmp_path / "run" / "logs" / "rank-00001.log").read_text().endswith("rank 1: 2 ranks trained tiny\n")
 
 
-def test_refusal_is_told_once_and_ends_every_rank(tmp_path):
+def test_refusal_is_printed_once_and_ends_every_rank(tmp_path):
     codes, _, errors = run_ranks("refuse", [tmp_path, tmp_path])
     assert codes == [2, 2]
     assert errors == ["echelon: data.train: text.txt is empty; give a file with text.\n", ""]
 
 
-def test_folder_that_a_rank_does_not_see_is_refused(tmp_path):
+def test_run_folder_that_a_rank_does_not_see_is_refused(tmp_path):
     here, elsewhere = tmp_path / "a", tmp_path / "b"
     here.mkdir()
     elsewhere.mkdir()
@@ -64,8 +64,8 @@ def test_folder_that_a_rank_does_not_see_is_refused(tmp_path):
     "option",
     [pytest.param([], id="--local-rank", marks=pytest.mark.slow), pytest.param(["--use-env"], id="--use-env")],
 )
-def test_the_launcher_of_old_trains(tmp_path, option):
-    """`python -m torch.distributed.launch` hands each rank its number as an argument too, unless told not to."""
+def test_torch_distributed_launch_trains(tmp_path, option):
+    """`python -m torch.distributed.launch` passes the local rank as an argument by default."""
     write_recipe(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])

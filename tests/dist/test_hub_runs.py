@@ -1,4 +1,4 @@
-"""Runs of a model of the hub: begun, gone on with, evaluated, and started by torchrun, against a hub on loopback."""
+"""Runs with a hub model: started, resumed, evaluated, and started by torchrun, with a local hub server."""
 
 import json
 import os
@@ -54,8 +54,8 @@ def losses(folder):
     return [row["loss"] for row in rows if row["kind"] == "train"]
 
 
-def test_a_run_goes_on_and_is_evaluated_with_the_commit_it_began_with(hub, tmp_path):
-    """On another machine each time: the cache is gone, and the repository has moved on."""
+def test_resume_and_evaluation_use_the_commit_of_the_first_start(hub, tmp_path):
+    """Each start is as on another machine: the cache is empty, and the repository has a newer commit."""
     fine_tuning(tmp_path, NAME, 4)
     echelon(tmp_path, "train", "recipe.json", "--nproc", "1")
     push_model(hub, NAME, tmp_path / "second", seed=10)
@@ -80,8 +80,8 @@ def test_a_run_goes_on_and_is_evaluated_with_the_commit_it_began_with(hub, tmp_p
     assert adapter["base_model_name_or_path"] == NAME
 
 
-def test_the_first_rank_of_each_machine_of_torchrun_fetches(hub, tmp_path):
-    """Two machines with two ranks each, which share the run folder and no cache."""
+def test_the_first_rank_of_each_torchrun_machine_downloads(hub, tmp_path):
+    """Two machines with two ranks each share the run folder but no cache."""
     fine_tuning(tmp_path, NAME, 4)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""`echelon init`: the starter, and a recipe from two numbers that really trains."""
+"""`echelon init`: the starter recipe, and a recipe for a model size and number of tokens, which trains."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.slow
-def test_a_recipe_from_two_numbers_trains(echelon):
+def test_a_recipe_for_a_model_size_trains(echelon):
     Path("text.txt").write_text(TEXT)
     ending = echelon("init", "small.yaml", "--params", "1m", "--tokens", "200k", "--vocab-size", "300")
     assert ending.code == 0, ending
@@ -27,7 +27,7 @@ def test_a_recipe_from_two_numbers_trains(echelon):
     assert config["vocab_size"] == 320
 
 
-def test_what_init_refuses(echelon):
+def test_init_refusals(echelon):
     Path("there.yaml").write_text("mine")
     for arguments, words in [
         (["there.yaml"], "there.yaml exists"),

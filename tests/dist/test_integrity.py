@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, disks that fill up: noticed before a night is lost, and never by losing what was good."""
+"""Damaged checkpoints and full disks are detected early, without the loss of good checkpoints."""
 
 import errno
 import json
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.dist
 
 
 def flip_a_byte(path):
-    """Damage that no size tells of."""
+    """Change one byte, so that the file size stays the same."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x10
     path.write_bytes(content)
 
 
 def fill(disk):
-    """Take all the room that a disk has left."""
+    """Fill the free space of a disk."""
     filler = disk / "filler"
     with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
         while True:
@@ -41,7 +41,7 @@ def fill(disk):
 
 
 def failures(run):
-    """The saves that failed, by the events that a full disk had room for."""
+    """The failed saves, from the events that fit on the full disk."""
     return [row for row in read_lines(run.events_path) if row["event"] == "save_failed"]
 
 
@@ -61,7 +61,7 @@ def steps_of(run):
     return [checkpoint.step for checkpoint in find_checkpoints(run.checkpoints_dir)]
 
 
-def test_a_damaged_checkpoint_is_passed_over_reported_and_removed(echelon, tmp_path):
+def test_a_damaged_checkpoint_is_skipped_reported_and_removed(echelon, tmp_path):
     write_recipe(tmp_path, checkpoint={"every_steps": 2})
     run = RunFolder(tmp_path / "runs" / "tiny")
     train = ("train", "recipe.json", "--nproc", "2")
@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_passed_over_reported_and_removed(echelon, tmp_p
     ending = echelon("checkpoint", "verify", run.path)
     assert ending.code == 0 and ending.out.splitlines() == ["step 2  whole", "step 4  whole", "step 6  whole"]
 
-    # As if it had been killed before it could say that it was done, and the disk had gone bad.
+    # As after a kill just before the end, with a disk error.
     run.outcome_path.unlink()
     flip_a_byte(run.checkpoints_dir / "step-00000006" / "__1_0.distcp")
     (run.checkpoints_dir / "step-00000004" / "state.json").unlink()
@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_passed_over_reported_and_removed(echelon, tmp_p
     assert ending.code == 0, ending
     assert ending.out.count("Passing over a damaged checkpoint") == 2 and "Resuming from step-00000002" in ending.out
     assert equal_tensors(tensors_of(run.path, 6), straight) and train_rows(run) == rows
-    # What was passed over was written again.
+    # The skipped checkpoint was written again.
     assert echelon("checkpoint", "verify", run.path).out.count("whole") == 3
 
     check_pruning(echelon, run)
@@ -119,8 +119,8 @@ def check_pruning(echelon, run):
         assert ending.code == 2 and "is not a run folder" in ending.err
 
 
-def test_a_save_is_rehearsed_before_the_first_step(echelon, tmp_path):
-    """No permission: exit code 1 in one message before anything is trained. (No room: test_bad_input.py.)"""
+def test_saving_is_tested_before_the_first_step(echelon, tmp_path):
+    """Without write permission: exit code 1 and one message before training. (Full disk: test_bad_input.py.)"""
     write_recipe(tmp_path)
     run = RunFolder(tmp_path / "runs" / "tiny")
     run.create()
@@ -136,8 +136,8 @@ def test_a_save_is_rehearsed_before_the_first_step(echelon, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_while_training(echelon, tmp_path):
-    """Three failures in a row end the run; when there is room in time it goes on as if nothing had been."""
+def test_a_disk_that_fills_up_during_training(echelon, tmp_path):
+    """Three consecutive failures end the run; if space is freed before, it continues exactly."""
     write_recipe(tmp_path, train={"steps": 300, "log_every": 100}, checkpoint={"every_steps": 100, "keep_last": 2})
     disk = tmp_path / "disk"
     mount(disk, "4m")
@@ -176,7 +176,7 @@ def test_a_disk_that_fills_up_while_training(echelon, tmp_path):
 
 
 def failing(times, at):
-    """`os.fsync` as on a disk whose quota is used up, the first `times` times that `at` is among the callers' files."""
+    """Make `os.fsync` fail as on an exhausted quota, the first `times` calls from a function in the file `at`."""
     left, fsync = [times], os.fsync
 
     def flush(descriptor):
@@ -189,7 +189,7 @@ def failing(times, at):
 
 
 def save_with_one_rank_failing(rank, world_size, folder, asynchronous):
-    """Rank 1 cannot write its file of the first save; rank 0 cannot publish the second one."""
+    """Rank 1 fails to write its file of the first save; rank 0 fails to publish the second."""
     lines, events = LogLines().lines, []
     store = CheckpointStore(
         Path(folder), 3, asynchronous, lambda event, **fields: events.append((event, fields["step"]))
@@ -231,7 +231,7 @@ def rehearse_on(rank, world_size, folder, culprit):
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_ranks_agree_on_a_rehearsal(workers, tmp_path, culprit):
+def test_ranks_agree_on_a_test_save(workers, tmp_path, culprit):
     messages = workers.run(rehearse_on, 3, str(tmp_path), culprit)
     assert len(set(messages)) == 1
     assert f"rank {culprit}: {os.strerror(errno.EDQUOT)}" in messages[0] and "make room" in messages[0]
@@ -246,8 +246,8 @@ def newest_on(rank, world_size, folder):
     return found.step if found else None, lines
 
 
-def test_any_rank_may_find_the_damage(workers, tmp_path):
-    """Each reads a share of the files: a byte in whichever of them is found, and the line is said once."""
+def test_any_rank_can_find_the_damage(workers, tmp_path):
+    """Each rank reads a share of the files: a changed byte in any file is found, and reported once."""
     workers.run(write_two, 3, str(tmp_path / "good"))
     for name in json.loads((tmp_path / "good" / "step-00000002" / "manifest.json").read_text())["files"]:
         folder = shutil.copytree(tmp_path / "good", tmp_path / f"bad{name}")

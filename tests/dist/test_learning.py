@@ -1,4 +1,4 @@
-"""That fine-tuning teaches: a model of Python's source learns to reverse words it never saw, and keeps it when merged."""
+"""Fine-tuning teaches a task: a model of Python source learns to reverse unseen words, also after merging."""
 
 import itertools
 import json
@@ -49,7 +49,7 @@ def question(word):
 
 @torch.no_grad()
 def answers(model, tokenizer, words):
-    """What a model says, greedily, to each question: four tokens, the last of which should be the end."""
+    """The greedy answer to each question: four tokens, the last of which should be the stop token."""
     ids = torch.tensor([tokenizer(question(word))["input_ids"] for word in words])
     said = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=None,
@@ -64,7 +64,7 @@ def accuracy(said, words, end=END):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """An HF folder pretrained on real text; none of its answers is right."""
+    """An HF folder with a model pretrained on real text, which answers no question correctly."""
     place = tmp_path_factory.mktemp("base")
     (place / "base.json").write_text(json.dumps(BASE))
     for command in (("train", "base.json", "--nproc", "1"), ("export", "runs/base", "base")):
@@ -76,7 +76,7 @@ def base(tmp_path_factory):
     return folder
 
 
-def test_no_answer_is_right_often():
+def test_no_constant_answer_is_often_right():
     assert not set(HELD_OUT) & set(TAUGHT)
     (favourite, _), *_ = Counter(word[::-1] for word in TAUGHT).most_common(1)
     assert sum(word[::-1] == favourite for word in HELD_OUT) < 0.05 * len(HELD_OUT)
@@ -85,8 +85,8 @@ def test_no_answer_is_right_often():
 @pytest.mark.parametrize("seed", [2, 3, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_a_task_is_learned_kept_and_merged(echelon, base, method, precision, seed):
-    """One seed, or the arithmetic of one machine, decides nothing: the loss stops falling in the first half of a run."""
+def test_a_task_is_learned_and_survives_merging(echelon, base, method, precision, seed):
+    """The result does not depend on the seed or the machine: the loss stops falling in the first half of a run."""
     Path("taught.jsonl").write_text(
         "".join(json.dumps({"prompt": question(word), "completion": word[::-1]}) + "\n" for word in TAUGHT)
     )

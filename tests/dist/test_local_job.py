@@ -1,4 +1,4 @@
-"""Jobs of real processes: how each ending becomes one code and one message, and that nobody is left behind."""
+"""Jobs of real processes: each ending gives one exit code and one message, and no process is left behind."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def start_job(folder, mode, count=2, restarts=0, *rendezvous):
 
 
 def run_job(folder, mode, count=2, restarts=0, *rendezvous):
-    """The exit code, the lines on the terminal, and the message the parent would show."""
+    """Run a job; return its exit code, the console lines, and the message of the parent."""
     job = start_job(folder, mode, count, restarts, *rendezvous)
     output, _ = job.communicate(timeout=300)
     lines = output.splitlines()
@@ -34,7 +34,7 @@ def run_job(folder, mode, count=2, restarts=0, *rendezvous):
 
 
 def await_workers(folder, count=2):
-    """The pids of the workers, once all of them work."""
+    """Wait until all workers run; return their pids."""
     files = [folder / f"pid-{rank}" for rank in range(count)]
     deadline = time.monotonic() + 120
     while not all(file.exists() and file.read_text() for file in files):
@@ -50,10 +50,10 @@ def assert_gone(pids, seconds):
         time.sleep(0.05)
 
 
-def test_success_is_quiet(tmp_path):
+def test_success_prints_nothing_else(tmp_path):
     code, lines, message = run_job(tmp_path, "succeed")
     assert (code, message) == (0, "")
-    # Rank 0 alone has the terminal, and the agent says nothing.
+    # Only rank 0 writes to the terminal; the agent prints nothing.
     assert lines == ["rank 0 of 2 is up", "message: "]
     assert (tmp_path / "logs" / "rank-00001.log").read_text() == "rank 1 of 2 is up\n"
 
@@ -82,8 +82,8 @@ def test_killed_rank_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("group", ["none", "of one machine"])
-def test_killed_rank_is_replaced_and_a_peer_that_hangs_is_not_waited_for(tmp_path, monkeypatch, group):
-    """A machine alone and a group of one are the same job, and neither meets anywhere: the port is another program's."""
+def test_killed_rank_is_restarted_without_waiting_for_a_hanging_peer(tmp_path, monkeypatch, group):
+    """A single machine and a group of one behave the same; neither opens the rendezvous port, which is in use here."""
     monkeypatch.setenv("STUB_KILLED", str(tmp_path / "killed"))
     with socket.create_server(("127.0.0.1", 0)) as other:
         rendezvous = [] if group == "none" else [f"127.0.0.1:{other.getsockname()[1]}"]
@@ -95,11 +95,11 @@ def test_killed_rank_is_replaced_and_a_peer_that_hangs_is_not_waited_for(tmp_pat
     assert restart == "restart 1 of 1: from the beginning"
     events = read_lines(tmp_path / "events.jsonl")
     assert [row["event"] for row in events] == ["failure", "restart"]
-    # The word, a second for last words, the agent's looks; never the 30 seconds that torchrun's agent grants.
+    # The report of the death, one second of grace, the agent's polling; not the 30 s of torchrun's agent.
     assert 1 < events[1]["detection_seconds"] < 15
 
 
-def test_refusal_and_a_failure_that_comes_back_are_not_restarted(tmp_path):
+def test_refusals_and_recurring_failures_are_not_restarted(tmp_path):
     code, lines, _ = run_job(tmp_path / "a", "refuse", restarts=3)
     assert code == 2 and not [line for line in lines if line.startswith("restart")]
     code, lines, message = run_job(tmp_path / "b", "raise", count=2, restarts=3)
@@ -122,8 +122,8 @@ def test_stopping_the_parent_stops_the_workers(tmp_path, number):
     assert_gone(pids, seconds=0.5)
 
 
-def test_a_job_under_nohup_outlives_its_terminal(tmp_path):
-    """SIGHUP, which nohup has it ignore, does nothing; the signal after it does."""
+def test_a_job_under_nohup_survives_its_terminal(tmp_path):
+    """SIGHUP is ignored under nohup; the next signal stops the job."""
     command = [sys.executable, str(STUB), "parent", str(tmp_path), "2", "work", "0"]
     job = subprocess.Popen(
         ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command],
@@ -155,7 +155,7 @@ def launched_environment(rank, world_size, port):
     }
 
 
-def test_taken_port_is_named_with_its_remedy():
+def test_used_port_is_named_with_a_fix():
     code = "from echelon.distributed.runtime import open_store; open_store(10)"
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
@@ -166,7 +166,7 @@ def test_taken_port_is_named_with_its_remedy():
     assert "MASTER_PORT" in last
 
 
-def test_absent_peer_is_named_with_its_remedy():
+def test_missing_peer_is_named_with_a_fix():
     code = "from echelon.distributed.runtime import open_store; open_store(2)"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

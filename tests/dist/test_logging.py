@@ -1,4 +1,4 @@
-"""What a real run of two processes logs: on the console by --quiet and --verbose, and in the logs of its ranks."""
+"""The log output of a real run with two processes: on the console with --quiet and --verbose, and in the rank logs."""
 
 import re
 
@@ -13,7 +13,7 @@ RECORD = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING
 
 @pytest.fixture
 def echelon(tmp_path, monkeypatch, capfd):
-    """The command, in a folder of its own; nobody it starts outlives the test."""
+    """The command in a temporary folder; no process that it starts may outlive the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
     write_recipe(tmp_path)
@@ -22,11 +22,11 @@ def echelon(tmp_path, monkeypatch, capfd):
 
 
 def records(text):
-    """(level, rank, logger, message) of each line that is a record."""
+    """(level, rank, logger, message) of each log record."""
     return [match.groups() for line in text.splitlines() if (match := RECORD.fullmatch(line))]
 
 
-def test_a_quiet_run_prints_nothing_and_its_logs_are_complete(echelon, tmp_path):
+def test_a_quiet_run_prints_nothing_but_logs_everything(echelon, tmp_path):
     ending = echelon("train", "recipe.json", "--nproc", "2", "-q")
     assert (ending.code, ending.out, ending.err) == (0, "", "")
     log = records((tmp_path / "runs" / "tiny" / "logs" / "rank-00000.log").read_text())
@@ -34,7 +34,7 @@ def test_a_quiet_run_prints_nothing_and_its_logs_are_complete(echelon, tmp_path)
     assert len(steps) >= 6 and {(level, rank) for level, rank, *_ in log} == {("INFO", "0")}
 
 
-def test_a_verbose_run_names_time_rank_and_logger(echelon, tmp_path):
+def test_a_verbose_run_prints_time_rank_and_logger(echelon, tmp_path):
     ending = echelon("-v", "train", "recipe.json", "--nproc", "2")
     assert ending.code == 0
     shown = records(ending.out)

@@ -1,4 +1,4 @@
-"""Folders that are odd: one that may not be written to, one whose name the locale cannot write, and runs without a best."""
+"""Unusual folders: read-only ones, names outside the locale's encoding, and runs without a best checkpoint."""
 
 import os
 import subprocess
@@ -31,21 +31,21 @@ except EchelonError as error:
 """
 
 
-def test_a_run_folder_that_may_not_be_written_to_is_refused():
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # which anybody may reach, unlike those of pytest
+def test_a_read_only_run_folder_is_refused():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # accessible to all users, unlike pytest's folders
         place = Path(folder)
         place.chmod(0o755)
         run = place / "run"
         RunFolder(run).create()
         (run / ".lock").touch()
-        (run / ".lock").chmod(0o666)  # of a run that was there before: the lock alone can be had
+        (run / ".lock").chmod(0o666)  # an existing run: only the lock can be acquired
         run.chmod(0o555)
         done = subprocess.run([sys.executable, "-c", LOCK, str(run)], capture_output=True, text=True, check=False)
         run.chmod(0o755)
     assert done.returncode == 2 and f"run.dir={run} cannot be written to" in done.stderr, done
 
 
-def test_a_locale_without_utf8_reads_every_path(tmp_path):
+def test_paths_work_in_a_locale_without_utf8(tmp_path):
     build_bytes_tokenizer().save_pretrained(tmp_path / "wörter")
     write_recipe(tmp_path, tokenizer="wörter")
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "HF_HUB_OFFLINE": "1"}
@@ -56,7 +56,7 @@ def test_a_locale_without_utf8_reads_every_path(tmp_path):
     assert done.returncode == 0 and b"vocab_size 256" in done.stdout, done
 
 
-def test_best_is_refused_where_nothing_says_which_it_is(echelon, tmp_path):
+def test_best_is_refused_without_a_recorded_best_checkpoint(echelon, tmp_path):
     write_recipe(tmp_path, data={"train": "text.txt", "sequence_len": 32, "validation_fraction": 0})
     assert echelon("train", "recipe.json", "--nproc", "1").code == 0
     run = RunFolder(tmp_path / "runs" / "tiny")

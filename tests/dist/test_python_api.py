@@ -1,4 +1,4 @@
-"""`import echelon` from scripts, as their authors use it: real workers, real signals, and what is left afterwards."""
+"""`import echelon` in scripts, with real workers and signals, and checks of what remains afterwards."""
 
 import json
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    """Where a script runs; nobody it started outlives the test."""
+    """The working directory of a script; no process that it starts may outlive the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
     yield tmp_path
@@ -30,7 +30,7 @@ def folder(monkeypatch, tmp_path):
 
 
 def interrupt(name, step):
-    """Takes the lines of a run, and sends this process a signal at that of a step."""
+    """A callback for the lines of a run that sends this process a signal at the line of a step."""
 
     def send(line):
         if re.match(rf"step +{step}/", line):
@@ -40,7 +40,7 @@ def interrupt(name, step):
 
 
 @pytest.mark.slow
-def test_an_interrupt_saves_and_the_same_call_goes_on(folder):
+def test_an_interrupt_saves_and_the_same_call_resumes(folder):
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     recipe = echelon.load_recipe(write_recipe(folder), {"train.steps": 100_000})
     with pytest.raises(KeyboardInterrupt, match="^stopped by SIGINT at step .* the same command resumes from it"):
@@ -59,7 +59,7 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(folder):
     assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
 
 
-def test_what_is_wrong_with_the_data_is_an_error_of_its_kind(folder):
+def test_invalid_data_raises_a_data_error(folder):
     recipe = echelon.load_recipe(write_recipe(folder), {"data.train": "missing.txt"})
     with pytest.raises(DataError, match=r"^data.train.0.path=missing.txt: no such file"):
         echelon.train(recipe, nproc=1, on_line=lambda line: None)
@@ -67,7 +67,7 @@ def test_what_is_wrong_with_the_data_is_an_error_of_its_kind(folder):
 
 
 @pytest.mark.slow
-def test_a_failed_training_is_an_error_of_its_kind(folder):
+def test_failed_training_raises_a_training_error(folder):
     recipe = echelon.load_recipe(write_recipe(folder), {"optim.learning_rate": 1e30, "fault.on_bad_step": "stop"})
     with pytest.raises(TrainingError, match="not finite"):
         echelon.train(recipe, nproc=1, on_line=lambda line: None)
@@ -90,8 +90,8 @@ SCRIPT = """
 
 
 @pytest.mark.slow
-def test_a_script_does_what_the_commands_do(folder):
-    """Without `if __name__ == "__main__"`, though two processes tokenize; step by step the run of the command."""
+def test_a_script_equals_the_commands(folder):
+    """The script has no `if __name__ == "__main__"`; two processes tokenize; every step equals the command's run."""
     write_recipe(folder, data={"prepare_workers": 2})
     (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
     done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=300, check=False)
@@ -113,8 +113,8 @@ def test_a_script_does_what_the_commands_do(folder):
 
 
 @pytest.mark.slow
-def test_parts_from_outside_train_in_real_workers(folder, monkeypatch):
-    """A reader, an optimizer, an objective, a synchronizer and a callback of a package that only the caller's sys.path knows."""
+def test_external_classes_train_in_real_workers(folder, monkeypatch):
+    """A reader, optimizer, objective, synchronizer and callback from a package on the caller's sys.path only."""
     monkeypatch.syspath_prepend(folder / "site")
     package = write_package(folder / "site", "parts_of_the_dist_test")
     (folder / "poems.verse").write_text("".join(f"verse {number} of them\n***\n" for number in range(400)))

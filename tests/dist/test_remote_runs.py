@@ -1,4 +1,4 @@
-"""Whole runs with their checkpoints in an object store: a machine is lost, a server is down, a stop has little time."""
+"""Complete runs with remote checkpoints: a lost machine, a server that is down, a stop with little time."""
 
 import os
 import re
@@ -49,7 +49,7 @@ def events(run, name):
 
 
 def await_events(run, name, job, count):
-    """Wait until there are so many of this event; those of before a download come back with it."""
+    """Wait for `count` events of this name; a download restores earlier ones."""
     deadline = time.monotonic() + 120
     while len(events(run, name)) < count:
         assert job.poll() is None, job.communicate()
@@ -57,7 +57,7 @@ def await_events(run, name, job, count):
         time.sleep(0.02)
 
 
-def test_a_run_that_lost_its_machine_ends_as_one_that_did_not(echelon, server, tmp_path):
+def test_a_run_that_lost_its_machine_equals_an_uninterrupted_one(echelon, server, tmp_path):
     sections = {
         "train": {"steps": STEPS, "global_batch_size": 4, "eval_every": 50, "precision": "fp32"},
         "fault": {"notice_seconds": 15},
@@ -68,7 +68,7 @@ def test_a_run_that_lost_its_machine_ends_as_one_that_did_not(echelon, server, t
     straight, straight_rows = tensors_of(run.path, STEPS), rows(run)
     shutil.rmtree("runs")
 
-    # The server is away for a while, and then the whole machine for good.
+    # The server is down for a while; then the machine is lost.
     url = f"s3://{BUCKET}/runs/tiny"
     write_recipe(tmp_path, checkpoint={"every_steps": 10, "remote": url}, **sections)
     job = start(*TRAIN)
@@ -85,7 +85,7 @@ def test_a_run_that_lost_its_machine_ends_as_one_that_did_not(echelon, server, t
     assert uploaded <= reached < STEPS
     shutil.rmtree("runs")
 
-    # Another one goes on. It is asked to stop while the server is down.
+    # Another machine resumes. It is asked to stop while the server is down.
     job = start(*TRAIN)
     await_events(run, "resume", job, 1)
     resumed, failed = events(run, "resume"), len(events(run, "upload_failed"))
@@ -93,7 +93,7 @@ def test_a_run_that_lost_its_machine_ends_as_one_that_did_not(echelon, server, t
     await_events(run, "upload_failed", job, failed + 1)
     os.kill(job.pid, signal.SIGTERM)
     stopped = finish(job)
-    # Not killed at the end of the notice, which would be code 1.
+    # Not killed at the end of the notice time, which would give code 1.
     assert stopped.code == 3 and resumed[0] >= uploaded, stopped
     assert f"Downloading step-{resumed[0]:08d}" in stopped.out and f"Resuming from step-{resumed[0]:08d}" in stopped.out
     assert re.search(rf"step-\d+ is saved in {run.path.relative_to(tmp_path)}, but not yet in {url}", stopped.out)
@@ -101,13 +101,13 @@ def test_a_run_that_lost_its_machine_ends_as_one_that_did_not(echelon, server, t
 
     ending = echelon(*TRAIN)
     assert ending.code == 0, ending
-    assert "Downloading" not in ending.out  # what is here is newer
+    assert "Downloading" not in ending.out  # the local checkpoint is newer
     assert equal_tensors(tensors_of(run.path, STEPS), straight) and rows(run) == straight_rows
     ending = echelon("checkpoint", "verify", run.path)
     lines = [line.split() for line in ending.out.splitlines()]
     assert ending.code == 0 and all(line[2] == "whole" for line in lines), ending
     assert [line[1] for line in lines if len(line) == 3] == ["280", "290", "300"]
-    remote = [line[1] for line in lines if len(line) == 4]  # one whose turn had not come may be left out
+    remote = [line[1] for line in lines if len(line) == 4]  # a checkpoint that was still queued may be skipped
     assert len(remote) == 3 and remote[-1] == "300"
     secret = server.environment["AWS_SECRET_ACCESS_KEY"]
     written = [path for path in Path("runs").rglob("*") if path.is_file()]

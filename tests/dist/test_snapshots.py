@@ -1,4 +1,4 @@
-"""Snapshots in memory: a lost process costs the steps since the newest one, and the memory is given back."""
+"""Snapshots in memory: a lost process costs only the steps since the newest one, and the memory is released."""
 
 import pytest
 import psutil
@@ -16,7 +16,7 @@ COMMAND = ("train", "recipe.json", "--nproc", "2")
 
 @pytest.fixture
 def echelon(capfd, monkeypatch, tmp_path):
-    """The command, in a folder of its own; nobody it started outlives the test, and no memory is held."""
+    """The command in a temporary folder; no process outlives the test, and no shared memory remains."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
     before = held()
@@ -34,7 +34,7 @@ def rows(run):
 
 
 @pytest.mark.slow
-def test_a_lost_process_goes_back_to_memory(echelon, tmp_path):
+def test_a_lost_process_resumes_from_a_snapshot(echelon, tmp_path):
     checkpoint = {"every_steps": 400, "snapshot_every_steps": 10}
     write_recipe(tmp_path, train={"steps": STEPS, "log_every": 100}, checkpoint=checkpoint, parallel="fsdp")
     run, whole = RunFolder(tmp_path / "runs" / "tiny"), RunFolder(tmp_path / "runs" / "whole")
@@ -55,7 +55,7 @@ def test_a_lost_process_goes_back_to_memory(echelon, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_ranks_give_back_the_memory_of_a_parent_that_was_killed(echelon, tmp_path):
+def test_the_ranks_release_the_memory_of_a_killed_parent(echelon, tmp_path):
     write_recipe(tmp_path, train={"steps": 100000}, checkpoint={"every_steps": 100000, "snapshot_every_steps": 5})
     before, run = held(), RunFolder(tmp_path / "runs" / "tiny")
     job = start(*COMMAND)
@@ -67,7 +67,7 @@ def test_the_ranks_give_back_the_memory_of_a_parent_that_was_killed(echelon, tmp
     assert_no_orphan()
 
 
-def test_other_launchers_hold_no_memory(echelon, tmp_path):
+def test_snapshots_are_refused_under_other_launchers(echelon, tmp_path):
     write_recipe(tmp_path, checkpoint={"snapshot_every_steps": 5})
     ending = finish(start("train", "recipe.json", RANK="0", WORLD_SIZE="1"))
     assert ending.code == 2 and "checkpoint.snapshot_every_steps=5" in ending.err and "remove this key" in ending.err

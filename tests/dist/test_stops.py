@@ -1,4 +1,4 @@
-"""Signals to any process of a job: all ranks save at the same step, and going on is as if nothing had been."""
+"""Signals to any process of a job: all ranks save at the same step, and a resume is exact."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ COMMAND = ("train", "recipe.json", "--nproc", "2")
 
 @pytest.fixture
 def run(tmp_path):
-    """A recipe of a few seconds with dropout; the folder of its run."""
+    """A recipe with dropout that trains for a few seconds; the folder of its run."""
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.1}
     write_recipe(
         tmp_path, model={"config": config}, train={"steps": STEPS, "log_every": 50, "eval_every": 50},
@@ -43,8 +43,8 @@ def last_stop(run):
 
 
 @pytest.mark.slow
-def test_stops_leave_no_trace_in_the_result(echelon, run, tmp_path):
-    """SIGTERM to the parent, SIGUSR1 to a rank, Ctrl-C to all; then the end, the same bit for bit."""
+def test_stopped_and_resumed_runs_equal_an_uninterrupted_one(echelon, run, tmp_path):
+    """SIGTERM to the parent, SIGUSR1 to a rank, Ctrl-C to all; the final result is the same bit for bit."""
     ways = [
         lambda job: job.terminate(),
         lambda job: rank_of(job, 1).send_signal(signal.SIGUSR1),
@@ -80,7 +80,7 @@ def test_stops_leave_no_trace_in_the_result(echelon, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_is_broken_off_and_made_up_for(echelon, run, tmp_path):
+def test_an_interrupted_evaluation_is_repeated(echelon, run, tmp_path):
     (tmp_path / "text.txt").write_text((tmp_path / "text.txt").read_text() * 40)
     long = (*COMMAND, "train.steps=4", "train.eval_every=2", "evaluate.batches=100000", "data.validation_fraction=0.9")
     job = start(*long)
@@ -97,8 +97,8 @@ def test_an_evaluation_is_broken_off_and_made_up_for(echelon, run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["a second signal", "the end of the notice"])
-def test_what_does_not_stop_is_ended(echelon, run, how):
-    """A rank that hangs keeps the others from saving; the checkpoint there is stays good."""
+def test_processes_that_do_not_stop_are_killed(echelon, run, how):
+    """A hanging rank prevents the others from saving; the existing checkpoint stays valid."""
     notice = "fault.notice_seconds=60" if how == "a second signal" else "fault.notice_seconds=2"
     job = start(*COMMAND, notice, "checkpoint.every_steps=5")
     await_line(run.metrics_path, '"step": 40,', job, seconds=120)

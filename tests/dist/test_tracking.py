@@ -1,4 +1,4 @@
-"""Runs with trackers: what the stores hold after a crash and a resume, and a server that is killed in the middle."""
+"""Runs with trackers: the stores after a crash and a resume, and a server that is killed during a run."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ SECRET = "hf_AbCdEf0123456789"
 
 @pytest.fixture
 def echelon(capfd, monkeypatch, tmp_path):
-    """The command, in a folder of its own, with secrets in its environment; nobody it started outlives the test."""
+    """The command in a temporary folder, with secrets in its environment; no process may outlive the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
     for name in ("HF_TOKEN", "MLFLOW_TRACKING_PASSWORD"):
@@ -52,9 +52,9 @@ def expected_points(run, kind, key):
 
 
 @pytest.mark.slow
-def test_one_tracking_run_across_a_resume_and_its_model_registered(echelon, tmp_path):
-    """Step 4 is lost, and done again by the resumed run; the finished run then gets a tracker more."""
-    # A learning rate that does not depend on the number of steps.
+def test_one_tracking_run_across_a_resume_with_a_registered_model(echelon, tmp_path):
+    """Step 4 is lost and repeated by the resumed run; then a tracker is added to the finished run."""
+    # The learning rate must not depend on the number of steps.
     flat = {"learning_rate": 1e-3, "min_learning_rate_fraction": 1.0}
     write_recipe(
         tmp_path, train={"steps": 4, "eval_every": 2}, optim=flat, track=["mlflow"], mlflow={"register_model": "tiny"}
@@ -85,7 +85,7 @@ def test_one_tracking_run_across_a_resume_and_its_model_registered(echelon, tmp_
 
 
 def check_model(client, run_id):
-    """A version for each end of the run; transformers reads the newest, which is the newest checkpoint's."""
+    """Check that each end of the run has a model version, and that the newest one equals the last checkpoint."""
     from echelon.checkpoint.export import load_run_model
 
     versions = sorted(client.search_model_versions("name = 'tiny'"), key=lambda each: int(each.version))
@@ -97,8 +97,8 @@ def check_model(client, run_id):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_there_stops_nothing(echelon, tmp_path):
-    """Its address has a password, which nothing shows."""
+def test_an_absent_server_does_not_stop_training(echelon, tmp_path):
+    """The address contains a password, which is never shown."""
     write_recipe(tmp_path, train={"steps": 3}, track=["mlflow"])
     address = f"http://me:{SECRET}@127.0.0.1:{free_port()}"
     ending = finish(start("train", "recipe.json", "--nproc", "1", MLFLOW_TRACKING_URI=address))
@@ -113,7 +113,7 @@ def test_a_server_that_is_not_there_stops_nothing(echelon, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_says_why_in_spite_of_its_tracker(echelon, tmp_path):
+def test_a_failed_run_reports_its_cause_despite_its_tracker(echelon, tmp_path):
     write_recipe(tmp_path, train={"steps": 30}, optim={"learning_rate": 1e30, "max_grad_norm": None}, track=["mlflow"])
     ending = echelon("train", "recipe.json", "--nproc", "2")
     assert ending.code == 1 and "both must be finite" in ending.err, ending
@@ -168,8 +168,8 @@ def server(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("returns", [True, False], ids=["comes back", "stays away"])
-def test_killing_the_server_in_the_middle_of_a_run_loses_nothing(echelon, tmp_path, server, returns):
-    """Rank 1 is suspended meanwhile, so that the run waits for it in the middle, however fast the machine is."""
+def test_killing_the_server_during_a_run_loses_nothing(echelon, tmp_path, server, returns):
+    """Rank 1 is suspended meanwhile, so that the run waits on a machine of any speed."""
     write_recipe(
         tmp_path, train={"steps": 1200, "log_every": 100}, checkpoint={"every_steps": 600}, track=["mlflow"],
         mlflow={"tracking_uri": server.uri, "log_model": True},
@@ -184,7 +184,7 @@ def test_killing_the_server_in_the_middle_of_a_run_loses_nothing(echelon, tmp_pa
     os.kill(run.read_pids()[1], signal.SIGCONT)
     if returns:
         await_line(run.metrics_path, '"step": 100,', process, seconds=300)
-        os.kill(run.read_pids()[1], signal.SIGSTOP)  # however long the server takes to come back
+        os.kill(run.read_pids()[1], signal.SIGSTOP)  # however long the server takes to restart
         server.start()
         os.kill(run.read_pids()[1], signal.SIGCONT)
     ending = finish(process, 500)
@@ -194,7 +194,7 @@ def test_killing_the_server_in_the_middle_of_a_run_loses_nothing(echelon, tmp_pa
     if not returns:
         assert "track: mlflow lacks" in ending.out and "the same command sends them again" in ending.out
         server.start()
-    if "track: mlflow lacks" in ending.out:  # also where the server is too slow to take all before the run ends
+    if "track: mlflow lacks" in ending.out:  # also if the server is too slow to accept all rows before the run ends
         ending = echelon("train", "recipe.json")
     assert ending.code == 0 and "track: mlflow lacks" not in ending.out, ending
 
@@ -206,7 +206,7 @@ def test_killing_the_server_in_the_middle_of_a_run_loses_nothing(echelon, tmp_pa
     assert "model" in {each.path for each in client.list_artifacts(found.info.run_id)}
 
 
-# Every chart of the page that is drawn: the title of its curve, and the curve's points.
+# Every chart on the page: its title and the points of its curve.
 _READ_CHARTS = """() => Object.fromEntries([...document.querySelectorAll('.js-plotly-plot')].map(chart => {
     const title = chart.closest('[data-testid="experiment-view-compare-runs-card"]').innerText.match(/\\((.*)\\)/)[1];
     const curve = chart.data[0];
@@ -216,7 +216,7 @@ _READ_CHARTS = """() => Object.fromEntries([...document.querySelectorAll('.js-pl
 
 @pytest.mark.slow
 def test_a_browser_draws_the_curves(echelon, tmp_path):
-    """MLflow's own page, on the store that needed no server."""
+    """MLflow's UI shows the store that was written without a server."""
     browsers = pytest.importorskip("playwright.sync_api")
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
@@ -231,7 +231,7 @@ def test_a_browser_draws_the_curves(echelon, tmp_path):
     try:
         with browsers.sync_playwright() as playwright:
             page = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"]).new_page()
-            page.set_viewport_size({"width": 1400, "height": 6000})  # a chart is drawn when it comes into view
+            page.set_viewport_size({"width": 1400, "height": 6000})  # a chart is drawn when it scrolls into view
             page.goto(f"{server.uri}/#/experiments/{experiment}/runs/{found.info.run_id}/model-metrics")
             page.wait_for_function(
                 f"names => {{ const charts = ({_READ_CHARTS})(); return names.every(name => charts[name]?.length) }}",

@@ -1,4 +1,4 @@
-"""The changes that CONTRIBUTING.md shows apply to the source as it is, and what they add works."""
+"""The diffs in CONTRIBUTING.md apply to the current source, and the classes they add work."""
 
 import json
 import os
@@ -48,7 +48,7 @@ assert files[0].format == "mail" and count_documents(files, 1000, Reading()) == 
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory):
-    """A copy of the source with the three changes, and a recipe that uses what they add."""
+    """A copy of the source with the three diffs applied, and a recipe that uses the added classes."""
     folder = tmp_path_factory.mktemp("changed")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     before = {path.relative_to(folder).as_posix(): path.read_text() for path in (folder / "src").rglob("*.py")}
@@ -75,12 +75,12 @@ def run(folder, *arguments):
     return done.stdout
 
 
-def test_what_is_added_is_known_by_its_name(changed):
+def test_added_classes_are_found_by_name(changed):
     run(changed, "-c", PROGRAM, str(changed))
 
 
 @pytest.mark.slow
-def test_what_is_added_trains(changed):
+def test_added_classes_train(changed):
     run(changed, "-m", "echelon", "train", "recipe.json", "--nproc", "2")
     rows = [json.loads(line) for line in (changed / "runs" / "added" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["kind"] == "train"]

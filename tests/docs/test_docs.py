@@ -1,15 +1,15 @@
-"""The documentation does what it says: its commands run, its recipes load, its Python runs, its links lead somewhere.
+"""The documentation is correct: its commands and Python run, its recipes load, and its links have a target.
 
-A page is one session in one folder, which holds `text.txt` and the repository's `recipes/`. In page order:
+Each page is one session in one folder, which contains `text.txt` and the repository's `recipes/`. In page order:
 
-- Every `$ ` line of a ```console block runs in a shell. Output shown below it must be the output, `...` standing for
-  anything; a command whose shown output begins with `echelon: ` must fail, every other one must not.
-- Every ```yaml block loads as a recipe, a fragment on top of the one `echelon init` writes. One that begins with
-  `# NAME.yaml` is also written to that file.
-- Every ```python block runs; the blocks of a page share their names.
+- Every `$ ` line of a ```console block runs in a shell. If output is shown below it, the real output must match, where
+  `...` matches anything. A command whose shown output begins with `echelon: ` must fail; every other one must succeed.
+- Every ```yaml block loads as a recipe; a fragment is merged into the recipe of `echelon init`. A block that begins
+  with `# NAME.yaml` is also written to that file.
+- Every ```python block runs; the blocks of a page share their variables.
 
-`<!-- test: skip -->` above a block leaves it out; `<!-- test: write NAME -->` puts another tool's file there;
-`<!-- test: KEY=VALUE ... -->` adds overrides to its `echelon train`, to make it short.
+`<!-- test: skip -->` above a block skips it. `<!-- test: write NAME -->` writes the block to a file, for example of
+another tool. `<!-- test: KEY=VALUE ... -->` adds overrides to the block's `echelon train` commands, to shorten them.
 """
 
 import doctest
@@ -78,7 +78,7 @@ WARM.set_forkserver_preload(["echelon.cli", "echelon.lifecycle.assemble", "echel
 def run_command(
     command: str, arguments: list[str] | None, folder: Path, environment: dict[str, str], output: Path, errors: Path
 ) -> None:
-    """A process that becomes the `echelon` command, or a shell where there are no arguments, with its exit code."""
+    """Run the `echelon` command in this process, or a shell if there are no arguments; exit with its code."""
     os.setsid()
     os.chdir(folder)
     for descriptor, path in ((1, output), (2, errors)):
@@ -94,12 +94,12 @@ def run_command(
 
 
 class Session:
-    """A folder in which the blocks of a page run one after the other."""
+    """A folder in which the blocks of a page run in order."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._names: dict[str, Any] = {"__name__": "documentation"}
-        shutil.copy(ROOT / "LICENSE", folder / "text.txt")  # text that is the same everywhere
+        shutil.copy(ROOT / "LICENSE", folder / "text.txt")  # text that is the same on every machine
         (folder / "recipes").symlink_to(ROOT / "recipes")
         commands = folder / ".bin"
         commands.mkdir()
@@ -109,7 +109,7 @@ class Session:
         self._environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
 
     def use_hub(self, url: str) -> None:
-        """Have commands in a shell ask this hub; the others have been imported without one."""
+        """Let commands in a shell use this hub; commands in the preloaded process were imported without one."""
         del self._environment["HF_HUB_OFFLINE"]
         self._environment |= {"HF_ENDPOINT": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
@@ -127,14 +127,17 @@ class Session:
 
     def _check(self, command: str, shown: str, overrides: str) -> None:
         code, output, errors = self._run(command, overrides)
-        told = f"$ {command}\n{output}{errors}"
+        details = f"$ {command}\n{output}{errors}"
         fails = shown.startswith("echelon: ")
-        assert (code != 0) == fails, f"exit code {code}: {told}"
+        assert (code != 0) == fails, f"exit code {code}: {details}"
         got = (errors if fails else output).strip()
-        assert not shown or doctest.OutputChecker().check_output(shown, got, ELLIPSIS), f"{told}shown:\n{shown}"
+        assert not shown or doctest.OutputChecker().check_output(shown, got, ELLIPSIS), f"{details}shown:\n{shown}"
 
     def _run(self, command: str, overrides: str) -> tuple[int | None, str, str]:
-        """Exit code (None: it took too long), stdout and stderr. A plain echelon command finds torch imported."""
+        """Run a command; return its exit code (None after a timeout), stdout and stderr.
+
+        In a command that is only `echelon` and arguments, torch is preloaded.
+        """
         arguments = shlex.split(command, comments=True)
         plain = arguments[0] == "echelon" and not re.search(r"[|<>;&$]", "".join(arguments))
         arguments += overrides.split() if arguments[1:2] == ["train"] else []
@@ -149,7 +152,7 @@ class Session:
         return process.exitcode, *(path.read_text() for path in paths)
 
     def _load(self, text: str) -> None:
-        """Load a recipe, or the starter with each key of a fragment laid over it."""
+        """Load a recipe, or the starter recipe with the keys of a fragment as overrides."""
         if name := re.match(r"# (\S+\.yaml)\n", text):
             (self._folder / name[1]).write_text(text)
         path = self._folder / ".block.yaml"
@@ -163,7 +166,7 @@ class Session:
         load_recipe(path, [override.removesuffix("\n").removesuffix("\n...") for override in overrides])
 
 
-# Pages of which the same is run by other tests too: `make slow` runs these.
+# Pages whose content other tests also run: only `make slow` runs these.
 SLOW_PAGES = {
     "adapters.md", "checkpoints.md", "evaluation.md", "fine-tuning.md", "hub.md", "optimization.md", "python.md",
     "schedules.md", "tracking.md",
@@ -190,7 +193,7 @@ def test_blocks_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) 
 
 
 @on_every_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if re.match(r"\w+:", target):
             continue
@@ -208,8 +211,8 @@ def find_anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "recipe.md"], ids=lambda page: page.name)
-def test_what_is_named_exists(page: Path) -> None:
-    """Paths, tests and recipe keys in backquotes are ones that there are. (recipe.md also lists other tools' keys.)"""
+def test_backquoted_names_exist(page: Path) -> None:
+    """Paths, tests and recipe keys in backquotes exist. (recipe.md is excluded: it also lists other tools' keys.)"""
     keys = set(recipe_keys(Recipe))
     sections = {key.split(".")[0] for key in keys if "." in key}
     for name in re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text(encoding="utf-8"))):
@@ -222,7 +225,7 @@ def test_what_is_named_exists(page: Path) -> None:
             assert name in keys or name.endswith((".json", ".yaml", ".py", ".md", ".db")), f"{name} is not a recipe key"
 
 
-def test_the_layout_is_the_one_there_is() -> None:
+def test_the_layout_lists_all_files() -> None:
     content = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     [layout] = re.findall(r"## Layout.*?```text\n(.*?)^```", content, re.MULTILINE | re.DOTALL)
     listed, package = set(), ""
@@ -235,7 +238,7 @@ def test_the_layout_is_the_one_there_is() -> None:
 
 
 class TestTheTest:
-    """The checks above can fail."""
+    """Tests that the checks above can fail."""
 
     def run(self, tmp_path: Path, language: str, text: str) -> None:
         Session(tmp_path).run(Block(language, text, "", 1))
@@ -262,7 +265,7 @@ class TestTheTest:
             ("yaml", "parallel: {dp_replicate: 2, dp_shard: auto}\ntrain: {tokens: 2e9, precision: bf16}\n"),
         ],
     )
-    def test_a_right_one_passes(self, tmp_path: Path, language: str, text: str) -> None:
+    def test_a_correct_block_passes(self, tmp_path: Path, language: str, text: str) -> None:
         self.run(tmp_path, language, text)
 
     def test_markers_are_read(self, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tables of the documentation are complete, and their figures come from the planner and from proven formulas."""
+"""The tables of the documentation are complete, and their numbers equal those of the planner and of tested formulas."""
 
 import re
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_the_worked_example(name: str) -> None:
 
 
 def test_bytes_per_parameter() -> None:
-    """The rule of thumb of the page, on a model so deep that one layer is nothing beside the whole."""
+    """The rule of thumb of the page, on a model so deep that the size of one layer is negligible."""
     fields = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2000, "vocab_size": 64}
     shape = build_shape({"model_type": "llama", **fields, "num_attention_heads": 1, "max_position_embeddings": 64})
     sharded = {"dp_shard": 8, "num_microbatches": 2}
@@ -83,7 +83,7 @@ BF16 = {
 }  # fmt: skip
 
 
-def test_the_parity_table_is_described_as_it_is() -> None:
+def test_the_parity_table_is_described_correctly() -> None:
     assert f"{len(COVERING)} of its {len(FULL):,} rows" in PAGE
     assert (LOSS, NORM, HALF_LOSS, HALF_NORM) == (2e-5, 1e-4, 2e-2, 5e-2)
     assert "| fp32 | 2e-5 | 1e-4 |" in PAGE and "| bf16 | 2e-2 | 5e-2 |" in PAGE
@@ -94,7 +94,7 @@ def test_every_key_of_a_row_is_explained() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", RUNS, re.MULTILINE)) >= set(row)
 
 
-def test_every_key_that_may_differ_is_listed() -> None:
+def test_every_key_that_a_resume_may_change_is_listed() -> None:
     [table] = re.findall(r"^\| May differ \|.*?\n\n", RUNS, re.MULTILINE | re.DOTALL)
     lengths = {"train.steps", "train.tokens", "train.epochs"}
     assert set(re.findall(r"`([\w.]+)`", table)) == set(RESUMABLE) | lengths
@@ -108,8 +108,8 @@ def test_every_file_of_a_run_is_explained() -> None:
     assert f"| `{folder.model_dir.name}/` |" in RUNS
 
 
-def test_the_parity_page_is_what_was_measured() -> None:
-    """No figure there but those of rows that the parity tests wrote, each of them within the bounds of today."""
+def test_the_parity_page_shows_the_measurements() -> None:
+    """The page contains only measurements of the parity tests, all within the current bounds."""
     measured = read_measured([RESULTS])
     assert (ROOT / "docs" / "parity.md").read_text(encoding="utf-8") == render_page(measured)
     rows = {str(row): row for row in (*FULL, *COVERING, *OPTIMIZERS, *PRECISIONS)}

@@ -1,4 +1,4 @@
-"""The notebook of the documentation does what it shows: in a kernel, and as a script."""
+"""The notebook of the documentation runs, in a kernel and as a script."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def test_the_notebook_runs_in_a_kernel(tmp_path, monkeypatch):
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
-    # The kernel of this Python, whatever kernels this machine has.
+    # A kernel of this Python, whichever kernels are installed.
     kernel = tmp_path / "kernels" / "python3"
     kernel.mkdir(parents=True)
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -43,7 +43,7 @@ def test_the_notebook_runs_in_a_kernel(tmp_path, monkeypatch):
     notebook.cells.append(nbformat.v4.new_code_cell(probe))
     nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = ["".join(each.get("text", "") for each in cell.get("outputs", [])) for cell in notebook.cells]
-    assert any("step 40/40" in text for text in shown), "the run's lines are shown below its cell"
+    assert any("step 40/40" in text for text in shown), "the run's messages are not shown below its cell"
     assert shown[-1] == "group: False\n"
     check_results(tmp_path)
 

@@ -1,8 +1,8 @@
-"""Killing a job at drawn moments, and seeing it end as if nothing had been.
+"""Kills a job at random moments, and checks that it ends like an uninterrupted one.
 
-A story is one run, from its data preparation to its last step, with a few kills in between. A kill waits for its phase
-in what the run itself writes, events.jsonl and metrics.jsonl, then for a drawn while, and strikes from outside. In
-which phase it landed is read from events.jsonl afterwards. The job goes on by itself, or the same command is run again.
+A story is one run, from data preparation to the last step, with several kills. A kill waits for its phase in
+events.jsonl and metrics.jsonl, then for a random time, and sends the signal from outside. The phase that was hit is
+read from events.jsonl afterwards. The job continues by itself, or the same command is run again.
 """
 
 import copy
@@ -22,15 +22,15 @@ from echelon.runs.run_folder import RunFolder
 from training import equal_tensors, tensors_of
 
 PHASES = ("data preparation", "start", "step", "save", "publish", "evaluation")
-# The event that begins a phase and those that end it, the narrowest phase first.
+# The event that begins a phase and the events that end it, the shortest phase first.
 SPANS = {
     "publish": ("publish", ("checkpoint", "save_failed")),
     "save": ("save", ("publish", "save_failed")),
     "evaluation": ("evaluation", ("evaluated",)),
     "data preparation": ("prepare", ("prepared",)),
 }
-ATTEMPTS = ("restart", "prepare")  # each begins another one
-# How long a phase lasts, about: the while between its beginning and a kill is drawn from it.
+ATTEMPTS = ("restart", "prepare")  # each begins another evaluation
+# The approximate duration of a phase; the time from its beginning to a kill is drawn from this range.
 SECONDS = {"data preparation": 1.5, "start": 4.0, "step": 0.02, "save": 0.05, "publish": 0.08, "evaluation": 0.1}
 LOOK_SECONDS = 0.001
 PATIENCE_SECONDS = 300.0
@@ -49,7 +49,7 @@ MODEL = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_posit
 
 @dataclass
 class Kill:
-    """One kill: what was asked for, and what became of it."""
+    """One kill: the request and its result."""
 
     phase: str
     signal: str
@@ -65,7 +65,7 @@ class Kill:
 
 @dataclass
 class Story:
-    """A run of `ranks` under `parallel`, the kills it has to survive, and the seed their moments are drawn from."""
+    """A run of `ranks` under `parallel`, the kills that it must survive, and the seed of their moments."""
 
     ranks: int
     parallel: str
@@ -75,12 +75,12 @@ class Story:
 
     @property
     def kind(self):
-        """What an uninterrupted run is compared by."""
+        """The key of the uninterrupted run to compare with."""
         return self.ranks, self.parallel
 
 
 class Teller:
-    """Runs one story in a folder of its own."""
+    """Runs one story in a separate folder."""
 
     def __init__(self, folder, story):
         self._folder, self._story = folder, story
@@ -91,12 +91,12 @@ class Teller:
         write_faulty_recipe(folder, story.parallel)
 
     def tell(self):
-        """Kill and go on, to the end. Asserts that the job ends well and that nothing of it is left after any kill."""
+        """Run, kill and resume until the end. Asserts that the job succeeds and leaves no process after any kill."""
         job = self._start()
         for plan in self._story.kills:
             kill = Kill(*plan)
             if not self._strike(job, kill):
-                break  # the job was over before the phase came
+                break  # the job ended before the phase
             self._story.done.append(kill)
             job = self._go_on(job, kill)
         ending = finish(job, PATIENCE_SECONDS)
@@ -112,7 +112,7 @@ class Teller:
         return start(*command, cwd=self._folder, PYTHONPATH=os.pathsep.join(filter(None, path)), OMP_NUM_THREADS="1")
 
     def _read_events(self):
-        """All events so far; a look costs little while there is none that is new."""
+        """All events so far; cheap while there are no new ones."""
         path = self.run.events_path
         if path.exists() and path.stat().st_size > self._read_bytes:
             with path.open("rb") as file:
@@ -123,7 +123,7 @@ class Teller:
         return self._events
 
     def _strike(self, job, kill):
-        """Wait for the moment and kill; False if the job was over before."""
+        """Wait for the moment and kill; False if the job ended before."""
         if not self._await(job, kill.phase):
             return False
         time.sleep(self._random.uniform(0, SECONDS[kill.phase]))
@@ -136,12 +136,12 @@ class Teller:
         self._mark = len(self._read_events())
         kill.at_step, kill.at = self.run.rows.last_step(), time.time()
         for victim in victims:
-            with suppress(psutil.NoSuchProcess):  # it ended just now by itself, or as a child of the one before it
+            with suppress(psutil.NoSuchProcess):  # it has just ended by itself, or with its killed parent
                 victim.send_signal(signal.Signals[kill.signal])
         return True
 
     def _await(self, job, phase):
-        """Until the phase has begun, for the first or the second time; False if the job ends before."""
+        """Wait until the phase has begun, for the first or second time; False if the job ends before."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         first, last_step = None, None
         times = self._random.randint(1, 2)
@@ -153,7 +153,7 @@ class Teller:
             if phase == "start" and ("prepared" in names or "restart" in names):
                 return True
             if phase not in ("data preparation", "start") and ("start" in names or "resume" in names):
-                # What came before the processes of now were up was of those before them.
+                # Events before the current processes were ready belong to earlier processes.
                 first = len(names) if first is None else first
                 last_step = self.run.rows.last_step() + self._random.randint(2, 8) if last_step is None else last_step
                 if phase == "step" and self.run.rows.last_step() >= last_step and self._classify(time.time()) == phase:
@@ -164,7 +164,7 @@ class Teller:
         return False
 
     def _go_on(self, job, kill):
-        """After a kill: whoever had to end has ended; the job is on its way again, or is started again."""
+        """After a kill: check that the right processes have ended; the job resumes, or is started again."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while job.poll() is None:
             if any(row["event"] == "restart" for row in self._read_events()[self._mark :]):
@@ -180,7 +180,7 @@ class Teller:
         return self._start()
 
     def _look_back(self, kill):
-        """What the run's own trace says of a kill: the phase it landed in, and when processes were up again."""
+        """Read from the events which phase a kill has hit, and when the processes were ready again."""
         kill.landed = self._classify(kill.at)
         up = next((row for row in self._read_events() if row["time"] > kill.at and is_up(row)), None)
         if up is not None:
@@ -188,7 +188,7 @@ class Teller:
             kill.steps_lost = max(0, kill.at_step - up["step"])
 
     def _classify(self, at):
-        """The phase that the run was in."""
+        """The phase of the run at that time."""
         names = [row["event"] for row in self._read_events() if row["time"] <= at]
         latest = max((index for index, name in enumerate(names) if name in ATTEMPTS), default=0)
         names = names[latest:]
@@ -200,12 +200,12 @@ class Teller:
 
 
 def is_up(row):
-    """An event of processes that are ready for their first step."""
+    """Whether the event shows that the processes are ready for their first step."""
     return row["event"] in ("start", "resume")
 
 
 def write_faulty_recipe(folder, parallel):
-    """The recipe of every story; its text is large enough that preparing it is no matter of milliseconds."""
+    """Write the recipe of all stories; its text is large enough that preparation takes some time."""
     model = {"model": {"config": MODEL}}
     data = {"prepare_workers": 2, "validation_fraction": 0.002}
     recipe = write_recipe(folder, **model, parallel=parallel, data=data, **copy.deepcopy(SECTIONS))
@@ -214,7 +214,7 @@ def write_faulty_recipe(folder, parallel):
 
 
 def train_uninterrupted(folder, ranks, parallel):
-    """The same recipe without a kill, on a disk that is not slow."""
+    """Train the same recipe without kills and without the slowed disk."""
     write_faulty_recipe(folder, parallel)
     ending = finish(start("train", RECIPE, "--nproc", str(ranks), cwd=folder, OMP_NUM_THREADS="1"), 300)
     assert ending.code == 0, ending
@@ -237,7 +237,7 @@ def assert_same(run, whole):
 
 
 def processes_of(job):
-    """The command's process and all below it."""
+    """The process of the command and all its descendants."""
     try:
         parent = psutil.Process(job.pid)
         return [parent, *parent.children(recursive=True)]
@@ -246,7 +246,7 @@ def processes_of(job):
 
 
 def find_victims(job, target, ranks):
-    """Who is to be killed: the agent, all, rank 0 or another one; while data is prepared, one that tokenizes."""
+    """The processes to kill: the agent, all, rank 0 or another rank; during preparation, a tokenizing process."""
     found = processes_of(job)
     if target in ("agent", "all") or not found:
         return found[:1] if target == "agent" else found
@@ -264,7 +264,7 @@ def role_of(process):
 
 
 def wait_until_gone(processes):
-    """Those that are still there after GONE_SECONDS."""
+    """The processes that still run after GONE_SECONDS."""
     deadline = time.monotonic() + GONE_SECONDS
     while left := [each for each in processes if is_alive(each)]:
         if time.monotonic() > deadline:
@@ -274,7 +274,7 @@ def wait_until_gone(processes):
 
 
 def is_alive(process):
-    """Whether it runs; a zombie does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -282,7 +282,7 @@ def is_alive(process):
 
 
 def tail_of(run):
-    """What a failing test shows of a run: its last events, and the end of each log."""
+    """The output of a failed test: the run's last events and the end of each log."""
     events = run.events_path.read_text().splitlines()[-8:] if run.events_path.exists() else []
     logs = [path.read_text(errors="replace")[-1500:] for path in sorted(run.logs_dir.glob("*.log"))]
     return "\n".join([*events, *logs])

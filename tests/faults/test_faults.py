@@ -1,7 +1,7 @@
-"""At least 60 kills at drawn moments, in every phase of a run: it ends as if nothing had been, and nothing is left.
+"""At least 60 kills at random moments, in every phase of a run: each run ends exactly, and leaves no process.
 
-`make faults` tells all stories, and writes its report to benchmarks/results; three kills are part of
-`make test`. ECHELON_FAULTS_SEED gives another draw.
+`make faults` runs all stories and writes its report to benchmarks/results; `make test` runs three kills.
+ECHELON_FAULTS_SEED sets the seed.
 """
 
 import itertools
@@ -25,7 +25,7 @@ SEED = int(os.environ.get("ECHELON_FAULTS_SEED", "20260801"))
 REPORT = Path(__file__).parents[2] / "benchmarks" / "results" / "faults-cpu.md"
 LEAST_KILLS, LEAST_PER_PHASE = 60, 5
 
-# A signal and its target for each kill; cycled through, so that every pair meets many phases.
+# A signal and its target for each kill, used in turn, so that every pair occurs in many phases.
 WAYS = list(itertools.product(("SIGKILL", "SIGTERM"), ("rank 0", "another rank", "all", "agent")))
 KINDS = [(2, "ddp"), (3, "fsdp"), (2, "ddp"), (4, "hsdp"), (2, "zero1"), (2, "ddp")]
 NUM_STORIES = 11
@@ -40,7 +40,7 @@ def draw_stories():
         later = ["step", "save", "publish", "evaluation"]
         draw.shuffle(later)
         kills = [(phase, *next(ways)) for phase in ("data preparation", "start", *later)]
-        next(ways)  # six of eight ways a story: without this, a phase would meet the same ones
+        next(ways)  # a story uses six of eight pairs; without this shift, a phase would always get the same ones
         stories.append(Story(ranks, parallel, kills, draw.randrange(2**32)))
     return stories
 
@@ -50,7 +50,7 @@ STORIES = draw_stories()
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The run without a kill of each kind, made once."""
+    """The uninterrupted run of each kind, trained once."""
     runs = {}
 
     def train(ranks, parallel):
@@ -63,7 +63,7 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.fixture
 def tell(tmp_path, monkeypatch, uninterrupted):
-    """Tells a story and compares its end."""
+    """Runs a story and compares its result."""
     monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
 
     def run(story):
@@ -74,8 +74,8 @@ def tell(tmp_path, monkeypatch, uninterrupted):
     return run
 
 
-def test_three_kills_leave_no_trace(tell):
-    """Of the agent, a rank, all of them: it goes on by itself, or after the same command."""
+def test_a_run_with_three_kills_equals_an_uninterrupted_one(tell):
+    """Kills the agent, a rank, and all ranks: the run continues by itself, or after the same command."""
     kills = [("data preparation", "SIGKILL", "agent"), ("publish", "SIGKILL", "rank 0"), ("step", "SIGTERM", "all")]
     story = Story(2, "ddp", kills, SEED)
     tell(story)
@@ -90,7 +90,7 @@ def test_stories_of_kills(tell, number):
 
 
 @pytest.mark.slow
-def test_enough_kills_landed_in_every_phase_and_all_is_reported():
+def test_every_phase_was_killed_often_and_the_report_is_complete():
     kills = [(story, kill) for story in STORIES for kill in story.done]
     assert len(kills) >= LEAST_KILLS
     landed = [kill.landed for _, kill in kills]

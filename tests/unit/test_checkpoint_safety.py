@@ -32,7 +32,7 @@ def save(folder, step=1, keep_last=3, **tensors):
     return folder / f"step-{step:08d}"
 
 
-class Malice:
+class Hostile:
     """Unpickling this would make a file."""
 
     def __init__(self, path):
@@ -44,7 +44,7 @@ class Malice:
 
 def test_a_hostile_metadata_is_refused_and_does_not_run(tmp_path):
     folder = save(tmp_path)
-    (folder / ".metadata").write_bytes(pickle.dumps(Malice(tmp_path / "owned")))
+    (folder / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "owned")))
     with pytest.raises(CheckpointError, match=r"refused: its \.metadata names (posix|os)\.mkdir"):
         read_metadata(folder)
     assert not (tmp_path / "owned").exists()
@@ -52,7 +52,7 @@ def test_a_hostile_metadata_is_refused_and_does_not_run(tmp_path):
 
 def test_entries_of_pickled_bytes_are_refused(tmp_path):
     folder = tmp_path / "step-00000001"
-    dcp.save({"a": torch.ones(2), "evil": Malice(tmp_path / "owned")}, checkpoint_id=folder)
+    dcp.save({"a": torch.ones(2), "evil": Hostile(tmp_path / "owned")}, checkpoint_id=folder)
     with pytest.raises(CheckpointError, match="evil is not a tensor but pickled bytes"):
         read_metadata(folder)
 
