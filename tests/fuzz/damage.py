@@ -1,4 +1,4 @@
-"""Ways to damage a file, each a pure function of a random generator: what disks, cables, editors and strangers do."""
+"""Ways to damage a file, each a pure function of a random generator: disk, network and editing errors, and attacks."""
 
 import io
 import json
@@ -20,7 +20,7 @@ ODD_VALUES: tuple[Any, ...] = (
 
 
 class Canary:
-    """Unpickled by anything that runs what it reads, this makes a folder."""
+    """An object that creates a folder when it is unpickled without protection."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = str(marker)
@@ -30,7 +30,7 @@ class Canary:
 
 
 def torch_archive(payload: bytes) -> bytes:
-    """A file as `torch.save` writes it, with another pickle inside."""
+    """A file in the format of `torch.save` with a different pickle inside."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("archive/data.pkl", payload)
@@ -40,7 +40,7 @@ def torch_archive(payload: bytes) -> bytes:
 
 
 def foreign_files(marker: Path) -> dict[str, bytes]:
-    """Files of other kinds, by what they are; two of them would run code if they were trusted."""
+    """Files of other formats, by name; two of them would execute code if they were trusted."""
     payload = pickle.dumps(Canary(marker))
     return {
         "nothing": b"",
@@ -64,7 +64,7 @@ def foreign_files(marker: Path) -> dict[str, bytes]:
 
 
 def flip_bits(rng: random.Random, data: bytes) -> bytes:
-    """One bit to three bytes of them."""
+    """Flip up to 24 bits."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 24))):
         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
@@ -72,7 +72,7 @@ def flip_bits(rng: random.Random, data: bytes) -> bytes:
 
 
 def set_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Other bytes in a few places, also those that mean something to most formats."""
+    """Set a few bytes to other values, including values with a meaning in many formats."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8))):
         changed[rng.randrange(len(changed))] = rng.choice((0, 0xFF, 0x80, *b'"{}[]:,.-\\0129\n', rng.randrange(256)))
@@ -80,35 +80,35 @@ def set_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def truncate(rng: random.Random, data: bytes) -> bytes:
-    """The beginning alone."""
+    """Keep only the beginning."""
     return data[: rng.choice((rng.randrange(len(data)), len(data) - 1, min(8, len(data) - 1)))]
 
 
 def append(rng: random.Random, data: bytes) -> bytes:
-    """More than was written."""
+    """Append bytes."""
     return data + rng.choice((b"\0", b"\n}", data, data[: rng.randrange(1, 200)], rng.randbytes(rng.randrange(1, 200))))
 
 
 def insert(rng: random.Random, data: bytes) -> bytes:
-    """A few bytes in between."""
+    """Insert a few bytes."""
     place = rng.randrange(len(data) + 1)
     return data[:place] + rng.randbytes(rng.randrange(1, 9)) + data[place:]
 
 
 def delete(rng: random.Random, data: bytes) -> bytes:
-    """A span that is gone."""
+    """Delete a span."""
     start, stop = _span(rng, data)
     return data[:start] + data[stop:]
 
 
 def duplicate(rng: random.Random, data: bytes) -> bytes:
-    """A span that stands twice."""
+    """Duplicate a span."""
     start, stop = _span(rng, data)
     return data[:stop] + data[start:stop] + data[stop:]
 
 
 def overwrite(rng: random.Random, data: bytes) -> bytes:
-    """A span of zeros, ones or something else from the same file, as a lost block leaves it."""
+    """Overwrite a span with zeros, ones or other bytes of the same file, like a lost disk block."""
     start, stop = _span(rng, data)
     source = rng.randrange(len(data))
     fill = rng.choice((bytes(stop - start), b"\xff" * (stop - start), data[source : source + stop - start]))
@@ -116,7 +116,7 @@ def overwrite(rng: random.Random, data: bytes) -> bytes:
 
 
 def huge_field(rng: random.Random, data: bytes) -> bytes:
-    """A huge number where a length may stand: in the first bytes, or anywhere."""
+    """Write a huge number where a length may be: in the first bytes, or anywhere."""
     width = rng.choice(("<I", "<Q", ">I", ">Q"))
     value = rng.choice(HUGE) % (2**32 if width[1] == "I" else 2**64)
     place = rng.choice((0, 0, rng.randrange(len(data))))
@@ -125,7 +125,7 @@ def huge_field(rng: random.Random, data: bytes) -> bytes:
 
 
 def huge_digits(rng: random.Random, data: bytes) -> bytes:
-    """A number in the text that is huge, negative or none."""
+    """Replace a number in the text by a huge, negative, zero, random or non-finite one."""
     numbers = list(re.finditer(rb"\d+", data))
     if not numbers:
         return huge_field(rng, data)
@@ -146,7 +146,7 @@ BYTEWISE = (
 
 
 def damage_bytes(rng: random.Random, data: bytes) -> bytes:
-    """One or two of the damages above, different from the data."""
+    """Apply one or two of the functions above; the result differs from the data."""
     while True:
         changed = rng.choice(BYTEWISE)(rng, data)
         if changed and rng.random() < 0.2:
@@ -156,7 +156,7 @@ def damage_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def damage_json(rng: random.Random, data: bytes) -> bytes:
-    """Valid JSON in which one value, key or entry is another one."""
+    """Change one value, key or entry; the result is valid JSON."""
     content = json.loads(data)
     places = list(_places(content))
     while json.dumps(content) == json.dumps(json.loads(data)):
@@ -191,9 +191,9 @@ def _places(content: Any) -> Any:
 
 
 def damage_header(rng: random.Random, data: bytes) -> bytes:
-    """A safetensors file whose header is damaged: its length, its text, or one of its entries, the length set right.
+    """Damage the header of a safetensors file: its length, its text, or one of its entries with a correct length.
 
-    The tensors themselves stay as they are: the format has no checksum, so nobody could tell.
+    The tensors are unchanged: the format has no checksum, so a change could not be detected.
     """
     length = int.from_bytes(data[:8], "little")
     header, tensors = data[8 : 8 + length], data[8 + length :]

@@ -1,4 +1,4 @@
-"""One damaged input through a real loader, under limits, and what is to be said of it."""
+"""Loads one damaged input with a real loader under limits, and judges the result."""
 
 import re
 import resource
@@ -13,19 +13,19 @@ from typing import Any, NoReturn
 
 from echelon.errors import EchelonError
 
-SECONDS = 30.0  # a busy machine may take many times what an idle one does
-MEMORY_BYTES = 2**31  # beyond what the process has when the limit is set
+SECONDS = 30.0  # a busy machine may need many times as long as an idle one
+MEMORY_BYTES = 2**31  # in addition to the memory of the process when the limit is set
 
 REFUSED, RIGHT = "refused cleanly", "loaded right"
 
 
 class TooLong(BaseException):
-    """The time of an input is over; not an Exception, so that no handler of the loader's takes it."""
+    """The time limit of an input is exceeded. Not an Exception, so that no handler of the loader catches it."""
 
 
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    """An allocation that would take the process far beyond what it has now fails."""
+    """Within the block, an allocation far beyond the current memory of the process fails."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES, before[1]))
@@ -37,7 +37,7 @@ def limited_memory() -> Iterator[None]:
 
 @contextmanager
 def limited_time(seconds: float) -> Iterator[None]:
-    """Raises TooLong in the block when it takes longer."""
+    """Raise TooLong if the block takes longer."""
 
     def stop(*_: object) -> NoReturn:
         raise TooLong
@@ -53,14 +53,14 @@ def limited_time(seconds: float) -> Iterator[None]:
 
 @dataclass
 class Tally:
-    """What became of the inputs, by kind; `failures` has a text for each that went wrong."""
+    """Counts of results by kind of input; `failures` has a description of each failure."""
 
     marker: Path
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def judge(self, kind: str, name: str, load: Callable[[], Any], is_right: Callable[[Any], bool], words: str) -> None:
-        """Load one input. `name` reproduces it; a refusal must match the pattern `words`: a file or a key."""
+        """Load one input and record the result. `name` reproduces it; the message of a refusal must match `words`."""
         fault = None
         try:
             with limited_time(SECONDS):
@@ -91,7 +91,7 @@ class Tally:
             self.failures.append(f"{kind}, {name}: {fault}")
 
     def table(self) -> str:
-        """A line for each kind, and their sum."""
+        """A table with a line for each kind, and the sums."""
         total = sum(self.counts.values(), Counter())
         width = max(map(len, self.counts), default=0)
         columns = ("tried", REFUSED, RIGHT)

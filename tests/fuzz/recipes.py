@@ -1,4 +1,4 @@
-"""Recipes that are wrong in every way a text can be, through loading, all checks and the plan."""
+"""Damaged recipes, for loading, all checks and the plan."""
 
 import random
 import re
@@ -74,7 +74,7 @@ CLUSTERS = (
     parse_devices("1xT4"),
 )  # fmt: skip
 
-# What stands where a value should; as YAML, since that is what a user writes.
+# Replacements for a value, as YAML text, since users write YAML.
 VALUES = (
     "null", "~", "true", "no", "0", "-1", "1", "2", "3", "7", "64", "2.5", "-0.0", "1e-300", "1e308", "1e999", ".inf",
     "-.inf", ".nan", "1_000", "0x10", "0o17", "017", "1:30", "2026-01-01", "''", "' '", "x", "a b", "bytes", "auto",
@@ -112,7 +112,7 @@ _SCALAR = re.compile(r"[^\s:,\[\]{}#&*!|>'\"%@`-][^\s:,\[\]{}#]*")
 
 
 def base_texts(folder: Path, checkpoint: Path) -> dict[str, str]:
-    """Valid recipes, by name: small ones that use different keys, and those that come with echelon."""
+    """Valid recipes by name: small ones that use different keys, and the shipped ones."""
     shipped = {path.name: path.read_text() for path in sorted(folder.glob("*.yaml"))}
     return {
         "small": SMALL,
@@ -122,7 +122,7 @@ def base_texts(folder: Path, checkpoint: Path) -> dict[str, str]:
 
 
 def plan_recipe(path: Path, overrides: list[str], cluster: Cluster) -> tuple[Recipe, ParallelPlan]:
-    """What `echelon train` and `echelon plan` do before any text is read: load, check, plan, estimate, describe."""
+    """Do what `echelon train` and `echelon plan` do before any text is read: load, check, plan, estimate, describe."""
     recipe, _ = load_recipe(path, overrides)
     shape = check_model(recipe).shape
     plan = resolve_plan(recipe, shape, cluster)
@@ -133,7 +133,7 @@ def plan_recipe(path: Path, overrides: list[str], cluster: Cluster) -> tuple[Rec
 
 
 def is_valid(loaded: tuple[Recipe, ParallelPlan], cluster: Cluster, folder: Path) -> bool:
-    """Whether the recipe survives being written and read, and its plan is of this cluster and feeds its batch."""
+    """Whether the recipe is unchanged after writing and reading, and its plan matches the cluster and the batch."""
     recipe, plan = loaded
     again = folder / "again.yaml"
     again.write_text(render_recipe(recipe, hide_secrets=False), encoding="utf-8")
@@ -145,7 +145,7 @@ def is_valid(loaded: tuple[Recipe, ParallelPlan], cluster: Cluster, folder: Path
 
 
 def damage_text(rng: random.Random, text: str, marker: Path) -> bytes:
-    """A recipe's text with a few things wrong, as bytes."""
+    """The text of a recipe with a few errors, as bytes."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if _SCALAR.search(text):
             text = rng.choice(TEXT_DAMAGES)(rng, text)
@@ -229,7 +229,7 @@ TEXT_DAMAGES: tuple[Callable[[random.Random, str], str], ...] = (
 
 
 def random_overrides(rng: random.Random, marker: Path) -> list[str]:
-    """One to three words of a command line: keys that exist or nearly do, values that fit or do not."""
+    """One to three overrides: existing or misspelt keys, valid or invalid values."""
     keys = sorted(recipe_keys(Recipe))
     overrides = []
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -250,5 +250,5 @@ def random_overrides(rng: random.Random, marker: Path) -> list[str]:
 
 
 def nothing_asked(*_: Any, **__: Any) -> None:
-    """No network: what a recipe names on the hub is not there."""
+    """Disable the network: hub ids in a recipe do not resolve."""
     raise OSError("no network in this test")

@@ -1,7 +1,7 @@
-"""The small files of a run folder, each damaged in turn, and all commands that read them.
+"""Damages each small file of a run folder in turn, and runs all commands that read it.
 
-What a run can do without, or make again, stops neither a resume nor a look at the run; the rest is refused in a
-sentence that names the file. `COVERED` says which file of a run folder is damaged by what; a real run leaves no other.
+A damaged file that a run can do without or rebuild must not stop a resume or a command. Any other damaged file is
+refused with a message that names it. `COVERED` lists which test damages each file of a run folder.
 """
 
 import fnmatch
@@ -35,14 +35,14 @@ from echelon.supervise.outcome import report, write_outcome
 from log_lines import LogLines
 from stored_files import MACHINE, Parts, StoredFiles, describe_target, digest
 
-# The files that the loaders of `stored_files` read damaged: a checkpoint's and the model's.
+# Files that `stored_files` damages: those of a checkpoint and of the model.
 BIG_FILES = (
     "checkpoints/step-*/.metadata", "checkpoints/step-*/*.distcp", "checkpoints/step-*/manifest.json",
     "checkpoints/step-*/state.json", "model/*.json", "model/*.jinja",
 )  # fmt: skip
-# What nobody reads back: it is there for people, for the tracker that wrote it, or for the next start to replace.
+# Files that echelon never reads: for people, for the tracker that wrote them, or replaced by the next start.
 UNREAD = ("logs/*.log", "tensorboard/*", "wandb/*", ".lock", "export/*")
-# By pattern: whether a damaged one may be refused.
+# Whether a damaged file may be refused, by pattern.
 SMALL_FILES = {
     "recipe.yaml": True,
     "plan.json": False,
@@ -67,7 +67,7 @@ _OTHER_TYPES = (b"5", b'"x"', b"1e999", b"true", b"[null]", b'{"": null}', b"\xf
 
 
 class NoTracker:
-    """A tracker that holds what it is given."""
+    """A tracker that keeps the rows in memory."""
 
     name = "mlflow"
 
@@ -75,7 +75,7 @@ class NoTracker:
         self.rows: list[dict[str, Any]] = []
 
     def open(self, run_key: str, given: Any) -> Any:
-        """Nothing is held yet."""
+        """Start without rows."""
         return Opened(defaultdict(int), "nowhere")
 
     def send(self, rows: list[dict[str, Any]]) -> None:
@@ -87,7 +87,7 @@ class NoTracker:
 
 
 class RunFolderFiles:
-    """The run of `StoredFiles` with every small file that a run may have, restored after each damage."""
+    """The run of `StoredFiles` with every small file that a run may have. It is restored after each damage."""
 
     def __init__(self, stored: StoredFiles, aside: Path) -> None:
         self._stored, self._aside = stored, aside / "pristine"
@@ -121,13 +121,13 @@ class RunFolderFiles:
         return next((pattern for pattern in SMALL_FILES if fnmatch.fnmatchcase(name, pattern)), None)
 
     def restore(self) -> None:
-        """The folder as it was."""
+        """Restore the undamaged folder."""
         self.folder.unlock()
         shutil.rmtree(self.folder.path)
         shutil.copytree(self._aside, self.folder.path)
 
     def damage(self, rng: random.Random, name: str) -> str:
-        """Damage this file of the run folder; returns what was done."""
+        """Damage this file of the run folder; return a description of the damage."""
         path = self.folder.path / name
         content = path.read_bytes()
         choice = rng.random()
@@ -162,18 +162,18 @@ class RunFolderFiles:
             other = rng.choice((*_OTHER_TYPES[:-1], *whole, None, None, None))
             try:
                 lines[number] = damage_json(rng, lines[number]) if other is None else other
-            except (ValueError, IndexError):  # it was damaged before
+            except (ValueError, IndexError):  # it is already damaged
                 lines[number] = b"null"
         return b"\n".join(lines) + b"\n"
 
     def may_refuse(self, name: str, what: str) -> bool:
-        """Whether commands may end with a sentence about this damage."""
+        """Whether commands may refuse this damage with a message."""
         pattern = self.pattern_of(name)
         assert pattern is not None
         return SMALL_FILES[pattern] or what == "a folder"
 
     def use(self) -> Parts:
-        """Everything that is done with a run: look, evaluate, export, prune, send rows to a tracker, go on."""
+        """Run every operation on a run: status, evaluate, export, prune, send rows to a tracker, resume."""
         return {**self._look(), **self._go_on()}
 
     def _look(self) -> Parts:
@@ -195,7 +195,7 @@ class RunFolderFiles:
         return looked | {"held out": str(held_out.dataset.num_samples)}
 
     def _send_rows(self) -> None:
-        """Read the rows as a tracker gets them; a forwarder that fails says so."""
+        """Read the rows as a tracker receives them; a failing forwarder reports it."""
         path = self.folder.tracker_path("mlflow")
         if not path.is_dir():
             forwarder = MetricsForwarder(NoTracker(), path, self.folder.metrics_path)
@@ -206,7 +206,7 @@ class RunFolderFiles:
             assert not failed or self.folder.metrics_path.is_dir(), failed
 
     def _go_on(self) -> Parts:
-        """Resume for two more steps, up to the first of them."""
+        """Resume for two more steps, and stop before the first one."""
         prepared = prepare_run(self._longer, False, lambda: MACHINE, {})
         assert prepared is not None
         assert not list(self.folder.outcomes_dir.iterdir())

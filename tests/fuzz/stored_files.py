@@ -1,4 +1,4 @@
-"""Everything of a run that is read back: valid files, and the loaders that training, evaluation and export use."""
+"""All files of a run that are read again, and the loaders that training, evaluation and export use."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ SAMPLE = "One plus 1 is 2, and \t so on: äß€.\n"
 
 
 def digest(*values: Any) -> str:
-    """A hash of tensors, arrays, texts and JSON values, whatever holds them."""
+    """A hash of nested tensors, arrays, strings and JSON values."""
     found = hashlib.sha256()
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -54,10 +54,10 @@ def digest(*values: Any) -> str:
 
 
 class StoredFiles:
-    """One small run with two checkpoints, what it was exported to, and how each file of them is read back."""
+    """A small run with two checkpoints, its export, and the loader of each of their files."""
 
     def __init__(self, root: Path, marker: Path) -> None:
-        """Trains four steps in this process, whose process group must exist."""
+        """Train four steps in this process, whose process group must exist."""
         self.marker = marker
         self._foreign = foreign_files(marker)
         recipe_path = write_recipe(
@@ -97,7 +97,7 @@ class StoredFiles:
         self._earlier = self._load_earlier()
 
     def close(self) -> None:
-        """Release the store's thread."""
+        """Stop the thread of the checkpoint store."""
         self._store.close()
 
     def _make_kinds(self) -> "list[Kind]":
@@ -136,7 +136,7 @@ class StoredFiles:
         ]
 
     def _read_data(self) -> Parts:
-        """What training reads of prepared text: every sample of every set, and the tokenizer."""
+        """Read all prepared data as training does: every sample of every set, and the tokenizer."""
         data = open_prepared(self.run.text.read_prepared_path(), self._sequence_len)
         sets = [
             ("train", data.train, None),
@@ -149,7 +149,7 @@ class StoredFiles:
         return {"data": digest(*parts), "tokenizer": digest(*describe_tokenizer(data.tokenizer))}
 
     def _resume(self) -> Parts:
-        """What a resumed run begins with; raises PassedOver where that is an earlier checkpoint and a line says so."""
+        """Load the state that a run resumes from; raise PassedOver for an earlier checkpoint with a message."""
         tensors = self._contents.tensors()
         for tensor in tensors.values():
             tensor.fill_(7)
@@ -163,7 +163,7 @@ class StoredFiles:
         return found
 
     def _load_earlier(self) -> Parts:
-        """What a resumed run begins with when the newest checkpoint is not there."""
+        """Load the state that a run resumes from without its newest checkpoint."""
         aside = self._newest.rename(self._newest.with_name("aside"))
         try:
             return self._resume()
@@ -171,11 +171,11 @@ class StoredFiles:
             aside.rename(self._newest)
 
     def _load_run(self) -> Parts:
-        """What `echelon eval`, `generate` and `export` take from a run."""
+        """Load a run as `echelon eval`, `generate` and `export` do."""
         return describe_target(self.run.path)
 
     def _pretrained(self, folder: Path) -> Callable[[], Parts]:
-        """What training takes from `model.checkpoint`."""
+        """Load `model.checkpoint` as training does."""
         recipe, _ = load_recipe(self.run.recipe_path, [f"model.checkpoint={folder}"])
 
         def load() -> Parts:
@@ -195,7 +195,7 @@ class StoredFiles:
         return lambda: describe_target(folder)
 
     def damage(self, rng: random.Random, kind: "Kind") -> "tuple[Path, bytes | bytearray | None]":
-        """One of the kind's files, and what shall stand in its place; None: nothing; A_FOLDER: a folder."""
+        """Choose a file of this kind and its replacement. None: the file is missing; A_FOLDER: it is a folder."""
         path = rng.choice(kind.files)
         choice = rng.random()
         if choice < 0.02:
@@ -215,16 +215,16 @@ class StoredFiles:
 
 
 class PassedOver(EchelonError):
-    """Stands for the line about a damaged checkpoint in whose place an earlier one was taken, exactly as it was."""
+    """Reports that a damaged checkpoint was skipped with a message, and that an intact earlier one was loaded."""
 
 
 @dataclass
 class Kind:
     """Files of one kind, and their loader.
 
-    `signs`: the checkpoint whose manifest is written anew after the damage, as an adversary would: then checksums hold,
-    what loads is what was signed, and it only must do no harm. `says`: the parts of the value that a text of the user's
-    own decides, which no checksum protects; what it says is right, as with a recipe.
+    `signs`: the checkpoint whose manifest is written again after the damage, as an attacker would do. Its checksums are
+    then valid, so any value may load, but without harm. `says`: the parts of the value that a file without a checksum
+    determines, such as a text that the user edits; any value of these parts is accepted.
     """
 
     name: str
@@ -237,17 +237,17 @@ class Kind:
     expected: Parts = field(default_factory=dict)
 
     def is_right(self, value: Parts) -> bool:
-        """Whether what was loaded is what the undamaged files hold, as far as they decide it."""
+        """Whether the loaded value equals that of the undamaged files, except for the parts in `says`."""
         if self.signs is not None:
             return True
-        if "config" in self.says:  # it says which parameters there are; each must be as it was
+        if "config" in self.says:  # the config determines which parameters exist; each must be unchanged
             return value.items() - self.expected.items() <= {(key, value.get(key)) for key in (*self.says, "fields")}
         return value | dict.fromkeys(self.says, "") == self.expected | dict.fromkeys(self.says, "")
 
 
 @contextmanager
 def replaced(path: Path, content: bytes | bytearray | None, signs: Path | None = None) -> Iterator[None]:
-    """A file with other content, none, or a folder, for the time of the block; the manifest made to agree if asked."""
+    """Replace a file by other content, by nothing or by a folder during the block; optionally update the manifest."""
     before = path.read_bytes()
     manifest = None if signs is None else (signs / MANIFEST).read_bytes()
     try:
@@ -270,13 +270,13 @@ def replaced(path: Path, content: bytes | bytearray | None, signs: Path | None =
 
 
 def describe_tokenizer(tokenizer: Any) -> list[Any]:
-    """All that a tokenizer does: its rules, its special tokens, what it makes of a text and back."""
+    """The behaviour of a tokenizer: its rules, its special tokens, and the encoding and decoding of a text."""
     ids = tokenizer.encode(SAMPLE)
     return [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, ids, tokenizer.decode(ids)]
 
 
 def describe_model(model: Any) -> Parts:
-    """The config, the buffers that follow from it, and each parameter."""
+    """The config, the buffers derived from it, and each parameter."""
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     buffers = dict(model.named_buffers())
     return {
@@ -287,6 +287,6 @@ def describe_model(model: Any) -> Parts:
 
 
 def describe_target(folder: Path) -> Parts:
-    """What `echelon eval` and `echelon generate` take from a folder."""
+    """The parts of a folder that `echelon eval` and `echelon generate` use."""
     model, tokenizer = load_target(folder, torch.device("cpu"))
     return {**describe_model(model), "tokenizer": digest(*describe_tokenizer(tokenizer))}

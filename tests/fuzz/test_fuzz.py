@@ -1,7 +1,7 @@
-"""Thousands of damaged inputs through the real loaders: a clean refusal each, or the right value.
+"""Loads thousands of damaged inputs with the real loaders: each is refused cleanly or gives the right value.
 
-Never a traceback, a hang, gigabytes of memory, foreign code run, or another value. `ECHELON_FUZZ_SEED` chooses other
-inputs. The seed is printed, and each input has a generator of its own that is made of it and the input's number.
+A traceback, a hang, excessive memory, execution of foreign code, or a wrong value fails the test. `ECHELON_FUZZ_SEED`
+selects other inputs. The seed is printed, and each input has its own generator, from the seed and the input's number.
 """
 
 import os
@@ -35,7 +35,7 @@ def stored(tmp_path_factory):
 
 
 def fuzz_files(stored, tally, count):
-    """So many damaged files, shared out over the kinds by their weights."""
+    """Test `count` damaged files, distributed over the kinds by their weights."""
     kinds = [kind for kind in stored.kinds for _ in range(kind.weight)]
     for number in range(count):
         kind = kinds[number % len(kinds)]
@@ -47,7 +47,7 @@ def fuzz_files(stored, tally, count):
 
 
 def fuzz_run_folder(stored, tally, count, folder):
-    """So many damages to the small files of a run folder, shared out over them."""
+    """Test `count` damages to the small files of a run folder, distributed over the files."""
     files = RunFolderFiles(stored, folder)
     for number in range(count):
         name = files.files[number % len(files.files)]
@@ -61,7 +61,7 @@ def fuzz_run_folder(stored, tally, count, folder):
 
 
 def fuzz_recipes(stored, tally, count, folder):
-    """So many recipes: half of them damaged as text, half by what a command line adds."""
+    """Test `count` recipes: half with damaged text, half with random overrides."""
     texts = base_texts(Path(__file__).parents[2] / "recipes", stored.single)
     path = folder / "recipe.yaml"
     words = "|".join((re.escape(path.name), "command line", A_KEY, *Recipe.model_fields))

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need a CUDA device: one process, one GPU, NCCL; and a CPU's answers to compare with."""
+"""Fixtures for tests that need a CUDA device: one process with one GPU and NCCL; results of a CPU to compare with."""
 
 import os
 
@@ -11,7 +11,7 @@ from training import train
 
 @pytest.fixture(scope="session", autouse=True)
 def gpu():
-    """This process as the only rank of an NCCL group. fp32 means fp32: no TF32 anywhere."""
+    """Make this process the only rank of an NCCL group, with TF32 disabled."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -25,7 +25,7 @@ def gpu():
 
 @pytest.fixture(scope="session")
 def references(workers, text, tmp_path_factory):
-    """A function from a reference row to the metrics of a CPU process over gloo, trained once a session."""
+    """A function that returns the metrics of a reference row from a CPU process, trained once per session."""
     trained = {}
 
     def find(row):

@@ -1,4 +1,4 @@
-"""Running the real trainer in this process, on its one GPU."""
+"""Runs the real trainer in this process, on one GPU."""
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ OFFLOAD = {"cpu_offload": True}
 
 @dataclass(frozen=True)
 class Case:
-    """A row, and what one GPU can add to it: `around` wraps the model as several ranks would, over a group of one.
+    """A row, optionally with the wrapper of a parallel strategy over a group of one.
 
     `around` is `ddp`, or, for `fully_shard`, `fsdp` or `zero1`.
     """
@@ -39,7 +39,7 @@ class Case:
         return " ".join([*([f"{self.around} of one"] if self.around else []), str(self.row)])
 
     def apply(self, plan: ParallelPlan) -> ParallelPlan:
-        """The planner's plan, with the sharding that it would not choose for one device."""
+        """The plan of the planner, with sharding that it would not choose for one device."""
         if self.around not in ("fsdp", "zero1"):
             return plan
         reshard = self.around == "fsdp"
@@ -53,7 +53,7 @@ def replicate(module: Any, plan: ParallelPlan, meshes: Any) -> Replicated:
 
 @contextmanager
 def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: int = 4):
-    """The trainer of a case, over batches with uneven targets; everything is closed at the end."""
+    """Create the trainer of a case, with uneven numbers of targets; close everything at the end."""
     recipe, _ = load_recipe(write_recipe(case.row, folder, text, steps), case.overrides)
     data = prepare_data(recipe)
     run = RunFolder(Path(recipe.run.dir))
@@ -88,7 +88,7 @@ def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: in
 
 
 def train_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: int = 4, stop_at: int | None = None):
-    """Train (or go on training) a case; the rows of metrics.jsonl."""
+    """Train or resume a case; return the rows of metrics.jsonl."""
     assert case.row.ranks == 1 and case.row.micro_batch <= GLOBAL_BATCH
     with trainer_on_gpu(case, runtime, folder, text, steps) as trainer:
         trainer.num_steps = stop_at or trainer.num_steps
@@ -97,7 +97,7 @@ def train_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: int 
 
 
 def model_overrides(sequence_len: int, **fields: Any) -> tuple[str, ...]:
-    """Overrides that give a row another width, depth, vocabulary or length."""
+    """Overrides that change the width, depth, vocabulary or sequence length of a row."""
     return (
         f"data.sequence_len={sequence_len}",
         *(f"model.config.{name}={value}" for name, value in fields.items()),

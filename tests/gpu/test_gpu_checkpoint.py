@@ -1,4 +1,4 @@
-"""Checkpoints of CUDA tensors: copied before `save` returns, whole when read, and a resumed run is exact."""
+"""Checkpoints of CUDA tensors are copied before `save` returns and complete when read; a resumed run is exact."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from gpu_training import OFFLOAD, Case, train_on_gpu, trainer_on_gpu
 from training import Row, check_exact_resume, difference, equal_tensors, hashes, tensors_of
 
 pytestmark = pytest.mark.gpu
-# Fused attention adds up gradients with atomics, in any order; written out, it is matmuls and a softmax.
+# Fused attention sums gradients with atomics, in varying order; eager attention is matmuls and a softmax.
 EAGER = ("model.attn_implementation=eager",)
 
 
@@ -41,7 +41,7 @@ def test_saving_copies_before_it_returns(gpu, tmp_path):
     ],
     ids=str,
 )
-def test_five_and_five_steps_are_ten_bit_for_bit(gpu, text, tmp_path, case):
+def test_resuming_after_five_steps_equals_ten_steps_bit_for_bit(gpu, text, tmp_path, case):
     check_exact_resume(partial(train_on_gpu, case, gpu), tmp_path, text, steps=10)
 
 
@@ -50,7 +50,7 @@ def test_five_and_five_steps_are_ten_bit_for_bit(gpu, text, tmp_path, case):
     [(Case(), Case(around="fsdp")), (Case(around="zero1"), Case(Row(OFFLOAD, micro_batch=4)))],
     ids=str,
 )
-def test_another_plan_goes_on_with_the_same_curve(gpu, text, tmp_path, first, second):
+def test_another_plan_resumes_with_the_same_curve(gpu, text, tmp_path, first, second):
     straight = train_on_gpu(Case(), gpu, tmp_path / "straight", text, steps=10)
     train_on_gpu(first, gpu, tmp_path / "changed", text, steps=10, stop_at=5)
     rows = train_on_gpu(second, gpu, tmp_path / "changed", text, steps=10)
@@ -59,7 +59,7 @@ def test_another_plan_goes_on_with_the_same_curve(gpu, text, tmp_path, first, se
     assert hashes(rows) == hashes(straight)
 
 
-def test_a_checkpoint_of_the_gpu_fills_a_model_on_the_host(gpu, text, tmp_path):
+def test_a_checkpoint_of_the_gpu_loads_on_the_host(gpu, text, tmp_path):
     with trainer_on_gpu(Case(), gpu, tmp_path, text, steps=4) as trainer:
         trainer.fit()
         live = {name: value.cpu() for name, value in trainer.train_step.engine.state_dict().items()}

@@ -1,4 +1,4 @@
-"""The real command on a GPU: train with NCCL, be killed, go on, evaluate, sample."""
+"""The real command on a GPU: train with NCCL, kill, resume, evaluate, sample."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def kill_after_first_checkpoint(path, run):
     job.communicate()
 
 
-def test_killed_and_resumed_is_the_run_that_never_stopped(gpu, text, tmp_path):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(gpu, text, tmp_path):
     row = Row(micro_batch=4)
     paths = {name: write_recipe(row, tmp_path / name, text, STEPS) for name in ("straight", "killed")}
     succeed("train", paths["straight"], "--nproc", "1", *OVERRIDES)
@@ -63,13 +63,13 @@ def test_killed_and_resumed_is_the_run_that_never_stopped(gpu, text, tmp_path):
 
     result = json.loads(succeed("eval", runs[0], "--json").strip().splitlines()[-1])
     last = [each for each in read_rows(runs[0]) if each["kind"] == "eval"][-1]
-    assert result["loss"] == pytest.approx(last["loss"], abs=1e-3)  # both of all the held-out text
+    assert result["loss"] == pytest.approx(last["loss"], abs=1e-3)  # both measured on all held-out text
     assert succeed("generate", runs[0], "--prompt", "def ", "--max-tokens", "20").startswith("def ")
 
 
 @pytest.mark.parametrize("parallel", [{"cpu_offload": True}, "auto"], ids=str)
 def test_the_defaults_of_a_gpu_train(gpu, text, tmp_path, parallel):
-    """bf16 and inductor, as `auto` chooses them on a GPU; and an offloaded run."""
+    """The choices of `auto` on a GPU, bf16 and inductor; and a run with offloading."""
     row = Row(parallel, micro_batch=4, compile=parallel == "auto", precision="bf16")
     path = write_recipe(row, tmp_path, text, 60)
     succeed("train", path, "--nproc", "1")

@@ -1,4 +1,4 @@
-"""`train.deterministic` on a GPU: two runs are one, bit for bit, with backward passes that race without it."""
+"""`train.deterministic` on a GPU: two runs are equal bit for bit, with otherwise nondeterministic operations."""
 
 import pytest
 import torch
@@ -28,12 +28,12 @@ def deterministic():
     ],
     ids=str,
 )
-def test_two_runs_are_one(gpu, deterministic, text, tmp_path, case):
+def test_two_runs_are_equal(gpu, deterministic, text, tmp_path, case):
     for name in ("first", "second"):
         train_on_gpu(case, gpu, tmp_path / name, text)
     assert equal_tensors(*(tensors_of(tmp_path / name / "run", step=4) for name in ("first", "second")))
 
 
-def test_an_operation_without_a_fixed_order_raises(gpu, deterministic):
+def test_a_nondeterministic_operation_raises(gpu, deterministic):
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
         torch.histc(torch.ones(4, device=gpu.device, requires_grad=False), bins=2)

@@ -1,7 +1,7 @@
-"""The host runs ahead of the GPU: a step waits for nothing, and its metrics come to the host one step late.
+"""The host runs ahead of the GPU: a step never waits, and the host reads its metrics one step later.
 
-What does wait, and may: an offloaded plan (the optimizer works on the host), and attention that needs a mask (a window
-shorter than the sequence, soft-capped scores), for which `transformers` looks at the positions.
+Two cases may synchronize: an offloaded plan, whose optimizer runs on the host, and attention that needs a mask (a
+window shorter than the sequence, soft-capped scores), for which `transformers` reads the positions.
 """
 
 import time
@@ -35,33 +35,33 @@ CASES = [
 
 @pytest.fixture
 def forbidden():
-    """A function that makes every synchronising call an error, or allowed again."""
+    """A function that forbids synchronizing calls, or allows them again."""
     yield lambda on: torch.cuda.set_sync_debug_mode("error" if on else "default")
     torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_step_synchronises_nowhere(gpu, text, tmp_path, forbidden, case):
+def test_a_step_never_synchronizes(gpu, text, tmp_path, forbidden, case):
     with trainer_on_gpu(case, gpu, tmp_path, text, steps=8) as trainer:
         for step in range(3):  # compilation, caches and the optimizer's state
             PendingMetrics(trainer.train_step(step), trainer.train_step.meshes, peak_bytes=1).read()
         forbidden(True)
         pending = PendingMetrics(trainer.train_step(3), trainer.train_step.meshes, peak_bytes=1)
-        # Another step is under way when the first one's metrics are read, as in `Trainer.fit`.
+        # The next step is running when the metrics of the first are read, as in `Trainer.fit`.
         running = PendingMetrics(trainer.train_step(4), trainer.train_step.meshes)
         metrics = pending.read()
         forbidden(False)
         assert metrics.committed and metrics.step == 3 and running.read().step == 4
 
 
-def test_synchronising_is_noticed(gpu, forbidden):
+def test_synchronization_is_detected(gpu, forbidden):
     forbidden(True)
     with pytest.raises(RuntimeError, match="synchroniz"):
         torch.ones((), device=gpu.device).item()
 
 
 def test_a_bad_step_is_skipped_on_the_device(gpu, text, tmp_path, forbidden):
-    """A gradient that is not finite: weights, moments and step counts stay as they were, and no host asked."""
+    """With a non-finite gradient, weights, moments and step counts are unchanged, without host synchronization."""
     with trainer_on_gpu(Case(), gpu, tmp_path, text, steps=8) as trainer:
         trainer.train_step(0)
         before = {name: value.clone() for name, value in trainer.train_step.engine.state_dict().items()}
@@ -83,8 +83,8 @@ def test_a_bad_step_is_skipped_on_the_device(gpu, text, tmp_path, forbidden):
 
 
 def test_the_host_returns_before_the_device_is_done(gpu, text, tmp_path):
-    """Launching a heavy step takes a fraction of the time that the device needs for it."""
-    heavy = model_overrides(  # few kernels, each of them long: the queue of launches has an end
+    """Launching a heavy step takes a fraction of its time on the device."""
+    heavy = model_overrides(  # few long kernels, because the launch queue is limited
         1024, hidden_size=4096, intermediate_size=11008, num_hidden_layers=2, num_attention_heads=32,
         num_key_value_heads=32, vocab_size=4096,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Bytes on the device: what the loss may hold, what offloading saves, the planner's word against the allocator's."""
+"""Device memory: of the loss, with offloading, and the planner's estimate compared with the allocator."""
 
 import gc
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 def start_measuring():
-    """Drop what earlier tests left; the bytes that remain."""
+    """Free memory of earlier tests; return the bytes that remain allocated."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
@@ -26,7 +26,7 @@ def start_measuring():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_loss_never_holds_all_logits(gpu, dtype):
-    """16384 tokens x 128k entries would be 8.4 GB in fp32; chunks, the head's gradients and the rest take a third."""
+    """16384 tokens x 128k entries would need 8.4 GB in fp32; the chunked loss must need at most a third."""
     tokens, vocabulary, hidden_size = 16384, 128 * 1024, 1024
     generator = torch.Generator(gpu.device).manual_seed(0)
     weight = torch.randn(vocabulary, hidden_size, device=gpu.device, generator=generator).mul_(0.02).requires_grad_()
@@ -40,7 +40,7 @@ def test_the_loss_never_holds_all_logits(gpu, dtype):
     peak = torch.cuda.max_memory_allocated() - before
     print(f"{dtype}: peak {peak / 1e9:.2f} GB of {tokens * vocabulary * 4 / 1e9:.2f} GB of logits")
     assert peak < tokens * vocabulary * 4 / 3
-    rows = torch.arange(0, tokens, 97, device=gpu.device)  # a few rows whole, by the plain formula
+    rows = torch.arange(0, tokens, 97, device=gpu.device)  # a few rows, by the plain formula
     logits = hidden.detach().flatten(0, 1)[rows].float() @ weight.detach().float().T
     expected = torch.nn.functional.cross_entropy(logits, labels.flatten()[rows])
     assert loss.item() / tokens == pytest.approx(expected.item(), rel=2e-2)
@@ -56,7 +56,7 @@ QWEN3 = model_overrides(
     2048, hidden_size=1024, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=16,
     num_key_value_heads=8, head_dim=64, vocab_size=65536, max_position_embeddings=2048,
 )  # fmt: skip
-# Two microbatches, so that gradients are there when activations are at their most: what the estimate adds up.
+# Two microbatches, so that gradients exist when activations are largest, as the estimate assumes.
 SIZED = [
     Case(Row(family="llama", micro_batch=4, precision="bf16"), overrides=LLAMA),
     Case(Row(family="llama", micro_batch=4), overrides=LLAMA),
@@ -67,7 +67,7 @@ GATHERED = Case(Row(family="llama", micro_batch=4, precision="bf16"), around="fs
 
 
 def measure_steps(case, runtime, folder, text):
-    """The most bytes that tensors held during three steps, and the estimate."""
+    """The peak of allocated bytes during three steps, and the estimate."""
     before = start_measuring()
     with trainer_on_gpu(case, runtime, folder, text, steps=3) as trainer:
         for step in range(3):
@@ -81,7 +81,7 @@ def measure_steps(case, runtime, folder, text):
 
 @pytest.mark.parametrize(
     ("case", "tolerance"),
-    [*((case, 0.10) for case in SIZED), (GATHERED, 0.20)],  # how many layers are gathered at once is FSDP's timing
+    [*((case, 0.10) for case in SIZED), (GATHERED, 0.20)],  # FSDP's timing decides how many layers are gathered
     ids=str,
 )
 def test_the_estimate_is_close(gpu, text, tmp_path, case, tolerance):
@@ -94,8 +94,8 @@ def test_the_estimate_is_close(gpu, text, tmp_path, case, tolerance):
     assert estimate.total == pytest.approx(peak, rel=tolerance)
 
 
-def test_offloading_keeps_states_on_the_host(gpu, text, tmp_path):
-    """Parameters (pinned), gradients and both moments are the host's; the device holds a few layers and activations."""
+def test_offloading_keeps_the_training_state_on_the_host(gpu, text, tmp_path):
+    """Parameters (pinned), gradients and both moments are on the host; the device has a few layers and activations."""
     peaks = {}
     for name, case in {
         "offloaded": Case(Row(OFFLOAD, micro_batch=4), overrides=LLAMA),

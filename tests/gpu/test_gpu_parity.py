@@ -1,4 +1,4 @@
-"""One GPU against one CPU process: the same losses, norms and batches, whatever the plan."""
+"""One GPU gives the same losses, norms and batches as one CPU process, under every plan."""
 
 import math
 
@@ -9,7 +9,7 @@ from training import Row, difference, hashes
 
 pytestmark = pytest.mark.gpu
 
-# Kernels of a GPU add up in another order than a CPU's; Adam's first steps divide small gradients by themselves.
+# GPU kernels sum in another order than CPU kernels; Adam's first steps divide small gradients by themselves.
 LOSS, NORM = 1e-4, 1e-3
 BF16_LOSS, BF16_NORM = 2e-2, 5e-2
 
@@ -71,7 +71,7 @@ ADAPTERS = [
     Case(Row(adapter="pissa", micro_batch=4)),
     Case(Row(OFFLOAD, adapter="lora", micro_batch=4)),
 ]
-# Four bits are rounded on the device, where a tie may fall the other way.
+# 4-bit weights are quantized on the device, where ties may round differently.
 QUANTIZED = [
     Case(Row(adapter="qlora", precision="bf16", micro_batch=4)),
     Case(Row(adapter="qlora", precision="bf16", micro_batch=4, checkpointing="full"), around="fsdp"),

@@ -1,4 +1,4 @@
-"""The source of a package as the house rules see it: its modules, what they import, their functions."""
+"""The modules of a package with their imports and functions, for the tests of the code rules."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Import:
-    """`import source`, or `from source import names`; `source` is a whole dotted name."""
+    """`import source`, or `from source import names`; `source` is an absolute dotted name."""
 
     source: str
     names: tuple[str, ...] = ()
@@ -21,7 +21,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Module:
-    """A file. `name` is dotted and begins with the package's; an `__init__.py` has that of its package."""
+    """A file. `name` is its full dotted name; for an `__init__.py`, the name of the package."""
 
     name: str
     path: Path
@@ -36,7 +36,7 @@ class Module:
 
     @property
     def short(self) -> str:
-        """Without the outermost package: training.trainer."""
+        """The name without the outermost package: training.trainer."""
         return self.name.partition(".")[2] or "__init__"
 
     @property
@@ -44,11 +44,11 @@ class Module:
         return self.path.name == "__init__.py"
 
     def functions(self) -> Iterator[Function]:
-        """All functions, also those in classes and in other functions."""
+        """All functions, including methods and nested functions."""
         return (node for node in ast.walk(self.tree) if isinstance(node, Function))
 
     def imports(self, for_types: bool = True, in_functions: bool = True) -> Iterator[Import]:
-        """`for_types`: with what stands under `if TYPE_CHECKING`. `in_functions`: with what waits for a call."""
+        """`for_types`: include imports under `if TYPE_CHECKING`. `in_functions`: include those inside functions."""
         package = self.name if self.is_package else self.name.rpartition(".")[0]
         for node in _walk(self.tree, for_types, in_functions):
             if isinstance(node, ast.Import):
@@ -60,7 +60,7 @@ class Module:
 
 
 def _walk(node: ast.AST, for_types: bool, in_functions: bool) -> Iterator[ast.AST]:
-    """`ast.walk`, without what is not wanted."""
+    """`ast.walk` without the excluded parts."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Function) and not in_functions:
             continue
@@ -71,7 +71,7 @@ def _walk(node: ast.AST, for_types: bool, in_functions: bool) -> Iterator[ast.AS
 
 
 class SourceTree:
-    """The modules of a package, by their names."""
+    """The modules of a package, by name."""
 
     def __init__(self, package: Path) -> None:
         self.package = package
@@ -84,9 +84,9 @@ class SourceTree:
         return iter(self.modules.values())
 
     def imported(self, module: Module, for_types: bool = True) -> set[str]:
-        """The modules of this package that one imports, at its top or when called.
+        """The modules of this package that a module imports, at its top or inside functions.
 
-        `from a import b` is an import of a.b where that is a module; else one of a, which defines b.
+        `from a import b` imports the module a.b if it exists, otherwise a.
         """
         found = set[str]()
         for each in module.imports(for_types):
@@ -101,10 +101,10 @@ ECHELON = SourceTree(ROOT / "src" / "echelon")
 
 
 def read_layers(document: str) -> dict[str, int]:
-    """The table of layers in docs/architecture.md: the dotted name of a room or a file, and its number."""
+    """Read the table of layers in docs/architecture.md: the dotted name of each package or file, and its layer."""
     rows = re.findall(r"^\| L(\d+) \| (.*?) \|", document, re.MULTILINE)
     named = [(name, int(number)) for number, cell in rows for name in re.findall(r"`([\w/.]+)`", cell)]
-    assert len({name for name, _ in named}) == len(named), "a room stands in two rows of the table of layers"
+    assert len({name for name, _ in named}) == len(named), "a package is in two rows of the table of layers"
     return {name.removesuffix(".py").rstrip("/").replace("/", "."): number for name, number in named}
 
 
@@ -112,7 +112,7 @@ LAYERS = read_layers((ROOT / "docs" / "architecture.md").read_text(encoding="utf
 
 
 def find_layer(layers: dict[str, int], module: str) -> int | None:
-    """By a module's own row, or by that of the innermost package around it that has one. None: it has none."""
+    """The layer of a module: from its own row, or from the innermost package with a row. None if there is none."""
     parts = module.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((layers[name] for name in around if name in layers), None)

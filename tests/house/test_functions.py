@@ -1,4 +1,4 @@
-"""What a file and a function may be: their size, their complexity, their docstrings and annotations."""
+"""Rules for files and functions: size, complexity, docstrings and annotations."""
 
 import ast
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ MAX_FUNCTION_LINES = 80
 MAX_COMPLEXITY = 15
 MAX_EXCEPTIONS = 5
 
-# Functions that are simpler whole than in parts, each with the reason.
+# Functions that would be harder to read in parts, each with the reason.
 EXCEPTIONS: dict[str, str] = {}
 
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.comprehension, ast.Assert)
 
 
 def measure_complexity(function: ast.AST) -> int:
-    """1, and one for each if (also in an expression or a comprehension), for, while, except, comprehension and assert,
-    and for each operand of `and` and `or` after the first. What is defined inside counts with it."""
+    """1, plus 1 for each if (also in an expression or comprehension), for, while, except, comprehension and assert,
+    and for each operand of `and` and `or` after the first. Nested functions are included."""
     nodes = list(ast.walk(function))
     operands = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
     conditions = sum(len(node.ifs) for node in nodes if isinstance(node, ast.comprehension))
@@ -28,7 +28,7 @@ def measure_complexity(function: ast.AST) -> int:
 
 
 def find_long(module: Module) -> list[str]:
-    """The file, where it is too long, and its functions that are."""
+    """The file if it is too long, and its functions that are too long."""
     lines = module.text.count("\n")
     found = [f"{module.short}: {lines} lines"] if lines > MAX_FILE_LINES else []
     lengths = [(each.name, (each.end_lineno or each.lineno) - each.lineno + 1) for each in module.functions()]
@@ -36,7 +36,7 @@ def find_long(module: Module) -> list[str]:
 
 
 def find_complex(tree: SourceTree, exceptions: Mapping[str, str]) -> list[str]:
-    """Functions that are too complex, but for the exceptions; and exceptions that are none."""
+    """Functions that are too complex, without the exceptions; and exceptions that are not needed."""
     sizes = {f"{module.short}.{each.name}": measure_complexity(each) for module in tree for each in module.functions()}
     above = {name: size for name, size in sizes.items() if size > MAX_COMPLEXITY}
     found = [f"{name}: complexity {size}" for name, size in above.items() if name not in exceptions]
@@ -44,7 +44,7 @@ def find_complex(tree: SourceTree, exceptions: Mapping[str, str]) -> list[str]:
 
 
 def find_undocumented(module: Module) -> list[str]:
-    """The module and its public classes, methods and functions without a docstring."""
+    """The module, public classes, methods and functions that have no docstring."""
     public = [node for node in module.tree.body if isinstance(node, ast.ClassDef | Function) and _is_public(node.name)]
     methods = [
         (f"{owner.name}.{node.name}", node)
@@ -62,7 +62,7 @@ def _is_public(name: str) -> bool:
 
 
 def find_unannotated(module: Module) -> list[str]:
-    """Functions with an argument or a result of no declared type."""
+    """Functions with an argument or a result without annotation."""
     found = []
     for node in module.functions():
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -118,7 +118,7 @@ def test_complexity_is_counted(body, complexity):
     assert measure_complexity(ast.parse(f"def f():\n    {body}").body[0]) == complexity
 
 
-def test_a_complex_function_and_a_needless_exception_are_found(tmp_path):
+def test_a_complex_function_and_an_unneeded_exception_are_found(tmp_path):
     def tree(operands: int) -> SourceTree:
         write(tmp_path, f"def f(x):\n    return {' and '.join(['x'] * operands)}\n")
         return SourceTree(tmp_path / "house")

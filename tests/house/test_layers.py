@@ -1,4 +1,4 @@
-"""How the modules stand to each other: layers, imports, names. Each rule is a function that lists what breaks it."""
+"""Rules between modules: layers, imports, names. Each rule is a function that lists the violations."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ VAGUE = {"utils", "common", "helper", "helpers", "manager", "base", "misc"}
 
 
 def find_unplaced(tree: SourceTree, layers: Mapping[str, int]) -> list[str]:
-    """Modules without a layer, and rows of the table for what is not there."""
+    """Modules without a layer, and rows of the table for modules that do not exist."""
     names = [module.short for module in tree]
     unplaced = [f"{name} has no layer" for name in names if find_layer(layers, name) is None]
     stale = [row for row in layers if not any(f"{name}.".startswith(f"{row}.") for name in names)]
@@ -24,7 +24,7 @@ def find_unplaced(tree: SourceTree, layers: Mapping[str, int]) -> list[str]:
 
 
 def find_upward_imports(tree: SourceTree, layers: Mapping[str, int]) -> list[str]:
-    """Imports of a higher layer, also those for types; at L3 those of a sibling; at L0 of torch at a module's top."""
+    """Imports of a higher layer, also for types; at L3 imports of a sibling; at L0 of torch at the top of a module."""
     found = []
     for module in tree:
         here = find_layer(layers, module.short) or 0
@@ -42,7 +42,7 @@ def find_upward_imports(tree: SourceTree, layers: Mapping[str, int]) -> list[str
 
 
 def find_cycles(tree: SourceTree) -> list[str]:
-    """The first circle of imports; those that wait until a function is called count, those for types do not."""
+    """The first import cycle. Imports inside functions count; those for types do not."""
     graph = {module.short: {tree.modules[name].short for name in tree.imported(module, False)} for module in tree}
     try:
         TopologicalSorter(graph).prepare()
@@ -52,7 +52,7 @@ def find_cycles(tree: SourceTree) -> list[str]:
 
 
 def find_imports_of_own_package(tree: SourceTree) -> list[str]:
-    """Modules that import the `__init__` of a package they are in, which imports them."""
+    """Modules that import the `__init__` of their own package, which imports them."""
     return [
         f"{module.short} imports its package {name}"
         for module in tree
@@ -62,13 +62,13 @@ def find_imports_of_own_package(tree: SourceTree) -> list[str]:
 
 
 def find_loose_modules(tree: SourceTree) -> list[str]:
-    """The files at the top of the package where they are too many: what belongs together has a room."""
+    """The modules at the top of the package, if there are too many: related modules belong in a subpackage."""
     top = sorted(path.name for path in tree.package.glob("*.py"))
     return top if len(top) > MAX_TOP_MODULES else []
 
 
 def find_shared_names(tree: SourceTree) -> list[str]:
-    """File names that stand twice, where they are too many: a command is called as what it runs."""
+    """File names that occur twice, if there are too many. A command may be named like the module that it calls."""
     files = [module.path for module in tree if not module.path.name.startswith("__")]
     counts = Counter(path.name for path in files if path.parent.name != "commands")
     shared = sorted(name for name, count in counts.items() if count > 1)
@@ -76,7 +76,7 @@ def find_shared_names(tree: SourceTree) -> list[str]:
 
 
 def find_vague_names(tree: SourceTree) -> list[str]:
-    """Files named after nothing that they do."""
+    """Files whose name does not describe their content."""
     return [str(module.path) for module in tree if module.path.stem in VAGUE]
 
 
@@ -96,11 +96,11 @@ def test_no_module_imports_its_own_package():
     assert not find_imports_of_own_package(ECHELON)
 
 
-def test_few_modules_stand_at_the_top():
+def test_few_modules_are_at_the_top():
     assert not find_loose_modules(ECHELON)
 
 
-def test_few_file_names_stand_twice():
+def test_few_file_names_occur_twice():
     assert not find_shared_names(ECHELON)
 
 
@@ -109,7 +109,7 @@ def test_no_file_is_called_utils():
 
 
 def plant(folder: Path, files: Mapping[str, str]) -> SourceTree:
-    """A package of these files, and of an `__init__.py` in each of its folders."""
+    """Write a package with these files, and an `__init__.py` in each folder."""
     for name, content in {"house/__init__.py": "", **{f"house/{name}": text for name, text in files.items()}}.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def test_an_import_that_points_up_is_found(tmp_path, files, finding):
     assert find_upward_imports(plant(tmp_path, files), layers) == [finding]
 
 
-def test_what_may_be_imported_is_not_found(tmp_path):
+def test_allowed_imports_are_not_found(tmp_path):
     types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor\n"
     files = {
         "low/a.py": types + "def f():\n    import torch",
@@ -179,7 +179,7 @@ def test_an_import_for_types_makes_no_cycle(tmp_path):
 def test_an_import_of_the_own_package_is_found(tmp_path, line):
     tree = plant(tmp_path, {"room/__init__.py": "VALUE = 1", "room/a.py": f"def f():\n    {line}", "room/b.py": ""})
     assert find_imports_of_own_package(tree) == ["room.a imports its package house.room"]
-    (tmp_path / "house" / "room" / "a.py").write_text("from house.room import b")  # a sibling, by its package
+    (tmp_path / "house" / "room" / "a.py").write_text("from house.room import b")  # a sibling module, by package
     assert find_imports_of_own_package(SourceTree(tmp_path / "house")) == []
 
 

@@ -1,4 +1,4 @@
-"""What is shipped beside the source: recipes and sweeps that load, tests that run."""
+"""Shipped recipes and sweeps load, and all tests are run."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatch
@@ -14,19 +14,19 @@ from echelon.sweep.sweep_file import load_sweep
 
 
 def check_sweep(path: Path) -> None:
-    """Raise ConfigError for a sweep with a value that its recipe does not take."""
+    """Raise ConfigError for a sweep with a value that its recipe refuses."""
     sweep = load_sweep(path)
     Space(sweep, path).check(sweep.sweep.sampler == "grid")
 
 
 def find_repeated(paths: Iterable[Path]) -> list[str]:
-    """Names that stand twice: pytest imports test files by name alone."""
+    """Names that occur twice: pytest imports test files by file name only."""
     names = [path.name for path in paths if path.name != "conftest.py"]
     return sorted({name for name in names if names.count(name) > 1})
 
 
 def find_left_out(paths: Iterable[Path], patterns: Iterable[str]) -> set[str]:
-    """Folders of tests that pytest passes over, by default also those called dist or build."""
+    """Test folders that pytest skips; by default also folders named dist or build."""
     folders = {part for path in paths for part in path.parent.parts}
     return {name for name in folders if any(fnmatch(name, pattern) for pattern in patterns)}
 
@@ -41,7 +41,7 @@ def test_every_sweep_loads(path):
     check_sweep(path)
 
 
-def test_every_test_file_has_a_name_of_its_own():
+def test_every_test_file_has_a_unique_name():
     assert not find_repeated((ROOT / "tests").rglob("*.py"))
 
 

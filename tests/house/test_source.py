@@ -1,4 +1,4 @@
-"""What stands in no file, or in one alone: reads of the environment, printing, choices by name, unfiled notes."""
+"""Constructs that are allowed in few files or none: environment access, print, branches on names, TODOs."""
 
 import ast
 import re
@@ -13,14 +13,14 @@ from echelon.recipe.inputs import AdapterConfig, ObjectiveConfig
 from echelon.recipe.names import OneOf
 from echelon.recipe.training import EngineName, OptimConfig, ParallelName, SyncConfig
 
-# The second runs in a container, where echelon may not be importable yet.
+# The second one runs in a container, where echelon may not be importable yet.
 ENVIRONMENT_READERS = {"supervise.launch_environment", "launch.sagemaker.enter"}
-# Where the choices are tables; the loop must not know which was made.
+# Where choices are table rows; the training loop must not know which one was made.
 NAMELESS_ROOM = "training"
 
 
 def list_choices() -> set[str]:
-    """The names of strategies, engines and methods, as the recipe's types say them; `auto` is none."""
+    """The names of strategies, engines and methods in the types of the recipe, without `auto`."""
     fields = [ParallelName, EngineName, AdapterConfig.model_fields["method"].annotation]
     named = [model.model_fields["name"].metadata for model in (SyncConfig, ObjectiveConfig, OptimConfig)]
     own = {name for field in fields for name in get_args(field) if isinstance(name, str)}
@@ -28,7 +28,7 @@ def list_choices() -> set[str]:
 
 
 def find_environment_reads(tree: SourceTree, readers: Collection[str]) -> list[str]:
-    """Modules that read or write the variables of the process, but for the readers."""
+    """Modules that read or write environment variables, except the allowed ones."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
     def reads(module: Module) -> bool:
@@ -44,7 +44,7 @@ def _is_os(node: ast.Attribute) -> bool:
 
 
 def find_branches_on(module: Module, names: Collection[str]) -> list[str]:
-    """Comparisons and matches with one of these names, alone or among others, and looks at how a name begins."""
+    """Comparisons and matches with one of these names, alone or in a collection, and uses of `startswith`."""
     found = []
     for node in ast.walk(module.tree):
         compared: list[ast.AST] = []
@@ -61,7 +61,7 @@ def find_branches_on(module: Module, names: Collection[str]) -> list[str]:
 
 
 def find_prints(module: Module) -> list[str]:
-    """Calls of `print` that do not say where to."""
+    """Calls of `print` without `file`."""
     calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
     prints = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
     return [
@@ -72,9 +72,9 @@ def find_prints(module: Module) -> list[str]:
 
 
 def find_odd_loggers(module: Module) -> list[str]:
-    """Loggers that are kept under another name than their module's, and lines that are handed on by a parameter `say`.
+    """Loggers with a name other than their module's, and messages passed through a parameter `say`.
 
-    A library's logger, which is set up and not written to, has its own name.
+    The logger of a library, which is only configured, may have its own name.
     """
     odd = [
         f"{module.short}:{node.lineno} logs under another name"
@@ -88,7 +88,7 @@ def find_odd_loggers(module: Module) -> list[str]:
 
 
 def find_unfiled(module: Module) -> list[str]:
-    """Notes of what is to be done that name no issue."""
+    """TODO comments without an issue number."""
     lines = enumerate(module.text.splitlines(), 1)
     return [f"{module.short}:{n}" for n, line in lines if re.search(r"\b(TODO|FIXME|XXX)\b(?!.*#\d+)", line)]
 
@@ -98,7 +98,7 @@ def test_one_module_touches_the_environment():
     assert set(find_environment_reads(ECHELON, ())) == ENVIRONMENT_READERS
 
 
-def test_the_loop_asks_for_no_name():
+def test_the_training_loop_never_branches_on_a_name():
     loop = [module for module in ECHELON if module.short.startswith(f"{NAMELESS_ROOM}.")]
     assert loop
     assert not [found for module in loop for found in find_branches_on(module, list_choices())]
@@ -112,7 +112,7 @@ def test_a_module_logs_under_its_own_name():
     assert not [found for module in ECHELON for found in find_odd_loggers(module)]
 
 
-def test_no_unfiled_todo():
+def test_no_todo_without_an_issue():
     assert not [found for module in ECHELON for found in find_unfiled(module)]
 
 

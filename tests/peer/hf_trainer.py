@@ -1,10 +1,10 @@
-"""HF Trainer, unmodified, in a process of its own: the peer that echelon's losses are compared with.
+"""The unmodified HF Trainer in a separate process: the reference for echelon's losses.
 
     python hf_trainer.py CONFIG_JSON
 
-It knows nothing of echelon: it reads the token file with numpy, the initial weights from an HF folder, and lets its own
-default collator make the batches. An adapter folder, where there is one, is loaded by PEFT. Prints one JSON object: the
-logged steps and the live optimizer's settings.
+It does not import echelon: it reads the token file with numpy, the initial weights from an HF folder, and forms batches
+with its own default collator. An adapter folder, if given, is loaded by PEFT. Prints one JSON object: the logged steps
+and the settings of the live optimizer.
 """
 
 import json

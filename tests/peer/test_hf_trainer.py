@@ -1,4 +1,4 @@
-"""Against a peer: HF Trainer and echelon, the same tokens and first weights, agree step by step."""
+"""HF Trainer and echelon agree at every step, with the same tokens and initial weights."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from training import GLOBAL_BATCH, SEQUENCE_LEN, Row, read_rows, resolve, with_r
 
 pytestmark = pytest.mark.dist
 
-STEPS = 20  # HF's cosine ends one step after the last one, echelon's at it: 21 steps of the latter are 20 of the former
+STEPS = 20  # HF's cosine ends one step after the last one, echelon's at the last one: 21 steps here equal 20 there
 SEED = 3
 
 
@@ -35,7 +35,7 @@ def settings(optimizer):
 
 
 def train_rank(rank, world_size, path, plan):
-    """One rank of echelon on plain text; returns its live optimizer's settings. Leaves its first adapter."""
+    """Train one rank of echelon on plain text; return the settings of its optimizer. Writes the initial adapter."""
     recipe, _ = load_recipe(Path(path))
     runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     trainer = build_trainer(recipe, plan, RunFolder(Path(recipe.run.dir)), runtime)

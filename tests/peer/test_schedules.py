@@ -1,4 +1,4 @@
-"""Schedules are those of `transformers` and torch, from the end of the warm-up on: within it we are one step ahead."""
+"""Schedules equal those of `transformers` and torch after the warm-up; during the warm-up echelon is one step ahead."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ ONE = constant_batch(1, 1)
 
 
 def rates_of(build, num_steps=STEPS):
-    """The learning rate of each step under a scheduler of torch's kind."""
+    """The learning rate of each step under a torch scheduler."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     scheduler, rates = build(optimizer), []
     for _ in range(num_steps):
@@ -28,7 +28,7 @@ def ours(num_steps, **config):
     return [rate(step) for step in range(STEPS)]
 
 
-# Theirs reach the floor in the step after the last, ours in the last: a run of ours is one step longer.
+# Their schedules reach the floor one step after the last step, echelon's at it: its run is one step longer here.
 @pytest.mark.parametrize(
     ("name", "settings", "config"),
     [
@@ -52,7 +52,7 @@ def test_the_same_as_transformers(name, settings, config):
 
 def test_wsd_is_the_same_as_transformers():
     settings = {"num_decay_steps": 25, "decay_type": "1-sqrt", "min_lr_ratio": 0.1}
-    # Theirs still takes the peak in the first step of the decay: 25 steps of ours are 25 of the 26 from there on.
+    # Theirs still has the peak rate in the first step of the decay: 25 steps of echelon equal 25 of their 26.
     theirs = rates_of(
         lambda optimizer: get_scheduler(
             "warmup_stable_decay", optimizer, WARMUP, STEPS, scheduler_specific_kwargs=settings
@@ -66,13 +66,13 @@ def test_wsd_is_the_same_as_transformers():
 
 
 @pytest.mark.parametrize(("ratio", "num_steps"), [(0.03, 100), (0.1, 95), (0.25, 10), (0.333, 77), (0.001, 100)])
-def test_a_share_of_warm_up_is_the_same_as_transformers(tmp_path, ratio, num_steps):
+def test_a_warm_up_fraction_is_the_same_as_transformers(tmp_path, ratio, num_steps):
     arguments = TrainingArguments(str(tmp_path), warmup_steps=ratio)
     warmup = arguments.get_warmup_steps(num_steps)
     theirs = rates_of(lambda optimizer: get_scheduler("linear", optimizer, warmup, num_steps), num_steps)
     config = OptimConfig(learning_rate=PEAK, schedule="linear", warmup_fraction=ratio, min_learning_rate_fraction=0.0)
     assert find_warmup(config, num_steps, ONE) == warmup
-    # Ours is theirs a step earlier in the warm-up, and from there on of a run that is one step longer.
+    # During the warm-up echelon is one step ahead; afterwards its run is one step longer.
     rate = build_schedule(config, num_steps, ONE)
     assert [rate(step) for step in range(warmup - 1)] == pytest.approx(theirs[1:warmup])
     assert rate(warmup) == theirs[warmup] == PEAK
