@@ -91,10 +91,10 @@ def test_the_words_of_a_pod_are_read(cluster, as_admin, tmp_path):
     labels = {"training.kubeflow.org/job-name": NAME, "training.kubeflow.org/replica-type": "master"}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"{NAME}-master-0", "labels": labels}}
     core.create_namespaced_pod("default", pod | {"spec": template["spec"]})
-    assert target.status(record).detail == "0 of 1 pods run"
+    assert target.status(record).detail == "0 of 1 pods running"
     unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     core.patch_namespaced_pod_status(f"{NAME}-master-0", "default", {"status": {"conditions": [unschedulable]}})
-    assert target.status(record).detail == f"0 of 1 pods run; {NAME}-master-0: Unschedulable: 0/3 nodes"
+    assert target.status(record).detail == f"0 of 1 pods running; {NAME}-master-0: Unschedulable: 0/3 nodes"
     core.delete_namespaced_pod(f"{NAME}-master-0", "default", grace_period_seconds=0)
     target.cancel(record)
 
@@ -110,7 +110,7 @@ def test_what_the_server_refuses_is_one_sentence(cluster, as_admin, tmp_path, mo
             submit_job(job, target, target.render(job))
         return str(refused.value)
 
-    assert "knows no HyperPodPyTorchJob" in submit("launch.kubernetes.kind=hyperpod")
+    assert "does not have HyperPodPyTorchJob" in submit("launch.kubernetes.kind=hyperpod")
     assert 'namespaces "nowhere" not found' in submit("launch.kubernetes.namespace=nowhere")
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.write_kubeconfig(GUEST)))
     assert 'does not allow it: pytorchjobs.kubeflow.org is forbidden: User "guest" cannot create' in submit()

@@ -151,7 +151,7 @@ def test_job_that_has_a_moment_to_leave_before_it_is_preempted_requeues_itself(d
     desk.await_step(20)
     make_way(desk.slurm)
     desk.slurm.await_state(number, "PENDING")
-    assert f"echelon: job {number} is requeued, to go on from " in desk.output(name)
+    assert f"echelon: job {number} is requeued and will resume from " in desk.output(name)
     assert_went_on(desk, name, number, "SIGTERM")
 
 
@@ -163,7 +163,7 @@ def test_job_that_runs_out_of_time_saves_and_is_requeued(desk):
     desk.slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=2")
     desk.slurm.await_state(number, "PENDING", "FAILED")
     print(f"notice came after {time.monotonic() - started:.0f} s")
-    assert f"echelon: job {number} is requeued, to go on from " in desk.output(name)
+    assert f"echelon: job {number} is requeued and will resume from " in desk.output(name)
     assert desk.output(name).count("echelon: stopped by SIGUSR1 at step ") == 1
     desk.slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     desk.slurm.await_state(number, "RUNNING")

@@ -95,7 +95,7 @@ def test_a_job_without_its_recipe_is_taken_back(cluster, tmp_path):
         (
             [condition("Created")],
             [pod("master", 0, RUNS), pod("worker", 0, RUNS)],
-            ("running", "2 of 2 pods run", None),
+            ("running", "2 of 2 pods running", None),
         ),
         (
             [condition("Running")],
@@ -103,7 +103,7 @@ def test_a_job_without_its_recipe_is_taken_back(cluster, tmp_path):
                 pod("master", 0, RUNS),
                 pod("worker", 0, {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off\n pulling"}}),
             ],
-            ("running", f"1 of 2 pods run; {NAME}-worker-0: ImagePullBackOff: Back-off pulling", None),
+            ("running", f"1 of 2 pods running; {NAME}-worker-0: ImagePullBackOff: Back-off pulling", None),
         ),
         (
             [],
@@ -111,12 +111,12 @@ def test_a_job_without_its_recipe_is_taken_back(cluster, tmp_path):
                 pod("worker", 0, {"waiting": {"reason": "ContainerCreating"}}),
                 pod("worker", 1, {}, conditions=[condition("PodScheduled", "0/3 nodes", "Unschedulable", "False")]),
             ],
-            ("queued", f"0 of 2 pods run; {NAME}-worker-1: Unschedulable: 0/3 nodes", None),
+            ("queued", f"0 of 2 pods running; {NAME}-worker-1: Unschedulable: 0/3 nodes", None),
         ),
         (
             [],
             [pod("master", 0, {"waiting": {"reason": "CrashLoopBackOff"}}, 2, ended(2))],
-            ("queued", f"0 of 1 pods run; {NAME}-master-0: CrashLoopBackOff after exit code 2", None),
+            ("queued", f"0 of 1 pods running; {NAME}-master-0: CrashLoopBackOff after exit code 2", None),
         ),
         ([condition("Suspended", "no quota")], [], ("queued", "suspended: no quota", None)),
         ([condition("Running", status="False"), condition("Succeeded")], [], ("done", "", 0)),
@@ -161,7 +161,7 @@ def test_logs_begin_with_rank_0(cluster, tmp_path):
     assert lines == [line for name in names for line in (f"--- {NAME}-{name}", f"{name} é", "last")]
     assert all("container=pytorch" in path for _, path in cluster.requests if "/log" in path)
     cluster.pods = [pod("worker", 0, {})]
-    with pytest.raises(LaunchError, match="has printed nothing yet: 0 of 1 pods run"):
+    with pytest.raises(LaunchError, match="has printed nothing yet: 0 of 1 pods running"):
         list(KubernetesLauncher().logs(record, False))
 
 
@@ -187,7 +187,7 @@ def test_following_shows_every_start_once(cluster, tmp_path):
         (("launch.kubernetes.namespace=nowhere",), '(404): namespaces "nowhere" not found'),
         (
             ("launch.kubernetes.kind=hyperpod",),
-            "knows no HyperPodPyTorchJob (sagemaker.amazonaws.com/v1); install the SageMaker HyperPod training",
+            "does not have HyperPodPyTorchJob (sagemaker.amazonaws.com/v1); install the SageMaker HyperPod training",
         ),
     ],
 )
@@ -199,13 +199,13 @@ def test_what_the_cluster_does_not_have(overrides, said, cluster, tmp_path):
 def test_errors_of_the_api_are_one_sentence(cluster, tmp_path, monkeypatch):
     record = submit(tmp_path)
     target, job = KubernetesLauncher(), make_kubernetes_job(tmp_path)
-    with pytest.raises(LaunchError, match=f'there is one already: pytorchjobs "{NAME}" already exists; wait'):
+    with pytest.raises(LaunchError, match=f'the object exists already: pytorchjobs "{NAME}" already exists; launch'):
         target.submit(job)
     cluster.forbidden.add("pytorchjobs")
     with pytest.raises(LaunchError, match='pytorchjobs is forbidden: User "ann" cannot GET in default; ask its admin'):
         target.status(record)
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "other"))
-    with pytest.raises(ConfigError, match="the kubeconfig has no such cluster"):
+    with pytest.raises(ConfigError, match="not found in the kubeconfig"):
         target.status(record)
     write_kubeconfig(tmp_path / "other", "http://127.0.0.1:9")
     with pytest.raises(LaunchError, match="the cluster of context here does not answer"):

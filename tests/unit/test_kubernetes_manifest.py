@@ -98,23 +98,23 @@ def test_values_survive_kubernetes_and_the_shell(tmp_path):
         ("launch.kubernetes.image=null", "image is not set"),
         ("launch.kubernetes.image='a b'", "image='a b' is not an image name"),
         ("launch.kubernetes.volumes=[]", "volumes is empty"),
-        ("run.dir=/scratch/run", "run.dir=/scratch/run is /scratch/run in the pods, which is on no volume"),
+        ("run.dir=/scratch/run", "run.dir=/scratch/run is /scratch/run in the pods, which is not on a writable volume"),
         ("launch.kubernetes.workdir=/elsewhere", "run.dir=runs/small is /elsewhere/runs/small in the pods"),
         ("launch.kubernetes.workdir=data", "workdir=data is not absolute"),
-        ("run.dir=../../etc/run", "is on no volume"),
-        ("launch.kubernetes.volumes=[{mount: /data, claim: d, read_only: true}]", "no volume they can write to"),
+        ("run.dir=../../etc/run", "is not on a writable volume"),
+        ("launch.kubernetes.volumes=[{mount: /data, claim: d, read_only: true}]", "not on a writable volume"),
         ("data.train.0.path=/home/me/text.txt", "data.train.0.path=/home/me/text.txt is"),
         ("tokenizer=/models/small", "tokenizer=/models/small is /models/small in the pods"),
-        ("launch.kubernetes.volumes=[{mount: /dev/shm, claim: d}]", "/dev/shm is taken"),
-        ("launch.kubernetes.volumes=[{mount: /d, claim: d}, {mount: /d/, claim: e}]", "/d is taken"),
-        ("launch.kubernetes.volumes=[{mount: /d, claim: Data}]", "volumes='Data' cannot be a name"),
-        ("launch.kubernetes.namespace=a.b", "namespace='a.b' cannot be a name"),
-        ("launch.kubernetes.memory=200GB", "memory='200GB' is no amount"),
-        ("launch.kubernetes.memory=16Gi", "shared_memory=16Gi counts into memory=16Gi"),
+        ("launch.kubernetes.volumes=[{mount: /dev/shm, claim: d}]", "/dev/shm is already in use"),
+        ("launch.kubernetes.volumes=[{mount: /d, claim: d}, {mount: /d/, claim: e}]", "/d is already in use"),
+        ("launch.kubernetes.volumes=[{mount: /d, claim: Data}]", "volumes='Data' is not a valid Kubernetes name"),
+        ("launch.kubernetes.namespace=a.b", "namespace='a.b' is not a valid Kubernetes name"),
+        ("launch.kubernetes.memory=200GB", "memory='200GB' is not a quantity"),
+        ("launch.kubernetes.memory=16Gi", "shared_memory=16Gi is part of memory=16Gi"),
         ("launch.kubernetes.gpus_per_node=4", "gpus_per_node=4: each of the launch.nproc_per_node=8"),
         ("launch.nproc_per_node=auto", "gpus_per_node is not set"),
-        ("launch.kubernetes.node_selector={a b: c}", "node_selector.a b='c' is no label"),
-        ("launch.kubernetes.tolerations=[{keys: a}]", "keys is no field of a toleration"),
+        ("launch.kubernetes.node_selector={a b: c}", "node_selector.a b='c' is not a valid label"),
+        ("launch.kubernetes.tolerations=[{keys: a}]", "keys is not a field of a toleration"),
         ("launch.kubernetes.runtime=mine", "only a TrainJob has a runtime"),
     ],
 )
@@ -131,7 +131,7 @@ def test_what_cannot_work_is_refused(override, said, tmp_path):
         (("launch.kubernetes.kind=trainjob", "launch.kubernetes.env_from_secrets=[a]"), "whole Secrets"),
         (
             ("launch.kubernetes.kind=hyperpod", "launch.nproc_per_node=auto", "launch.kubernetes.gpus_per_node=0"),
-            "must say how many processes",
+            "needs the number of processes per pod",
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_names_leave_room_for_the_operators(tmp_path):
         if fits:
             KubernetesLauncher().check(job)
         else:
-            with pytest.raises(ConfigError, match="make the name at most 37 long"):
+            with pytest.raises(ConfigError, match="use a name of at most 37 characters"):
                 KubernetesLauncher().check(job)
 
 

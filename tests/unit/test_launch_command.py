@@ -112,7 +112,7 @@ def test_a_hub_that_is_silent_here_is_a_refusal_of_a_job_here(recipe, silent_hub
 
 def test_a_file_in_the_place_of_jobs_is_named(recipe):
     (recipe.parent / "jobs").write_text("")
-    with pytest.raises(ConfigError, match=r"^jobs is a file, and echelon keeps .* rename it, or launch elsewhere\.$"):
+    with pytest.raises(ConfigError, match=r"^jobs is a file, but echelon stores .* or launch from another folder\.$"):
         launch(recipe, [], to="local")
 
 
@@ -136,7 +136,7 @@ def test_a_damaged_record_is_said_to_be_one(recipe, text):
     (folder / "job.json").write_text(text)
     assert list_jobs() == []
     for name in ("x", "jobs/x", str(folder)):
-        with pytest.raises(ConfigError, match=r"jobs/x/job\.json is damaged or not there, .* remove the folder\.$"):
+        with pytest.raises(ConfigError, match=r"jobs/x/job\.json is missing or damaged, .* remove the folder\.$"):
             find_job(name)
     (folder / "job.json").write_text(json.dumps(RECORD))
     assert find_job("jobs/x").id == "17"
@@ -205,7 +205,7 @@ def test_a_target_that_does_not_answer_hides_no_job_of_another(recipe, monkeypat
         status(None)
     out, err = capsys.readouterr()
     assert out == "here  local  done  exit code 0\n"
-    assert err.startswith("echelon: there: launch.to=slurm: there is no `scontrol` on this machine")
+    assert err.startswith("echelon: there: launch.to=slurm: `scontrol` is not installed on this machine")
     (recipe.parent / "jobs" / "there" / "output.log").write_text("a line\n+ export HF_TOKEN=word\n")
     logs("there", follow=False)  # a file, for which nobody has to be asked
     assert capsys.readouterr().out == "a line\n+ export HF_TOKEN=***\n"

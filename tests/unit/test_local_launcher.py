@@ -90,11 +90,11 @@ def test_a_job_that_is_cancelled_in_its_setup_is_not_done(here):
 def test_a_time_limit_that_nothing_would_keep_is_refused(here, monkeypatch):
     monkeypatch.setenv("PATH", str(here))
     recipe, _ = parse_recipe(RECIPE, "recipe.yaml", ["launch.max_hours=2"])
-    with pytest.raises(ConfigError, match=r"launch\.max_hours=2: this machine has no `timeout`"):
+    with pytest.raises(ConfigError, match=r"launch\.max_hours=2: the `timeout` command .* is not installed"):
         LocalLauncher().check(make_job(recipe, here))
 
 
 def test_the_python_of_other_machines_is_said_not_to_be_used(here):
     recipe, _ = parse_recipe(RECIPE, "recipe.yaml", ["launch.python=/opt/python"])
     lines = LocalLauncher().check(make_job(recipe, here))
-    assert lines[1:] == [f"launch.python=/opt/python is for other machines; here it is {sys.executable}"]
+    assert lines[1:] == [f"launch.python=/opt/python is ignored on this machine; the job uses {sys.executable}"]

@@ -61,12 +61,15 @@ def test_scripts_are_these(make, golden, text):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("launch.slurm.memory=200GB", "launch.slurm.memory=200GB is no size .* 200G"),
-        ("launch.slurm.options={time: 10}", "options.time=10: this is what launch.max_hours says"),
-        ("launch.slurm.options={requeue: true}", "options.requeue=True: this is what launch.slurm.requeue says"),
+        ("launch.slurm.memory=200GB", "launch.slurm.memory=200GB is not a valid Slurm memory size; .* 200G"),
+        ("launch.slurm.options={time: 10}", "options.time=10: echelon sets this option from launch.max_hours"),
+        (
+            "launch.slurm.options={requeue: true}",
+            "options.requeue=True: .* from launch.slurm.requeue",
+        ),
         ("launch.slurm.options={array: 1-3}", "options.array=1-3: echelon submits one job"),
-        ("launch.slurm.options={Mail: x}", "'Mail' is no long name of sbatch's options"),
-        ("launch.slurm.options={n: 3}", "'n' is no long name"),
+        ("launch.slurm.options={Mail: x}", "'Mail' is not a long option of sbatch"),
+        ("launch.slurm.options={n: 3}", "'n' is not a long option"),
         ("launch.slurm.partition=''", "'' cannot be the value of sbatch's --partition"),
         ('launch.slurm.partition="a\\nb"', "cannot be the value of sbatch's --partition"),
         ("launch.max_hours=0.03", "launch.max_hours=0.03 leaves no time to train: .* use more than 0.05"),
@@ -80,10 +83,10 @@ def test_what_slurm_would_refuse_is_refused_here(make, override, message):
 
 def test_gpus_and_memory_are_asked_for_once(make):
     gres = "launch.slurm.options={gres: 'gpu:h100:8'}"
-    with pytest.raises(ConfigError, match=r"options\.gres=gpu:h100:8: 8 GPUs a machine are asked for already"):
+    with pytest.raises(ConfigError, match=r"options\.gres=gpu:h100:8: .* already requests 8 GPUs per machine"):
         SlurmLauncher().check(make("launch.nproc_per_node=8", gres))
     SlurmLauncher().check(make("launch.nproc_per_node=8", gres, "launch.slurm.gpus_per_node=0"))
-    with pytest.raises(ConfigError, match=r"options\.mem-per-cpu=4G: launch\.slurm\.memory=1G says it already"):
+    with pytest.raises(ConfigError, match=r"options\.mem-per-cpu=4G and launch\.slurm\.memory=1G exclude each other"):
         SlurmLauncher().check(make("launch.slurm.options={mem-per-cpu: 4G}", "launch.slurm.memory=1G"))
 
 
@@ -179,7 +182,7 @@ def test_what_slurm_answers_and_what_it_forgot(tmp_path, monkeypatch):
     record = JobRecord("demo-1", "slurm", "7", "runs/demo", 0.0, tmp_path)
     launcher = SlurmLauncher()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match="no `scontrol` on this machine; run this on a login node"):
+    with pytest.raises(LaunchError, match="`scontrol` is not installed on this machine; run this on a login node"):
         launcher.status(record)
 
     def play(name, text, code=0):
@@ -208,5 +211,5 @@ def test_what_slurm_answers_and_what_it_forgot(tmp_path, monkeypatch):
     (tmp_path / "exit_code").write_text("0\n")
     assert launcher.status(record).state == "done"
     play("scontrol", "Unable to contact slurm controller", 1)
-    with pytest.raises(LaunchError, match="cannot be asked about job 7: Unable to contact"):
+    with pytest.raises(LaunchError, match="cannot query Slurm for job 7: Unable to contact"):
         launcher.status(record)

@@ -133,7 +133,7 @@ def test_beside_an_array_only_as_many_are_started_again_as_there_is_room(
     with pytest.raises(Killed):
         run(here, monkeypatch, launcher)
     launcher.kill_at, launcher.holds, launcher.submitted = 10**9, False, []
-    lost = JobStatus("failed", "killed before it reported its exit code")
+    lost = JobStatus("failed", "killed before it wrote its exit code")
     launcher.states |= {"000": lost, "003": lost, "005": lost}
     under_way: list[tuple[str, int]] = []
     original = launcher.status

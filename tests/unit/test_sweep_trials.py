@@ -64,7 +64,7 @@ def test_jobs_killed_with_their_sweep_go_on_with_their_values(here: Path, monkey
     with pytest.raises(Killed):
         run(here, monkeypatch, launcher, RANDOM, sampler="random", trials=4)
     launcher.kill_at, launcher.holds = 10**9, False
-    launcher.states = dict.fromkeys(launcher.states, JobStatus("failed", "killed before it reported its exit code"))
+    launcher.states = dict.fromkeys(launcher.states, JobStatus("failed", "killed before it wrote its exit code"))
     _, results, _ = run(here, monkeypatch, launcher, RANDOM, sampler="random", trials=4)
     assert sorted(launcher.submitted) == ["000", "000", "001", "001", "002", "003"]
     assert values_of(results) == expected

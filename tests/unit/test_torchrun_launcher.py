@@ -111,14 +111,14 @@ def test_what_is_run(name, overrides):
     [
         ("launch.torchrun.hosts=[]", "launch.torchrun.hosts is empty"),
         ("launch.torchrun.hosts=[a, a]", "names a twice"),
-        ("launch.torchrun.hosts=[a, -oProxyCommand=reboot]", "neither a name nor an IPv4 address"),
-        ("launch.torchrun.hosts=[a, 'b;reboot']", "neither a name nor an IPv4 address"),
+        ("launch.torchrun.hosts=[a, -oProxyCommand=reboot]", "neither a host name nor an IPv4 address"),
+        ("launch.torchrun.hosts=[a, 'b;reboot']", "neither a host name nor an IPv4 address"),
         ("launch.torchrun.hosts=[a, me@b]", "set launch.torchrun.user=me"),
-        ("launch.torchrun.hosts=[localhost, b]", "means another machine"),
+        ("launch.torchrun.hosts=[localhost, b]", "is a different machine on each host"),
         ("launch.torchrun.hosts=[a, b, c]", "launch.nodes=2 does not fit the 3 hosts"),
         ("launch.nodes='3:4'", "launch.nodes=3:4 does not fit the 2 hosts"),
-        ("launch.torchrun.user=-oX", "is no user's name"),
-        ("launch.torchrun.workdir=shared", "is not absolute"),
+        ("launch.torchrun.user=-oX", "is not a valid user name"),
+        ("launch.torchrun.workdir=shared", "is not an absolute path"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(override, words):
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(override, words):
 
 def test_a_range_takes_fewer_hosts_than_its_most():
     lines = TorchrunLauncher().check(make("/work", "launch.nodes='1:4'"))
-    assert lines[0] == "2 hosts, which must share /work, meet at a:29400"
+    assert lines[0] == "2 hosts, which must share /work; rendezvous at a:29400"
 
 
 def test_a_job_lives_and_ends_and_awkward_words_arrive_as_they_are(shared):
@@ -166,7 +166,7 @@ def test_a_machine_that_is_not_reached_ends_what_has_started_elsewhere(shared):
     with pytest.raises(LaunchError) as raised:
         submit(job)
     assert str(raised.value).startswith(
-        "ssh does not reach unreachable: ssh: connect to host unreachable: No route; `ssh -T -o BatchMode=yes"
+        "ssh cannot reach unreachable: ssh: connect to host unreachable: No route; `ssh -T -o BatchMode=yes"
     )
     await_end(int((job.folder / "host-a.pid").read_text()))
 

@@ -1,1 +1,1 @@
-"""Starting the processes of a run, on this machine or elsewhere. Nothing here needs torch until a job starts."""
+"""Start the processes of a run, on this machine or elsewhere. Nothing here imports torch until a job starts."""

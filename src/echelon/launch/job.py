@@ -1,4 +1,4 @@
-"""A recipe that is to be trained somewhere, and who can start it there."""
+"""Jobs: a recipe to train at some target, and the interface of the launchers that start it there."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,17 +9,17 @@ from echelon.recipe import Recipe
 from echelon.recipe.launching import Target
 
 JobState = Literal["queued", "running", "done", "failed", "stopped", "unknown"]
-"""`stopped`: by a signal or a budget, after a save; the same job can be launched again and goes on."""
+"""`stopped`: by a signal or a budget, after a save; the job resumes when it is launched again."""
 
 FINAL_STATES: frozenset[JobState] = frozenset({"done", "failed", "stopped"})
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What every launcher renders: a recipe, whose `launch` says where it goes and what it needs there.
+    """The input of every launcher: a recipe, whose `launch` section names the target and the resources.
 
-    `name` is unique, at most 63 letters, digits and dashes, and begins with a letter. `folder` is the job's own on this
-    machine, `jobs/NAME`, and may not exist yet. `workdir` is what relative paths of the recipe start from.
+    `name` is unique, starts with a letter and has at most 63 letters, digits and dashes. `folder` is the job's folder
+    on this machine, `jobs/NAME`; it may not exist yet. Relative paths in the recipe start from `workdir`.
     """
 
     name: str
@@ -29,16 +29,16 @@ class JobSpec:
 
     @property
     def recipe_path(self) -> Path:
-        """The recipe, resolved, as it was launched; absolute."""
+        """The absolute path of the resolved recipe, as launched."""
         return self.workdir / self.folder / "recipe.yaml"
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """The fewest and the most machines."""
+        """The minimum and maximum number of machines."""
         return self.recipe.launch.node_range
 
     def train_command(self, recipe_path: str, python: str | None = None) -> tuple[str, ...]:
-        """What each machine runs: `echelon train`, which finds its peers by the environment it is started in."""
+        """The command of each machine: `echelon train`, which finds its peers through the environment."""
         launch = self.recipe.launch
         argv = (python or launch.python, "-m", "echelon", "train", recipe_path)
         return argv if launch.nproc_per_node == "auto" else (*argv, "--nproc", str(launch.nproc_per_node))
@@ -46,10 +46,10 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job that was submitted, as `jobs/NAME/job.json` keeps it.
+    """A submitted job, as stored in `jobs/NAME/job.json`.
 
-    `id` is the job's name at its target: a process, a number of Slurm's, an ARN. `place` is what else the target needs
-    to find it again, such as a region.
+    `id` identifies the job at its target: a process id, a Slurm job id, an ARN. `place` has whatever else the target
+    needs to find the job again, such as a region.
     """
 
     name: str
@@ -63,9 +63,9 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """How a job stands: a state that all targets share, and the target's own words.
+    """The status of a job: a state that all targets share, and details in the target's own terms.
 
-    `exit_code`, `billed_usd` and `billed_hours` where the target tells them.
+    `exit_code`, `billed_usd` and `billed_hours` are None if the target does not report them.
     """
 
     state: JobState
@@ -77,29 +77,29 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class Submitted:
-    """What a target answered: the job's name there, and what is needed to find it again."""
+    """A target's answer to a submission: the job's id there, and what is needed to find it again."""
 
     id: str
     place: Mapping[str, str] = field(default_factory=dict)
 
 
 class Launcher(Protocol):
-    """Starts jobs at one target. A new one is a file here and a row of `targets.py`."""
+    """Starts jobs at one target. To add a target, add a file here and a row in `targets.py`."""
 
     def check(self, job: JobSpec) -> list[str]:
-        """Lines for the user about what will be done.
+        """Validate the job without contacting the target; return lines that tell the user what will be done.
 
-        Raises ConfigError or PlanError for whatever of names, limits and compatibility can be known on this machine;
-        talks to nobody.
+        Raises ConfigError or PlanError for every fault of names, limits or compatibility that can be found on this
+        machine.
         """
         ...
 
     def render(self, job: JobSpec) -> dict[str, str]:
-        """Exactly what `submit` sends or runs, as text by file name, the main one first. A pure function of the job."""
+        """Return exactly what `submit` sends or runs, as {file name: text}, main file first; has no side effects."""
         ...
 
     def submit(self, job: JobSpec) -> Submitted:
-        """Hand over what `render` gives, which lies in `job.folder` by now. Raises LaunchError in one sentence."""
+        """Submit the files of `render`, already written to `job.folder`. Raises LaunchError with a one-line reason."""
         ...
 
     def status(self, record: JobRecord) -> JobStatus:
@@ -107,7 +107,7 @@ class Launcher(Protocol):
         ...
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        """The lines the job has printed, then, if asked, those to come until its end."""
+        """Yield the lines the job has printed; with `follow`, also new lines until it ends."""
         ...
 
     def cancel(self, record: JobRecord) -> None:
@@ -117,18 +117,18 @@ class Launcher(Protocol):
 
 @runtime_checkable
 class ArrayLauncher(Launcher, Protocol):
-    """A launcher whose target takes many jobs at once and itself starts so many of them at a time."""
+    """A launcher whose target accepts many jobs at once and limits how many of them run at a time."""
 
     def render_array(self, jobs: Sequence[JobSpec], parallel: int) -> dict[str, str]:
-        """Like `render`, for several jobs, `parallel` of them at a time: what lies in the first one's folder.
+        """Like `render`, for several jobs with `parallel` at a time: the files of the first job's folder.
 
-        Raises ConfigError where they ask the target for different things.
+        Raises ConfigError if the jobs request different resources.
         """
         ...
 
     def launch_array(self, jobs: Sequence[JobSpec], parallel: int) -> list[JobRecord]:
-        """Hand over all of them or none, and note each as a job of its own.
+        """Submit all jobs or none, and record each as a separate job.
 
-        Raises ConfigError like `check` and `render_array`, LaunchError where the target refuses them.
+        Raises ConfigError like `check` and `render_array`, and LaunchError if the target refuses the jobs.
         """
         ...

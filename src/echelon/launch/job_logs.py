@@ -1,4 +1,4 @@
-"""What a job leaves in its folder, where this machine sees it: lines of output, and in the end an exit code."""
+"""Read a job's log and exit code from its folder, for targets whose job folder is visible on this machine."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,26 +12,26 @@ _LOOK_SECONDS = 0.5
 
 
 def read_exit_code(path: Path) -> int | None:
-    """The code that stands in a file; None while there is none."""
+    """The exit code in a file; None while the file does not exist or has no number."""
     with suppress(OSError, ValueError):
         return int(path.read_text(encoding="utf-8"))
     return None
 
 
 def name_ending(code: int) -> JobState:
-    """How a job that left with this code has ended."""
+    """The final state of a job with this exit code."""
     return "done" if code == DONE else "stopped" if code == STOPPED else "failed"
 
 
 class Log:
-    """A file that grows, read from its beginning on, whole lines at a time. It need not be there yet."""
+    """A growing file, read from the start in whole lines. It need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
 
     def read(self, is_last: bool) -> list[str]:
-        """The lines that have come since; `is_last`: also what is left of one without an end."""
+        """The lines added since the last read; with `is_last`, also an unfinished last line."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
@@ -44,7 +44,7 @@ class Log:
         return text.decode("utf-8", "replace").splitlines()
 
     def follow(self, has_ended: Callable[[], bool]) -> Iterator[str]:
-        """The lines there are and those to come, until `has_ended`, which is asked before each reading."""
+        """Yield existing and new lines until `has_ended`, which is called before each read."""
         while True:
             ended = has_ended()
             yield from self.read(ended)
@@ -54,7 +54,7 @@ class Log:
 
 
 def rarely(ask: Callable[[], bool], seconds: float) -> Callable[[], bool]:
-    """A question that is dear, asked at most every so many seconds; no in between."""
+    """Limit the expensive check `ask` to one call every `seconds`; in between the answer is False."""
     asked_at = time.monotonic()
 
     def answer() -> bool:

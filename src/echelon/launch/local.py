@@ -1,4 +1,4 @@
-"""`--to local`: `echelon train` in the background of this machine, in a session of its own."""
+"""`--to local`: `echelon train` in the background on this machine, in its own session."""
 
 import os
 import shlex
@@ -16,33 +16,33 @@ from echelon.launch.job_logs import Log, name_ending, read_exit_code
 from echelon.launch.shell import limit_command, watched_lines
 from echelon.recipe.launching import LaunchConfig
 
-# All stand in the job's folder.
+# Files in the job's folder.
 _SCRIPT, _LOG, _CODE = "run.sh", "output.log", "exit_code"
 
 
 class LocalLauncher:
-    """Runs a job here, which goes on when the terminal closes. Its folder holds the output and the exit code."""
+    """Runs a job on this machine; it survives the terminal. Its folder contains the output and the exit code."""
 
     def check(self, job: JobSpec) -> list[str]:
         """See Launcher."""
         if job.nodes != (1, 1):
             raise ConfigError(
-                f"launch.nodes={job.recipe.launch.nodes}: launch.to=local is this one machine; use launch.nodes=1, or "
-                "another target."
+                f"launch.nodes={job.recipe.launch.nodes}: launch.to=local runs on this machine only; use "
+                "launch.nodes=1, or another target."
             )
         launch = job.recipe.launch
         if launch.max_hours is not None and shutil.which("timeout") is None:
             raise ConfigError(
-                f"launch.max_hours={launch.max_hours:g}: this machine has no `timeout`, which would keep it; install "
-                "GNU coreutils, or use budget.max_hours."
+                f"launch.max_hours={launch.max_hours:g}: the `timeout` command that enforces it is not installed; "
+                "install GNU coreutils, or use budget.max_hours."
             )
         lines = [f"output goes to {job.folder / _LOG}"]
         if launch.python != LaunchConfig().python:
-            lines.append(f"launch.python={launch.python} is for other machines; here it is {sys.executable}")
+            lines.append(f"launch.python={launch.python} is ignored on this machine; the job uses {sys.executable}")
         return lines
 
     def render(self, job: JobSpec) -> dict[str, str]:
-        """See Launcher: the script that runs."""
+        """See Launcher: the job's bash script."""
         code = shlex.quote(str(job.workdir / job.folder / _CODE))
         launch = job.recipe.launch
         train = limit_command(launch, job.train_command(str(job.recipe_path), sys.executable))
@@ -50,7 +50,7 @@ class LocalLauncher:
         return {_SCRIPT: "\n".join(lines) + "\n"}
 
     def submit(self, job: JobSpec) -> Submitted:
-        """See Launcher: the id is the process group's."""
+        """See Launcher: the id is the process group id."""
         with (job.folder / _LOG).open("ab") as log:
             process = subprocess.Popen(
                 ["bash", _script(job.folder)],
@@ -69,7 +69,7 @@ class LocalLauncher:
             return JobStatus(name_ending(code), f"exit code {code}", code)
         if lives:
             return JobStatus("running", f"process {record.id}")
-        return JobStatus("failed", "killed before it reported its exit code")
+        return JobStatus("failed", "killed before it wrote its exit code")
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
         """See Launcher."""
@@ -83,14 +83,14 @@ class LocalLauncher:
 
 
 def _lives(record: JobRecord) -> bool:
-    """Whether the job's script runs; another process may have its number by now."""
+    """Whether the job's script is still running. Compares the command line, since process ids are reused."""
     with suppress(ChildProcessError):
-        os.waitpid(int(record.id), os.WNOHANG)  # a child of this very process would stay as a zombie
+        os.waitpid(int(record.id), os.WNOHANG)  # a child of this process would stay a zombie
     return _script(record.folder) in _command_line(record.id)
 
 
 def _command_line(pid: str) -> str:
-    """Of a process; empty where there is none. A system without /proc, macOS, has `ps`; an image may have none."""
+    """The command line of a process; empty if there is none. Uses `ps` only without /proc (macOS)."""
     if not Path("/proc/self").exists():
         return subprocess.run(
             ["ps", "-ww", "-o", "args=", "-p", pid], capture_output=True, text=True, check=False
@@ -101,5 +101,5 @@ def _command_line(pid: str) -> str:
 
 
 def _script(folder: Path) -> str:
-    """By its whole path, which tells it from the job of that name in another folder, and finds it from there."""
+    """The script's absolute path, which differs from that of a job with the same name in another folder."""
     return str((folder / _SCRIPT).resolve())

@@ -1,4 +1,4 @@
-"""The jobs that were launched from a folder: `jobs/NAME` with what was submitted, and how each is found again."""
+"""The jobs launched from a folder: `jobs/NAME` has the submitted files and the record that finds the job again."""
 
 import re
 import shutil
@@ -17,11 +17,11 @@ JOBS = Path("jobs")
 
 _NAME_LENGTH = 63
 STAMP_LENGTH = len("-20260102-030405")
-"""Of a job's name, what the time of its launch takes."""
+"""Length of the launch time at the end of a job's name, in characters."""
 
 
 def name_job(recipe: Recipe, now: float | None = None) -> str:
-    """The run's name and the time in UTC, as every target takes it: letters, digits and dashes, at most 63."""
+    """The run's name and the UTC time, in a form that every target accepts: at most 63 letters, digits and dashes."""
     stamp = time.strftime("-%Y%m%d-%H%M%S", time.gmtime(now))
     plain = re.sub(r"[^a-z0-9]+", "-", recipe.run.name.lower()).strip("-")
     if not plain or not plain[0].isalpha():
@@ -30,24 +30,24 @@ def name_job(recipe: Recipe, now: float | None = None) -> str:
 
 
 def make_job(recipe: Recipe, workdir: Path, name: str | None = None) -> JobSpec:
-    """The job of a recipe that is launched now, from this folder; nothing is written."""
+    """Build the job of a recipe launched now from `workdir`; writes nothing."""
     name = name or name_job(recipe)
     return JobSpec(name, recipe, JOBS / name, workdir)
 
 
 def write_job(job: JobSpec, texts: dict[str, str]) -> None:
-    """Make the job's folder, its owner's alone, with recipe and texts, whole or not at all.
+    """Create the job's folder with recipe and texts, readable by its owner only; on an error nothing is left.
 
-    Raises ConfigError where there is one.
+    Raises ConfigError if the folder exists.
     """
     try:
         job.folder.mkdir(OWNER_ONLY, parents=True)
     except FileExistsError:
-        raise ConfigError(f"{job.folder} exists: a job of that name was launched; wait a second.") from None
+        raise ConfigError(f"{job.folder} exists: a job of this name was just launched; try again.") from None
     except NotADirectoryError:
         raise ConfigError(
-            f"{job.folder.parent} is a file, and echelon keeps what it launches in a folder of that name; rename it, "
-            "or launch elsewhere."
+            f"{job.folder.parent} is a file, but echelon stores launched jobs in a folder of that name; rename the "
+            "file, or launch from another folder."
         ) from None
     try:
         write_text(job.recipe_path, render_recipe(job.recipe))
@@ -59,13 +59,13 @@ def write_job(job: JobSpec, texts: dict[str, str]) -> None:
 
 
 def submit_job(job: JobSpec, launcher: Launcher, texts: dict[str, str]) -> JobRecord:
-    """Write the job's folder and hand the job over. Raises LaunchError; then the folder stays, to be looked at."""
+    """Write the job's folder and submit the job. After a LaunchError the folder stays, for inspection."""
     write_job(job, texts)
     return record_job(job, launcher.submit(job))
 
 
 def record_job(job: JobSpec, submitted: Submitted) -> JobRecord:
-    """Note where a submitted job is found."""
+    """Write the record of a submitted job to its folder."""
     target = job.recipe.launch.to
     assert target is not None
     run_dir = str(job.workdir / job.recipe.run.dir)
@@ -77,32 +77,32 @@ def record_job(job: JobSpec, submitted: Submitted) -> JobRecord:
 
 
 def find_job(name: str) -> JobRecord:
-    """A job by its name, its folder, or what its target calls it. Raises ConfigError naming the newest ones."""
+    """Find a job by its name, its folder or its id at the target. Raises ConfigError, listing the newest jobs."""
     records = list_jobs()
     for record in records:
         if name.rstrip("/") in (record.name, record.id, str(record.folder)):
             return record
-    elsewhere = read_job(Path(name))  # a sweep keeps the jobs of its trials in a folder of its own
+    elsewhere = read_job(Path(name))  # a sweep keeps the jobs of its trials in its own folder
     if elsewhere is not None:
         return elsewhere
     for folder in (JOBS / name, Path(name)):
         if folder.parent.name == JOBS.name and folder.is_dir():
             raise ConfigError(
-                f"{folder}/job.json is damaged or not there, as when a launch failed; if the target knows nothing of "
-                "the job, remove the folder."
+                f"{folder}/job.json is missing or damaged, as after a failed launch; if the target does not know the "
+                "job, remove the folder."
             )
     known = ", ".join(record.name for record in records[:5]) or "none"
-    raise ConfigError(f"{name} is not a job of this folder; the newest ones in {JOBS}/: {known}.")
+    raise ConfigError(f"{name} is not a job of this folder; the newest jobs in {JOBS}/: {known}.")
 
 
 def list_jobs() -> list[JobRecord]:
-    """The jobs launched from this folder, newest first; a record that cannot be read counts as absent."""
+    """The jobs launched from this folder, newest first; unreadable records are left out."""
     records = [record for path in JOBS.glob("*") if (record := read_job(path)) is not None]
     return sorted(records, key=lambda record: record.submitted_at, reverse=True)
 
 
 def read_job(folder: Path) -> JobRecord | None:
-    """The record in a job's folder; None where there is none, or none that can be read."""
+    """The record in a job's folder; None if it is missing or unreadable."""
     try:
         record = JobRecord(**read_json(folder / "job.json"), folder=folder)
     except (OSError, ValueError, TypeError):

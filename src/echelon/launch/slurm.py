@@ -1,4 +1,4 @@
-"""`--to slurm`: one batch job, whose step has a task on each machine. Talks to Slurm by its own commands."""
+"""`--to slurm`: one batch job with one task per machine. Uses Slurm's own commands."""
 
 import re
 import subprocess
@@ -27,7 +27,7 @@ from echelon.launch.slurm_script import (
 from echelon.stored import write_text
 from echelon.supervise.outcome import DONE, STOPPED
 
-# Slurm's words; of the others, all mean a failure.
+# Slurm's job states; every other state is a failure.
 _STATES: dict[str, JobState] = {
     "PENDING": "queued", "CONFIGURING": "queued", "REQUEUED": "queued", "REQUEUE_HOLD": "queued",
     "REQUEUE_FED": "queued", "SPECIAL_EXIT": "queued", "RESV_DEL_HOLD": "queued", "SUSPENDED": "queued",
@@ -35,12 +35,12 @@ _STATES: dict[str, JobState] = {
     "STAGE_OUT": "running", "STOPPED": "running", "COMPLETED": "done", "CANCELLED": "stopped",
 }  # fmt: skip
 _COMMAND_SECONDS = 60
-# Between two questions to the controller while a log is followed.
+# Between two queries of the controller while a log is followed.
 _ASK_SECONDS = 15.0
 
 
 class SlurmLauncher:
-    """Submits with sbatch from a machine of the cluster, whose file system the job's machines share."""
+    """Submits with sbatch, on a machine of the cluster that shares its file system with the job's machines."""
 
     def check(self, job: JobSpec) -> list[str]:
         """See Launcher."""
@@ -52,35 +52,35 @@ class SlurmLauncher:
         machines = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         hours = "the partition's limit" if launch.max_hours is None else format_time(launch.max_hours)
         lines = [
-            f"asks Slurm for {machines} machine(s) with {count_gpus(job) or 'no'} GPU(s) each, for {hours}; "
+            f"requests {machines} machine(s) with {count_gpus(job) or 'no'} GPU(s) each from Slurm, for {hours}; "
             f"output goes to {job.folder / LOG}"
         ]
         if slurm.cpus_per_task is None and not slurm.exclusive:
             lines.append(
-                "neither launch.slurm.cpus_per_task nor launch.slurm.exclusive is set: most clusters give a machine's "
-                "task one core then"
+                "neither launch.slurm.cpus_per_task nor launch.slurm.exclusive is set: most clusters then give each "
+                "task one core"
             )
         return lines
 
     def render(self, job: JobSpec) -> dict[str, str]:
-        """See Launcher: the batch script, and what each machine runs."""
+        """See Launcher: the batch script, and the script of each machine."""
         return {BATCH: render_batch(job), MACHINE: render_machine(job)}
 
     def submit(self, job: JobSpec) -> Submitted:
-        """See Launcher: the id is Slurm's number."""
+        """See Launcher: the id is the Slurm job id."""
         return Submitted(_submit(job.folder / BATCH))
 
     def status(self, record: JobRecord) -> JobStatus:
         """See Launcher.
 
-        From Slurm while it knows the job, since only it knows of a requeue; later from what the script left behind.
+        Asks Slurm as long as it knows the job, since only Slurm knows about a requeue; then reads the script's files.
         """
         found = _find_job(record.id)
         code = read_exit_code(record.folder / CODE)
         if found is None:
             if code is None and (record.folder / CANCELLED).exists():
-                code = STOPPED  # while it waited, so that no script was there to note it
-            return _describe_end("", code, "Slurm does not know it any more")
+                code = STOPPED  # cancelled while pending, before its script could write a code
+            return _describe_end("", code, "no longer known to Slurm")
         state = _STATES.get(found.state, "failed")
         words = f"job {record.id} {found.state}"
         if found.reason not in ("", "None"):
@@ -92,7 +92,7 @@ class SlurmLauncher:
         return _describe_end(found.state, found.exit_code if code is None else code, words)
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        """See Launcher: also over a requeue; a job that waits has no line yet."""
+        """See Launcher: continues after a requeue; a pending job has no lines yet."""
         ask = rarely(lambda: self.status(record).state in FINAL_STATES, _ASK_SECONDS)
 
         def has_ended() -> bool:
@@ -102,7 +102,7 @@ class SlurmLauncher:
         return Log(record.folder / LOG).follow(has_ended if follow else lambda: True)
 
     def cancel(self, record: JobRecord) -> None:
-        """See Launcher: a job that trains saves first, any other one just ends; neither is requeued."""
+        """See Launcher: a job that is training saves first, any other just ends; neither is requeued."""
         if self.status(record).state in FINAL_STATES:
             raise LaunchError(f"{record.name} has ended already.")
         write_text(record.folder / CANCELLED, "")
@@ -111,11 +111,11 @@ class SlurmLauncher:
         _call("scancel", *(("--signal=TERM",) if trains else ()), record.id)
 
     def render_array(self, jobs: Sequence[JobSpec], parallel: int) -> dict[str, str]:
-        """See ArrayLauncher: the script of all of them, and what each machine of the first one runs."""
+        """See ArrayLauncher: the script of the array, and the machine script of the first job."""
         return {ARRAY: render_array(jobs, parallel), MACHINE: render_machine(jobs[0])}
 
     def launch_array(self, jobs: Sequence[JobSpec], parallel: int) -> list[JobRecord]:
-        """See ArrayLauncher: a job's id is the array's number and its own place in it, `4711_0`."""
+        """See ArrayLauncher: a job's id is the array's job id and the task index, `4711_0`."""
         for job in jobs:
             self.check(job)
         first, *others = jobs
@@ -129,7 +129,7 @@ class SlurmLauncher:
 
 @dataclass(frozen=True)
 class _SlurmJob:
-    """What Slurm says of a job; `exit_code` is 0 until it ends."""
+    """A job as Slurm reports it; `exit_code` is 0 until it ends."""
 
     state: str
     exit_code: int
@@ -138,15 +138,15 @@ class _SlurmJob:
 
 
 def _find_job(job_id: str) -> _SlurmJob | None:
-    """From the controller, which forgets a job minutes after its end; then from the accounts, where there are any."""
+    """Query the controller, which forgets a job minutes after its end; then the accounting database, if any."""
     answer = _run("scontrol", "--oneliner", "show", "job", job_id)
     if answer.returncode == 0:
         fields = dict(re.findall(r"\b(JobState|Reason|Restarts|ExitCode)=(\S*)", answer.stdout))
         code = int(fields["ExitCode"].partition(":")[0])
         return _SlurmJob(fields["JobState"], code, fields.get("Reason", ""), int(fields.get("Restarts", 0)))
-    # Of an array's job that was cancelled while it waited, it says so at once, and not as an error.
+    # An array task that was cancelled while pending is reported as not found on stdout, not as an error.
     if "Invalid job id" not in answer.stderr and f"Job {job_id} not found" not in answer.stdout:
-        raise LaunchError(f"Slurm cannot be asked about job {job_id}: {_last_line(answer.stderr)}")
+        raise LaunchError(f"cannot query Slurm for job {job_id}: {_last_line(answer.stderr)}")
     accounts = _run(
         "sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}", "--format=State,ExitCode"
     )
@@ -155,7 +155,7 @@ def _find_job(job_id: str) -> _SlurmJob | None:
 
 
 def _describe_end(slurm_state: str, code: int | None, words: str) -> JobStatus:
-    """How a job ended: by the exit code of training, where there is one, and by Slurm's word."""
+    """The final status of a job, from the exit code of training, if known, and Slurm's state."""
     if code is None:
         return JobStatus("failed", words)
     if code == STOPPED or slurm_state == "CANCELLED":
@@ -166,7 +166,7 @@ def _describe_end(slurm_state: str, code: int | None, words: str) -> JobStatus:
 
 
 def _submit(script: Path) -> str:
-    """The job's number. Raises LaunchError with Slurm's reason."""
+    """Submit a script and return the job id. Raises LaunchError with Slurm's reason."""
     return _call("sbatch", "--parsable", str(script)).strip().partition(";")[0]
 
 
@@ -185,15 +185,16 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
             text=True,
             timeout=_COMMAND_SECONDS,
             check=False,
-            start_new_session=True,  # Ctrl-C is for whoever called to answer
+            start_new_session=True,  # the caller handles Ctrl-C
         )
     except FileNotFoundError:
         raise LaunchError(
-            f"launch.to=slurm: there is no `{command[0]}` on this machine; run this on a login node of the cluster."
+            f"launch.to=slurm: `{command[0]}` is not installed on this machine; run this on a login node of "
+            "the cluster."
         ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"Slurm did not answer `{command[0]}` within {_COMMAND_SECONDS} s.") from None
 
 
 def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "it gave no reason")
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "no reason was given")

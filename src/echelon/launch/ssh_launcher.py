@@ -1,4 +1,4 @@
-"""`--to torchrun`: an agent on each of several machines, started by ssh in the working directory that they share."""
+"""`--to torchrun`: one agent per machine, started over ssh in a working directory that all machines share."""
 
 import shlex
 import time
@@ -13,11 +13,11 @@ from echelon.launch.ssh import Ssh, check_hosts, find_ssh, on_each
 from echelon.supervise.outcome import DONE, STOPPED
 
 _LOOK_SECONDS = 1.0
-# Whether an agent lives is asked by ssh, which is dear; that it has ended, its file says.
+# Asking over ssh whether an agent is alive is slow, so it is rare; an agent that ended leaves a file.
 _ASK_SECONDS = 15.0
-# Stand in the job's folder, which every machine sees.
+# Files in the job's folder, which every machine sees.
 _AGENT, _START, _PASTE = "agent.sh", "start.sh", "by-hand.txt"
-# Another process may have the number by now.
+# Compares the command line, since process ids are reused.
 _FIND = f'group=$(cat "$0/host-$1.pid") && grep -qsaF "$0/{_AGENT}" "/proc/$group/cmdline"'
 _RUNS = "runs"
 _LOOK = f"if {_FIND}; then echo lives; else echo gone; fi"
@@ -25,7 +25,7 @@ _STOP = f'if {_FIND}; then kill -TERM -- "-$group" && echo asked; else echo gone
 
 
 class TorchrunLauncher:
-    """Starts an agent on each host. The job's folder holds each one's output, process and exit code."""
+    """Starts an agent on each host. The job's folder has each agent's output, process id and exit code."""
 
     def check(self, job: JobSpec) -> list[str]:
         """See Launcher."""
@@ -36,18 +36,18 @@ class TorchrunLauncher:
         if not fewest <= len(hosts) <= most:
             raise ConfigError(
                 f"launch.nodes={launch.nodes} does not fit the {len(hosts)} hosts of launch.torchrun.hosts; use "
-                f"launch.nodes={len(hosts)}, or 1:{len(hosts)} for a run that goes on without those that are lost."
+                f"launch.nodes={len(hosts)}, or 1:{len(hosts)} for a run that continues without lost hosts."
             )
         workdir = _workdir(job)
         if not workdir.is_absolute():
-            raise ConfigError(f"launch.torchrun.workdir={workdir} is not absolute; begin it with a slash.")
+            raise ConfigError(f"launch.torchrun.workdir={workdir} is not an absolute path; start it with a slash.")
         return [
-            f"{len(hosts)} hosts, which must share {workdir}, meet at {hosts[0]}:{launch.torchrun.port}",
+            f"{len(hosts)} hosts, which must share {workdir}; rendezvous at {hosts[0]}:{launch.torchrun.port}",
             f"output goes to {job.folder}/host-NAME.log",
         ]
 
     def render(self, job: JobSpec) -> dict[str, str]:
-        """See Launcher: what is run from here, what that runs on each host, and the same to be pasted there."""
+        """See Launcher: the ssh commands run here, the script they run on each host, and lines to paste by hand."""
         ssh = find_ssh(job.recipe.launch)
         hosts = job.recipe.launch.torchrun.hosts
         starts = [shlex.join(ssh.command(host, _start_words(job, host))) for host in hosts]
@@ -58,7 +58,7 @@ class TorchrunLauncher:
         }
 
     def submit(self, job: JobSpec) -> Submitted:
-        """See Launcher: what has started is ended again where a host cannot be reached."""
+        """See Launcher: if a host cannot be reached, stops the agents already started."""
         launch = job.recipe.launch
         ssh, hosts = find_ssh(launch), launch.torchrun.hosts
         place = {
@@ -76,7 +76,7 @@ class TorchrunLauncher:
         return Submitted(job.name, place)
 
     def status(self, record: JobRecord) -> JobStatus:
-        """See Launcher: a host that left no exit code is asked whether its agent lives."""
+        """See Launcher: asks each host without an exit code whether its agent is alive."""
         hosts = record.place["hosts"].split(",")
         codes = _read_codes(record, hosts)
         silent = [host for host in hosts if host not in codes]
@@ -89,12 +89,12 @@ class TorchrunLauncher:
         if not codes:
             is_unreached = any(isinstance(answer, LaunchError) for answer in answers.values())
             return JobStatus("unknown" if is_unreached else "failed", detail)
-        # Machines that were lost on the way left a failure or nothing; those that stayed to the end agree.
+        # Hosts lost during the run left a failure or no code; those that stayed to the end agree.
         ending = next((code for code in (DONE, STOPPED) if code in codes.values()), max(codes.values()))
         return JobStatus(name_ending(ending), detail, ending)
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        """See Launcher: each line after its host's name."""
+        """See Launcher: each line has its host's name as prefix."""
         hosts = record.place["hosts"].split(",")
         width = max(map(len, hosts))
         logs = {host: Log(record.folder / f"host-{host}.log") for host in hosts}
@@ -108,7 +108,7 @@ class TorchrunLauncher:
             time.sleep(_LOOK_SECONDS)
 
     def cancel(self, record: JobRecord) -> None:
-        """See Launcher: one machine that hears it is enough for all of them to save."""
+        """See Launcher: all machines save as soon as one of them gets the signal."""
         hosts = record.place["hosts"].split(",")
         answers = on_each(hosts, lambda host: _ask(record, host, _STOP))
         if "asked" in answers.values():
@@ -125,7 +125,7 @@ def _read_codes(record: JobRecord, hosts: Sequence[str]) -> dict[str, int]:
 
 
 def _describe_host(code: int | None, answer: str | LaunchError | None) -> str:
-    """The state of a host by its exit code, or else by what it answered."""
+    """The state of a host: its exit code, or else its answer."""
     if code is not None:
         return f"exit code {code}"
     if isinstance(answer, LaunchError):
@@ -134,7 +134,7 @@ def _describe_host(code: int | None, answer: str | LaunchError | None) -> str:
 
 
 def agent_command(job: JobSpec) -> tuple[str, ...]:
-    """What runs on each machine: `echelon train` as the agent of that machine."""
+    """The command of each machine: `echelon train` as the agent of that machine."""
     launch = job.recipe.launch
     torchrun = launch.torchrun
     meeting = ("--nodes", str(launch.nodes), "--rendezvous", f"{torchrun.hosts[0]}:{torchrun.port}")
@@ -143,7 +143,7 @@ def agent_command(job: JobSpec) -> tuple[str, ...]:
 
 
 def torchrun_command(job: JobSpec) -> tuple[str, ...]:
-    """The same under torchrun itself, which makes its own restarts; see docs/elastic.md."""
+    """The same job under torchrun itself, which does its own restarts; see docs/elastic.md."""
     launch = job.recipe.launch
     torchrun = launch.torchrun
     nproc = str(launch.nproc_per_node)
@@ -159,13 +159,13 @@ def torchrun_command(job: JobSpec) -> tuple[str, ...]:
 
 
 def _workdir(job: JobSpec) -> Path:
-    """The shared folder, by its name on the hosts."""
+    """The path of the shared working directory on the hosts."""
     workdir = job.recipe.launch.torchrun.workdir
     return job.workdir if workdir is None else Path(workdir)
 
 
 def _folder(job: JobSpec) -> Path:
-    """The job's folder, by its name on the hosts."""
+    """The path of the job's folder on the hosts."""
     return _workdir(job) / job.folder
 
 
@@ -176,7 +176,7 @@ def _start_words(job: JobSpec, host: str) -> list[str]:
 def _render_agent(job: JobSpec) -> str:
     lines = (
         "#!/bin/bash",
-        "# agent.sh HOST starts this host's agent: in the background, in a session of its own, which outlives ssh.",
+        "# agent.sh HOST starts this host's agent in the background, in its own session, so that it outlives ssh.",
         f"files={shlex.quote(str(_folder(job)))}/host-$1",
         'if [ "$2" != here ]; then',
         '  setsid bash "$0" "$1" here < /dev/null > "$files.log" 2>&1 &',
@@ -191,12 +191,12 @@ def _render_agent(job: JobSpec) -> str:
 def _render_lines(job: JobSpec) -> str:
     launch = job.recipe.launch
     lines = (
-        f"# To start it without ssh, paste this on each of {', '.join(launch.torchrun.hosts)}. The recipe stands",
-        f"# in {job.folder} once the job was launched; any other copy of it that all see does as well.",
+        f"# To start the job without ssh, paste this on each of {', '.join(launch.torchrun.hosts)}. The recipe is",
+        f"# in {job.folder} after the launch; any other copy that all hosts see works as well.",
         *prepare_lines(launch, _workdir(job)),
         join_words(agent_command(job)),
         "",
-        "# The same under torchrun, in place of the last line:",
+        "# The same with torchrun, instead of the last line:",
         join_words(torchrun_command(job)),
     )
     return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ from importlib import import_module
 from echelon.launch.job import Launcher
 from echelon.recipe.launching import Target
 
-# By name, so that launching to one target needs nothing of the others.
+# Imported by name, so that one target needs no package of the others.
 _LAUNCHERS: dict[Target, tuple[str, str]] = {
     "local": ("echelon.launch.local", "LocalLauncher"),
     "torchrun": ("echelon.launch.ssh_launcher", "TorchrunLauncher"),
@@ -17,7 +17,7 @@ TARGETS: tuple[Target, ...] = tuple(_LAUNCHERS)
 
 
 def find_launcher(target: Target) -> Launcher:
-    """Who starts jobs at this target."""
+    """The launcher of this target."""
     module, name = _LAUNCHERS[target]
     launcher: Launcher = getattr(import_module(module), name)()
     return launcher

@@ -1,4 +1,4 @@
-"""`--to kubernetes`: a job of Kubeflow's operators, or of SageMaker HyperPod's, by the official client."""
+"""`--to kubernetes`: a job of a Kubeflow operator or of SageMaker HyperPod's, submitted with the official client."""
 
 from echelon.launch.kubernetes.launcher import KubernetesLauncher
 

@@ -1,4 +1,4 @@
-"""What can be known of a Kubernetes job before anybody is asked: names, amounts, places, and what a kind cannot do."""
+"""Offline checks of a Kubernetes job: names, quantities, paths, and features that a job kind does not have."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,16 +33,16 @@ _SIZES = {
 }
 _TOLERATION_KEYS = ("key", "operator", "value", "effect", "tolerationSeconds")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,499}")
-# Where the container already has something that is not ours to cover.
+# Paths of the container that a volume must not hide.
 _TAKEN = (RECIPE_MOUNT, SHARED_MEMORY_MOUNT, "/", "/proc", "/sys", "/dev")
 _STDLIB = "python-stdlib"
 
 
 def check_job(job: JobSpec) -> list[str]:
-    """Lines for the user. Raises ConfigError for the first thing that cannot work."""
+    """Check the job and return lines for the user. Raises ConfigError for the first fault."""
     settings = job.recipe.launch.kubernetes
     if settings.image is None:
-        raise ConfigError(f"{_KEY}.image is not set; name a container image that has echelon in it.")
+        raise ConfigError(f"{_KEY}.image is not set; give a container image in which echelon is installed.")
     if not _IMAGE.fullmatch(settings.image):
         raise ConfigError(f"{_KEY}.image={settings.image!r} is not an image name; write it like registry/name:tag.")
     _check_kind(job)
@@ -56,13 +56,13 @@ def check_job(job: JobSpec) -> list[str]:
 
 
 def read_quantity(text: str) -> Decimal | None:
-    """Kubernetes' way to write an amount, in bytes or cores: `200Gi`, `0.5`, `500m`. None: it is none."""
+    """Parse a Kubernetes quantity, in bytes or cores: `200Gi`, `0.5`, `500m`. None if it is not valid."""
     match = _QUANTITY.fullmatch(text)
     return Decimal(match[1]) * _SIZES[match[2] or ""] if match else None
 
 
 def _check_kind(job: JobSpec) -> None:
-    """What one kind has no field for."""
+    """Refuse settings for which the job kind has no field."""
     settings = job.recipe.launch.kubernetes
     if is_elastic(job) and settings.kind != "pytorchjob":
         raise ConfigError(
@@ -76,12 +76,11 @@ def _check_kind(job: JobSpec) -> None:
         )
     if settings.kind != "trainjob" and settings.runtime != KubernetesConfig().runtime:
         raise ConfigError(
-            f"{_KEY}.runtime={settings.runtime}: only a TrainJob has a runtime; use {_KEY}.kind=trainjob, or leave it "
-            "out."
+            f"{_KEY}.runtime={settings.runtime}: only a TrainJob has a runtime; use {_KEY}.kind=trainjob, or remove it."
         )
     if settings.kind == "hyperpod" and not count_processes(job):
         raise ConfigError(
-            "launch.nproc_per_node=auto: a HyperPodPyTorchJob without GPUs must say how many processes a pod has; set "
+            "launch.nproc_per_node=auto: a HyperPodPyTorchJob without GPUs needs the number of processes per pod; set "
             "launch.nproc_per_node."
         )
 
@@ -92,8 +91,8 @@ def _check_names(job: JobSpec) -> None:
     if len(pod) > _LABEL_LENGTH:
         most = _LABEL_LENGTH - (len(pod) - len(job.name)) - STAMP_LENGTH
         raise ConfigError(
-            f"run.name={job.recipe.run.name}: the pod {pod} would have {len(pod)} characters, and Kubernetes allows "
-            f"{_LABEL_LENGTH}; make the name at most {most} long."
+            f"run.name={job.recipe.run.name}: the pod name {pod} would have {len(pod)} characters, but Kubernetes "
+            f"allows {_LABEL_LENGTH}; use a name of at most {most} characters."
         )
     _check_name(f"{_KEY}.namespace", settings.namespace, _LABEL, _LABEL_LENGTH)
     subdomains: dict[str, Iterable[str | None]] = {
@@ -109,7 +108,7 @@ def _check_names(job: JobSpec) -> None:
             if name is not None:
                 _check_name(f"{_KEY}.{key}", name, _SUBDOMAIN, _SUBDOMAIN_LENGTH)
     if settings.queue is not None and len(settings.queue) > _LABEL_LENGTH:
-        raise ConfigError(f"{_KEY}.queue={settings.queue}: it becomes a label, of at most {_LABEL_LENGTH} characters.")
+        raise ConfigError(f"{_KEY}.queue={settings.queue} becomes a label; use at most {_LABEL_LENGTH} characters.")
     _check_selector(settings.node_selector)
 
 
@@ -119,8 +118,8 @@ def _check_selector(selector: Mapping[str, str]) -> None:
         right = _VALUE.fullmatch(name) and name and (not slash or _SUBDOMAIN.fullmatch(prefix))
         if not right or not _VALUE.fullmatch(value) or max(len(name), len(value)) > _LABEL_LENGTH:
             raise ConfigError(
-                f"{_KEY}.node_selector.{label}={value!r} is no label: letters, digits, -, _ and ., at most "
-                f"{_LABEL_LENGTH}; see `kubectl get nodes --show-labels`."
+                f"{_KEY}.node_selector.{label}={value!r} is not a valid label; use letters, digits, -, _ and ., at "
+                f"most {_LABEL_LENGTH} characters; see `kubectl get nodes --show-labels`."
             )
 
 
@@ -128,8 +127,8 @@ def _check_name(key: str, name: str, rule: re.Pattern[str], length: int) -> None
     if len(name) > length or not rule.fullmatch(name):
         dots = ", dots" if rule is _SUBDOMAIN else ""
         raise ConfigError(
-            f"{key}={name!r} cannot be a name in Kubernetes; use small letters, digits{dots} and dashes between them, "
-            f"at most {length}."
+            f"{key}={name!r} is not a valid Kubernetes name; use lower-case letters, digits{dots} and inner dashes, "
+            f"at most {length} characters."
         )
 
 
@@ -137,14 +136,14 @@ def _check_devices(job: JobSpec) -> None:
     launch = job.recipe.launch
     if launch.nproc_per_node == "auto" and launch.kubernetes.gpus_per_node is None:
         raise ConfigError(
-            f"{_KEY}.gpus_per_node is not set and launch.nproc_per_node is auto: a pod has no GPU that it does not ask "
-            f"for; set {_KEY}.gpus_per_node, to 0 for CPUs alone."
+            f"{_KEY}.gpus_per_node is not set and launch.nproc_per_node is auto: a pod only gets the GPUs that it "
+            f"requests; set {_KEY}.gpus_per_node, or set it to 0 to use CPUs only."
         )
     gpus, processes = count_gpus(job), count_processes(job)
     if gpus and processes != gpus:
         raise ConfigError(
-            f"{_KEY}.gpus_per_node={gpus}: each of the launch.nproc_per_node={processes} processes takes one GPU; make "
-            "the two equal."
+            f"{_KEY}.gpus_per_node={gpus}: each of the launch.nproc_per_node={processes} processes uses one GPU; set "
+            "both to the same number."
         )
 
 
@@ -153,14 +152,14 @@ def _check_amounts(settings: KubernetesConfig) -> None:
         text = getattr(settings, key)
         if text is not None and not read_quantity(text):
             raise ConfigError(
-                f"{_KEY}.{key}={text!r} is no amount; write it like 8 or 500m for cores, 200Gi for bytes."
+                f"{_KEY}.{key}={text!r} is not a quantity; write it like 8 or 500m for cores, 200Gi for bytes."
             )
     memory = None if settings.memory is None else read_quantity(settings.memory)
     shared = read_quantity(settings.shared_memory)
     if memory is not None and shared is not None and shared >= memory:
         raise ConfigError(
-            f"{_KEY}.shared_memory={settings.shared_memory} counts into memory={settings.memory}, and nothing is left; "
-            "ask for more memory, or less shared memory."
+            f"{_KEY}.shared_memory={settings.shared_memory} is part of memory={settings.memory}, so no memory is left; "
+            "request more memory, or less shared memory."
         )
 
 
@@ -168,39 +167,39 @@ def _check_mounts(settings: KubernetesConfig) -> None:
     mounts = [_normal(volume.mount) for volume in settings.volumes]
     for mount in mounts:
         if ".." in PurePosixPath(mount).parts or ":" in mount:
-            raise ConfigError(f"{_KEY}.volumes: {mount} cannot be mounted at; leave out `..` and `:`.")
+            raise ConfigError(f"{_KEY}.volumes: {mount} is not a valid mount path; remove `..` and `:`.")
         if mount in _TAKEN or mounts.count(mount) > 1:
-            raise ConfigError(f"{_KEY}.volumes: {mount} is taken already; mount the volume elsewhere.")
+            raise ConfigError(f"{_KEY}.volumes: {mount} is already in use; mount the volume elsewhere.")
 
 
 def _check_places(job: JobSpec) -> None:
-    """What is written and read lies on volumes: a pod's own disk goes with it."""
+    """Check that the run's paths are on volumes: a pod's own disk is deleted with the pod."""
     recipe = job.recipe
     settings = recipe.launch.kubernetes
     run_dir = str(recipe.run.dir)
     if not settings.volumes:
         raise ConfigError(
-            f"{_KEY}.volumes is empty, and run.dir={run_dir} would go with the pod; mount a volume that all pods "
-            "share, such as [{mount: /data, claim: NAME}]."
+            f"{_KEY}.volumes is empty, so run.dir={run_dir} would be deleted with the pod; mount a volume that all "
+            "pods share, such as [{mount: /data, claim: NAME}]."
         )
     workdir = find_workdir(job)
     if not workdir.is_absolute():
-        raise ConfigError(f"{_KEY}.workdir={workdir} is not absolute; name a folder in the container.")
+        raise ConfigError(f"{_KEY}.workdir={workdir} is not absolute; give the path of a folder in the container.")
     if _find_volume(job, run_dir, writable=True) is None:
         raise ConfigError(
-            f"run.dir={run_dir} is {workdir / run_dir} in the pods, which is on no volume they can write to; use a "
+            f"run.dir={run_dir} is {workdir / run_dir} in the pods, which is not on a writable volume; use a "
             f"path below {_list_mounts(job, writable=True)}, or set {_KEY}.workdir."
         )
     for key, path in _read_paths(job):
         if _find_volume(job, path) is None:
             raise ConfigError(
-                f"{key}={path} is {workdir / path} in the pods, which is on no volume; use a path below "
+                f"{key}={path} is {workdir / path} in the pods, which is not on a volume; use a path below "
                 f"{_list_mounts(job)}."
             )
 
 
 def _read_paths(job: JobSpec) -> Iterator[tuple[str, str]]:
-    """Key and path of whatever the pods read. A relative model or tokenizer may be the name of one on the hub."""
+    """Key and path of every input of the pods. A relative model or tokenizer may be a hub id, so it is left out."""
     recipe = job.recipe
     for key, sources in (("data.train", recipe.data.train), ("data.validation", recipe.data.validation or ())):
         for index, source in enumerate(sources):
@@ -212,7 +211,7 @@ def _read_paths(job: JobSpec) -> Iterator[tuple[str, str]]:
 
 
 def _find_volume(job: JobSpec, path: str, writable: bool = False) -> str | None:
-    """The mount that a path of the recipe is below."""
+    """The mount path of the volume that contains a path of the recipe; None if there is none."""
     place = PurePosixPath(_normal(str(find_workdir(job) / path)))
     for volume in job.recipe.launch.kubernetes.volumes:
         if place.is_relative_to(_normal(volume.mount)) and not (writable and _is_read_only(volume.mount, job)):
@@ -231,7 +230,7 @@ def _list_mounts(job: JobSpec, writable: bool = False) -> str:
 
 
 def _normal(path: str) -> str:
-    """A path with its `..` and double slashes worked out, without a look at this machine's folders."""
+    """Resolve `..` and double slashes of a path without reading this machine's file system."""
     parts: list[str] = []
     for part in PurePosixPath(path).parts[1:]:
         if part == "..":
@@ -246,23 +245,23 @@ def _check_tolerations(settings: KubernetesConfig) -> None:
         unknown = [key for key in toleration if key not in _TOLERATION_KEYS]
         if unknown:
             raise ConfigError(
-                f"{_KEY}.tolerations: {unknown[0]} is no field of a toleration; there are "
+                f"{_KEY}.tolerations: {unknown[0]} is not a field of a toleration; the fields are "
                 f"{', '.join(_TOLERATION_KEYS)}."
             )
 
 
 def _describe(job: JobSpec) -> list[str]:
-    """What happens on the cluster that the recipe does not say."""
+    """Lines for the user about what happens on the cluster and is not in the recipe."""
     recipe = job.recipe
     settings = recipe.launch.kubernetes
     lines = [f"run folder: {find_workdir(job) / str(recipe.run.dir)} in the pods"]
     if settings.kind == "trainjob":
         lines.append(
-            f"restarts of pods are up to the runtime {settings.runtime}: a TrainJob cannot ask for them; "
-            "fault.max_restarts holds for processes"
+            f"the runtime {settings.runtime} decides whether pods are restarted: a TrainJob cannot request it; "
+            "fault.max_restarts applies to processes"
         )
     if settings.kind == "hyperpod":
-        lines.append("the image needs hyperpod-elastic-agent beside echelon: HyperPod's operator talks to it alone")
+        lines.append("the image must also contain hyperpod-elastic-agent, the only agent HyperPod's operator supports")
     if any(volume.host_path is not None for volume in settings.volumes) and job.nodes[1] > 1:
         lines.append("host_path volumes must show the same files on every machine")
     return lines

@@ -1,4 +1,4 @@
-"""The API server, by Kubernetes' official client: plain values in and out, and what it refuses in one sentence."""
+"""Calls of the Kubernetes API server with the official client: plain values in and out, one-line errors."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,14 +13,14 @@ _LONGEST_MESSAGE = 400
 
 
 class Cluster:
-    """The cluster of a kubeconfig's context, which the client finds as kubectl does; None: the current one."""
+    """The cluster of a kubeconfig context, found as kubectl does; None is the current context."""
 
     def __init__(self, context: str | None) -> None:
         try:
             from kubernetes import client, config
         except ImportError as error:
             raise ConfigError(
-                "launch.to=kubernetes needs Kubernetes' client; install it: pip install 'echelon[kubernetes]'."
+                "launch.to=kubernetes requires the package kubernetes; run: pip install 'echelon[kubernetes]'."
             ) from error
         try:
             _, current = config.list_kube_config_contexts()
@@ -28,14 +28,14 @@ class Cluster:
             api = config.new_client_from_config(context=self.context)
         except config.ConfigException as error:
             raise ConfigError(
-                f"launch.kubernetes.context={context or 'null, the current one'}: the kubeconfig has no such cluster "
+                f"launch.kubernetes.context={context or 'null, the current one'}: not found in the kubeconfig "
                 f"({_shorten(str(error))}); see `kubectl config get-contexts`."
             ) from error
         self._core = client.CoreV1Api(api)
         self._custom = client.CustomObjectsApi(api)
 
     def create_job(self, kind: JobKind, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the job, and return it as the cluster has it. Fields it does not know are refused."""
+        """Create the job and return it as the API server answers. Unknown fields are refused."""
         place = (kind.group, kind.version, body["metadata"]["namespace"], kind.plural)
         with _explained(self.context, kind):
             made: dict[str, Any] = self._custom.create_namespaced_custom_object(
@@ -44,14 +44,14 @@ class Cluster:
         return made
 
     def create_config_map(self, body: Mapping[str, Any]) -> None:
-        """Make a ConfigMap."""
+        """Create a ConfigMap."""
         with _explained(self.context):
             self._core.create_namespaced_config_map(
                 body["metadata"]["namespace"], dict(body), _request_timeout=_TIMEOUT_SECONDS
             )
 
     def find_job(self, kind: JobKind, namespace: str, name: str) -> dict[str, Any] | None:
-        """The job, or None where there is none of that name."""
+        """The job; None if there is no job of that name."""
         with _explained(self.context, kind, may_be_gone=True):
             return dict(
                 self._custom.get_namespaced_custom_object(
@@ -61,7 +61,7 @@ class Cluster:
         return None
 
     def delete_job(self, kind: JobKind, namespace: str, name: str) -> bool:
-        """Delete the job, and in the background what belongs to it; each pod gets SIGTERM. False: there is none."""
+        """Delete the job and, in the background, its dependents; each pod gets SIGTERM. False if there is none."""
         with _explained(self.context, kind, may_be_gone=True):
             self._custom.delete_namespaced_custom_object(
                 kind.group, kind.version, namespace, kind.plural, name, propagation_policy="Background",
@@ -80,7 +80,7 @@ class Cluster:
         return pods
 
     def read_log(self, namespace: str, pod: str, container: str, follow: bool) -> Iterator[str]:
-        """The lines a container has printed, and, if asked, those to come until it ends."""
+        """Yield the lines a container has printed; with `follow`, also new lines until it ends."""
         options = {} if follow else {"_request_timeout": _TIMEOUT_SECONDS}
         with _explained(self.context):
             answer = self._core.read_namespaced_pod_log(
@@ -96,41 +96,43 @@ class Cluster:
 
 @contextmanager
 def _explained(context: str, kind: JobKind | None = None, may_be_gone: bool = False) -> Iterator[None]:
-    """Turn what the API says into a LaunchError, but for an object that `may_be_gone`."""
+    """Turn an error of the API into a LaunchError, except for an object that `may_be_gone`."""
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 
     try:
         yield
     except ApiException as error:
-        said = _read_message(error.body)
+        message = _read_message(error.body)
         if may_be_gone and error.status == 404 and _names_object(error.body):
             return
-        raise LaunchError(_explain(error.status, said or str(error.reason), said is None, kind)) from error
+        raise LaunchError(_explain(error.status, message or str(error.reason), message is None, kind)) from error
     except HTTPError as error:
         reason = _shorten(str(getattr(error, "reason", None) or error))
         raise LaunchError(
-            f"the cluster of context {context} does not answer ({reason}); see whether `kubectl get pods` does."
+            f"the cluster of context {context} does not answer ({reason}); check it with `kubectl get pods`."
         ) from error
 
 
-def _explain(status: int | None, said: str, plain: bool, kind: JobKind | None) -> str:
+def _explain(status: int | None, message: str, plain: bool, kind: JobKind | None) -> str:
     if status == 404 and plain and kind is not None:
         return (
-            f"the cluster knows no {kind.kind} ({kind.group}/{kind.version}); install {kind.operator}, or use another "
-            "launch.kubernetes.kind."
+            f"the cluster does not have {kind.kind} ({kind.group}/{kind.version}); install {kind.operator}, or use "
+            "another launch.kubernetes.kind."
         )
     if status == 401:
         return "the cluster does not accept the kubeconfig's credentials; log in again."
     if status == 403:
-        return f"the cluster does not allow it: {said}; ask its administrator for the right, or use another namespace."
+        return (
+            f"the cluster does not allow it: {message}; ask its administrator for permission, or use another namespace."
+        )
     if status == 409:
-        return f"there is one already: {said}; wait a second and launch again, or delete that one."
-    return f"the cluster refuses ({status}): {said}"
+        return f"the object exists already: {message}; launch again, or delete the existing object."
+    return f"the cluster refused the request ({status}): {message}"
 
 
 def _read_status(body: Any) -> dict[str, Any]:
-    """The Status that the API answers an error with; a path that it does not know has none."""
+    """The Status object in the body of an error; empty for an unknown path, which has none."""
     try:
         status = json.loads(body)
     except (TypeError, ValueError):
@@ -144,7 +146,7 @@ def _read_message(body: Any) -> str | None:
 
 
 def _names_object(body: Any) -> bool:
-    """Whether a 404 is about one object of a kind that there is, and not about its namespace."""
+    """Whether a 404 is about an object of a known kind, not about its namespace."""
     details = _read_status(body).get("details") or {}
     return bool(details.get("name")) and details.get("kind") != "namespaces"
 

@@ -1,19 +1,19 @@
-"""The kinds of jobs there are on a cluster: how the API calls them, and what their operators name."""
+"""The job kinds of a cluster: their names in the API, and the names that their operators give."""
 
 from dataclasses import dataclass
 
 from echelon.launch.job import JobSpec
 
 PORT = 29400
-"""Where the agents of a job's pods meet: each has an address of its own, so the port is always free."""
+"""The rendezvous port of a job's pods. Each pod has its own address, so the port is always free."""
 
 
 @dataclass(frozen=True)
 class JobKind:
-    """How one kind is addressed.
+    """How one kind is addressed in the API.
 
-    `container` is the name its operator looks for. `pods_by` is the label by which a job's pods are found. `operator`
-    says what to install where the cluster does not know the kind.
+    `container` is the container name its operator expects. `pods_by` is the label that selects a job's pods.
+    `operator` is what to install if the cluster does not know the kind.
     """
 
     group: str
@@ -47,15 +47,15 @@ def find_kind(job: JobSpec) -> JobKind:
 
 
 def is_elastic(job: JobSpec) -> bool:
-    """Whether pods may leave and come."""
+    """Whether the number of pods may change."""
     return job.nodes[0] < job.nodes[1]
 
 
 def longest_pod_name(job: JobSpec) -> str:
     """The longest name that the operator gives to a pod of the job.
 
-    A PyTorchJob's are NAME-master-0 and NAME-worker-0, a TrainJob's NAME-node-0-0 and five characters of its own, a
-    HyperPodPyTorchJob's NAME-pod-0.
+    A PyTorchJob's pods are NAME-master-0 and NAME-worker-0, a TrainJob's NAME-node-0-0 and a suffix of five characters,
+    a HyperPodPyTorchJob's NAME-pod-0.
     """
     last = job.nodes[1] - 1
     kind = job.recipe.launch.kubernetes.kind
@@ -67,7 +67,7 @@ def longest_pod_name(job: JobSpec) -> str:
 
 
 def rendezvous_host(job: JobSpec) -> str:
-    """The name by which all pods find the first one.
+    """The host name under which all pods reach the first pod.
 
     A PyTorchJob gives each pod a service of the pod's name; one with an elastic policy has no master. The pods of a
     TrainJob are those of a JobSet, which has one service.

@@ -1,4 +1,4 @@
-"""Submitting a manifest, and asking for, reading and ending the job that came of it."""
+"""Submit a job's manifest; query, read and cancel the job."""
 
 import time
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class KubernetesLauncher:
         return {_MANIFEST: render_manifest(job)}
 
     def submit(self, job: JobSpec) -> Submitted:
-        """See Launcher: the job first, so that the ConfigMap belongs to it and goes with it; its pods wait."""
+        """See Launcher: creates the job first, so that it can own the ConfigMap; its pods wait for the ConfigMap."""
         text = (job.folder / _MANIFEST).read_text(encoding="utf-8")
         config_map, body = yaml.safe_load_all(text)
         settings = job.recipe.launch.kubernetes
@@ -56,7 +56,7 @@ class KubernetesLauncher:
         return judge(cluster.find_job(kind, namespace, name), _list_pods(cluster, kind, namespace, name))
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        """See Launcher: the pod of rank 0, then the others, each under its name; `follow` stays with the first."""
+        """See Launcher: the pod of rank 0, then the others, each after its name; `follow` shows only the first."""
         cluster, kind, namespace, name = _find(record)
         if follow:
             yield from self._follow(record)
@@ -76,13 +76,13 @@ class KubernetesLauncher:
         if self.status(record).state in FINAL_STATES:
             raise LaunchError(
                 f"{record.name} has ended already; `kubectl delete {kind.plural}.{kind.group} {name} -n {namespace}` "
-                "removes what is left of it."
+                "removes its remains."
             )
         if not cluster.delete_job(kind, namespace, name):
             raise LaunchError(f"{record.name} has ended already.")
 
     def _follow(self, record: JobRecord) -> Iterator[str]:
-        """The first pod's lines, of every start of its container once, until the job ends."""
+        """Yield the first pod's lines, once for every start of its container, until the job ends."""
         cluster, kind, namespace, name = _find(record)
         shown: set[tuple[str, int]] = set()
         while True:

@@ -1,4 +1,4 @@
-"""A job as a manifest: a ConfigMap with the recipe, and the job of an operator, whose pods mount it."""
+"""The manifest of a job: a ConfigMap with the recipe, and an operator's job, whose pods mount the ConfigMap."""
 
 import math
 from typing import Any
@@ -22,13 +22,13 @@ from echelon.launch.kubernetes.pod import (
 from echelon.recipe import render_recipe
 from echelon.recipe.yaml_text import render_documents
 
-# Whoever patches a TrainJob's runtime signs with a name.
+# A patch of a TrainJob's runtime names its manager.
 _SIGNATURE = "echelon"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
 def render_manifest(job: JobSpec) -> str:
-    """The manifest of a job that was checked; `kubectl create -f` takes it too."""
+    """The manifest of a checked job; `kubectl create -f` accepts it too."""
     build = {"pytorchjob": _build_pytorchjob, "trainjob": _build_trainjob, "hyperpod": _build_hyperpod}
     return render_documents([_build_config_map(job), build[job.recipe.launch.kubernetes.kind](job)])
 
@@ -47,7 +47,7 @@ def _build_config_map(job: JobSpec) -> dict[str, Any]:
 
 
 def _build_pytorchjob(job: JobSpec) -> dict[str, Any]:
-    """Fixed: a master and the other pods. Elastic: workers alone, any of which may be missing."""
+    """Fixed size: a master and workers. Elastic: only workers, any of which may be missing."""
     low, high = job.nodes
     replica = {"restartPolicy": _restart_policy(job), "template": build_template(job)}
     if is_elastic(job):
@@ -60,7 +60,7 @@ def _build_pytorchjob(job: JobSpec) -> dict[str, Any]:
         if high > 1:
             replicas["Worker"] = {"replicas": high - 1, **replica}
     policy = {
-        # Pods that have ended stay, for `echelon logs`; one that still runs goes.
+        # Keeps ended pods for `echelon logs`, and removes those still running.
         "cleanPodPolicy": "Running",
         **_backoff_limit(job),
         **_deadline(job),
@@ -71,21 +71,21 @@ def _build_pytorchjob(job: JobSpec) -> dict[str, Any]:
 
 
 def _restart_policy(job: JobSpec) -> str:
-    """OnFailure: when one pod is taken away, the others have saved and left with exit code 3, and must start again.
+    """OnFailure: when one pod is evicted, the others save and exit with code 3, and must be restarted.
 
-    ExitCode would call that a failure for good, and Never would end the job at the first lost pod.
+    ExitCode would treat code 3 as permanent, and Never would fail the job at the first lost pod.
     """
     return "OnFailure" if job.recipe.fault.max_restarts else "Never"
 
 
 def _backoff_limit(job: JobSpec) -> dict[str, int]:
-    """The operator adds up the restarts of all pods, and a job's pods restart together; at the limit it gives up."""
+    """The operator fails the job when the restarts of all pods reach this limit; a job's pods restart together."""
     rounds = job.recipe.fault.max_restarts
     return {"backoffLimit": rounds * job.nodes[1] + 1} if rounds else {}
 
 
 def _build_trainjob(job: JobSpec) -> dict[str, Any]:
-    """The pod's template is the runtime's; the job patches it where it may."""
+    """The pod template comes from the runtime; the job patches the fields that it may."""
     settings = job.recipe.launch.kubernetes
     trainer: dict[str, Any] = {
         "image": settings.image,

@@ -1,4 +1,4 @@
-"""What one pod of a job is: its container with command, devices and folders."""
+"""The pod of a job: its container with command, resources and volumes."""
 
 import math
 import shlex
@@ -13,29 +13,29 @@ RECIPE_MOUNT = "/etc/echelon"
 RECIPE_PATH = f"{RECIPE_MOUNT}/recipe.yaml"
 SHARED_MEMORY_MOUNT = "/dev/shm"
 
-# Beside fault.notice_seconds: for workers that outlive it to be ended, and what they wrote to reach the volume.
+# Added to fault.notice_seconds: time to kill workers that outlive it, and to flush their writes to the volume.
 _LEAVING_SECONDS = 30
 _HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
 
 
 def config_map_name(job: JobSpec) -> str:
-    """The ConfigMap that holds the job's recipe."""
+    """The name of the ConfigMap with the job's recipe."""
     return f"{job.name}-recipe"
 
 
 def grace_seconds(job: JobSpec) -> int:
-    """How long Kubernetes waits after SIGTERM before it kills."""
+    """Seconds between SIGTERM and SIGKILL."""
     return math.ceil(job.recipe.fault.notice_seconds) + _LEAVING_SECONDS
 
 
 def find_workdir(job: JobSpec) -> PurePosixPath:
-    """What relative paths of the recipe start from in the pods. There is a volume."""
+    """The folder in the pods that relative paths of the recipe start from. Requires at least one volume."""
     settings = job.recipe.launch.kubernetes
     return PurePosixPath(settings.workdir or settings.volumes[0].mount)
 
 
 def count_gpus(job: JobSpec) -> int:
-    """GPUs of a pod."""
+    """The number of GPUs per pod."""
     launch = job.recipe.launch
     if launch.kubernetes.gpus_per_node is not None:
         return launch.kubernetes.gpus_per_node
@@ -43,16 +43,16 @@ def count_gpus(job: JobSpec) -> int:
 
 
 def count_processes(job: JobSpec) -> int:
-    """Processes of a pod, as far as the recipe says it; 0: it does not."""
+    """The number of processes per pod; 0 if the recipe does not determine it."""
     nproc = job.recipe.launch.nproc_per_node
     return nproc if isinstance(nproc, int) else count_gpus(job)
 
 
 def build_command(job: JobSpec) -> list[str]:
-    """The container's command, whose first process is the agent itself, so that signals reach it.
+    """The container's command. Its process 1 is the agent, so that signals reach it.
 
-    In the pods of a PyTorchJob RANK and WORLD_SIZE count pods; the options of `echelon train` win over them.
-    HyperPod's operator gives ranks to its own agent alone, so there that one starts the workers.
+    In the pods of a PyTorchJob, RANK and WORLD_SIZE count pods; the options of `echelon train` override them.
+    HyperPod's operator assigns ranks only to its own agent, so there that agent starts the workers.
     """
     if job.recipe.launch.kubernetes.kind == "hyperpod":
         return _wrap(job, _hyperpod_command(job))
@@ -63,7 +63,7 @@ def build_command(job: JobSpec) -> list[str]:
 
 
 def _hyperpod_command(job: JobSpec) -> tuple[str, ...]:
-    """HyperPod's launcher, which takes the options of torchrun; it kills at once unless told otherwise."""
+    """HyperPod's launcher, with torchrun's options and a shutdown timeout; without one it kills at once."""
     launch = job.recipe.launch
     return (
         launch.python, "-m", "hyperpod_elastic_agent.run",
@@ -74,7 +74,7 @@ def _hyperpod_command(job: JobSpec) -> tuple[str, ...]:
 
 
 def _wrap(job: JobSpec, argv: tuple[str, ...]) -> list[str]:
-    """The command as Kubernetes takes it, in a shell only where one is needed, which becomes the agent by `exec`.
+    """The command for Kubernetes; if a shell is needed, it ends in `exec`, so that the agent replaces the shell.
 
     A TrainJob cannot set the container's working directory.
     """
@@ -87,17 +87,17 @@ def _wrap(job: JobSpec, argv: tuple[str, ...]) -> list[str]:
 
 
 def escape(text: str) -> str:
-    """A text that is still itself after Kubernetes has put variables in: in a command or a variable, `$$` means `$`."""
+    """Escape `$` in a command or variable as `$$`, so that Kubernetes does not expand it."""
     return text.replace("$", "$$")
 
 
 def build_env(job: JobSpec) -> list[dict[str, str]]:
-    """The container's variables."""
+    """The container's environment variables."""
     return [{"name": name, "value": escape(value)} for name, value in job.recipe.launch.env.items()]
 
 
 def build_resources(job: JobSpec) -> dict[str, Any]:
-    """What a container gets, neither more nor less: limits that are requests too give it cores of its own."""
+    """The container's resources. Requests equal limits, which gives it exclusive cores."""
     settings = job.recipe.launch.kubernetes
     amounts: dict[str, int | str | None] = {
         "cpu": settings.cpu,
@@ -110,7 +110,7 @@ def build_resources(job: JobSpec) -> dict[str, Any]:
 
 
 def build_volumes(job: JobSpec) -> list[dict[str, Any]]:
-    """The pod's volumes: the recipe, memory for /dev/shm, and those of the recipe."""
+    """The pod's volumes: the ConfigMap, memory for /dev/shm, and the volumes in the recipe."""
     settings = job.recipe.launch.kubernetes
     volumes: list[dict[str, Any]] = [
         {"name": "recipe", "configMap": {"name": config_map_name(job)}},
@@ -129,7 +129,7 @@ def build_volumes(job: JobSpec) -> list[dict[str, Any]]:
 
 
 def build_mounts(job: JobSpec) -> list[dict[str, Any]]:
-    """Where the container sees the volumes."""
+    """The container's volume mounts."""
     mounts: list[dict[str, Any]] = [
         {"name": "recipe", "mountPath": RECIPE_MOUNT, "readOnly": True},
         {"name": "shared-memory", "mountPath": SHARED_MEMORY_MOUNT},
@@ -141,13 +141,13 @@ def build_mounts(job: JobSpec) -> list[dict[str, Any]]:
 
 
 def is_on_hyperpod(job: JobSpec) -> bool:
-    """Whether the machines are HyperPod's, by the kind, or by the label a PyTorchJob asks for."""
+    """Whether the job runs on HyperPod: by its kind, or by the node label that a PyTorchJob selects."""
     settings = job.recipe.launch.kubernetes
     return settings.kind == "hyperpod" or _HEALTH_LABEL in settings.node_selector
 
 
 def build_placement(job: JobSpec) -> dict[str, Any]:
-    """Which machines a pod may run on, and as whom; HyperPod's label keeps it off machines in repair."""
+    """The pod's placement and service account; HyperPod's label avoids machines in repair."""
     settings = job.recipe.launch.kubernetes
     labels = dict(settings.node_selector)
     if settings.kind == "hyperpod":
@@ -162,7 +162,7 @@ def build_placement(job: JobSpec) -> dict[str, Any]:
 
 
 def build_template(job: JobSpec) -> dict[str, Any]:
-    """The pod of a PyTorchJob or a HyperPodPyTorchJob; a TrainJob's comes from its runtime, and is patched."""
+    """The pod template of a PyTorchJob or HyperPodPyTorchJob; a TrainJob's runtime has its own, which is patched."""
     settings = job.recipe.launch.kubernetes
     kind = find_kind(job)
     port = {"name": "pytorchjob-port", "containerPort": PORT}
@@ -191,5 +191,5 @@ def build_template(job: JobSpec) -> dict[str, Any]:
 
 
 def build_labels(job: JobSpec) -> dict[str, str]:
-    """By which everything of a job is found: `kubectl get all -l app.kubernetes.io/instance=NAME`."""
+    """Labels of all objects of a job, as in `kubectl get all -l app.kubernetes.io/instance=NAME`."""
     return {"app.kubernetes.io/name": "echelon", "app.kubernetes.io/instance": job.name}

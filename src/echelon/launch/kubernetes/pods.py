@@ -1,4 +1,4 @@
-"""How a job stands, read from what the API says of it and of its pods."""
+"""The status of a job, from the API objects of the job and its pods."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from echelon.launch.job import JobState, JobStatus
 from echelon.launch.job_logs import name_ending
 from echelon.supervise.outcome import DONE, FAILED, STOPPED
 
-# A pod on its way: nothing to tell.
+# Normal reasons while a pod starts.
 _STARTING = ("ContainerCreating", "PodInitializing")
 _DONE = ("Succeeded", "Complete", "Completed")
 _RANK_LABELS = ("training.kubeflow.org/replica-index", "batch.kubernetes.io/job-completion-index")
@@ -17,7 +17,7 @@ _ROLE_LABEL = "training.kubeflow.org/replica-type"
 
 @dataclass(frozen=True)
 class PodState:
-    """One pod. `start` tells its containers' starts apart; None: it has not started. `trouble` is why not."""
+    """One pod. `start` identifies a start of its container, None before the first; `trouble` is why it does not run."""
 
     name: str
     running: bool
@@ -27,7 +27,7 @@ class PodState:
 
 
 def read_pods(pods: Sequence[Mapping[str, Any]], container: str) -> list[PodState]:
-    """The pods of a job, that of rank 0 first."""
+    """The pods of a job; rank 0 is first."""
     return [_read_pod(pod, container) for pod in sorted(pods, key=_rank)]
 
 
@@ -53,7 +53,7 @@ def _read_pod(pod: Mapping[str, Any], container: str) -> PodState:
 
 
 def _find_trouble(status: Mapping[str, Any]) -> str:
-    """Why the pod does not run, in Kubernetes' words: Unschedulable, ImagePullBackOff, CrashLoopBackOff, Evicted."""
+    """Why the pod does not run, in Kubernetes' terms: Unschedulable, ImagePullBackOff, CrashLoopBackOff, Evicted."""
     for each in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
         waiting = (each.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") and waiting["reason"] not in _STARTING:
@@ -71,11 +71,11 @@ def _join(reason: str | None, message: str | None) -> str:
 
 
 def judge(job: Mapping[str, Any] | None, pods: Sequence[PodState]) -> JobStatus:
-    """One state from the job's conditions and its pods. A job that is gone was deleted, which let it save."""
+    """The status from the job's conditions and its pods. A missing job was deleted, after it could save."""
     if job is None:
         leaving = [pod for pod in pods if pod.running]
         if leaving:
-            return JobStatus("running", f"deleted; {len(leaving)} of {len(pods)} pods save and leave")
+            return JobStatus("running", f"deleted; {len(leaving)} of {len(pods)} pods are saving and shutting down")
         return JobStatus("stopped", "no longer in the cluster", STOPPED)
     now = _find_conditions(job)
     if any(name in now for name in _DONE):
@@ -83,20 +83,21 @@ def judge(job: Mapping[str, Any] | None, pods: Sequence[PodState]) -> JobStatus:
     if "Failed" in now:
         return _judge_failure(now["Failed"], pods)
     if "Suspended" in now:
-        return JobStatus("queued", "suspended: " + (_join(None, now["Suspended"].get("message")) or "waits in a queue"))
+        message = _join(None, now["Suspended"].get("message"))
+        return JobStatus("queued", f"suspended: {message or 'waiting in a queue'}")
     running = sum(pod.running for pod in pods)
     state: JobState = "running" if running else "queued"
     return JobStatus(state, _describe(running, pods))
 
 
 def _find_conditions(job: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The conditions of a job that hold now, by type."""
+    """The conditions of a job that are true now, by type."""
     conditions = (job.get("status") or {}).get("conditions") or []
     return {each["type"]: each for each in conditions if each["status"] == "True"}
 
 
 def _judge_failure(condition: Mapping[str, Any], pods: Sequence[PodState]) -> JobStatus:
-    """By the exit codes of the pods, where there still are pods; at launch.max_hours the operator deletes them."""
+    """The status of a failed job, from its pods' exit codes; at launch.max_hours the operator deletes the pods."""
     detail = _join(condition.get("reason"), condition.get("message"))
     codes = [pod.exit_code for pod in pods if pod.exit_code not in (None, DONE)]
     out_of_time = condition.get("reason") == "DeadlineExceeded" or "specified deadline" in detail
@@ -105,7 +106,7 @@ def _judge_failure(condition: Mapping[str, Any], pods: Sequence[PodState]) -> Jo
 
 
 def _describe(running: int, pods: Sequence[PodState]) -> str:
-    parts = [f"{running} of {len(pods)} pods run" if pods else "no pods yet"]
+    parts = [f"{running} of {len(pods)} pods running" if pods else "no pods yet"]
     troubled = [pod for pod in pods if pod.trouble and not pod.running]
     if troubled:
         more = f", and {len(troubled) - 1} more" if len(troubled) > 1 else ""

@@ -1,5 +1,5 @@
 #!/bin/bash
-# agent.sh HOST starts this host's agent: in the background, in a session of its own, which outlives ssh.
+# agent.sh HOST starts this host's agent in the background, in its own session, so that it outlives ssh.
 files='/mnt/a b/jobs/demo-20300102-030405'/host-$1
 if [ "$2" != here ]; then
   setsid bash "$0" "$1" here < /dev/null > "$files.log" 2>&1 &
@@ -15,6 +15,6 @@ trap 'echo "echelon: launch.setup failed with exit code $?: $BASH_COMMAND" >&2; 
 module load cuda
 source "/opt/a b/activate"
 trap - ERR
-# This shell stays, to note how training ended.
+# This shell ignores signals, so that it can write the exit code of training.
 trap : TERM INT USR1
 timeout --foreground --preserve-status --signal=TERM 5400 '/opt/py 3/bin/python' -m echelon train '/mnt/a b/jobs/demo-20300102-030405/recipe.yaml' --nproc 8 --nodes 1:2 --rendezvous 10.0.0.7:1234 --interface ib0

@@ -1,5 +1,5 @@
 #!/bin/bash
-# agent.sh HOST starts this host's agent: in the background, in a session of its own, which outlives ssh.
+# agent.sh HOST starts this host's agent in the background, in its own session, so that it outlives ssh.
 files='/work dir/jobs/demo-20300102-030405'/host-$1
 if [ "$2" != here ]; then
   setsid bash "$0" "$1" here < /dev/null > "$files.log" 2>&1 &
@@ -9,6 +9,6 @@ fi
 trap 'echo $? > "$files.code"' EXIT
 trap 'echo stopped before training began; exit 1' TERM INT USR1
 cd '/work dir' || exit 2
-# This shell stays, to note how training ended.
+# This shell ignores signals, so that it can write the exit code of training.
 trap : TERM INT USR1
 python3 -m echelon train '/work dir/jobs/demo-20300102-030405/recipe.yaml' --nodes 2 --rendezvous a:29400
