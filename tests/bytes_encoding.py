@@ -18,7 +18,7 @@ class BytesEncoding:
         if "chosen" in record:
             return tuple(self._join(record["prompt"], record[name]) for name in ("chosen", "rejected"))
         if not isinstance(record["completion"], str):
-            raise BrokenRecordError("holds no text in `completion`")
+            raise BrokenRecordError("has no text in `completion`")
         return (self._join(record["prompt"], record["completion"]),)
 
     @staticmethod

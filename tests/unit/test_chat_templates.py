@@ -113,7 +113,7 @@ def test_what_is_learned_follows_the_recipe_and_the_turns(tokenizer):
     )
     with pytest.raises(BrokenRecordError, match="asks to learn a turn of the user"):
         encoding.encode({"messages": [USER("x", train=True), ASSISTANT("y")]})
-    with pytest.raises(BrokenRecordError, match="no token to learn"):
+    with pytest.raises(BrokenRecordError, match="no token to train on"):
         encoding.encode({"messages": [USER("x"), ASSISTANT("y", train=False)]})
 
 

@@ -65,7 +65,7 @@ def test_a_text_is_learned_whole(show):
 
 def test_samples_without_a_label_are_broken_records(show):
     records = [*SUMS, {"prompt": "2+2=", "completion": ""}]
-    with pytest.raises(DataError, match=r"data\.max_broken_fraction.*x\.jsonl:21 has no token to learn"):
+    with pytest.raises(DataError, match=r"data\.max_broken_fraction.*x\.jsonl:21 has no token to train on"):
         show(records, *BYTES)
     found = show(records, *BYTES, "data.max_broken_fraction=0.1", "--samples", "0")
     assert "20 samples, 100 tokens, 20.0% of them learned, 1 broken records left out" in found

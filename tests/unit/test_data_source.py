@@ -84,7 +84,7 @@ def test_jsonl_fields_and_blank_lines(tmp_path):
         (b'{"text": "open', "cannot be read"),
         (b'{"body": "x"}', "has no field `text` or `input_ids`"),
         (b'{"text": 3}', "no text in `text`"),
-        (b'["text"]', "no JSON object"),
+        (b'["text"]', "not a JSON object"),
         (b'{"text": "\\ud800"}', "not UTF-8 in `text`"),
         (b'{"text": "\xff"}', "cannot be read"),
     ],

@@ -114,9 +114,9 @@ def test_a_split_of_a_saved_dataset(tmp_path):
         names = datasets.ReadInstruction.from_spec(split).to_absolute({"train": 100, "test": 10})
         rows = [text for name in names for text in parts[name.splitname][name.from_ : name.to]]
         assert read(split) == "".join(rows).encode(), split
-    with pytest.raises(ConfigError, match=r"saved holds the splits train, test; choose with split: train"):
+    with pytest.raises(ConfigError, match=r"saved has the splits train, test; select one, for example split: train"):
         read(None)
-    with pytest.raises(ConfigError, match=r"split=dev: .*It holds train \(100 records\), test \(10 records\)"):
+    with pytest.raises(ConfigError, match=r"split=dev: .*The dataset has train \(100 records\), test \(10 records\)"):
         read("dev")
 
 
@@ -143,10 +143,10 @@ def test_a_dataset_is_streamed_and_the_hub_refused_without_a_network(tmp_path, m
     source = Source("data.train.0", str(tmp_path / "repository"), "hub", split="train")
     assert bytes(tokens_of(prepare(build_spec(tmp_path, source)))) == "".join(TEXTS[:200]).encode()
     source = Source("data.train.0", str(tmp_path / "repository"), "hub")
-    with pytest.raises(ConfigError, match=r"holds the splits train, test; choose with split: train"):
+    with pytest.raises(ConfigError, match=r"has the splits train, test; select one, for example split: train"):
         prepare(build_spec(tmp_path, source))
     source = Source("data.train.0", str(tmp_path / "repository"), "hub", split="train[:50%]")
-    with pytest.raises(ConfigError, match="does not say how many records"):
+    with pytest.raises(ConfigError, match="does not give its number of records"):
         prepare(build_spec(tmp_path, source))
     monkeypatch.setattr("echelon.model.hub.is_hub_reachable", lambda: False)
     with pytest.raises(HubUnreachableError, match=r"data\.train\.0\.path=org/name: .* cannot be reached"):
@@ -438,7 +438,9 @@ def test_a_stream_that_breaks_off_goes_on(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(datasets_reader, "_parse", break_off)
     spec = replace(spec, prepared_dir=tmp_path / "again")
     caplog.clear()
-    with pytest.raises(EchelonError, match=r"cannot be read on at record 3000 .*network is gone.*run again to go on"):
+    with pytest.raises(
+        EchelonError, match=r"cannot be read beyond record 3000 .*network is gone.*run again to continue"
+    ):
         prepare(spec)
     monkeypatch.setattr(datasets_reader, "_parse", parse)
     assert prepare(spec).manifest == whole.manifest

@@ -222,45 +222,45 @@ def test_given_ids_are_learned_where_their_label_says():
 
 
 BROKEN = {
-    "no JSON object": ({"messages": ["Hi"]}, "a turn in `messages` that is no object"),
+    "no JSON object": ({"messages": ["Hi"]}, "a turn in `messages` that is not an object"),
     "no list": ({"messages": "Hi"}, "no list in `messages`"),
     "no turn": ({"messages": []}, "no turn in `messages`"),
-    "role": ({"messages": [{"role": "narrator", "content": "x"}]}, "of the role 'narrator'"),
-    "no role": ({"messages": [{"content": "x"}]}, "of the role None"),
+    "role": ({"messages": [{"role": "narrator", "content": "x"}]}, "with role 'narrator'"),
+    "no role": ({"messages": [{"content": "x"}]}, "with role None"),
     "no text": ({"messages": [{"role": "user"}]}, "a turn without text"),
     "number": ({"messages": [{"role": "user", "content": 5}]}, "no text in `messages`"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of the type 'image_url'"),
-    "nobody answers": ({"messages": [ASKED[0]]}, "no turn of the assistant"),
-    "weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0.5}]}, "weight=0.5; a turn is learned"),
-    "nothing learned": ({"messages": [ASKED[0], {**ASKED[1], "train": False}]}, "no token to learn"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of type 'image_url'"),
+    "nobody answers": ({"messages": [ASKED[0]]}, "no assistant turn"),
+    "weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0.5}]}, "weight=0.5; use true or 1"),
+    "nothing learned": ({"messages": [ASKED[0], {**ASKED[1], "train": False}]}, "no token to train on"),
     "arguments": ({"messages": [ASKED[0], {"role": "assistant", "tool_calls": [
-        {"function": {"name": "f", "arguments": "{"}}]}]}, "no JSON in `arguments`"),
-    "call": ({"conversations": [{"from": "function_call", "value": "add(1)"}]}, "no JSON in `function_call`"),
-    "nameless call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a call of a tool without a name"),
-    "tools": ({"messages": [*ASKED], "tools": "{"}, "no JSON in `tools`"),
-    "tools of texts": ({"messages": [*ASKED], "tools": ["add"]}, "`tools` that are no list of objects"),
+        {"function": {"name": "f", "arguments": "{"}}]}]}, "invalid JSON in `arguments`"),
+    "call": ({"conversations": [{"from": "function_call", "value": "add(1)"}]}, "invalid JSON in `function_call`"),
+    "nameless call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a tool call without a name"),
+    "tools": ({"messages": [*ASKED], "tools": "{"}, "invalid JSON in `tools`"),
+    "tools of texts": ({"messages": [*ASKED], "tools": ["add"]}, "`tools` that are not a list of objects"),
     "surrogate": ({"instruction": "\ud800", "output": "x"}, "not UTF-8 in `instruction`"),
     "history": ({"instruction": "a", "output": "b", "history": [["x"]]}, "not a list of .question, answer."),
     "two kinds": ({"prompt": "a", "completion": [A]}, "neither two texts nor two lists"),
-    "a prompt's system": ({"prompt": "a", "completion": "b", "system": "S"}, "plain text has no place"),
-    "same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "prefers an answer to itself"),
-    "kinds of a pair": ({"prompt": "a", "chosen": "b", "rejected": [B]}, "of two kinds"),
-    "nothing shared": ({"chosen": "b", "rejected": "c"}, "no prompt in one of `prompt`, `question`, `instruction`"),
+    "a prompt's system": ({"prompt": "a", "completion": "b", "system": "S"}, "plain text cannot contain"),
+    "same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the same chosen and rejected answer"),
+    "kinds of a pair": ({"prompt": "a", "chosen": "b", "rejected": [B]}, "of different types"),
+    "nothing shared": ({"chosen": "b", "rejected": "c"}, "no prompt in `prompt`, `question`, `instruction`"),
     "no shared turn": ({"chosen": [A], "rejected": [B]}, "`conversations`, `messages`, and `chosen` and `rejected` do"),
-    "only a system": ({"chosen": "b", "rejected": "c", "system": "S"}, "no prompt in one of `prompt`"),
-    "an answered prompt": ({"conversations": [*ASKED], "chosen": A, "rejected": B}, "a turn of the assistant at the"),
-    "chosen by nobody": ({"messages": [ASKED[0]], "rejected_response": "x"}, "do not end with a turn of the assistant"),
-    "a rejected user": ({"prompt": "a", "chosen": A, "rejected": ASKED[0]}, "has no turn of the assistant"),
-    "the same response": ({"messages": [ASKED[0], A], "rejected_response": "A"}, "prefers an answer to itself"),
-    "lengths": ({"input_ids": [1, 2], "labels": [1]}, "holds 2 `input_ids` and 1 `labels`"),
-    "shifted": ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "the label 2 at place 0, where the id is 1; "),
-    "range": ({"input_ids": [1, 256], "labels": [1, 256]}, "holds the id 256, and the tokenizer has the ids 0 to 255"),
-    "no label": ({"input_ids": [1, 2], "labels": [-100, -100]}, "no token to learn"),
-    "only the first": ({"input_ids": [1, 2], "labels": [1, -100]}, "no token to learn"),
-    "no ids": ({"input_ids": [], "labels": []}, "no token to learn"),
-    "text as ids": ({"input_ids": ["a"], "labels": ["a"]}, "no list of ids"),
+    "only a system": ({"chosen": "b", "rejected": "c", "system": "S"}, "no prompt in `prompt`"),
+    "an answered prompt": ({"conversations": [*ASKED], "chosen": A, "rejected": B}, "an assistant turn at the end of"),
+    "chosen by nobody": ({"messages": [ASKED[0]], "rejected_response": "x"}, "do not end with an assistant turn"),
+    "a rejected user": ({"prompt": "a", "chosen": A, "rejected": ASKED[0]}, "has no assistant turn"),
+    "the same response": ({"messages": [ASKED[0], A], "rejected_response": "A"}, "the same chosen and rejected answer"),
+    "lengths": ({"input_ids": [1, 2], "labels": [1]}, "has 2 `input_ids` and 1 `labels`"),
+    "shifted": ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "the label 2 at position 0, where the id is 1; "),
+    "range": ({"input_ids": [1, 256], "labels": [1, 256]}, "has the id 256, but the tokenizer has the ids 0 to 255"),
+    "no label": ({"input_ids": [1, 2], "labels": [-100, -100]}, "no token to train on"),
+    "only the first": ({"input_ids": [1, 2], "labels": [1, -100]}, "no token to train on"),
+    "no ids": ({"input_ids": [], "labels": []}, "no token to train on"),
+    "text as ids": ({"input_ids": ["a"], "labels": ["a"]}, "no list of token ids"),
     "a tool for plain": ({"messages": [*ASKED, {"role": "tool", "content": {"a": 1}}]}, "no text in `messages`"),
-    "no format": ({"question": "x"}, "not the fields of any format, only question"),
+    "no format": ({"question": "x"}, "not have the fields of any format; its fields are question"),
 }  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def test_broken_records_are_named(name):
 
 
 def test_without_a_template_conversations_are_refused_with_the_fix():
-    with pytest.raises(BrokenRecordError, match=r"set data\.chat_template, to chatml for example"):
+    with pytest.raises(BrokenRecordError, match=r"set data\.chat_template, for example to chatml"):
         encoding(template=None).encode({"prompt": [ASKED[0]], "completion": [A]})
 
 

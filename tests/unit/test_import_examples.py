@@ -23,7 +23,7 @@ from echelon.recipe.load import parse_recipe
 from echelon.recipe.render import plain_value
 
 FOLDERS = os.environ.get("ECHELON_IMPORT_EXAMPLES", "")
-_UNKNOWN = "what it does is not known here"
+_UNKNOWN = "this key is unknown to echelon"
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def _reasons(message: str, path: Path) -> Iterator[str]:
     """The keys of a refusal, each with its reason and without its value."""
     lines = message.replace(str(path), "F").splitlines()
     for line in lines if len(lines) == 1 else lines[1:]:
-        line = line.removeprefix("F is no training that echelon has: ").removeprefix("F: ").strip()
+        line = line.removeprefix("F cannot be imported: ").removeprefix("F: ").strip()
         key, _, rest = line.partition(": ")
         place = re.sub(r"[.][0-9]+[.]", ".N.", key)
         yield f"{place}: {rest.rpartition(': ')[2]}"[:150]

@@ -167,7 +167,7 @@ def test_another_training_is_refused(tmp_path: Path, given: dict[str, Any], key:
         run(tmp_path, given)
     said = str(caught.value)
     assert f"{key}: " in said or key in said.split(), said
-    assert "what it does is not known here" not in said or key == "lr_scheduler_config", said
+    assert "this key is unknown to echelon" not in said or key == "lr_scheduler_config", said
     assert len(said.splitlines()) == 1, said  # one sentence for one key
 
 
@@ -180,13 +180,22 @@ def test_what_they_stand_in_is_imported(tmp_path: Path, given: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ({"model_name_or_path": "m", "template": "qwen", "infer_backend": "huggingface"}, "for answering, and trains"),
+        (
+            {"model_name_or_path": "m", "template": "qwen", "infer_backend": "huggingface"},
+            "for inference, not for training",
+        ),
         ({"model_name_or_path": "m", "adapter_name_or_path": "a", "template": "qwen", "export_dir": "out"}, "merges"),
-        ({**FACTORY, "do_train": False, "do_predict": True}, "do_predict: true: it writes answers, and trains nothing"),
-        ({"model_name_or_path": "m", "template": "fewshot", "task": "mmlu_test", "n_shot": 5}, "it measures a model"),
+        (
+            {**FACTORY, "do_train": False, "do_predict": True},
+            "do_predict: true: the file generates answers and does not train",
+        ),
+        (
+            {"model_name_or_path": "m", "template": "fewshot", "task": "mmlu_test", "n_shot": 5},
+            "the file evaluates a model",
+        ),
         ({"model": "m", "peft_config": {"name": "lora", "export_dir": "out"}}, "peft_config.export_dir"),
-        ({"distributed_type": "FSDP", "mixed_precision": "bf16"}, "settings of accelerate"),
-        ({"zero_optimization": {"stage": 3}}, "settings of DeepSpeed"),
+        ({"distributed_type": "FSDP", "mixed_precision": "bf16"}, "this is an accelerate configuration"),
+        ({"zero_optimization": {"stage": 3}}, "this is a DeepSpeed configuration"),
     ],
 )
 def test_a_file_that_trains_nothing_is_refused(tmp_path: Path, given: dict[str, Any], complaint: str) -> None:
@@ -203,11 +212,11 @@ def test_a_file_that_may_be_for_several_trainers_asks_which(tmp_path: Path) -> N
         run(tmp_path, PAIRS)
     recipe = parse_recipe(run(tmp_path, PAIRS, trainer="dpo").text, "imported")[0]
     assert (recipe.objective.name, recipe.objective.beta, recipe.optim.learning_rate) == ("dpo", 0.05, 1e-6)
-    with pytest.raises(ConfigError, match="--trainer orpo is a training that echelon does not have"):
+    with pytest.raises(ConfigError, match="--trainer orpo is not supported"):
         run(tmp_path, PAIRS, trainer="orpo")
-    with pytest.raises(ConfigError, match="dataset_name: o/n: the file does not say which trainer"):
+    with pytest.raises(ConfigError, match="dataset_name: o/n: the file does not specify the trainer"):
         run(tmp_path, {"model_name_or_path": "m", "dataset_name": "o/n"})
-    with pytest.raises(ConfigError, match="--trainer dpo: a file of axolotl says itself what it trains"):
+    with pytest.raises(ConfigError, match="--trainer dpo: files of axolotl specify the trainer"):
         run(tmp_path, AXOLOTL, trainer="dpo")
     assert "dpo" in run(tmp_path, {**V1, "train_dataset": "pairs.yaml"}, trainer="dpo").text
 
@@ -220,4 +229,4 @@ def test_all_that_is_refused_is_named_at_once(tmp_path: Path) -> None:
     assert isinstance(done.exception, ConfigError) and done.exception.exit_code == 2
     lines = str(done.exception).splitlines()
     assert len(lines) == 4 and done.stdout == ""
-    assert "  neftune_noise_alpha: 5: noise on embeddings is not built." in lines
+    assert "  neftune_noise_alpha: 5: noise on embeddings is not supported." in lines

@@ -133,9 +133,7 @@ def test_a_jinja_template_of_the_file_is_the_recipes(tmp_path: Path) -> None:
 
 def test_data_worded_in_two_ways_is_refused(tmp_path: Path) -> None:
     two = [{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl", "type": "chat_template"}]
-    with pytest.raises(
-        ConfigError, match="a recipe has one chat template, and this file words its data in several ways"
-    ):
+    with pytest.raises(ConfigError, match="a recipe has one chat template, but this file uses several"):
         imported(tmp_path, {"base_model": "m", "micro_batch_size": 1, "learning_rate": 1e-4, "datasets": two})
 
 

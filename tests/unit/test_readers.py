@@ -69,7 +69,7 @@ def test_a_damaged_compressed_file_loses_its_end_and_says_where(tmp_path, suffix
     path = compress(write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in TEXTS]), suffix)
     path.write_bytes(path.read_bytes()[:-200])
     found = read(path)
-    broken = [each for each in found if "does not decompress" in each]
+    broken = [each for each in found if "cannot be decompressed" in each]
     kept = found[: len(found) - len(broken)]
     assert 100 < len(kept) < len(TEXTS)
     assert kept == TEXTS[: len(kept)]
@@ -104,9 +104,9 @@ def test_rows_that_are_short_or_not_utf8_are_named_by_their_line(tmp_path):
     path.write_bytes(b'\xef\xbb\xbfid,text\n1,one\n2\n\n3,"th\nree"\n4,caf\xe9\n5,\n6,six\n')
     assert read(path) == [
         "one",
-        f"{path}:3 has only 1 columns; `text` is the 2th",
+        f"{path}:3 has only 1 columns; `text` is column 2",
         "th\nree",
-        f"{path}:7 holds text that is not UTF-8 in `text` (surrogates not allowed)",
+        f"{path}:7 has text that is not UTF-8 in `text` (surrogates not allowed)",
         "six",
     ]
 
@@ -143,9 +143,9 @@ def test_columns_of_text_and_of_ids(tmp_path, kind):
     for piece_bytes in (1, 1000, 10**9):
         assert read(path, piece_bytes) == TEXTS
     assert read(path, fields={"text": "body"}) == TEXTS[::-1]
-    with pytest.raises(DataError, match=r"has no column `story`; it has n, text, body"):
+    with pytest.raises(DataError, match=r"has no column `story`; its columns are n, text, body"):
         read(path, fields={"text": "story"})
-    with pytest.raises(DataError, match=r"holds int64 in its column `n`, neither text nor lists of ids"):
+    with pytest.raises(DataError, match=r"column `n` has type int64; it must contain text or lists of token ids"):
         read(path, fields={"text": "n"})
     ids = write_arrow(tmp_path / f"ids.{suffix}", pa.table({"input_ids": pa.array(IDS, pa.list_(pa.int32()))}), kind)
     assert read(ids) == IDS
@@ -172,13 +172,13 @@ def test_rows_without_text_and_files_that_are_none(tmp_path):
     assert read(path) == [
         "one",
         f"{path}, row 1 is not UTF-8 text (unexpected end of data)",
-        f"{path}, row 2 holds no text",
+        f"{path}, row 2 has no text",
         "two",
     ]
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(DataError, match=r"bad\.parquet is no readable parquet file"):
+    with pytest.raises(DataError, match=r"bad\.parquet is not a readable parquet file"):
         read(tmp_path / "bad.parquet")
-    assert f"{tmp_path}/bad.parquet is no readable parquet file" in read(tmp_path)[-1] + read(tmp_path)[0]
+    assert f"{tmp_path}/bad.parquet is not a readable parquet file" in read(tmp_path)[-1] + read(tmp_path)[0]
 
 
 def test_a_damaged_row_group_loses_its_rows(tmp_path):
@@ -199,7 +199,7 @@ def test_ids_in_lines(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", [*records, {"input_ids": "text"}, {"input_ids": [1.5]}, {"input_ids": []}])
     found = read(path)
     assert found[:-2] == IDS
-    assert all("holds no list of ids in `input_ids`" in each for each in found[-2:])
+    assert all("has no list of token ids in `input_ids`" in each for each in found[-2:])
     write_jsonl(path, [{"tokens": ids} for ids in IDS])
     assert read(path, fields={"input_ids": "tokens"}) == IDS
 
@@ -253,17 +253,17 @@ def test_rows_of_an_array_are_documents(tmp_path):
 def test_files_that_hold_no_ids_are_refused(tmp_path):
     path = tmp_path / "x.npy"
     np.save(path, np.array([1.5]))
-    with pytest.raises(DataError, match=r"x\.npy holds no array of whole numbers"):
+    with pytest.raises(DataError, match=r"x\.npy is not an integer array"):
         read(path)
     path.write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"x\.npy is no readable \.npy file"):
+    with pytest.raises(DataError, match=r"x\.npy is not a readable \.npy file"):
         read(path)
     path = write_flat(tmp_path, "gpt2")
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"x\.bin has .* bytes, not those of the 708 ids its header says"):
+    with pytest.raises(DataError, match=r"x\.bin has .* bytes, which does not match the 708 ids in its header"):
         read(path)
     path.write_bytes(b"odd")
-    with pytest.raises(DataError, match="no whole number of uint16 ids"):
+    with pytest.raises(DataError, match="not a whole number of uint16 ids"):
         read(path)
 
 
@@ -300,12 +300,12 @@ def test_megatrons_documents_are_made_of_sequences(tmp_path, code, kind):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda data: b"NOTMMID\0\0" + data[9:], "does not begin with MMIDIDX"),
-        (lambda data: data[:9] + struct.pack("<Q", 2) + data[17:], "is of version 2"),
-        (lambda data: data[:17] + b"\x07" + data[18:], "the ids have type 7"),
+        (lambda data: b"NOTMMID\0\0" + data[9:], "does not start with MMIDIDX"),
+        (lambda data: data[:9] + struct.pack("<Q", 2) + data[17:], "has version 2"),
+        (lambda data: data[:17] + b"\x07" + data[18:], "the ids the type code 7"),
         (lambda data: data[:-1], "too few for 2 sequences and 3 bounds"),
         (lambda data: data[:-8] + struct.pack("<q", 9), "do not cover its sequences"),
-        (lambda data: data[:34] + struct.pack("<i", 99) + data[38:], "reaches beyond its .bin"),
+        (lambda data: data[:34] + struct.pack("<i", 99) + data[38:], "extends beyond its .bin"),
     ],
 )
 def test_a_damaged_megatron_index_is_refused(tmp_path, change, problem):
@@ -315,7 +315,7 @@ def test_a_damaged_megatron_index_is_refused(tmp_path, change, problem):
     with pytest.raises(DataError, match=rf"x\.idx .*{problem}"):
         read(index, format="megatron")
     index.unlink()
-    with pytest.raises(DataError, match=r"x\.idx and its \.bin cannot both be read"):
+    with pytest.raises(DataError, match=r"x\.idx or its \.bin cannot be read"):
         read(tmp_path / "x.bin", format="megatron")
 
 

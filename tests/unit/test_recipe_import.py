@@ -238,7 +238,7 @@ def test_no_key_vanishes(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_key_nobody_knows_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(
-        ConfigError, match="brand_new_key: 3: what it does is not known here; if the training is the same"
+        ConfigError, match="brand_new_key: 3: this key is unknown to echelon; if it does not change the training"
     ):
         imported(tmp_path, FILES[name] + "brand_new_key: 3\n")
 
@@ -349,8 +349,8 @@ def test_what_training_arguments_write_themselves(tmp_path: Path) -> None:
     recipe = recipe_of(result)
     assert (recipe.optim.learning_rate, recipe.optim.warmup_steps, recipe.train.steps) == (1e-4, 5, 50)
     assert (recipe.global_batch_size, recipe.train.precision, recipe.adapter.method) == (8, "fp32", "full")
-    assert any("names no model" in note for note in result.notes)
-    assert any("names no data" in note for note in result.notes)
+    assert any("has no model" in note for note in result.notes)
+    assert any("has no data" in note for note in result.notes)
 
 
 def test_groups_of_arguments_are_taken_apart(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_a_key_of_axolotl(tmp_path: Path, extra: str, key: str, value: object) -
 
 def test_what_is_empty_does_not_vanish(tmp_path: Path) -> None:
     text = BASE + "special_tokens: {}\nlr_scheduler_kwargs: {}\nfsdp_config: {}\ntest_datasets: []\ntokens: []\n"
-    (line,) = (note for note in imported(tmp_path, text).notes if note.startswith("off, or the default"))
+    (line,) = (note for note in imported(tmp_path, text).notes if note.startswith("off or default"))
     for name in ("special_tokens", "lr_scheduler_kwargs", "fsdp_config", "test_datasets", "tokens"):
         assert name in line
 
@@ -427,7 +427,7 @@ def test_what_is_empty_does_not_vanish(tmp_path: Path) -> None:
 def test_a_share_of_an_unknown_run_that_no_key_can_say_is_told(tmp_path: Path) -> None:
     result = imported(tmp_path, BASE + "logging_steps: 0.1\n")
     assert [entry.name for entry in result.entries if entry.fate == "lost"] == ["logging_steps"]
-    assert any("never longer than 100 steps" in note for note in result.notes)
+    assert any("is limited to 100 steps" in note for note in result.notes)
 
 
 def test_plain_text_of_llamafactory(tmp_path: Path) -> None:
@@ -462,13 +462,13 @@ def test_a_value_of_any_kind_is_carried_told_or_refused_in_words(tmp_path: Path,
 @pytest.mark.parametrize(
     ("name", "text", "complaint"),
     [
-        ("training_args.bin", "x", "is a Python pickle, which runs code when it is read"),
+        ("training_args.bin", "x", "is a Python pickle, which runs code when it is loaded"),
         ("args.yaml", "PK\x03\x04", "is a Python pickle"),
         ("a.yaml", "colour: red\n", "--from axolotl"),
         ("a.json", "{", "is not valid JSON"),
-        ("a.yaml", "[1, 2]", "holds no mapping"),
-        ("a.yaml", "run: {}\nmodel: {}\ndata: {}\ntrain: {}\n", "is an echelon recipe already"),
-        ("a.yaml", BASE + "lora_r: 0\nadapter: lora\n", "makes no recipe"),
+        ("a.yaml", "[1, 2]", "is not a mapping"),
+        ("a.yaml", "run: {}\nmodel: {}\ndata: {}\ntrain: {}\n", "is already an echelon recipe"),
+        ("a.yaml", BASE + "lora_r: 0\nadapter: lora\n", "does not give a valid recipe"),
     ],
 )
 def test_refusals(tmp_path: Path, name: str, text: str, complaint: str) -> None:

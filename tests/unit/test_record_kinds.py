@@ -93,8 +93,8 @@ def test_csv_holds_texts(tmp_path):
     path.write_text("prompt,completion\na,b\nc\n\nd,\udce9\n", errors="surrogateescape")
     assert read(path) == [
         {"prompt": "a", "completion": "b"},
-        f"{path}:3 has only 1 columns; `completion` is the 2th",
-        f"{path}:5 holds text that is not UTF-8 in `completion` (surrogates not allowed)",
+        f"{path}:3 has only 1 columns; `completion` is column 2",
+        f"{path}:5 has text that is not UTF-8 in `completion` (surrogates not allowed)",
     ]
 
 
@@ -131,13 +131,15 @@ def test_the_recipe_says_what_records_are(tmp_path):
     assert read(both, format="prompt_completion") == [{"prompt": "a", "completion": "b"}]
     assert read(both, format="jsonl", fields={"text": "prompt"}) == [b"a"]
     path = write(tmp_path / "y.jsonl", [*RECORDS[:1], {"conversations": []}, {"messages": None}, 5])
-    wanted = "has no field `messages`, as records of the format messages do"
-    assert read(path)[1:] == [f"{path}:2 {wanted}", f"{path}:3 {wanted}", f"{path}:4 is no JSON object"]
+    wanted = "has no field `messages`, which the format messages requires"
+    assert read(path)[1:] == [f"{path}:2 {wanted}", f"{path}:3 {wanted}", f"{path}:4 is not a JSON object"]
     with pytest.raises(
         ConfigError, match=r"format=alpaca is for records in \.jsonl, \.json, .* and .*z\.txt is none\."
     ):
         read(Path(write(tmp_path / "z.jsonl", RECORDS).rename(tmp_path / "z.txt")), format="alpaca")
-    with pytest.raises(DataError, match="no column `instruction` and `output`; it has messages, id: set fields:"):
+    with pytest.raises(
+        DataError, match=r"no column `instruction` and `output`; its columns are messages, id\. Set fields:"
+    ):
         read(write(tmp_path / "x.parquet", RECORDS), format="alpaca")
 
 
@@ -172,10 +174,10 @@ def test_arrays_are_read_an_element_at_a_time(tmp_path, piece, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('[{"prompt": "a", "completion": "b"}, {"prompt": ', "cannot be read, nor what follows"),
-        ('[{"prompt": "a", "completion": "b"}', "it ends before the array does"),
+        ('[{"prompt": "a", "completion": "b"}, {"prompt": ', "cannot be read, nor can the rest of the file"),
+        ('[{"prompt": "a", "completion": "b"}', "the file ends inside the array"),
         ('[{"prompt": "a", "completion": "b"} {"prompt": "a"}]', "'{' instead of a comma"),
-        ('[{"prompt": "a", "completion": "b"}, 5]', "is no JSON object"),
+        ('[{"prompt": "a", "completion": "b"}, 5]', "is not a JSON object"),
         ('[{"prompt": "a", "completion": "b"}, ]', "cannot be read"),
         ('[{"prompt": "a", "completion": "b"}, ' + "[" * 100_000, "cannot be read"),
     ],
@@ -191,7 +193,7 @@ def test_damaged_arrays_give_what_comes_before_the_damage(tmp_path, text, proble
 def test_no_array_at_all(tmp_path):
     (tmp_path / "x.json").write_text('{"prompt": "a", "completion": "b"}')
     (broken,) = read(tmp_path / "x.json", format="prompt_completion")
-    assert "it is no array of records" in broken
+    assert "it is not an array of records" in broken
     assert not list(ArrayReader().cut(list_files(Source("k", str(write(tmp_path / "e.json", [])), "json"))[0]))
 
 

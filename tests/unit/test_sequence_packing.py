@@ -219,7 +219,7 @@ def test_copies_and_broken_records_are_left_out(tmp_path):
     prepared = prepare(build_spec(tmp_path, path, deduplicate=True, max_broken_fraction=0.5))
     (record,) = prepared.manifest.streams["train"]
     assert (record.labelled.samples, record.num_duplicates, record.num_broken) == (4, 1, 1)
-    assert record.broken[0].endswith("x.jsonl:6 holds no text in `completion`")
+    assert record.broken[0].endswith("x.jsonl:6 has no text in `completion`")
 
 
 def test_a_mixture_shares_out_packs_and_mixes_none(tmp_path):

@@ -1,4 +1,4 @@
-"""From an example of any instruction format to token ids with targets: what worker processes are sent, and do."""
+"""Encode examples of any instruction format as token ids with targets. Worker processes receive and run this."""
 
 import json
 from dataclasses import dataclass, field
@@ -17,12 +17,13 @@ from echelon.data.tokenizer import vocabulary_size
 
 @dataclass(frozen=True)
 class InstructionEncoding:
-    """How examples become tokens, as plain values: picklable, and equal where the tokens are.
+    """The settings that turn examples into tokens, as plain values: picklable, and equal if the tokens are equal.
 
-    `template` None: conversations are broken records. `special_tokens`: what templates call them, and their texts.
-    Around a prompt with its completion, which no template renders, go the ids `before` and, learned, `stop`; with
-    `needs_stop` and none they are broken records. `stops`: the ids that end an answer. `eot_tokens`: what the recipe
-    names as ends of turns, beside the tokens that were added to the vocabulary whole. `template_name`: for messages.
+    `template` None: conversations are broken records. `special_tokens`: their names in templates and their texts.
+    A prompt-completion record is not rendered by the template: the ids `before` precede it, and `stop`, a target,
+    follows it; with `needs_stop` and no `stop` such records are broken. `stops`: the ids that end an answer.
+    `eot_tokens`: the ends of turns that the recipe names, in addition to the added tokens of the vocabulary.
+    `template_name`: for messages.
     """
 
     tokenizer_json: str
@@ -38,9 +39,9 @@ class InstructionEncoding:
     template_name: str = field(default="the chat template", compare=False)
 
     def encode(self, record: Example) -> tuple[EncodedDocument, ...]:
-        """The documents of an example: one, or the chosen and the rejected text of a preference pair.
+        """Encode an example: one document, or the chosen and the rejected text of a preference pair.
 
-        Never cut to a length; each has a target. Raises BrokenRecordError with what is wrong with the example.
+        Documents are not cut to a length, and each has at least one target. Raises BrokenRecordError.
         """
         example = parse_example(record)
         if isinstance(example, Preference):
@@ -53,15 +54,15 @@ class InstructionEncoding:
         else:
             documents = (self._encode_text(example),)
         if not all(document.targets.any() for document in documents):
-            raise BrokenRecordError("has no token to learn")
+            raise BrokenRecordError("has no token to train on")
         return documents
 
     def encode_conversation(self, conversation: Conversation) -> EncodedDocument:
-        """A conversation as the template renders it. Raises BrokenRecordError."""
+        """Render a conversation with the chat template and encode it. Raises BrokenRecordError."""
         if self.chat_template is None:
             raise BrokenRecordError(
-                "is a conversation, for which there is no chat template: the tokenizer has none; set "
-                "data.chat_template, to chatml for example"
+                "is a conversation, but the tokenizer has no chat template; set data.chat_template, for example to "
+                "chatml"
             )
         has_system = any(message["role"] == "system" for message in conversation.messages)
         if self.system_prompt is not None and not has_system:
@@ -71,17 +72,17 @@ class InstructionEncoding:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """The template with the tokens it can name."""
+        """The chat template; None if there is none."""
         return None if self.template is None else self.template_for(self.train_on)
 
     def template_for(self, train_on: str) -> ChatTemplate:
-        """The template, with other turns to learn."""
+        """Return the chat template with another value of `data.train_on`."""
         tokens = dict(self.special_tokens)
         return ChatTemplate(self.template or "", tokens, train_on, self.eot_tokens, self.template_name)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, with nothing cut off and nothing filled up."""
+        """The tokenizer, without truncation and padding."""
         tokenizer = Tokenizer.from_str(self.tokenizer_json)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -89,12 +90,12 @@ class InstructionEncoding:
 
     @cached_property
     def num_ids(self) -> int:
-        """One more than the largest id."""
+        """The vocabulary size: the largest id plus one."""
         return vocabulary_size(self.tokenizer)
 
     @cached_property
     def added_ids(self) -> frozenset[int]:
-        """The ids of special and other tokens that were added whole, and of those that the recipe names as ends."""
+        """The ids of the special and other added tokens, and of the `eot_tokens` of the recipe."""
         added = json.loads(self.tokenizer_json)["added_tokens"]
         named = (self.tokenizer.token_to_id(text) for _, text in self.special_tokens)
         return frozenset(token["id"] for token in added) | {id for id in named if id is not None} | self.eot_ids
@@ -105,7 +106,7 @@ class InstructionEncoding:
         return frozenset(self.tokenizer.encode(text, add_special_tokens=False).ids[0] for text in self.eot_tokens)
 
     def added_token(self, text: str, place: int) -> int | None:
-        """The id at a place of a text, -1 its end, if it is one of a token that was added to the vocabulary whole."""
+        """Return the id at index `place` of an encoded text (-1: the last) if it is in `added_ids`, else None."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids[place] if ids and ids[place] in self.added_ids else None
 
@@ -113,11 +114,11 @@ class InstructionEncoding:
         return self._encode_completion(text) if isinstance(text, Completion) else self.encode_conversation(text)
 
     def _encode_completion(self, text: Completion) -> EncodedDocument:
-        """Prompt and completion as one text, so that the ids are those of the text; no template is put around it."""
+        """Encode prompt and completion as one text, so that the ids match that text; no template is applied."""
         if self.stop is None and self.needs_stop:
             raise BrokenRecordError(
-                "ends in no token at which generation could stop: the tokenizer has no eos; set "
-                "data.document_separator to a token it has (model.new_tokens adds one), or to null to learn no end"
+                "has no token that ends the completion: the tokenizer has no eos; set data.document_separator to one "
+                "of its tokens (model.new_tokens adds one), or to null to train without an end token"
             )
         whole = text.prompt + text.completion
         ids, targets = self._tokenize(Rendered(whole, [(len(text.prompt), len(whole))]))
@@ -128,9 +129,9 @@ class InstructionEncoding:
         return EncodedDocument(ids, _mask_first(targets))
 
     def _tokenize(self, rendered: Rendered) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """The ids of a text and which are learned, both `[n]`: the tokens whose characters are all in a span.
+        """Return the ids of a text and their target mask, both `[n]`. A target token is completely inside a span.
 
-        A turn ends with the token that stops it: the white space that a template writes behind is never generated.
+        The token that ends a turn is its last target: the white space that a template adds after it is never generated.
         """
         encoded = self.tokenizer.encode(rendered.text, add_special_tokens=False)
         ids = np.array(encoded.ids, dtype=np.int64)
@@ -146,10 +147,10 @@ class InstructionEncoding:
         return ids, targets
 
     def _check_ids(self, document: EncodedDocument) -> EncodedDocument:
-        """Ids that were given. Raises BrokenRecordError for one that the tokenizer does not have."""
+        """Check given ids. Raises BrokenRecordError for an id that the tokenizer does not have."""
         wrong = document.ids[(document.ids < 0) | (document.ids >= self.num_ids)]
         if len(wrong):
-            raise BrokenRecordError(f"holds the id {wrong[0]}, and the tokenizer has the ids 0 to {self.num_ids - 1}")
+            raise BrokenRecordError(f"has the id {wrong[0]}, but the tokenizer has the ids 0 to {self.num_ids - 1}")
         return EncodedDocument(document.ids, _mask_first(document.targets))
 
 
@@ -163,7 +164,7 @@ def _put_system(text: str, conversation: Conversation) -> Conversation:
 
 
 def _mask_first(targets: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Targets without the first token's: nothing predicts it."""
+    """Remove the first token from the targets: nothing predicts it."""
     targets = targets.copy()
     targets[:1] = False
     return targets

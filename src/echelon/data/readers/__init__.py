@@ -1,6 +1,6 @@
-"""The formats that are read. A format is a file of this package and a row of the table in `recipe/names.py`.
+"""Readers of the data formats. `FORMATS` in `recipe/names.py` lists the formats and the reader class of each.
 
-`record` has what a reader works with and the protocol it fulfils; `compressed` and `sequence` what several share.
+`record` defines the `Reader` interface and its types; `compressed` and `sequence` contain what several readers share.
 """
 
 import json
@@ -32,7 +32,7 @@ _BY_SUFFIX = {suffix: name for name, row in FORMATS.items() for suffix in row.su
 
 
 def guess_format(path: Path) -> str | None:
-    """The format a file's name tells, `.gz` and `.zst` aside; None for a suffix that no format has."""
+    """Guess a file's format from its name, ignoring `.gz` and `.zst`; None if no format matches."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     if compressed:
@@ -46,10 +46,10 @@ def guess_format(path: Path) -> str | None:
 
 
 def find_reader(file: SourceFile, key: str = "data.train.format") -> Reader:
-    """The reader of a file's format: one object for all files of a format with the same options.
+    """Return the reader of a file's format. Files with the same format and options share one reader.
 
-    Raises ConfigError for one from outside that cannot be imported, is no Reader, or does not take the options; `key`
-    is the recipe's.
+    Raises ConfigError, naming the recipe key `key`, for a custom reader that cannot be imported, is not a Reader or
+    rejects the options.
     """
     return _build_reader(key, file.format, file.options)
 
@@ -62,23 +62,23 @@ def _build_reader(key: str, format: str, options: str) -> Reader:
 
 
 def cut_file(file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
-    """The spans of a file. See Reader.cut."""
+    """Cut a file into spans. See Reader.cut."""
     return find_reader(file).cut(file, piece_bytes)
 
 
 def read_records(span: Span, reading: Reading) -> Iterator[Record | Broken]:
-    """The records of a span. See Reader.read."""
+    """Read the records of a span. See Reader.read."""
     return read_span(find_reader(span.file), span, reading)
 
 
 def name_place(record: Broken | Odd) -> str:
-    """Where a broken or an odd record is, for people: the file, and the line, row or record where there is one."""
+    """Describe the location of a broken or odd record: the file and, if known, the line, row or record number."""
     file = record.file
     return str(file.path) if record.position is None else find_reader(file).place(file, record.position)
 
 
 def count_documents(files: Iterable[SourceFile], limit: int, reading: Reading) -> int:
-    """How many documents the files hold, counted up to `limit` and no further."""
+    """Count the documents in the files, stopping at `limit`."""
     count = 0
     for file in files:
         if count >= limit:
@@ -88,9 +88,9 @@ def count_documents(files: Iterable[SourceFile], limit: int, reading: Reading) -
 
 
 def field_names(file: SourceFile) -> tuple[str, ...]:
-    """The names of the fields of a file of records: a table's columns, or what the first record has that can be read.
+    """Return the field names of a file: the columns of a table, or the fields of its first readable record.
 
-    Raises DataError for a file that cannot be opened; none for one that is damaged, which is found when it is read.
+    Returns none for a damaged file; reading it reports the damage. Raises DataError for a file that cannot be opened.
     """
     reader = find_reader(file)
     if not file.size and file.format != "hub":

@@ -1,6 +1,6 @@
-"""JSON files that hold one array of records: each of its objects is a record, as a line of JSON lines is.
+"""JSON files that contain one array of objects. Each object is a record, like a line of a JSON Lines file.
 
-The array is decoded as it is read, an element at a time: memory is bounded by the largest one.
+The array is decoded one element at a time, so the largest element bounds the memory.
 """
 
 import codecs
@@ -16,10 +16,10 @@ _SPACE = " \t\r\n"
 
 
 class ArrayReader(SequentialReader):
-    """The elements of the array. A position is the number of an element, from 0."""
+    """Read the elements of the array. A position is the index of an element, from 0."""
 
     def walk(self, file: SourceFile) -> Iterator[tuple[int, Record | Broken]]:
-        """See SequentialReader. An array that breaks off is a broken record there: nothing behind it can be found."""
+        """See SequentialReader. A syntax error yields one broken record and ends the file: no later record is found."""
         number = 0
         with open_decompressed(file) as stream:
             try:
@@ -28,11 +28,11 @@ class ArrayReader(SequentialReader):
                     if found is not None:
                         yield stream.consumed, found
             except (DamagedStreamError, ValueError, RecursionError) as error:
-                yield file.size, Broken(file, number, f"cannot be read, nor what follows ({error})")
+                yield file.size, Broken(file, number, f"cannot be read, nor can the rest of the file ({error})")
 
 
 def is_array(file: SourceFile) -> bool:
-    """Whether a file begins as an array of objects does."""
+    """Whether a file starts like a JSON array of objects."""
     with open_decompressed(file) as stream:
         try:
             start = stream.read(2**12).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -42,10 +42,10 @@ def is_array(file: SourceFile) -> bool:
 
 
 def _elements(stream: Decompressed) -> Iterator[Any]:
-    """The values of the array. Raises ValueError for what is none, or is cut off, and DamagedStreamError."""
+    """Yield the values of the array. Raises ValueError (not an array, or truncated) and DamagedStreamError."""
     text, decoder = _Text(stream), json.JSONDecoder()
     if text.next_character() != "[":
-        raise ValueError("it is no array of records, [{...}, {...}]")
+        raise ValueError("it is not an array of records, [{...}, {...}]")
     text.skip(1)
     if text.next_character() == "]":
         return
@@ -57,11 +57,13 @@ def _elements(stream: Decompressed) -> Iterator[Any]:
         if separator == "]":
             return
         if separator != ",":
-            raise ValueError("it ends before the array does" if not separator else f"{separator!r} instead of a comma")
+            raise ValueError(
+                "the file ends inside the array" if not separator else f"found {separator!r} instead of a comma"
+            )
 
 
 class _Text:
-    """A stream of UTF-8 as text, held from the place that is read at on."""
+    """A UTF-8 stream as text. It keeps only the text from the current position on."""
 
     def __init__(self, stream: Decompressed) -> None:
         self._stream = stream
@@ -69,7 +71,7 @@ class _Text:
         self._held, self._place, self._ended = "", 0, False
 
     def next_character(self) -> str:
-        """The next character that is no space, without passing over it; "" at the end."""
+        """Skip white space and return the next character without consuming it; "" at the end."""
         while True:
             while self._place < len(self._held) and self._held[self._place] in _SPACE:
                 self._place += 1
@@ -78,11 +80,11 @@ class _Text:
             self._fill(PIECE_BYTES)
 
     def skip(self, count: int) -> None:
-        """Pass over characters."""
+        """Skip `count` characters."""
         self._place += count
 
     def decode(self, decoder: json.JSONDecoder) -> Any:
-        """The JSON value that begins here. What cannot be read yet is read with ever more of the file behind it."""
+        """Decode the JSON value that starts here, reading more of the file until the value is complete."""
         size = PIECE_BYTES
         while True:
             try:

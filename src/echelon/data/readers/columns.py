@@ -1,8 +1,7 @@
-"""Parquet and Arrow files: a document is a row: the text or the ids in one of its columns, or the example that several
-of them make.
+"""Parquet and Arrow files. A document is a row: the text or the ids in one column, or an example in several columns.
 
-Spans are ranges of rows, planned from what the files say of themselves. A process that reads the span after one it has
-read before goes on where it was; it holds a batch of rows, never a row group or a file.
+Spans are ranges of rows, planned from the files' metadata. A process that reads consecutive spans continues where it
+stopped. It keeps one batch of rows in memory, never a row group or a file.
 """
 
 from abc import abstractmethod
@@ -33,7 +32,7 @@ _BATCH_ROWS = 1024
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that the file keeps together, from `start` on, and the bytes they take."""
+    """Rows that the file stores together (a row group or a record batch): first row, number of rows, size in bytes."""
 
     start: int
     num_rows: int
@@ -41,32 +40,32 @@ class Block:
 
 
 class ColumnReader(Reader):
-    """What Parquet and Arrow share. A position is the number of the row, from 0."""
+    """The common part of the Parquet and Arrow readers. A position is a row number, from 0."""
 
     @abstractmethod
     def blocks(self, file: SourceFile) -> Iterator[Block]:
-        """The blocks of a file in order. Raises what pyarrow raises for a file that is damaged."""
+        """Yield the blocks of a file in order. Raises pyarrow's errors for a damaged file."""
 
     @abstractmethod
     def batches(self, path: Path, columns: tuple[str, ...], start: int) -> Iterator[tuple[int, Any]]:
-        """Record batches of some columns with the row each begins at, from the block of row `start` on."""
+        """Yield (first row, record batch) for the given columns, from the block that contains row `start` on."""
 
     @abstractmethod
     def columns(self, path: Path) -> list[str]:
-        """The names of the columns."""
+        """Return the column names."""
 
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
-        """See Reader. Raises DataError for a file without the column."""
+        """See Reader. Raises DataError if a needed column is missing."""
         first, last = file.rows or (0, 2**63)
         try:
             if file.size and find_columns(file, self.columns(file.path)):
                 for block in self.blocks(file):
                     yield from _cut_block(file, block, first, last, piece_bytes)
         except damages() as error:
-            yield broken_file(file, f"is no readable {file.format} file ({_one_line(error)})")
+            yield broken_file(file, f"is not a readable {file.format} file ({_one_line(error)})")
 
     def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:
-        """See Reader. What a block has that cannot be read is broken from there to the end of the span."""
+        """See Reader. After a read error, all remaining rows of the span count as broken."""
         file = span.file
         columns = find_columns(file, self.columns(file.path))
         row = span.start
@@ -88,7 +87,7 @@ class ColumnReader(Reader):
 
 
 class ParquetReader(ColumnReader):
-    """Parquet, by row groups and the pages in them."""
+    """Parquet files. A block is a row group."""
 
     def columns(self, path: Path) -> list[str]:
         """See ColumnReader."""
@@ -107,7 +106,7 @@ class ParquetReader(ColumnReader):
         """See ColumnReader."""
         with _pyarrow_parquet().ParquetFile(path, memory_map=False, pre_buffer=False) as parquet:
             row = 0
-            # A group at a time: a batch across groups would be lost with the first damaged one.
+            # One group at a time: a damaged group would otherwise lose a batch that spans several groups.
             for index in range(parquet.num_row_groups):
                 stop = row + parquet.metadata.row_group(index).num_rows
                 if stop > start:
@@ -119,7 +118,7 @@ class ParquetReader(ColumnReader):
 
 
 class ArrowReader(ColumnReader):
-    """Arrow's IPC formats: the file format (Feather too) and the stream format, which `save_to_disk` writes."""
+    """Arrow IPC files: the file format (also Feather) and the stream format, which `save_to_disk` writes."""
 
     def columns(self, path: Path) -> list[str]:
         """See ColumnReader."""
@@ -135,7 +134,7 @@ class ArrowReader(ColumnReader):
                 start += batch.num_rows
 
     def batches(self, path: Path, columns: tuple[str, ...], start: int) -> Iterator[tuple[int, Any]]:
-        """See ColumnReader. Batches before `start` are passed over without being touched, unless compressed."""
+        """See ColumnReader. Batches before `start` are skipped without being read, unless they are compressed."""
         row = 0
         with _open_arrow(path) as (_, batches):
             for batch in batches:
@@ -145,7 +144,7 @@ class ArrowReader(ColumnReader):
 
 
 class _Cursor:
-    """Where this process is in a table: spans come in order, so each usually goes on where the last one ended."""
+    """The current position of this process in a table. Spans are in order, so each usually continues the last one."""
 
     def __init__(self) -> None:
         self._key: tuple[Path, tuple[str, ...]] | None = None
@@ -155,7 +154,7 @@ class _Cursor:
     def rows(
         self, reader: ColumnReader, path: Path, columns: tuple[str, ...], start: int, stop: int
     ) -> Iterator[tuple[int, Any]]:
-        """Record batches that make up rows [start, stop), each with its first row."""
+        """Yield (first row, record batch) for the rows [start, stop)."""
         if self._key != (path, columns) or self._current is None or start < self._current[0]:
             self._key, self._batches = (path, columns), reader.batches(path, columns, start)
             self._current = next(self._batches, None)
@@ -171,7 +170,7 @@ class _Cursor:
             self._current = next(self._batches, None)
 
     def close(self) -> None:
-        """Forget the place, as after an error."""
+        """Reset the position, for example after an error."""
         self._key, self._batches, self._current = None, iter(()), None
 
 
@@ -179,12 +178,12 @@ _cursor = _Cursor()
 
 
 def find_columns(file: SourceFile, names: list[str]) -> tuple[str, ...]:
-    """The columns to read. Raises DataError when those that are needed are not there."""
+    """Return the columns to read. Raises DataError if a needed column is missing."""
     columns = file.fields.columns(names)
     if not columns:
         raise DataError(
-            f"{file.path} has no column {file.fields}; it has {', '.join(names)}: set {file.fields.fix} beside the "
-            f"path ({describe_formats()})."
+            f"{file.path} has no column {file.fields}; its columns are {', '.join(names)}. Set {file.fields.fix} next "
+            f"to the path ({describe_formats()})."
         )
     return columns
 
@@ -200,7 +199,7 @@ def _cut_block(file: SourceFile, block: Block, first: int, last: int, piece_byte
 
 
 def _parse(file: SourceFile, batch: Any, start: int) -> Iterator[Record | str | None]:
-    """Each row's record, None for an empty one, or what is wrong with it."""
+    """Yield for each row its record, None if it is empty, or a description of the problem."""
     if isinstance(file.fields, ExampleFields):
         yield from (_parse_example(file.fields, batch.slice(row, 1), start + row) for row in range(batch.num_rows))
         return
@@ -208,7 +207,7 @@ def _parse(file: SourceFile, batch: Any, start: int) -> Iterator[Record | str | 
     values, column = batch.column(0), batch.schema.names[0]
     kind = values.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        # As bytes, so that one row that is not UTF-8 is known by itself.
+        # As bytes, so that a row that is not UTF-8 is reported by itself.
         yield from map(
             _parse_text, values.cast(pa.large_binary() if pa.types.is_large_string(kind) else pa.binary()).to_pylist()
         )
@@ -216,7 +215,9 @@ def _parse(file: SourceFile, batch: Any, start: int) -> Iterator[Record | str | 
         for scalar in values:
             yield _parse_row(scalar, column)
     else:
-        raise DataError(f"{file.path} holds {kind} in its column `{column}`, neither text nor lists of ids.")
+        raise DataError(
+            f"{file.path}: the column `{column}` has type {kind}; it must contain text or lists of token ids."
+        )
 
 
 def _parse_example(fields: ExampleFields, row: Any, position: int) -> Record | str:
@@ -230,7 +231,7 @@ def _parse_example(fields: ExampleFields, row: Any, position: int) -> Record | s
 
 def _parse_text(value: bytes | None) -> Record | str | None:
     if value is None:
-        return "holds no text"
+        return "has no text"
     try:
         value.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -240,7 +241,7 @@ def _parse_text(value: bytes | None) -> Record | str | None:
 
 def _parse_row(scalar: Any, column: str) -> Record | str | None:
     if not scalar.is_valid:
-        return f"holds no list of ids in `{column}`"
+        return f"has no list of token ids in `{column}`"
     try:
         ids = parse_ids(scalar.values.to_numpy(zero_copy_only=False), column)
     except BrokenRecordError as error:
@@ -249,7 +250,7 @@ def _parse_row(scalar: Any, column: str) -> Record | str | None:
 
 
 def drop_nulls(value: Any) -> Any:
-    """A value without the fields that are null: in a table every record has the fields of all others."""
+    """Remove the null fields from a value. In a table, every record has all fields, also those it does not use."""
     if isinstance(value, dict):
         return {key: drop_nulls(each) for key, each in value.items() if each is not None}
     is_nested = isinstance(value, list) and value and isinstance(value[0], dict | list)
@@ -258,7 +259,7 @@ def drop_nulls(value: Any) -> Any:
 
 @contextmanager
 def _open_arrow(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """The schema and the record batches of either IPC format. Mapped: batches are read as they are touched."""
+    """Open either IPC format: the schema and the record batches. Memory-mapped: a batch is read when accessed."""
     pa = _pyarrow()
     with pa.memory_map(str(path)) as source:
         if source.read(6) == b"ARROW1":
@@ -276,7 +277,7 @@ def _one_line(error: Exception) -> str:
 
 
 def damages() -> tuple[type[Exception], ...]:
-    """What pyarrow raises for a file that is damaged or of another format."""
+    """The exceptions that pyarrow raises for a file that is damaged or in another format."""
     return (_pyarrow().ArrowException, OSError)
 
 
@@ -286,7 +287,7 @@ def _pyarrow() -> Any:
         import pyarrow.ipc
     except ImportError as error:
         raise ConfigError(
-            "parquet and arrow files take the package pyarrow; install it with pip install 'echelon[data]'."
+            "parquet and arrow files require the package pyarrow; install it with pip install 'echelon[data]'."
         ) from error
     return pyarrow
 

@@ -1,4 +1,4 @@
-"""Files as bytes, whether they lie there plain or compressed (.gz, .zst)."""
+"""Read the bytes of plain and compressed (.gz, .zst) files."""
 
 import gzip
 import zlib
@@ -16,16 +16,16 @@ _PACKED_BYTES = 2**16
 
 
 class DamagedStreamError(Exception):
-    """A compressed file does not decompress; the message is the reason."""
+    """A compressed file cannot be decompressed. The message gives the reason."""
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the file's name says that it is compressed."""
+    """Whether the file name has a compression suffix."""
     return path.suffix.lower() in COMPRESSIONS
 
 
 def open_plain(file: SourceFile) -> BinaryIO:
-    """The file's bytes as they lie on the disk. Raises DataError when it cannot be opened."""
+    """Open a file's bytes as stored on disk. Raises DataError if it cannot be opened."""
     try:
         return file.path.open("rb")
     except OSError as error:
@@ -33,17 +33,17 @@ def open_plain(file: SourceFile) -> BinaryIO:
 
 
 def read_bytes(file: SourceFile, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of a file as they lie on the disk. Raises DataError when they are not all there."""
+    """Read bytes [start, stop) of a file as stored on disk. Raises DataError if the file is shorter."""
     with open_plain(file) as stream:
         stream.seek(start)
         data = stream.read(stop - start)
     if len(data) != stop - start:
-        raise DataError(f"{file.path} became shorter while it was read; run again when it is complete.")
+        raise DataError(f"{file.path} became shorter while it was being read; run again when the file is complete.")
     return data
 
 
 class Decompressed:
-    """The bytes of a file, decompressed as they are read; `consumed` is how far it is in the compressed ones."""
+    """A file's bytes, decompressed while reading. `consumed` is the position in the file as stored."""
 
     def __init__(self, raw: BinaryIO, suffix: str) -> None:
         self._raw = raw
@@ -57,23 +57,23 @@ class Decompressed:
 
     @property
     def consumed(self) -> int:
-        """How many bytes of the file have been used."""
+        """Bytes read from the file as stored on disk."""
         return self._raw.tell()
 
     def read(self, size: int) -> bytes:
-        """Up to `size` bytes; fewer only at the end. Raises DamagedStreamError."""
+        """Read `size` bytes; fewer only at the end. Raises DamagedStreamError."""
         parts, left = [], size
         try:
             while left and (part := self._read(left)):
                 parts.append(part)
                 left -= len(part)
         except self._damages as error:
-            raise DamagedStreamError(f"does not decompress ({error})") from error
+            raise DamagedStreamError(f"cannot be decompressed ({error})") from error
         return b"".join(parts)
 
 
 class _ZstdFrames:
-    """A .zst file, of one frame or several. zstandard's own reader takes a file that is cut off for a whole one."""
+    """A .zst file of one or several frames. zstandard's own reader does not report a truncated file."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
@@ -82,7 +82,7 @@ class _ZstdFrames:
         self._ready = b""
 
     def read(self, size: int) -> bytes:
-        """Up to `size` bytes; none at the end. Raises EOFError where a frame is cut off."""
+        """Read up to `size` bytes; none at the end. Raises EOFError if a frame is truncated."""
         while not self._ready:
             ended = self._frame is not None and self._frame.eof
             packed = (self._frame.unused_data if ended else b"") or self._raw.read(_PACKED_BYTES)
@@ -99,9 +99,9 @@ class _ZstdFrames:
 
 @contextmanager
 def open_decompressed(file: SourceFile) -> Iterator[Decompressed]:
-    """Read a file's text, decompressing it where its name says so.
+    """Open a file, decompressing it if its name has a compression suffix.
 
-    Raises DataError when it cannot be opened, ConfigError when what decompresses it is not installed.
+    Raises DataError if it cannot be opened, ConfigError if the package that decompresses it is not installed.
     """
     with open_plain(file) as raw:
         yield Decompressed(raw, file.path.suffix.lower())
@@ -111,5 +111,7 @@ def _import_zstandard() -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise ConfigError("a .zst file takes the package zstandard; pip install 'echelon[data]'.") from error
+        raise ConfigError(
+            "a .zst file requires the package zstandard; install it with pip install 'echelon[data]'."
+        ) from error
     return zstandard

@@ -1,7 +1,7 @@
-"""Hugging Face datasets: what `save_to_disk` wrote, and datasets of the hub, streamed.
+"""Hugging Face datasets: folders written by `save_to_disk`, and datasets streamed from the Hub.
 
-A saved dataset is a folder of Arrow files, read as such. A dataset of the hub is walked through by one process, which
-hands out its records: nothing of it is kept on the disk but the tokens.
+A saved dataset is a folder of Arrow files and is read as such. A Hub dataset is streamed by one process, which
+distributes the records. Only the tokens are stored on disk.
 """
 
 import json
@@ -30,26 +30,26 @@ _SPLITS = "dataset_dict.json"
 
 @dataclass(frozen=True)
 class SavedFile:
-    """An Arrow file of a saved dataset, and the rows of it that a split takes; None for all."""
+    """An Arrow file of a saved dataset, and the range of rows that a split selects; None for all rows."""
 
     path: Path
     rows: tuple[int, int] | None
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `save_to_disk` of a Dataset or a DatasetDict wrote this folder."""
+    """Whether this folder was written by `save_to_disk` of a Dataset or a DatasetDict."""
     return (folder / _SPLITS).is_file() or ((folder / _DATASET).is_file() and (folder / "dataset_info.json").is_file())
 
 
 def list_saved_dataset(folder: Path, split: str | None, where: str) -> list[SavedFile]:
-    """The files of a saved dataset, or of the split asked for, in order. `where` begins each message.
+    """List the files of a saved dataset, or of the given split, in order. `where` starts each message.
 
-    Raises DataError for a folder that is damaged or has no such split, ConfigError for what is no split.
+    Raises DataError for a damaged folder or a split without records, ConfigError for an invalid or unknown split.
     """
     try:
         files = {name: _list_files(member) for name, member in _find_members(folder).items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{where} is a damaged dataset of save_to_disk ({error}); save it again.") from error
+        raise DataError(f"{where} is a damaged save_to_disk dataset ({error}); save it again.") from error
     if split is None:
         return [SavedFile(path, None) for path in files[_only_split(files, where)]]
     lengths = {name: [_count_rows(path) for path in paths] for name, paths in files.items()}
@@ -62,12 +62,12 @@ def list_saved_dataset(folder: Path, split: str | None, where: str) -> list[Save
                 chosen.append(SavedFile(path, rows))
             first += num_rows
     if not chosen:
-        raise DataError(f"{where}, split={split} holds no records.")
+        raise DataError(f"{where}, split={split} has no records.")
     return chosen
 
 
 def _find_members(folder: Path) -> dict[str, Path]:
-    """The folder of each split of a saved dataset, by the split's name."""
+    """Map each split name of a saved dataset to its folder."""
     if (folder / _SPLITS).is_file():
         names = json.loads((folder / _SPLITS).read_text(encoding="utf-8"))["splits"]
         return {name: folder / name for name in names}
@@ -76,22 +76,22 @@ def _find_members(folder: Path) -> dict[str, Path]:
 
 
 def _only_split(splits: Iterable[str], where: str) -> str:
-    """The one split there is, where none was asked for. Raises ConfigError where there are several to choose from."""
+    """Return the only split of a dataset. Raises ConfigError if there are several."""
     first, *others = splits
     if others:
-        raise ConfigError(f"{where} holds the splits {', '.join(splits)}; choose with split: {first}.")
+        raise ConfigError(f"{where} has the splits {', '.join(splits)}; select one, for example split: {first}.")
     return first
 
 
 def parse_split(split: str, num_rows: dict[str, int], where: str) -> list[tuple[str, int, int]]:
-    """`datasets`' slicing syntax as (split, first row, row behind the last). Raises ConfigError."""
+    """Parse the slicing syntax of `datasets` into (split, first row, end row, exclusive). Raises ConfigError."""
     datasets = _import_datasets()
     try:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(num_rows)
     except (ValueError, AssertionError) as error:
         raise ConfigError(
-            f"{where}, split={split}: {' '.join(str(error).split())} It holds "
-            f"{', '.join(f'{name} ({rows} records)' for name, rows in num_rows.items())}; a split is written as "
+            f"{where}, split={split}: {' '.join(str(error).split())} The dataset has "
+            f"{', '.join(f'{name} ({rows} records)' for name, rows in num_rows.items())}; write a split as "
             f"{next(iter(num_rows))} or {next(iter(num_rows))}[:90%]."
         ) from error
     ends = [num_rows[part.splitname] if part.to is None else part.to for part in parts]
@@ -109,10 +109,10 @@ def _count_rows(path: Path) -> int:
 
 
 class HubReader(SequentialReader):
-    """A dataset that `datasets.load_dataset` streams: one of the hub, or a folder of data files. See `find_on_hub`."""
+    """A dataset streamed by `datasets.load_dataset`: a Hub dataset or a folder of data files. See `find_on_hub`."""
 
     def walk(self, file: SourceFile) -> Iterator[tuple[int, Record | Broken]]:
-        """See SequentialReader. Raises EchelonError when the stream breaks off: what was read before is to be kept."""
+        """See SequentialReader. Raises EchelonError if the stream fails; the records read before are kept."""
         first = file.rows[0] if file.rows else 0
         number, used = first, 0
         try:
@@ -126,15 +126,16 @@ class HubReader(SequentialReader):
                     yield used, found
         except (OSError, ValueError) as error:
             raise EchelonError(
-                f"{file.path} cannot be read on at record {number} ({_one_line(error)}); run again to go on."
+                f"{file.path} cannot be read beyond record {number} ({_one_line(error)}); run again to continue."
             ) from error
 
 
 def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
-    """A streamed dataset as files to read, one for each part of the split. `name` is ORG/NAME, ORG/NAME/CONFIG, or a
-    folder that `load_dataset` takes; of the hub, the commit behind an `@`, else the one it is at now.
+    """Return a streamed dataset as files to read, one for each part of the split.
 
-    Raises DataError when it cannot be read, ConfigError for what is no split, and as `hub.find_commits`.
+    `name` is ORG/NAME or ORG/NAME/CONFIG, with `@COMMIT` or at its current commit, or a folder that `load_dataset`
+    reads. Raises DataError if it cannot be read, ConfigError for an invalid split, and the errors of
+    `hub.find_dataset_commit`.
     """
     folder = Path(name).expanduser()
     revision, size, newest = None, 0, 0
@@ -147,7 +148,7 @@ def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
     try:
         members = _stream(name, revision)
     except (OSError, ValueError) as error:
-        raise DataError(f"{where} with format: hub cannot be read ({_one_line(error)}); check its name.") from error
+        raise DataError(f"{where} with format: hub cannot be read ({_one_line(error)}); check the name.") from error
     infos = {key: (member.info.splits or {}).get(key) for key, member in members.items()}
     sizes = {key: info.num_bytes if info else 0 for key, info in infos.items()}
     wanted = _only_split(members, where) if split is None else split
@@ -160,24 +161,24 @@ def find_on_hub(name: str, split: str | None, where: str) -> list[SourceFile]:
 
 
 def _measure_folder(folder: Path) -> tuple[int, int]:
-    """Bytes of all files of a folder, and when the newest of them was written, in nanoseconds."""
+    """Return the total size of a folder's files in bytes, and the newest modification time in nanoseconds."""
     files = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum(each.st_size for each in files), max((each.st_mtime_ns for each in files), default=0)
 
 
 def _find_shares(split: str, infos: Mapping[str, Any], where: str) -> list[tuple[str, tuple[int, int] | None]]:
-    """Which records of which splits of a streamed dataset a slice means. Raises ConfigError."""
+    """Resolve a slice of a streamed dataset to the records of each split. Raises ConfigError."""
     num_rows = {key: info.num_examples if info and info.num_examples else 0 for key, info in infos.items()}
     if "[" in split and not all(num_rows.values()):
         raise ConfigError(
-            f"{where}, split={split}: the dataset does not say how many records it has, so no share of it can be "
-            f"streamed; choose a whole split: {', '.join(infos)}."
+            f"{where}, split={split}: the dataset does not give its number of records, so a slice cannot be "
+            f"streamed; select a whole split: {', '.join(infos)}."
         )
     return [(key, (start, stop)) for key, start, stop in parse_split(split, num_rows, where)]
 
 
 def _stream(name: str, revision: str | None) -> Any:
-    """The splits of a dataset by name, none of them read yet."""
+    """Open the splits of a dataset for streaming, by name. No record is read yet."""
     parts = [name] if Path(name).is_dir() else [dataset_name(name), *name.split("/")[2:]]
     return _import_datasets().load_dataset(*parts, revision=revision, streaming=True)
 
@@ -199,7 +200,7 @@ def _import_datasets() -> Any:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            "a dataset of the hub, and the splits of one on disk, take the package datasets; install it with "
+            "a Hub dataset, and a split of a saved dataset, require the package datasets; install it with "
             "pip install 'echelon[data]'."
         ) from error
     datasets.disable_progress_bars()

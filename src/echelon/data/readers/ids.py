@@ -1,8 +1,8 @@
-"""Files of token ids and nothing else: nanoGPT's .bin, and .npy.
+"""Files that contain only token ids: nanoGPT's .bin, and .npy.
 
-A row of a 2-D .npy is a document. All others are one stream of ids: a document ends after each separator, and where the
-tokenizer has none the file is one document. The stream is kept as it is: files are often cut inside a document, so
-nothing is put at their ends.
+Each row of a 2-D .npy is a document. All other files are one stream of ids: a document ends after each separator, and
+without a separator in the tokenizer the file is one document. The stream is not changed: such files often end inside a
+document, so no separator is added at their ends.
 """
 
 from abc import abstractmethod
@@ -28,19 +28,19 @@ from echelon.errors import DataError
 
 HEADER_INTS = 256
 HEADERS: dict[int, tuple[int, type[np.unsignedinteger[Any]]]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
-"""The files of llm.c begin with 256 int32: magic, version, number of ids; then ids of a type that goes by the magic."""
+"""llm.c files start with 256 int32: magic, version, number of ids. Maps the magic to (version, type of the ids)."""
 
 
 class IdsFileError(Exception):
-    """A file is not what its format says; the message is the reason."""
+    """A file does not match its format. The message gives the reason."""
 
 
 class IdsReader(Reader):
-    """Spans are ranges of ids, or of rows."""
+    """The common part of the readers of id files. Spans are ranges of ids, or of rows."""
 
     @abstractmethod
     def map(self, file: SourceFile) -> TokenIds:
-        """The ids `[n]` or `[rows, n]`, mapped. Raises IdsFileError."""
+        """Memory-map the ids `[n]` or `[rows, n]`. Raises IdsFileError."""
 
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
         """See Reader."""
@@ -59,14 +59,16 @@ class IdsReader(Reader):
         """See Reader."""
         ids = self.map(span.file)
         if len(ids) < span.stop:
-            raise DataError(f"{span.file.path} became shorter while it was read; run again when it is complete.")
+            raise DataError(
+                f"{span.file.path} became shorter while it was being read; run again when the file is complete."
+            )
         if ids.ndim == 2:
             yield from (Record(np.asarray(row)) for row in ids[span.start : span.stop] if row.size)
         else:
             yield from _read_stream(ids, span.start, span.stop, reading)
 
     def count(self, file: SourceFile, limit: int, reading: Reading) -> int:
-        """See Reader. Without a separator a stream is one document, and its size is all there is to see."""
+        """See Reader. Without a separator a stream is one document, so its size is enough."""
         if reading.separator is None and file.size:
             try:
                 ids = self.map(file)
@@ -89,26 +91,28 @@ class NanogptReader(IdsReader):
             dtype = np.dtype(kind).newbyteorder("<")
             num_ids = int(header[2])
             if int(header[1]) != version:
-                raise IdsFileError(f"is of version {int(header[1])}; with this magic number, {version} is read")
+                raise IdsFileError(
+                    f"has version {int(header[1])}; version {version} is supported with this magic number"
+                )
             if file.size != len(head) + num_ids * dtype.itemsize:
-                raise IdsFileError(f"has {file.size} bytes, not those of the {num_ids} ids its header says")
+                raise IdsFileError(f"has {file.size} bytes, which does not match the {num_ids} ids in its header")
             return _map(file, dtype, num_ids, len(head))
         if file.size % 2:
-            raise IdsFileError(f"has {file.size} bytes, which is no whole number of uint16 ids")
+            raise IdsFileError(f"has {file.size} bytes, which is not a whole number of uint16 ids")
         return _map(file, np.dtype("<u2"), file.size // 2, 0)
 
 
 class NumpyReader(IdsReader):
-    """Arrays of whole numbers, as `np.save` writes them."""
+    """Integer arrays written by `np.save`."""
 
     def map(self, file: SourceFile) -> TokenIds:
         """See IdsReader."""
         try:
             ids = np.load(file.path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
-            raise IdsFileError(f"is no readable .npy file ({error})") from error
+            raise IdsFileError(f"is not a readable .npy file ({error})") from error
         if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim not in (1, 2):
-            raise IdsFileError("holds no array of whole numbers of one or two dimensions")
+            raise IdsFileError("is not an integer array of one or two dimensions")
         return ids
 
 
@@ -119,7 +123,7 @@ def _map(file: SourceFile, dtype: np.dtype[Any], num_ids: int, offset: int) -> T
 
 
 def _read_stream(ids: TokenIds, start: int, stop: int, reading: Reading) -> Iterator[Record]:
-    """The documents in ids [start, stop) of a stream, and pieces of those that reach beyond."""
+    """Yield the documents in ids [start, stop) of a stream, and the pieces of documents that extend beyond."""
     separator = reading.separator
     part = np.asarray(ids[start:stop])
     ends = np.flatnonzero(part == separator) + 1 if separator is not None else np.zeros(0, dtype=np.int64)
@@ -133,7 +137,7 @@ def _read_stream(ids: TokenIds, start: int, stop: int, reading: Reading) -> Iter
         digest = None
         if reading.digests and is_first and not ended and stop < len(ids):
             digest = digest_document(_read_document(ids, start + low, separator))
-        # `ends` asks for a separator where there is none; a stream is left as it is.
+        # `ends=True` would add a separator; the stream already contains them.
         yield Record(part[low:high], is_first, False, digest)
 
 

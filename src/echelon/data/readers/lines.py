@@ -1,4 +1,4 @@
-"""JSON lines: a document is a line, the text or the ids in one of its fields, or the example its fields make."""
+"""JSON Lines. A document is a line: the text or the ids in one of its fields, or an example in several fields."""
 
 import json
 from collections.abc import Iterator
@@ -20,9 +20,10 @@ _WINDOW_BYTES = 2**16
 
 
 class JsonLinesReader(Reader):
-    """Spans are ranges of bytes between line ends; of a compressed file, lines that the cutting process has read.
+    """Read JSON Lines. A span is a range of whole lines in bytes; of a compressed file, it carries the lines' text.
 
-    A position is the offset of a line, or its number where the file is compressed: to count lines takes reading them.
+    A position is a line's byte offset, since line numbers are known only after reading all earlier lines. In a
+    compressed file, which is read from the start anyway, it is the line number.
     """
 
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
@@ -40,7 +41,7 @@ class JsonLinesReader(Reader):
                 start = stop
 
     def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:
-        """See Reader. A line that is no record is a broken one."""
+        """See Reader. A line that is not a record is returned as broken."""
         file, position = span.file, span.start
         data = read_bytes(file, span.start, span.stop) if span.data is None else span.data
         for line in data.split(b"\n"):
@@ -48,7 +49,7 @@ class JsonLinesReader(Reader):
             position += len(line) + 1 if span.data is None else 1
 
     def place(self, file: SourceFile, position: int) -> str:
-        """See Reader: the file and the number of the line."""
+        """See Reader: the file and the line number."""
         if is_compressed(file.path):
             return f"{file.path}:{position}"
         number, left = 1, position

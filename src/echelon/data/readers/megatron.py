@@ -1,9 +1,9 @@
-"""Megatron-LM's indexed datasets: ids in NAME.bin, and in NAME.idx where its sequences and documents are.
+"""Megatron-LM indexed datasets: NAME.bin contains the ids, NAME.idx the positions of sequences and documents.
 
-The index, little-endian, as `megatron/core/datasets/indexed_dataset.py` writes it: nine bytes `MMIDIDX\\0\\0`, uint64
+The index, little-endian, as written by `megatron/core/datasets/indexed_dataset.py`: nine bytes `MMIDIDX\\0\\0`, uint64
 version 1, uint8 code of the ids' type, uint64 number of sequences S, uint64 number of document bounds D, int32 lengths
-of the sequences [S], int64 offsets of the sequences in bytes [S], int64 document bounds [D]: document d is made of the
-sequences bounds[d] to bounds[d+1]. Modes of the sequences (int8 [S]) may follow; they do not concern text.
+of the sequences [S], int64 offsets of the sequences in bytes [S], int64 document bounds [D]: document d consists of the
+sequences bounds[d] to bounds[d+1]. Modes of the sequences (int8 [S]) may follow; they are not used for text.
 """
 
 import struct
@@ -29,18 +29,18 @@ from echelon.errors import DataError
 
 MAGIC = b"MMIDIDX\0\0"
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""The types of ids by code; 6 and 7 are float64 and float32, which are no ids."""
+"""Types of the ids by code. The codes 6 and 7 are float64 and float32, which cannot be ids."""
 
 _HEADER = struct.Struct("<9sQBQQ")
 
 
 class MegatronIndexError(Exception):
-    """An index that is damaged, or does not fit its .bin; the message is the reason."""
+    """An index is damaged or does not match its .bin. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """Where documents are: sequence lengths and byte offsets `[S]`, document bounds `[D]`, mapped."""
+    """A memory-mapped index: sequence lengths and byte offsets `[S]`, document bounds `[D]`."""
 
     dtype: np.dtype[Any]
     lengths: TokenIds
@@ -49,7 +49,7 @@ class MegatronIndex:
 
 
 class MegatronReader(Reader):
-    """Spans are ranges of documents. The listed file is the .idx."""
+    """Read Megatron-LM indexed datasets. Spans are ranges of documents; the source file is the .idx."""
 
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
         """See Reader."""
@@ -70,7 +70,7 @@ class MegatronReader(Reader):
                 start, held = stop, 0
 
     def read(self, span: Span, reading: Reading) -> Iterator[Record]:
-        """See Reader. Raises DataError when the .bin is gone or has changed."""
+        """See Reader. Raises DataError if the .bin cannot be opened."""
         index = load_index(span.file.path)
         with _open_ids(span.file.path) as stream:
             for document in range(span.start, span.stop):
@@ -84,7 +84,7 @@ class MegatronReader(Reader):
                     yield Record(ids)
 
     def count(self, file: SourceFile, limit: int, reading: Reading) -> int:
-        """See Reader. The index knows."""
+        """See Reader. The index contains the count."""
         try:
             return min(limit, len(load_index(file.path).bounds) - 1)
         except MegatronIndexError:
@@ -92,7 +92,7 @@ class MegatronReader(Reader):
 
 
 def is_megatron_index(path: Path) -> bool:
-    """Whether a file begins as an index does."""
+    """Whether a file starts with the magic bytes of an index."""
     try:
         with path.open("rb") as stream:
             return stream.read(len(MAGIC)) == MAGIC
@@ -108,7 +108,7 @@ def load_index(path: Path) -> MegatronIndex:
             header = stream.read(_HEADER.size)
         size, data_bytes = path.stat().st_size, path.with_suffix(".bin").stat().st_size
     except OSError as error:
-        raise MegatronIndexError(f"and its .bin cannot both be read ({error.filename}: {error.strerror})") from error
+        raise MegatronIndexError(f"or its .bin cannot be read ({error.filename}: {error.strerror})") from error
     dtype, num_sequences, num_bounds = _parse_header(header)
     starts = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_bounds]).tolist()
     if size < starts[-1] or num_bounds < 1:
@@ -124,25 +124,25 @@ def load_index(path: Path) -> MegatronIndex:
 
 
 def _parse_header(header: bytes) -> tuple[np.dtype[Any], int, int]:
-    """The type of the ids, the number of sequences and that of document bounds. Raises MegatronIndexError."""
+    """Parse the type of the ids and the numbers of sequences and document bounds. Raises MegatronIndexError."""
     if len(header) < _HEADER.size or not header.startswith(MAGIC):
-        raise MegatronIndexError("is no index of Megatron's: it does not begin with MMIDIDX")
+        raise MegatronIndexError("is not a Megatron index: it does not start with MMIDIDX")
     _, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
     if version != 1:
-        raise MegatronIndexError(f"is of version {version}; version 1 is read")
+        raise MegatronIndexError(f"has version {version}; only version 1 is supported")
     if code not in DTYPES:
-        raise MegatronIndexError(f"says that the ids have type {code}; whole numbers are {sorted(DTYPES)}")
+        raise MegatronIndexError(f"gives the ids the type code {code}; the integer types are {sorted(DTYPES)}")
     return np.dtype(DTYPES[code]), num_sequences, num_bounds
 
 
 def _check_places(index: MegatronIndex, data_bytes: int) -> None:
-    """Raise MegatronIndexError unless sequences lie in the .bin, and documents hold all of them in order."""
+    """Raise MegatronIndexError unless all sequences are inside the .bin and the documents cover them in order."""
     lengths, offsets, bounds = index.lengths, index.offsets, index.bounds
     num_sequences = len(lengths)
     if num_sequences and (lengths.min() < 0 or offsets.min() < 0):
         raise MegatronIndexError("has negative lengths or offsets")
     if num_sequences and int((offsets + lengths.astype(np.int64) * index.dtype.itemsize).max()) > data_bytes:
-        raise MegatronIndexError(f"reaches beyond its .bin, which has {data_bytes} bytes")
+        raise MegatronIndexError(f"extends beyond its .bin, which has {data_bytes} bytes")
     if bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
         raise MegatronIndexError("has document bounds that do not cover its sequences in order")
 

@@ -1,8 +1,8 @@
-"""What a reader works with: the files of a source, spans of a file, and the records in a span.
+"""The types that readers work with: files of a source, spans of a file, records of a span, and the `Reader` interface.
 
-A *document* is what the separator follows and what the validation split and deduplication look at: a text file, a line
-of .jsonl, a row of a table, a run of ids up to the separator. A *span* is a part of a file that any process can read on
-its own. Spans are a function of the files alone, so however many processes read them, the tokens are the same.
+A *document* is the unit that the separator follows, and the unit of the validation split and of deduplication: a text
+file, a line of .jsonl, a row of a table, a run of ids up to the separator. A *span* is a part of a file that any
+process can read by itself. Spans depend only on the files, so the tokens are the same for any number of processes.
 """
 
 import hashlib
@@ -20,17 +20,17 @@ from echelon.errors import DataError
 from echelon.recipe.data_formats import RECORD_FORMATS
 
 PIECE_BYTES = 2**20
-"""A span holds at least this much of its file, if there is so much left, and about as much."""
+"""The approximate size of a span in bytes, and its minimum, except for the last span of a file."""
 
 HASHED_BYTES = PIECE_BYTES
-"""The hash that decides a document's side of the validation split reads at most so much from its start."""
+"""The validation split hashes at most this many bytes from the start of a document."""
 
 DIGEST_BYTES = 16
 
 TokenIds = npt.NDArray[np.integer[Any]]
 
 Example = Mapping[str, Any]
-"""A record of an instruction format: the values of the format's fields, by the format's own names for them."""
+"""A record of an instruction format: the values of its fields, by the format's own field names."""
 
 Content = bytes | TokenIds | Example
 
@@ -41,61 +41,61 @@ _EXAMPLE_KEY = b"echelon document example 1"
 
 
 class BrokenRecordError(Exception):
-    """A record cannot be used; the message says what is wrong with it, to be put behind its place."""
+    """A record cannot be used. The message describes the problem and is appended to the record's location."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Where a record holds its text, or its token ids. Both given: the text, or without such a field the ids."""
+    """The fields with a record's text and token ids. If both are given, the text is used if the record has it."""
 
     text: str | None = "text"
     tokens: str | None = "input_ids"
 
     def __str__(self) -> str:
-        """The fields looked for, as messages name them."""
+        """The field names for messages."""
         return " or ".join(f"`{name}`" for name in (self.text, self.tokens) if name is not None)
 
     @property
     def fix(self) -> str:
-        """What to write in the recipe where a file has none of the fields."""
+        """The recipe entry that fixes a file without any of these fields."""
         return "fields: {text: NAME}"
 
     def choose(self, names: Iterable[str]) -> str | None:
-        """The field to read of records that have these; None when neither is there."""
+        """Choose the field to read from the fields of a record; None if it has neither."""
         present = set(names)
         return next((name for name in (self.text, self.tokens) if name is not None and name in present), None)
 
     def columns(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The columns to read of a table that has these; none when what is needed is not there."""
+        """Choose the columns to read from the columns of a table; none if a needed column is missing."""
         name = self.choose(names)
         return () if name is None else (name,)
 
     def pick(self, record: Any) -> Content:
-        """The text of a record as UTF-8, or its ids. Raises BrokenRecordError."""
+        """Return the text of a record as UTF-8, or its ids. Raises BrokenRecordError."""
         if not isinstance(record, Mapping):
-            raise BrokenRecordError("is no JSON object")
+            raise BrokenRecordError("is not a JSON object")
         name = self.choose(record)
         if name is None:
-            raise BrokenRecordError(f"has no field {self}; `fields: {{text: NAME}}` beside the path names another")
+            raise BrokenRecordError(f"has no field {self}; set `fields: {{text: NAME}}` next to the path")
         return encode_text(record[name], name) if name == self.text else parse_ids(record[name], name)
 
 
 EITHER_FIELD = Fields()
-"""What is read where the recipe names no field."""
+"""The fields that are read if the recipe names none."""
 
 
 @dataclass(frozen=True)
 class ExampleFields:
-    """Where records of an instruction format hold their parts: the format, and the names that differ from its own.
+    """The fields of records of an instruction format: the format, and the field names that differ from its own.
 
-    `names` has (the format's name, the record's) in pairs, for fields of the record and of its turns.
+    `names` has pairs (name in the format, name in the records), for fields of the record and of its turns.
     """
 
     format: str
     names: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        """The fields that a record must have, as messages name them."""
+        """The required field names for messages."""
         return " and ".join(f"`{self._name(field)}`" for field in RECORD_FORMATS[self.format].required)
 
     @property
@@ -111,19 +111,17 @@ class ExampleFields:
         return tuple(self._name(field) for field in row.fields if self._name(field) in present)
 
     def pick(self, record: Any) -> Content:
-        """The fields of a record that the format has, by the format's names; without those that are null.
+        """Return the format's fields of a record, by the format's names, without null values.
 
-        Raises BrokenRecordError for a record that lacks one by which the format is recognised.
+        Raises BrokenRecordError for a record without a required field.
         """
         if not isinstance(record, Mapping):
-            raise BrokenRecordError("is no JSON object")
+            raise BrokenRecordError("is not a JSON object")
         row = RECORD_FORMATS[self.format]
         values = {field: record.get(self._name(field)) for field in row.fields}
         for field in row.required:
             if values[field] is None:
-                raise BrokenRecordError(
-                    f"has no field `{self._name(field)}`, as records of the format {self.format} do"
-                )
+                raise BrokenRecordError(f"has no field `{self._name(field)}`, which the format {self.format} requires")
         turn_names = {theirs: ours for ours, theirs in self.names if ours in row.turn_fields}
         return {
             field: _rename_turns(value, turn_names) if turn_names and field in row.turns else value
@@ -136,7 +134,7 @@ class ExampleFields:
 
 
 class AllFields:
-    """All of a record, for a look at what it has."""
+    """All fields of a record, to inspect which fields it has."""
 
     fix = ""
 
@@ -147,7 +145,7 @@ class AllFields:
     def pick(self, record: Any) -> Content:
         """See Fields."""
         if not isinstance(record, Mapping):
-            raise BrokenRecordError("is no JSON object")
+            raise BrokenRecordError("is not a JSON object")
         return record
 
 
@@ -155,7 +153,7 @@ ALL_FIELDS = AllFields()
 
 
 def _rename_turns(value: Any, names: Mapping[str, str]) -> Any:
-    """A turn, or a list of them, with the format's names; anything else as it is, to be refused where it is read."""
+    """Rename the fields of a turn or a list of turns. Other values are returned unchanged; encoding rejects them."""
     if isinstance(value, Mapping):
         return _rename_turns([value], names)[0]
     if not isinstance(value, list):
@@ -167,23 +165,23 @@ def _rename_turns(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def encode_text(value: object, name: str) -> bytes:
-    """A field's text as UTF-8. Raises BrokenRecordError for what is no text."""
+    """Encode a field's text as UTF-8. Raises BrokenRecordError for a value that is not text."""
     if not isinstance(value, str):
-        raise BrokenRecordError(f"holds no text in `{name}`")
+        raise BrokenRecordError(f"has no text in `{name}`")
     try:
         return value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise BrokenRecordError(f"holds text that is not UTF-8 in `{name}` ({error.reason})") from error
+        raise BrokenRecordError(f"has text that is not UTF-8 in `{name}` ({error.reason})") from error
 
 
 def parse_ids(value: object, name: str) -> TokenIds:
-    """A field's token ids `[n]`. Raises BrokenRecordError for what is no list of whole numbers."""
+    """Parse a field's token ids `[n]`. Raises BrokenRecordError for a value that is not a list of integers."""
     try:
         ids = np.asarray(value)
     except (ValueError, OverflowError) as error:
-        raise BrokenRecordError(f"holds no list of ids in `{name}`") from error
+        raise BrokenRecordError(f"has no list of token ids in `{name}`") from error
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise BrokenRecordError(f"holds no list of ids in `{name}`")
+        raise BrokenRecordError(f"has no list of token ids in `{name}`")
     return ids if ids.size else np.zeros(0, dtype=np.int64)
 
 
@@ -191,9 +189,9 @@ def parse_ids(value: object, name: str) -> TokenIds:
 class SourceFile:
     """A file of a source, as it was when listed.
 
-    `format` is a row of the table of formats, or a reader from outside. `required`: named by the user, so it may not be
-    skipped. `rows` bounds the records that belong to the source, where a split takes some of them; `split` and
-    `revision` choose within a dataset that is streamed. `options`: what a reader from outside is made with, as JSON.
+    `format` is a name in `FORMATS`, or the import path of a custom reader. `required`: the user named this file, so it
+    cannot be skipped. `rows`: the range of records that a split selects; None for all. `split` and `revision` select
+    from a streamed dataset. `options`: the arguments of a custom reader, as JSON.
     """
 
     path: Path
@@ -211,11 +209,11 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A document, or a piece of one that is too long to be held: UTF-8 text, token ids `[n]`, or an example, whole.
+    """A document, or a piece of a long document: UTF-8 text, token ids `[n]`, or an example (always whole).
 
-    `is_first`: the document begins here. `ends`: it ends here, and is to be followed by the separator. `digest` is set
-    on the first piece of several: the hash of the whole document, where `Reading` asks for it. `position`: where an
-    example is, as in `Broken`, for what is found wrong with it only when it is encoded.
+    `is_first`: the document starts here. `ends`: it ends here and the separator must follow. `digest`: the hash of the
+    whole document, set on the first of several pieces if `Reading` requests it. `position`: the position of an example,
+    as in `Broken`, for problems that are found only when it is encoded.
     """
 
     content: Content
@@ -227,9 +225,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Records that cannot be used: how many, where the first is, and what is wrong with it.
+    """Records that cannot be used: their number, the position of the first, and the problem.
 
-    `position` is what the file's reader makes a place of (`Reader.place`); None for the whole file.
+    The file's reader describes `position` with `Reader.place`; None for the whole file.
     """
 
     file: SourceFile
@@ -240,7 +238,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Odd:
-    """A record that is used although something about it is odd; `position` as that of a broken one."""
+    """A record that is used although it has an oddity. `position` as in `Broken`."""
 
     file: SourceFile
     position: int | None
@@ -251,8 +249,8 @@ class Odd:
 class Span:
     """A part of a file, [start, stop) in the reader's own units, and its share of the file's bytes, for progress.
 
-    Where only one process can find the way through a file, it hands out what it has read there: `data` still to be
-    parsed, or the `records`. `ends`: the file ends here.
+    If only one process can read the file, the span carries what that process has read: `data`, still to be parsed, or
+    the `records`. `ends`: the file ends here.
     """
 
     file: SourceFile
@@ -266,32 +264,33 @@ class Span:
 
 @dataclass(frozen=True)
 class Reading:
-    """How records are wanted. `separator` ends documents in a stream of ids; `digests`: hash long documents whole."""
+    """Options of reading. `separator` ends documents in a stream of ids; `digests`: hash long documents as a whole."""
 
     separator: int | None = None
     digests: bool = False
 
 
 class Reader(ABC):
-    """Knows one format: cuts its files into spans and reads the records of a span."""
+    """The reader of one format: cuts files into spans and reads the records of a span."""
 
     @abstractmethod
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
-        """Cut a file into spans of about `piece_bytes`, in order; nothing for an empty file.
+        """Cut a file into spans of about `piece_bytes` bytes, in order; none for an empty file.
 
-        Raises DataError for a file named by the user that cannot be read; one of a folder becomes a broken record.
+        Raises DataError for an unreadable file that the user named. An unreadable file of a folder becomes a broken
+        record.
         """
 
     @abstractmethod
     def read(self, span: Span, reading: Reading) -> Iterator[Record | Broken]:
-        """The records of a span that `cut` made, in order; empty documents are left out. Raises DataError."""
+        """Read the records of a span from `cut`, in order, without empty documents. Raises DataError."""
 
     def place(self, file: SourceFile, position: int) -> str:
-        """Where a position is, for people. It may read the file."""
+        """Describe a position for messages. It may read the file."""
         return f"{file.path}, record {position}"
 
     def count(self, file: SourceFile, limit: int, reading: Reading) -> int:
-        """How many documents a file holds, counted up to `limit` and no further."""
+        """Count the documents in a file, stopping at `limit`."""
         count = 0
         for span in self.cut(file):
             count += sum(isinstance(each, Record) and each.is_first for each in read_span(self, span, reading))
@@ -301,19 +300,19 @@ class Reader(ABC):
 
 
 def read_span(reader: Reader, span: Span, reading: Reading) -> Iterator[Record | Broken]:
-    """The records of a span, whoever has read it."""
+    """Return the records that a span carries, or read them."""
     return iter(span.records) if span.records is not None else reader.read(span, reading)
 
 
 def broken_file(file: SourceFile, problem: str) -> Span:
-    """The span of a file that cannot be read at all. Raises DataError where the user named that file."""
+    """Return the span of a file that cannot be read at all. Raises DataError if the user named the file."""
     if file.required:
         raise DataError(f"{file.path} {problem}.")
     return Span(file, 0, 0, file.size, True, records=(Broken(file, None, problem),))
 
 
 def hash_for_split(content: Content) -> int:
-    """A 64-bit hash of a document's first MiB, which decides its side of the validation split; of an example, whole."""
+    """Hash a document's first MiB, or a whole example, to 64 bits. The hash assigns it to training or validation."""
     if isinstance(content, np.ndarray):
         data = _serialize(content[: HASHED_BYTES // 4])
     else:
@@ -322,7 +321,7 @@ def hash_for_split(content: Content) -> int:
 
 
 def digest_document(pieces: Iterable[Content]) -> bytes:
-    """A 128-bit keyed hash of a whole document, given in pieces. Text, ids and examples never have the same."""
+    """Hash a whole document, given in pieces, to 128 bits. Text, ids and examples use different keys."""
     digest = None
     for piece in pieces:
         key, data = _IDS_KEY, b""
@@ -340,7 +339,7 @@ def digest_document(pieces: Iterable[Content]) -> bytes:
 
 
 def content_bytes(content: Content) -> int:
-    """The size of a record's text or ids in memory; of an example, as JSON."""
+    """The size of a record in bytes: of text or ids in memory, of an example as JSON."""
     if isinstance(content, np.ndarray):
         return content.nbytes
     return len(content) if isinstance(content, bytes) else len(_serialize_example(content))
@@ -351,5 +350,5 @@ def _serialize(ids: TokenIds) -> bytes:
 
 
 def _serialize_example(example: Example) -> bytes:
-    """An example as JSON with its keys in order; values that JSON has not, such as dates of a table, as text."""
+    """Serialize an example as JSON with sorted keys; values without a JSON type, such as dates, become text."""
     return json.dumps(example, sort_keys=True, default=str).encode("utf-8", "surrogatepass")

@@ -1,7 +1,7 @@
-"""Comma- and tab-separated values: a document is a row: the text in one of its columns, or the example that several
-make. The first row names them.
+"""Comma- and tab-separated values. A document is a row: the text in one column, or an example in several columns.
 
-A line end inside quotes ends no row, so where rows begin is known only to who has read all before them.
+The first row names the columns. A line end inside quotes does not end a row, so the start of a row is known only after
+reading everything before it.
 """
 
 import csv
@@ -27,13 +27,13 @@ from echelon.recipe.data_formats import describe_formats
 
 
 class SeparatedReader(SequentialReader):
-    """Rows as Python's `csv` module reads them: quotes doubled inside quotes, line ends allowed there.
+    """Read rows with Python's `csv` module: inside quotes, a quote is doubled and line ends are allowed.
 
     A position is the number of the line on which the row ends.
     """
 
     def walk(self, file: SourceFile) -> Iterator[tuple[int, Record | Broken]]:
-        """See SequentialReader. Raises DataError for a header without the column."""
+        """See SequentialReader. Raises DataError if a needed column is missing."""
         csv.field_size_limit(sys.maxsize)
         with open_decompressed(file) as stream:
             lines = _RowLines(_read_lines(stream))
@@ -55,10 +55,10 @@ class SeparatedReader(SequentialReader):
 
 
 class _RowLines:
-    """Hands out the lines of a table, and keeps those of the row under way.
+    """Iterate over the lines of a table and keep the lines of the current row.
 
-    A quote that is not closed, or not doubled, makes one row of all lines up to the next one, which `csv` takes for the
-    text of a field. Only its strict mode tells, which is too strict for rows of one line: those lose nothing.
+    A quote that is not closed or not doubled merges all lines up to the next quote into one row, which `csv` reads as
+    the text of a field. Only the strict mode of `csv` reports this, but it also rejects harmless rows of one line.
     """
 
     def __init__(self, lines: Iterator[str]) -> None:
@@ -74,11 +74,11 @@ class _RowLines:
         return line
 
     def forget(self) -> None:
-        """A row begins."""
+        """Drop the kept lines: a new row starts."""
         self._row.clear()
 
     def find_fault(self, file: SourceFile, last_line: int) -> Broken | None:
-        """What is wrong with the quotes of a row that ends on this line; each of its lines counts as a record."""
+        """Check the quotes of the row that ends on this line. Each line of a faulty row counts as a broken record."""
         count = len(self._row)
         if count == 1 and self._row[0].count('"') % 2 == 0:
             return None
@@ -97,7 +97,7 @@ class _RowLines:
 
 
 def read_header(file: SourceFile) -> list[str]:
-    """The names of the columns; none where they cannot be read."""
+    """Return the column names; none if they cannot be read."""
     with open_decompressed(file) as stream:
         try:
             return next(csv.reader(_read_lines(stream), delimiter=_delimiter(file)), [])
@@ -110,14 +110,14 @@ def _delimiter(file: SourceFile) -> str:
 
 
 def _find_columns(file: SourceFile, header: list[str]) -> dict[str, int]:
-    """The columns to read, by name. Ids are in no such table."""
+    """Map the names of the columns to read to their indices. Such tables cannot contain lists of ids."""
     fields = replace(file.fields, tokens=None) if isinstance(file.fields, Fields) else file.fields
     columns = fields.columns(header)
     if not columns:
         wanted = fields if str(fields) else file.fields
         raise DataError(
             f"{file.path} has no column {wanted} to read text from; its first line names "
-            f"{', '.join(header) or 'none'}: set {fields.fix} beside the path ({describe_formats()})."
+            f"{', '.join(header) or 'no columns'}. Set {fields.fix} next to the path ({describe_formats()})."
         )
     return {name: header.index(name) for name in columns}
 
@@ -127,7 +127,7 @@ def _parse(file: SourceFile, row: list[str], line: int, columns: dict[str, int])
         return None
     for name, column in columns.items():
         if len(row) <= column:
-            return Broken(file, line, f"has only {len(row)} columns; `{name}` is the {column + 1}th")
+            return Broken(file, line, f"has only {len(row)} columns; `{name}` is column {column + 1}")
     try:
         for name, column in columns.items():
             encode_text(row[column], name)
@@ -138,13 +138,13 @@ def _parse(file: SourceFile, row: list[str], line: int, columns: dict[str, int])
 
 
 def _read_lines(stream: Decompressed) -> Iterator[str]:
-    """The lines with their ends. Bytes that are not UTF-8 become surrogates, which the row's text is refused for."""
+    """Yield the lines with their line ends. Bytes that are not UTF-8 become surrogates; `_parse` reports such rows."""
     decoded = io.TextIOWrapper(cast(io.BytesIO, _Blocks(stream)), "utf-8-sig", "surrogateescape", newline="")
     yield from decoded
 
 
 class _Blocks(io.RawIOBase):
-    """A decompressed file as the standard library's text layer wants it."""
+    """Adapt a decompressed file to the interface that `io.TextIOWrapper` needs."""
 
     def __init__(self, stream: Decompressed) -> None:
         self._stream = stream

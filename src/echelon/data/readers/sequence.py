@@ -1,4 +1,4 @@
-"""Formats that only one process can walk through: it reads the records and hands them out in blocks."""
+"""Formats that only one process can read, in order: it reads the records and distributes them in blocks."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from echelon.data.readers.record import PIECE_BYTES, Broken, Reader, Reading, Re
 
 
 class SequentialReader(Reader):
-    """A reader whose spans carry their records. Memory is bounded by how many spans are under way."""
+    """A reader whose spans carry their records. The number of spans in flight bounds the memory."""
 
     @abstractmethod
     def walk(self, file: SourceFile) -> Iterator[tuple[int, Record | Broken]]:
-        """The records of a file in order, each with how many bytes of the file have been used. Raises DataError."""
+        """Yield the records of a file in order, each with the number of bytes read so far. Raises DataError."""
 
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
-        """See Reader: as many records as make up `piece_bytes`."""
+        """See Reader. A span has enough records to reach `piece_bytes`."""
         start, found, held, consumed, used = 0, list[Record | Broken](), 0, 0, 0
         for used, each in self.walk(file):
             found.append(each)

@@ -1,12 +1,12 @@
-"""Plain text: a document is a file. Long ones are cut into pieces without changing their tokens.
+"""Plain text: a document is a file. Long files are cut into pieces without changing their tokens.
 
-Where a long document is cut matters, because a tokenizer does not see across the cut. Byte-level BPE first splits text
-with a regular expression and never merges across its splits, so a cut is exact when the expression splits there anyway
-and treats the end of the text as it would the next character. The expressions in use (GPT-2, Llama 3, Qwen, o200k) do
-both at a newline between two characters that are not white space. White space before the newline would not do: GPT-2
-gives the last character of such a run to what follows, and has nothing to give it to at the end of a piece. Nor would a
-slash after it: o200k joins `.`, newline and `/`. A text without such a place is cut between a letter or digit and
-the line end after it, exact too; one without line ends, between any two characters, where a token may differ.
+The position of a cut matters because a tokenizer does not see across it. Byte-level BPE first splits text with a
+regular expression and never merges across its splits. A cut is therefore exact if the expression splits there anyway
+and treats the end of the text like the next character. The expressions in use (GPT-2, Llama 3, Qwen, o200k) do both at
+a newline between two characters that are not white space. White space before the newline is not allowed: GPT-2 joins
+the last white-space character to the text that follows, which is missing at the end of a piece. Neither is a slash
+after it: o200k joins `.`, newline and `/`. Text without such a newline is cut between a letter or digit and the
+following line end, which is also exact; text without line ends, between any two characters, where a token may differ.
 """
 
 import codecs
@@ -43,10 +43,10 @@ _NOT_TEXT = "is not UTF-8 text"
 
 
 class TextReader(Reader):
-    """Spans are ranges of bytes; of a compressed file, pieces that the cutting process has decompressed."""
+    """Read plain text. A span is a range of bytes; of a compressed file, it carries the decompressed piece."""
 
     def cut(self, file: SourceFile, piece_bytes: int = PIECE_BYTES) -> Iterator[Span]:
-        """See Reader. A long file of a folder is checked first: its first pieces would be written before a bad byte."""
+        """See Reader. A long file of a folder is checked first: otherwise pieces are written before a bad byte."""
         compressed = is_compressed(file.path)
         if not file.required and (compressed or file.size > piece_bytes) and not is_text(file):
             yield broken_file(file, _NOT_TEXT)
@@ -66,8 +66,8 @@ class TextReader(Reader):
                 yield Broken(file, None, _NOT_TEXT)
                 return
             raise DataError(
-                f"{file.path} {_NOT_TEXT}: the byte at offset {span.start + error.start} is wrong ({error.reason}); "
-                f"convert it, for instance with iconv."
+                f"{file.path} {_NOT_TEXT}: the byte at offset {span.start + error.start} is invalid ({error.reason}); "
+                f"convert the file, for example with iconv."
             ) from error
         if not file.required and "\0" in decoded:
             yield Broken(file, None, _NOT_TEXT)
@@ -77,12 +77,12 @@ class TextReader(Reader):
         yield Record(data, is_first, span.ends, digest)
 
     def count(self, file: SourceFile, limit: int, reading: Reading) -> int:
-        """See Reader: one, if the file is text at all."""
+        """See Reader: one if the file is not empty and is text."""
         return min(limit, int(file.size > 0 and (file.required or is_text(file))))
 
 
 def is_text(file: SourceFile) -> bool:
-    """Whether a whole file is UTF-8 without zero bytes, read a piece at a time."""
+    """Whether a whole file is UTF-8 without zero bytes. The file is read in pieces."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for piece in _read_pieces(file):
@@ -127,7 +127,7 @@ def _cut_stream(file: SourceFile, piece_bytes: int) -> Iterator[Span]:
 
 
 def _find_cut(stream: BinaryIO, target: int, size: int) -> int:
-    """The first good place to cut at or after `target`; the end of the file if there is none."""
+    """Find the first good position to cut at or after `target`; the end of the file if none is found before it."""
     for pattern in (_LINE_STARTS_WORD, _WORD_ENDS_LINE):
         for window in range(_SEARCHED_WINDOWS):
             cut = _search_window(stream, target + window * _WINDOW_BYTES, size, pattern)
@@ -143,8 +143,8 @@ def _find_cut(stream: BinaryIO, target: int, size: int) -> int:
 
 def _search_window(stream: BinaryIO, offset: int, size: int, pattern: re.Pattern[str]) -> int | None:
     stream.seek(offset)
-    # Bytes of a character that the window cuts become surrogates, one each, and turn back into the same bytes. The
-    # search keeps away from both edges, so that what it looks at are whole characters.
+    # The bytes of a character that the window cuts become surrogates and encode back to the same bytes. The search
+    # skips both edges, so that it sees only whole characters.
     text = stream.read(max(0, min(_WINDOW_BYTES, size - offset))).decode("utf-8", "surrogateescape")
     match = pattern.search(text, 4, max(4, len(text) - 4))
     if match is None:

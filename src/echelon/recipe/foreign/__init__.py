@@ -1,7 +1,7 @@
-"""Files of other training tools as recipes: Axolotl, the Hugging Face Trainer and TRL, LLaMA-Factory.
+"""Convert configuration files of other training tools to recipes: Axolotl, Hugging Face Trainer, TRL, LLaMA-Factory.
 
-Every key of the file ends in the ledger, carried or with a reason. `model`, `data`, `training` and `operation` take the
-keys that mean something, by topic; `reasons` has the words for the rest.
+The ledger records every key of the file: imported, or not imported with a reason. `model`, `data`, `training` and
+`operation` import the keys by topic; `reasons` and `refusals` contain the texts for the other keys.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ __all__ = ["TOOLS", "TRAINERS", "Amounts", "Entry", "Fate", "Imported", "Tool", 
 
 @dataclass(frozen=True)
 class Imported:
-    """A recipe made of another tool's file: its YAML, lines for the user, and what became of every key."""
+    """A recipe imported from another tool's file: its YAML, notes for the user, and the result for every key."""
 
     tool: Tool
     text: str
@@ -38,18 +38,20 @@ class Imported:
 def import_recipe(
     path: Path, tool: str | None = None, amounts: Amounts | None = None, trainer: str | None = None
 ) -> Imported:
-    """Turn a file of another tool into a recipe. `tool` None: told from the keys. `trainer`: which of the Hugging Face
-    family's trainers it is for, where the file does not tell.
+    """Convert another tool's file to a recipe.
 
-    Raises ConfigError for a file that cannot be read, a training that echelon does not have, and where the recipe that
-    came of it would be refused.
+    `tool` None: detected from the keys. `trainer`: the trainer that a Hugging Face, TRL or LLaMA-Factory v1 file is
+    for, if the file does not specify it.
+
+    Raises ConfigError for a file that cannot be read, for training that echelon does not support, and if the resulting
+    recipe is invalid.
     """
     given = read_foreign(path)
     if tool is not None and tool not in TOOLS:
-        raise ConfigError(f"--from {tool} is not known; use {', '.join(TOOLS)}.")
+        raise ConfigError(f"--from {tool} is unknown; use one of {', '.join(TOOLS)}.")
     kind: Tool = detect_tool(given, path) if tool is None else tool
     if trainer is not None and kind not in ("hf", "llamafactory-v1"):
-        raise ConfigError(f"--trainer {trainer}: a file of {kind} says itself what it trains; leave --trainer out.")
+        raise ConfigError(f"--trainer {trainer}: files of {kind} specify the trainer themselves; remove --trainer.")
     ledger = Ledger(given)
     _carry(ledger, kind, path, amounts or Amounts(), trainer)
     ledger.close(DEFAULTS, NEEDLESS, LOST, REFUSED, SETTINGS)
@@ -59,14 +61,16 @@ def import_recipe(
     try:
         check_built(parse_recipe(text, "the imported recipe")[0])
     except ConfigError as error:
-        raise ConfigError(f"{path} makes no recipe: {error} Change it there, and import it again.") from None
+        raise ConfigError(
+            f"{path} does not give a valid recipe: {error} Change it in the file and import it again."
+        ) from None
     return Imported(
         kind, text, tuple(render_notes(ledger, path.name)), tuple(ledger.entries[name] for name in ledger.given)
     )
 
 
 def _carry(ledger: Ledger, tool: Tool, path: Path, amounts: Amounts, asked: str | None) -> None:
-    """Take what means something, by topic, in an order in which each finds what it goes by."""
+    """Import the keys by topic. The order matters: later topics use the results of earlier ones."""
     trainer = find_trainer(ledger, asked) if tool == "hf" else None
     defaults = defaults_of(tool, trainer)
     carry_run(ledger, defaults, path)

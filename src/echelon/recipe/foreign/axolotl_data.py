@@ -1,4 +1,4 @@
-"""The data sets of Axolotl's files: `datasets`, `pretraining_dataset`, `test_datasets`."""
+"""Import the datasets of Axolotl files: `datasets`, `pretraining_dataset`, `test_datasets`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,23 +16,22 @@ from echelon.recipe.inputs import is_template
 from echelon.recipe.yaml_text import show_value
 
 _CONTAINERS = ("json", "jsonl", "csv", "parquet", "arrow", "text")
-# Names of an instruction's fields to ours.
+# Axolotl's keys for the fields of an instruction, and echelon's field names.
 _ALPACA = {"field_instruction": "instruction", "field_input": "input", "field_output": "output",
            "field_system": "system"}  # fmt: skip
-# The types that are Axolotl's Alpaca prompts, and their styles.
+# Axolotl's dataset types with Alpaca prompts, and their prompt styles.
 _ALPACA_TYPES: Mapping[str, str] = {
     "alpaca": "instruct", "alpaca_instruct.load": "instruct", "alpaca_chat.load": "chat",
     **{f"alpaca:{style}": style for style in ALPACA_STYLES},
 }  # fmt: skip
 _NOT_A_WORDING = (
-    "how it words its records is not known here; rewrite them as conversations (type: chat_template) or as texts "
+    "this prompt format is not supported; rewrite the records as conversations (type: chat_template) or as texts "
     "(type: completion)."
 )
 
 
 def read_axolotl(ledger: Ledger) -> Read:
-    """Everything an Axolotl file says of its data but lengths. Refuses, in the ledger, what is worded in an unknown
-    way."""
+    """Read the data keys of an Axolotl file, except lengths. Unknown prompt formats are refused in the ledger."""
     train = list(_sources(ledger, "datasets", "pretraining_dataset"))
     held_out = list(_sources(ledger, "test_datasets"))
     both = [*train, *held_out]
@@ -75,10 +74,12 @@ def _source(ledger: Ledger, name: str, pretraining: bool) -> Iterator[_Found]:
         ledger.take(f"{name}.data_files")
         paths = [str(each) for each in (files if isinstance(files, list) else [files])]
     elif files:
-        ledger.refuse(f"{name}.data_files", "a source is a whole dataset; fetch these files and give their paths.")
+        ledger.refuse(f"{name}.data_files", "a source is a whole dataset; download these files and give their paths.")
     config = ledger.take(f"{name}.name")
     if config is not None and not (is_hub_id(paths[0]) and "/" in paths[0]):
-        ledger.refuse(f"{name}.name", "a configuration is read as OWNER/DATASET/CONFIG; name the dataset's owner.")
+        ledger.refuse(
+            f"{name}.name", "a dataset configuration is given as OWNER/DATASET/CONFIG; add the owner to the path."
+        )
     for each in paths:
         stored = str(container) if form is None and container in ("csv", "parquet", "arrow", "text") else form
         source = build_source(each, stored, fields, config)
@@ -88,28 +89,32 @@ def _source(ledger: Ledger, name: str, pretraining: bool) -> Iterator[_Found]:
 
 
 def _take_learned(ledger: Ledger, name: str) -> None:
-    """The keys of one data set that say what of a conversation is learned, and what its turns hold."""
+    """Import a dataset's keys for the trained turns of a conversation and the fields of its turns."""
     roles = ledger.peek(f"{name}.roles_to_train")
     if roles is not None and set(roles if isinstance(roles, list) else [roles]) <= {"assistant", "gpt"} and roles:
         ledger.take(f"{name}.roles_to_train")
     for key in ("train_on_eos", "train_on_eot"):
         if ledger.peek(f"{name}.{key}") == "turn":
-            ledger.need_not(f"{name}.{key}", "the token that ends a learned turn is always learned.")
+            ledger.need_not(f"{name}.{key}", "the token that ends a trained turn is always a target.")
     mapping = ledger.peek(f"{name}.roles")
     if isinstance(mapping, dict):
         ledger.take(f"{name}.roles")
         if unknown := unknown_roles(mapping):
-            ledger.refuse(f"{name}.roles", f"turns of {', '.join(unknown)} would be read as another role, or as none.")
+            ledger.refuse(
+                f"{name}.roles", f"the roles {', '.join(unknown)} would be read as other roles, or are unknown."
+            )
     field, key = ledger.peek(f"{name}.field_thinking"), ledger.peek(f"{name}.template_thinking_key")
     if field is not None and field == key:
         for each in ("field_thinking", "template_thinking_key"):
-            ledger.need_not(f"{name}.{each}", "what else a turn holds reaches the template under its own name.")
+            ledger.need_not(
+                f"{name}.{each}", "all other fields of a turn are passed to the template under their own names."
+            )
 
 
 def _form(
     ledger: Ledger, name: str, kind: str | None, pretraining: bool
 ) -> tuple[str | None, dict[str, str], Wording | None]:
-    """(format, our field names to the records' own, what renders them) by a data set's `type` and `field...` keys."""
+    """Return (format, field names: echelon's to the records', prompt format) from a dataset's type and field keys."""
 
     def renames(table: Mapping[str, str]) -> dict[str, str]:
         found = {ours: ledger.take(f"{name}.{theirs}", f"{name}.type.{theirs}") for theirs, ours in table.items()}
@@ -135,14 +140,17 @@ def _form(
 
 
 def _own_prompt(ledger: Ledger, name: str, renames: Any) -> tuple[str, dict[str, str], Wording]:
-    """`type` as a mapping: the user's own formats. What is left out is as `UserDefinedDatasetConfig` has it."""
+    """Import `type` as a mapping: custom prompt formats. Defaults are those of Axolotl's `UserDefinedDatasetConfig`."""
     plain = ledger.take(f"{name}.type.no_input_format")
     with_input = ledger.take(f"{name}.type.format")
     system = ledger.take(f"{name}.type.system_format")
     fields = renames(_ALPACA)
     pairs = ledger.values.get("objective.name") == "dpo"
     if pairs:
-        ledger.refuse(f"{name}.path", "pairs in a wording of one's own are not read; rewrite them as conversations.")
+        ledger.refuse(
+            f"{name}.path",
+            "preference pairs with a custom prompt format are not supported; rewrite them as conversations.",
+        )
     message = ledger.take(f"{name}.type.system_prompt")
     wording = prompt_wording(
         "{instruction} " if plain is None else str(plain),
@@ -166,7 +174,7 @@ def _conversation(ledger: Ledger, name: str, kind: str, pairs: bool) -> tuple[st
         named |= {"chosen": ledger.take(f"{name}.field_chosen"), "rejected": ledger.take(f"{name}.field_rejected")}
         form = "preference"
     elif kind == "sharegpt" or (role, content) == ("from", "value"):
-        # Axolotl's own default is `messages` even where turns have `from` and `value`.
+        # Axolotl's default is `messages` even if the turns have `from` and `value`.
         messages = messages or ("conversations" if kind == "sharegpt" else "messages")
         named, form = {"conversations": messages, "from": role, "value": content, "train": trained}, "sharegpt"
     else:
@@ -175,7 +183,7 @@ def _conversation(ledger: Ledger, name: str, kind: str, pairs: bool) -> tuple[st
 
 
 def _template(ledger: Ledger, name: str) -> Wording | None:
-    """The template of a data set: its own, the file's, or the tokenizer's."""
+    """Find the chat template of a dataset: its own, the file's, or the tokenizer's."""
     for place in (f"{name}.", ""):
         text, word = (ledger.given.get(f"{place}{key}") for key in ("chat_template_jinja", "chat_template"))
         if text is not None:
@@ -189,7 +197,7 @@ def _template(ledger: Ledger, name: str) -> Wording | None:
         full = f"{place}chat_template"
         wording = axolotl_wording(str(word), f"{full}: {show_value(word)}")
         if wording is None:
-            ledger.refuse(full, "this wording is not known here; give it as chat_template_jinja.")
+            ledger.refuse(full, "this template is not known to echelon; give its text as chat_template_jinja.")
         elif full not in ledger.entries and wording.difference:
             ledger.differ(full, wording.difference)
         else:
@@ -199,6 +207,6 @@ def _template(ledger: Ledger, name: str) -> Wording | None:
 
 
 def _take_once(ledger: Ledger, full: str) -> None:
-    """Several data sets may stand under one key of the file."""
+    """Take a key once: several datasets may use the same key of the file."""
     if full in ledger.given and full not in ledger.entries:
         ledger.take(full)

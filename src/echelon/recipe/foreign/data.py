@@ -1,4 +1,4 @@
-"""What a file says of its data, as the recipe's `data`: sources, sequences, templates and what is learned."""
+"""Import the data keys of another tool's file: sources, sequences, chat template and trained tokens."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ _PLACE_OF_DATA = "path/to/data.jsonl"
 
 
 def read_data(ledger: Ledger, tool: Tool, trainer: Trainer | None, folder: Path) -> Read:
-    """The sources that a file of `tool` names, in the folder `folder`."""
+    """Read the data sources of a file of `tool` in the folder `folder`."""
     match tool:
         case "axolotl":
             return read_axolotl(ledger)
@@ -31,11 +31,11 @@ def read_data(ledger: Ledger, tool: Tool, trainer: Trainer | None, folder: Path)
 
 
 def carry_data(ledger: Ledger, tool: Tool, read: Read, defaults: Defaults, dpo: bool) -> None:
-    """Sources, what is held out, the sequence, templates and what is learned."""
+    """Import the recipe's `data`: sources, validation, sequence length, packing, chat template, trained tokens."""
     sources = list(read.train)
     if not sources:
         sources = [{"path": _PLACE_OF_DATA}]
-        ledger.remark(f"the file names no data: set data.train, {_PLACE_OF_DATA} for now.")
+        ledger.remark(f"the file has no data; set data.train (currently {_PLACE_OF_DATA}).")
         ledger.reasons["data.train"] = "not in the file"
     ledger.values["data.train"] = sources
     _carry_validation(ledger, list(read.validation))
@@ -59,7 +59,7 @@ def _carry_validation(ledger: Ledger, validation: list[dict[str, object]]) -> No
     if validation or "data.validation" in ledger.values:
         ledger.values.setdefault("data.validation", validation)
         if full is not None and size:
-            ledger.need_not(full, "the evaluation has data of its own.")
+            ledger.need_not(full, "the file has separate evaluation data.")
         return
     if "data.validation_fraction" in ledger.values:
         return
@@ -67,12 +67,16 @@ def _carry_validation(ledger: Ledger, validation: list[dict[str, object]]) -> No
         size = size / 100
     if size and size >= 1:
         assert full is not None
-        ledger.lose(full, "none are held out here: name texts of their own, or a share, as data.validation_fraction.")
+        ledger.lose(
+            full,
+            "a number of held-out records is not supported; set data.validation or a fraction, "
+            "data.validation_fraction.",
+        )
         size = None
     if size:
         assert full is not None
         ledger.put("data.validation_fraction", float(size), f"{full}: {show_value(size)}")
-        ledger.differ(full, "which documents are held out is decided by a hash of each, not by a shuffle.")
+        ledger.differ(full, "the held-out documents are selected by a hash of each document, not by a shuffle.")
     else:
         ledger.put("data.validation_fraction", 0, "nothing is held out" if full is None else f"{full}")
 
@@ -101,47 +105,47 @@ def _carry_packing(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, d
 
 
 def _pretrains(ledger: Ledger) -> bool:
-    """Whether the file is LLaMA-Factory's of pretraining."""
+    """Whether this is a LLaMA-Factory file for pretraining."""
     return ledger.given.get("stage") == "pt"
 
 
 def _refuse_padding(ledger: Ledger, tool: Tool, full: str | None, is_padded: bool) -> None:
     if tool == "axolotl" and is_padded:
         ledger.refuse(
-            full or "datasets.0.type", "each text is cut into sequences of its own there, and padded; set "
-            "sample_packing: true, which is had here."
+            full or "datasets.0.type", "Axolotl cuts each text into sequences by itself and pads them, which echelon "
+            "does not support; set sample_packing: true."
         )  # fmt: skip
 
 
 def _carry_joined(ledger: Ledger, packs: bool) -> None:
-    """Axolotl's `pretraining_dataset`."""
+    """Import the packing of Axolotl's `pretraining_dataset`."""
     apart = packs and ledger.take("pretrain_multipack_attn") is not False
     ledger.put("data.packing", True, "pretraining_dataset: texts are joined")
     ledger.put("data.document_mask", apart, f"sample_packing: {show_value(packs)}")
 
 
 def _carry_mask(ledger: Ledger, tool: Tool, defaults: Defaults, full: str, joins: bool, plain: bool) -> None:
-    """Whether packed samples attend to each other. `joins`: they do in the tool."""
+    """Set whether packed samples attend to each other. `joins`: they do in the tool."""
     strategy = ledger.take("packing_strategy")
     if joins:
         ledger.put("data.document_mask", False, "packing without neat_packing")
         ledger.differ(
-            full, "without neat_packing packed samples attend to each other, and document_mask: false says so; take it "
-            "out, and they will not."
+            full, "without neat_packing packed samples attend to each other: document_mask: false. Remove that key to "
+            "prevent it."
         )  # fmt: skip
     elif tool == "axolotl" or (tool == "hf" and defaults.name != "transformers" and strategy != "wrapped"):
-        ledger.put("data.document_mask", True, "packed samples do not see each other")
+        ledger.put("data.document_mask", True, "packed samples do not attend to each other")
         if plain:
-            ledger.differ(full, "plain texts are joined and cut at data.sequence_len, and not each by itself.")
+            ledger.differ(full, "plain texts are joined and cut at data.sequence_len, not each text by itself.")
 
 
 def _carry_batching(ledger: Ledger) -> None:
-    """v1's `batching_strategy`: how a microbatch is laid out, or, with `dynamic`, how much a step holds."""
+    """Import v1's `batching_strategy`: the layout of a microbatch or, with `dynamic`, the size of a step."""
     strategy = ledger.take("batching_strategy")
     if strategy not in (None, "normal", "padding_free"):
         ledger.refuse(
-            "batching_strategy", "a step holds as many samples as fit into a number of tokens there; here all steps "
-            "hold train.global_batch_size sequences."
+            "batching_strategy", "LLaMA-Factory fills a step with samples up to a number of tokens; in echelon every "
+            "step has train.global_batch_size sequences."
         )  # fmt: skip
     ledger.put(
         "data.packing", False, f"batching_strategy: {strategy}" if strategy else "the default of LLaMA-Factory v1"
@@ -153,8 +157,8 @@ def _carry_wording(ledger: Ledger, read: Read) -> None:
         said = ", ".join(wording.said for wording in read.wordings)
         first = next(name for name in ledger.given if name.partition(".")[0] in ("datasets", "test_datasets"))
         ledger.refuse(
-            first, f"a recipe has one chat template, and this file words its data in "
-            f"several ways: {said}; rewrite them in one."
+            first, f"a recipe has one chat template, but this file uses several: {said}; rewrite the data for one "
+            "template."
         )  # fmt: skip
     for wording in read.wordings[:1]:
         if wording.template is not None:
@@ -163,18 +167,18 @@ def _carry_wording(ledger: Ledger, read: Read) -> None:
             ledger.put("data.system_prompt", wording.system, f"{wording.said}, its system message")
     for name in ("chat_template_jinja", "chat_template"):
         if ledger.find(name) is not None:
-            ledger.need_not(name, "the data sets have a wording of their own.")
+            ledger.need_not(name, "the datasets have their own templates.")
     if ledger.peek("default_system_message", "default_system", "system_prompt"):
         ledger.move("data.system_prompt", "default_system_message", "default_system", "system_prompt")
 
 
 def _carry_learned(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, dpo: bool) -> None:
-    """`data.train_on`. Said even where it is echelon's own default, for it is what differs most between the tools."""
+    """Set `data.train_on`, also if the value is echelon's default: the tools differ most in this setting."""
     whole, last = ledger.find("train_on_inputs", "train_on_prompt"), ledger.find("mask_history")
     only_answers = ledger.find("assistant_only_loss")
     assistant = ledger.take("assistant_only_loss")
     if read.plain or dpo:
-        why = "all of a text is learned." if read.plain else "the answers of a pair are compared."
+        why = "all tokens of plain text are targets." if read.plain else "DPO compares the answers of a pair."
         for name in filter(None, (whole, last)):
             ledger.need_not(name, why)
         return
@@ -182,7 +186,8 @@ def _carry_learned(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, d
         ledger.put("data.train_on", "all", f"{whole}: true")
         if tool == "axolotl" and any(map(_has_turns, read.train)):
             ledger.refuse(
-                whole, "of each turn its text is learned there, and here what the template puts around it too."
+                whole,
+                "Axolotl trains on the text of each turn; echelon would also train on the template's text around it.",
             )
     elif last is not None and ledger.take(last):
         ledger.put("data.train_on", "last", f"{last}: true")
@@ -197,13 +202,13 @@ def _carry_learned(ledger: Ledger, tool: Tool, defaults: Defaults, read: Read, d
 def _carry_completions(ledger: Ledger) -> None:
     full = ledger.find("completion_only_loss")
     if full is not None and ledger.given[full] is True:
-        ledger.need_not(full, "of a prompt with its completion, the completion is learned.")
+        ledger.need_not(full, "of a prompt-completion record, only the completion is a target.")
     elif full is not None:
-        ledger.refuse(full, "of a prompt with its completion, only the completion is learned here.")
+        ledger.refuse(full, "of a prompt-completion record, echelon trains only on the completion.")
 
 
 def _has_turns(source: Mapping[str, Any]) -> bool:
-    """Whether a source is of conversations, rather than of questions with their answers."""
+    """Whether a source contains conversations rather than single questions with answers."""
     return source.get("format") in ("messages", "sharegpt") or bool(
         {"messages", "conversations"} & {*source.get("fields", ())}
     )
@@ -217,22 +222,22 @@ def _carry_overlong(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
     value = ledger.take(full)
     ours = {"drop": "drop", "truncate": "cut", "raise": "refuse"}.get(str(value))
     if ours is None:
-        ledger.refuse(full, "a sample that is too long is cut, dropped or refused: data.on_overlong.")
+        ledger.refuse(full, "samples that are too long can be cut, dropped or refused: data.on_overlong.")
     else:
         ledger.put("data.on_overlong", ours, f"{full}: {value}")
 
 
 def _carry_ends(ledger: Ledger, read: Read) -> None:
-    """The tokens that end turns and texts, where the file names some."""
+    """Import the tokens that end turns and texts, if the file sets any."""
     ends = ledger.find("eot_tokens")
     eos = ledger.find("eos_token")
     if ends is not None and read.plain:
-        ledger.need_not(ends, "the data holds no conversations.")
+        ledger.need_not(ends, "the data has no conversations.")
     elif ends is not None:
         ledger.put("data.eot_tokens", ledger.words(ends), f"{ends}: {show_value(ledger.given[ends])}")
     if eos == "eos_token":  # TRL's
         if "eos_token" in str(ledger.values.get("data.chat_template", "")):
-            ledger.refuse(eos, "the chat template names the tokenizer's eos; write the token itself into it.")
+            ledger.refuse(eos, "the chat template uses the tokenizer's eos; write the token itself into the template.")
         token = str(ledger.take(eos))
         ledger.put("data.document_separator", token, f"{eos}: {token}")
         if not read.plain:

@@ -1,4 +1,4 @@
-"""What each tool does where its file says nothing: written out in every recipe that is made of one."""
+"""The default values of each tool. An imported recipe contains them explicitly."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -7,16 +7,16 @@ from echelon.recipe.foreign.ledger import Ledger
 from echelon.recipe.foreign.reading import Tool
 
 Trainer = Literal["transformers", "sft", "dpo"]
-"""Which trainer a file of the Hugging Face family is for: transformers' own, or TRL's."""
+"""The trainer that a file of the Hugging Face family is for: transformers' Trainer, or TRL's SFT or DPO trainer."""
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """The values of a tool. `name` says whose they are. None: the tool has none, or needs no word here.
+    """The default values of the tool `name`. None: the tool has no default, or it is not needed here.
 
-    `alpha_of_rank`: alpha is this many times the rank.  `targets` None: PEFT's own, by the model's type.  `warmup`: a
-    share of the run.  `saves`: `epoch`, a number of steps, or none but at the end.  `decays_all`: weight decay reaches
-    norms and biases.
+    `alpha_of_rank`: alpha is this many times the rank. `targets` None: PEFT's default for the model type. `warmup`: a
+    fraction of the run. `saves`: `epoch`, a number of steps, or None: only at the end. `decays_all`: weight decay also
+    applies to norms and biases.
     """
 
     name: str
@@ -74,7 +74,7 @@ _FACTORY_V1 = Defaults(
 
 
 def defaults_of(tool: Tool, trainer: Trainer | None) -> Defaults:
-    """The defaults behind a file. `trainer` matters for the Hugging Face family only."""
+    """Return the defaults of a tool. `trainer` is used only for the Hugging Face family."""
     match tool:
         case "axolotl":
             return _AXOLOTL
@@ -87,5 +87,5 @@ def defaults_of(tool: Tool, trainer: Trainer | None) -> Defaults:
 
 
 def put_default(ledger: Ledger, defaults: Defaults, key: str, value: object) -> None:
-    """Write out a value that the file leaves to its tool."""
+    """Put the tool's default into the recipe, for a key that the file does not set."""
     ledger.put(key, value, f"the default of {defaults.name}")

@@ -1,4 +1,4 @@
-"""The data sets of LLaMA-Factory's files: names in `dataset_info.json`, and, of v1, a YAML file of data sets."""
+"""Import the datasets of LLaMA-Factory files: names in `dataset_info.json` or, in v1, a YAML file of datasets."""
 
 import json
 from collections.abc import Mapping
@@ -18,14 +18,16 @@ _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "sys
 _TAGS = {"user_tag": ("user", "human"), "assistant_tag": ("assistant", "gpt"), "system_tag": ("system", "system"),
          "observation_tag": ("tool", "observation")}  # fmt: skip
 _MEDIA = ("images", "videos", "audios")
-# Keys of an entry of dataset_info.json that are read here; those of other hubs are other addresses of the same data.
+# The supported keys of an entry of dataset_info.json; the keys of other hubs are other addresses of the same data.
 _READ = {"hf_hub_url", "file_name", "columns", "tags", "ranking", "formatting", "split", "subset", "num_samples",
          "ms_hub_url", "om_hub_url", "folder"}  # fmt: skip
 
 
 def read_factory(ledger: Ledger, folder: Path) -> Read:
-    """Everything a file of LLaMA-Factory says of its data but lengths. `folder`: the file's, beside or above which
-    `dataset_dir` is looked for."""
+    """Read the data keys of a LLaMA-Factory file, except lengths.
+
+    `folder` is the file's folder; `dataset_dir` is searched there and in its parents.
+    """
     wording = _template(ledger)
     limit = ledger.number("max_samples")
     sources = _sources(ledger, "dataset", folder, limit)
@@ -48,10 +50,14 @@ def _template(ledger: Ledger) -> Wording | None:
     wording = factory_wording(name, f"{full}: {name}")
     if ledger.given.get("stage") == "pt":
         if name == "llama3":
-            ledger.differ(full, "a text ends with the tokenizer's eos here, with <|end_of_text|> there.")
+            ledger.differ(
+                full, "a text ends with the tokenizer's eos in echelon, with <|end_of_text|> in LLaMA-Factory."
+            )
         return None
     if wording is None:
-        ledger.refuse(full, "this wording is not known here; without the key it is the tokenizer's own template.")
+        ledger.refuse(
+            full, "this template is not known to echelon; remove the key to use the tokenizer's own template."
+        )
     elif wording.difference:
         ledger.differ(full, wording.difference)
     return wording
@@ -78,24 +84,22 @@ def _read_table(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(table, dict):
-        raise ConfigError(f"{path} holds no mapping of data sets; correct it, and import the file again.")
+        raise ConfigError(f"{path} is not a mapping of datasets; correct it and import the file again.")
     return table
 
 
 def _source(ledger: Ledger, name: str, data_dir: Path, dataset: str, known: Mapping[str, Any]) -> dict[str, Any]:
     entry = known.get(dataset)
     if not isinstance(entry, dict):
-        ledger.differ(
-            name, f"{dataset} stands in no dataset_info.json found in {data_dir}; its path is taken for granted."
-        )
+        ledger.differ(name, f"{dataset} was not found in a dataset_info.json in {data_dir}; its path is assumed.")
         return {"path": str(data_dir / f"{dataset}.json")}
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
     if media := [column for column in _MEDIA if column in columns]:
-        ledger.refuse(name, f"{dataset} has {', '.join(media)}, and echelon trains on text.")
+        ledger.refuse(name, f"{dataset} has {', '.join(media)}, but echelon trains only on text.")
     if left := sorted(set(entry) - _READ):
-        ledger.refuse(name, f"of {dataset} in dataset_info.json, {', '.join(left)} has no counterpart here.")
+        ledger.refuse(name, f"{dataset} in dataset_info.json sets {', '.join(left)}, which echelon does not support.")
     if tags and (unknown := unknown_roles({role: tags.get(tag, own) for tag, (role, own) in _TAGS.items()})):
-        ledger.refuse(name, f"{dataset} has turns of {', '.join(unknown)}, which would be read as another role.")
+        ledger.refuse(name, f"{dataset} has the roles {', '.join(unknown)}, which would be read as other roles.")
     form, fields = _form(ledger, name, dataset, entry, columns, tags)
     path = entry.get("hf_hub_url") or str(data_dir / entry.get("file_name", f"{dataset}.json"))
     source = build_source(str(path), form, fields, entry.get("subset"))
@@ -127,8 +131,8 @@ def _form(
         return "preference", {**pairs, "rejected": columns["rejected"], **_turns(fields)}
     if entry.get("ranking"):
         ledger.refuse(
-            name, f"{dataset} has pairs of texts, which a chat template is put around there, and none here; "
-            "rewrite them as conversations."
+            name, f"{dataset} has pairs of texts, to which LLaMA-Factory applies a chat template and echelon does "
+            "not; rewrite them as conversations."
         )  # fmt: skip
         return "preference", {}
     if ledger.given.get("stage") == "pt":
@@ -137,7 +141,7 @@ def _form(
 
 
 def _turns(fields: Mapping[str, str]) -> dict[str, str]:
-    """The fields of a turn by the names of the format `preference`."""
+    """Return the fields of a turn by their names in the format `preference`."""
     ours = {"role": "role", "content": "content", "from": "role", "value": "content"}
     return {ours[key]: own for key, own in fields.items() if key in ours}
 
@@ -147,11 +151,11 @@ _READ_V1 = {"path", "source", "converter", "size", "split", "streaming", "weight
 
 
 def read_factory_v1(ledger: Ledger, folder: Path) -> Read:
-    """The data sets of a v1 file. They say whether it is DPO: the file itself does not."""
+    """Read the datasets of a v1 file. Only they show whether the objective is DPO; the file does not specify it."""
     text = ledger.take("custom_chat_template")
     wording = Wording(text, "custom_chat_template") if text else Wording(None, "the tokenizer's own")
     if text and not is_template(str(text)):
-        ledger.refuse("custom_chat_template", "it is no Jinja template.")
+        ledger.refuse("custom_chat_template", "it is not a Jinja template.")
     train, held_out = (_sources_v1(ledger, name, folder) for name in ("train_dataset", "eval_dataset"))
     return Read(tuple(train), tuple(held_out), (wording,))
 
@@ -163,13 +167,14 @@ def _sources_v1(ledger: Ledger, name: str, folder: Path) -> list[dict[str, Any]]
     ledger.reasons["data.validation" if name == "eval_dataset" else "data.train"] = f"{name}: {value}"
     path = find_beside(folder, str(value))
     if not str(value).endswith((".yaml", ".yml")):
-        ledger.refuse(name, "its records are v1's own, with weights and media; rewrite them as messages of text.")
+        ledger.refuse(
+            name, "its records are in v1's own format, with weights and media; rewrite them as text messages."
+        )
         return []
     table = parse_yaml(path.read_text(encoding="utf-8"), str(path))[0] if path is not None else None
     if not isinstance(table, dict):
         ledger.refuse(
-            name, "the file was not found, and it says what is trained, and how; import the file from the folder "
-            "in which the tool is started."
+            name, "the dataset file was not found; run the import in the folder in which the tool is started."
         )  # fmt: skip
         return []
     return [_source_v1(ledger, name, dataset, entry) for dataset, entry in table.items()]
@@ -178,14 +183,16 @@ def _sources_v1(ledger: Ledger, name: str, folder: Path) -> list[dict[str, Any]]
 def _source_v1(ledger: Ledger, name: str, dataset: str, entry: Any) -> dict[str, Any]:
     entry = entry if isinstance(entry, dict) else {}
     if left := sorted(set(entry) - _READ_V1):
-        ledger.refuse(name, f"of {dataset}, {', '.join(left)} has no counterpart here.")
+        ledger.refuse(name, f"{dataset} sets {', '.join(left)}, which echelon does not support.")
     converter = entry.get("converter")
     if converter is not None and converter not in _CONVERTERS:
-        ledger.refuse(name, f"of {dataset}, the converter {converter} is not known here.")
+        ledger.refuse(name, f"{dataset} uses the converter {converter}, which echelon does not support.")
     if converter is None:
-        ledger.refuse(name, f"the records of {dataset} are v1's own, with weights and media; rewrite them as messages.")
+        ledger.refuse(
+            name, f"the records of {dataset} are in v1's own format, with weights and media; rewrite them as messages."
+        )
     if converter == "alpaca":
-        ledger.differ(name, "Instruction and input are joined by a line end here, by nothing there.")
+        ledger.differ(name, "echelon joins instruction and input with a line end, LLaMA-Factory v1 without one.")
     form = _CONVERTERS.get(str(converter), "messages")
     source = build_source(str(entry.get("path", "")), form, {})
     if source.get("format") == "hub":
@@ -193,5 +200,7 @@ def _source_v1(ledger: Ledger, name: str, dataset: str, entry: Any) -> dict[str,
     if entry.get("size"):
         source["max_samples"] = entry["size"]
     if entry.get("weight") not in (None, 1, 1.0):
-        ledger.refuse(name, f"of {dataset}, weight repeats records; only train.epochs does that here.")
+        ledger.refuse(
+            name, f"{dataset} sets weight, which repeats records; echelon repeats data only with train.epochs."
+        )
     return source

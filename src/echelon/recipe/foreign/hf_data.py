@@ -1,4 +1,4 @@
-"""The data sets of files of TRL, the alignment handbook and transformers' own scripts."""
+"""Import the datasets of files of TRL, the alignment handbook and the scripts of transformers."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from echelon.recipe.foreign.wording import Wording
 from echelon.recipe.inputs import is_template
 from echelon.recipe.yaml_text import show_value
 
-# The columns that a handbook's data set keeps, and the format that they are of.
+# The columns that a handbook dataset keeps, and the format that each implies.
 _COLUMNS = {"messages": "messages", "chosen": "preference", "conversations": "sharegpt",
             "completion": "prompt_completion", "text": None}  # fmt: skip
 
 
 def read_hf(ledger: Ledger, trainer: Trainer | None) -> Read:
-    """Everything a file of the Hugging Face family says of its data but lengths."""
+    """Read the data keys of a file of the Hugging Face family, except lengths."""
     wording = _template(ledger)
     mixture = ledger.peek("dataset_mixture")
     if isinstance(mixture, dict):
@@ -42,7 +42,7 @@ def _template(ledger: Ledger) -> Wording:
         return Wording(None, "the tokenizer's own")
     value = str(ledger.take(full))
     if not is_template(value) and not value.endswith((".jinja", ".j2")):
-        ledger.refuse(full, "it is neither a Jinja template nor a file of one; give one of them.")
+        ledger.refuse(full, "it is neither a Jinja template nor a .jinja or .j2 file; give one of them.")
     return Wording(value, full if is_template(value) else f"{full}: {value}")
 
 
@@ -51,9 +51,13 @@ def _mixture(ledger: Ledger, mixture: dict[str, Any]) -> list[dict[str, Any]]:
     size = ledger.find("dataset_mixture.test_split_size")
     if size is not None and isinstance(ledger.given[size], float) and ledger.given[size] < 1:
         ledger.put("data.validation_fraction", ledger.take(size), f"{size}: {show_value(ledger.given[size])}")
-        ledger.differ(size, "which documents are held out is decided by a hash of each, not by a shuffle.")
+        ledger.differ(size, "the held-out documents are selected by a hash of each document, not by a shuffle.")
     elif size is not None:
-        ledger.lose(size, "none are held out here: name texts of their own, or a share, as data.validation_fraction.")
+        ledger.lose(
+            size,
+            "a number of held-out records is not supported; set data.validation or a fraction, "
+            "data.validation_fraction.",
+        )
     if ledger.find("dataset_mixture.seed"):
         ledger.need_not("dataset_mixture.seed", "the order follows run.seed.")
     return _listed(ledger, "dataset_mixture.datasets")
@@ -76,7 +80,7 @@ def _item(ledger: Ledger, name: str) -> dict[str, Any]:
     form = next((form for column, form in _COLUMNS.items() if column in columns), None)
     ledger.take(f"{name}.columns")
     if "chat_template_kwargs" in columns:
-        ledger.refuse(f"{name}.columns", "settings of the template for each record are not read here.")
+        ledger.refuse(f"{name}.columns", "template settings per record are not supported.")
     fields = {column: column for column in columns if column in ("prompt",) and form == "preference"}
     source = build_source(path, form, fields, None if config == "default" else config)
     put_split(ledger, f"{name}.split", source, "train")
@@ -85,25 +89,27 @@ def _item(ledger: Ledger, name: str) -> dict[str, Any]:
 
 
 def _carry_share(ledger: Ledger, name: str, source: dict[str, Any]) -> None:
-    """A share of a data set as a slice of its split."""
+    """Import a fraction of a dataset as a slice of its split."""
     share = ledger.number(f"{name}.weight", f"{name}.fraction")
     if share is not None and share < 1 and "split" in source:
         source["split"] = f"{source['split']}[:{share * 100:g}%]"
         ledger.differ(
             str(next(each for each in (f"{name}.weight", f"{name}.fraction") if each in ledger.given)),
-            "it is the first records that are taken, not those of a shuffle.",
+            "the first records are used, not a random selection.",
         )
     elif share is not None and share != 1:
-        ledger.refuse(f"{name}.weight", "a part of a data set is taken by data.train.0.split; this is no part of it.")
+        ledger.refuse(f"{name}.weight", "a part of a dataset is selected by data.train.0.split; this is not a part.")
 
 
 def _mixer(ledger: Ledger, mixer: dict[str, Any]) -> list[dict[str, Any]]:
-    """The handbook's older form: `{ID: share}`, with the splits to train and to evaluate on beside it."""
+    """Import the handbook's older form: `{ID: fraction}`, with training and evaluation splits in a separate key."""
     ledger.take("dataset_mixer")
     splits = ledger.words("dataset_splits")
     ledger.reasons["data.train"] = "dataset_mixer"
     if any(share != 1 for share in mixer.values()):
-        ledger.refuse("dataset_mixer", "shares of data sets are written as splits here: name them in dataset_mixture.")
+        ledger.refuse(
+            "dataset_mixer", "fractions of datasets are given as splits; list the datasets in dataset_mixture."
+        )
     sources = []
     for path in mixer:
         source = build_source(str(path), None, {})

@@ -1,4 +1,4 @@
-"""The books of an import: what became of every key of the file, and where every value of the recipe is from."""
+"""The ledger of an import: the result for every key of the file, and the origin of every value of the recipe."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,22 +11,24 @@ from echelon.recipe.yaml_text import show_value
 from echelon.redaction import redact
 
 Fate = Literal["carried", "differs", "lost", "needless", "off", "refused"]
-"""carried: in the recipe with the same meaning. differs: in the recipe, with a small difference that is told. lost: not
-in the recipe, and what is trained does not depend on it. needless: echelon does so by itself. off: null, false or the
-tool's own default, which asks for nothing. refused: without it the training would be another."""
+"""The result for a key.
+
+carried: in the recipe with the same meaning. differs: in the recipe, with a small difference that is reported. lost:
+not in the recipe; it does not affect what is trained. needless: echelon does it anyway. off: null, false or the tool's
+default, so there is nothing to import. refused: without it, the training would be different.
+"""
 
 _WEIGHT: Mapping[Fate, int] = {"refused": 3, "lost": 2}
 
 _OFF: tuple[Any, ...] = (None, False, "", (), [], {})
 _UNKNOWN = (
-    "what it does is not known here; if the training is the same without it, take it out of the file, and import it "
-    "again."
+    "this key is unknown to echelon; if it does not change the training, remove it from the file and import it again."
 )
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of one key; `text` says it in plain words."""
+    """The result for one key; `text` explains it to the user."""
 
     name: str
     value: Any
@@ -39,9 +41,9 @@ class Entry:
 
 
 class Ledger:
-    """Takes the keys of a file one by one, and puts values into the recipe under their reasons.
+    """Records the keys of a file one by one, and the values of the recipe with their origins.
 
-    A key is found under its last name, whichever group it stands in; one of a list's entries under its full name.
+    A key is found by its last name, in any group; a key inside a list only by its full name.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -52,7 +54,7 @@ class Ledger:
         self.remarks: list[str] = []
 
     def expand(self, name: str, items: Mapping[str, Any]) -> None:
-        """Account for the parts of a key one by one, instead of the whole: those of its mapping, or of its list's."""
+        """Replace a key by the items of its mapping or list, which are then recorded one by one."""
         if not items:
             self._enter(name, "off")
             return
@@ -60,7 +62,7 @@ class Ledger:
         self.given.update({f"{name}.{key}": value for key, value in items.items()})
 
     def find(self, *names: str) -> str | None:
-        """The full name of the first of `names` that is given and not null, and not yet accounted for."""
+        """Return the full name of the first of `names` that is given, not null and not yet recorded."""
         for name in names:
             for full, value in self.given.items():
                 in_a_list = any(part.isdigit() for part in full.split("."))
@@ -70,14 +72,14 @@ class Ledger:
         return None
 
     def peek(self, *names: str) -> Any:
-        """The value of the first of `names` that is given, or None."""
+        """Return the value of the first of `names` that is given, or None."""
         full = self.find(*names)
         return None if full is None else self.given[full]
 
     def take(self, *names: str) -> Any:
-        """As `peek`, and the key counts as carried, unless something else is said about it later.
+        """Like `peek`, and record the key as carried, unless another result is recorded later.
 
-        What is given besides under another of the names is told as lost.
+        Other given keys among `names` are recorded as carried if their value is equal, else as lost.
         """
         full = self.find(*names)
         if full is None:
@@ -87,32 +89,31 @@ class Ledger:
             if self.given[other] == self.given[full]:
                 self._enter(other, "carried")
             else:
-                self.lose(other, f"{full} says the same and goes first.")
+                self.lose(other, f"{full} sets the same and takes precedence.")
         return self.given[full]
 
     def number(self, *names: str) -> float | None:
-        """As `take`, for what is counted with. Raises ConfigError for what is no number."""
+        """Like `take`, for a number. Raises ConfigError for a value that is not a number."""
         full = self.find(*names)
         value = self.take(*names)
         if isinstance(value, str):
             with suppress(ValueError):
                 value = float(value)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"{full}: {show_value(value)} is not a number; correct it, and import the file again.")
+            raise ConfigError(f"{full}: {show_value(value)} is not a number; correct it and import the file again.")
         return value
 
     def words(self, *names: str, between: str | None = ",") -> list[str]:
-        """As `take`, for a list of words, or a text of them. Raises ConfigError for what is neither."""
+        """Like `take`, for a list of words, given as a list or a text. Raises ConfigError for other values."""
         full = self.find(*names)
         value = self.take(*names)
         value = value.split(between) if isinstance(value, str) else [] if value is None else value
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise ConfigError(f"{full}: {show_value(value)} is not a list of words; correct it, and import it again.")
+            raise ConfigError(f"{full}: {show_value(value)} is not a list of words; correct it and import it again.")
         return [word.strip() for word in value]
 
     def move(self, key: str, *more: str) -> Any:
-        """Carry what is given under another spelling of the recipe's `key`, or under `more`, to it unchanged; returns
-        its value."""
+        """Import the value given under a spelling of the recipe's `key`, or under `more`, unchanged. Returns it."""
         names = (*more, *spellings(key))
         full = self.find(*names)
         value = self.take(*names)
@@ -121,28 +122,28 @@ class Ledger:
         return value
 
     def put(self, key: str, value: Any, reason: str) -> None:
-        """Set a key of the recipe, with the reason that stands beside it."""
+        """Set a key of the recipe, with the comment that explains its origin."""
         self.values[key] = value
         self.reasons[key] = reason
 
     def differ(self, name: str, text: str) -> None:
-        """The key is in the recipe, but does not mean quite the same."""
+        """Record that the key is in the recipe with a slightly different meaning."""
         self._tell(name, "differs", text)
 
     def lose(self, name: str, text: str) -> None:
-        """The key is not in the recipe, and the training is the same without it."""
+        """Record that the key is not in the recipe and does not affect the training."""
         self._tell(name, "lost", text)
 
     def refuse(self, name: str, text: str) -> None:
-        """The training would be another: no recipe can come of the file."""
+        """Record that the training would be different without the key: the file cannot be imported."""
         self._tell(name, "refused", text)
 
     def need_not(self, name: str, text: str) -> None:
-        """The key is not in the recipe, and nothing is lost."""
+        """Record that the key is not in the recipe and is not needed."""
         self._tell(name, "needless", text)
 
     def remark(self, text: str) -> None:
-        """Something to know that belongs to no key of the file."""
+        """Add a note that does not belong to a key of the file."""
         self.remarks.append(text)
 
     def close(
@@ -153,8 +154,11 @@ class Ledger:
         refused: Mapping[str, str],
         settings: tuple[str, ...],
     ) -> None:
-        """Account for what is left: by the tools' defaults and the tables of reasons. `settings`: how the names begin
-        of what does nothing by itself. A key that nobody knows may make another training, and is refused."""
+        """Record the remaining keys, using the tools' defaults and the tables of reasons.
+
+        `settings`: prefixes of keys that have no effect by themselves. An unknown key may change the training and is
+        refused.
+        """
         for full, value in self.given.items():
             if full in self.entries:
                 continue
@@ -166,17 +170,21 @@ class Ledger:
             elif name in lost:
                 self._enter(full, "lost", lost[name])
             elif name not in refused and name.startswith(settings):
-                self._enter(full, "needless", "it is a setting of what another key asks for, and nothing by itself.")
+                self._enter(
+                    full,
+                    "needless",
+                    "it is a setting of a feature that another key enables; it has no effect by itself.",
+                )
             else:
                 self._enter(full, "refused", refused.get(name, _UNKNOWN))
 
     def by_fate(self, fate: Fate) -> Iterator[Entry]:
-        """The entries of one fate, in the order of the file."""
+        """Yield the entries with a given result, in the order of the file."""
         return (self.entries[name] for name in self.given if self.entries[name].fate == fate)
 
     def _tell(self, name: str, fate: Fate, text: str) -> None:
         full = name if name in self.given else self.find(name)
-        if full is None:  # accounted for already: say more about it
+        if full is None:  # already recorded: add to its text
             full = next((each for each in self.entries if each == name or each.endswith("." + name)), None)
         if full is None and fate == "refused":
             raise ConfigError(f"{name}: {text}")

@@ -1,4 +1,4 @@
-"""Model, tokenizer and adapter of another tool's file."""
+"""Import the model, tokenizer and adapter of another tool's file."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from echelon.recipe.foreign.reading import Tool
 from echelon.recipe.yaml_text import show_value
 
 _PLACE_OF_MODEL = "path/to/model"
-# Attention that computes the same by other code; where the recipe is silent, transformers takes the fastest it has.
+# Implementations with the same result; if the recipe sets none, transformers selects the fastest available one.
 _ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 _CAUSAL = ("CausalLM", "LMHeadModel")
 
 
 def carry_model(ledger: Ledger, tool: Tool) -> None:
-    """The model, its code, its attention, its tokenizer and the tokens added to it."""
+    """Import the model, its attention implementation, its tokenizer and added tokens."""
     names: tuple[str, ...] = ("model",) if tool == "llamafactory-v1" else ("base_model_name_or_path",)
     if ledger.move("model.checkpoint", *names) is None:
         ledger.put("model.checkpoint", _PLACE_OF_MODEL, "not in the file")
-        ledger.remark(f"the file names no model: set model.checkpoint, {_PLACE_OF_MODEL} for now.")
+        ledger.remark(f"the file has no model; set model.checkpoint (currently {_PLACE_OF_MODEL}).")
     if ledger.peek("trust_remote_code"):
         ledger.move("model.trust_remote_code")
     names = (*spellings("tokenizer"), "tokenizer_name_or_path")
@@ -29,13 +29,16 @@ def carry_model(ledger: Ledger, tool: Tool) -> None:
         ledger.move("tokenizer", *names)
     kind = ledger.peek("model_type", "cls_model_config")
     if kind is not None and not str(kind).endswith(_CAUSAL):
-        ledger.refuse("model_type", "the model is none that predicts the next token of a text.")
+        ledger.refuse("model_type", "the model is not a causal language model.")
     revision = ledger.find("model_revision", "revision_of_model")
     if revision is not None and ledger.take(revision) != "main":
-        ledger.refuse(revision, "a hub id is read at its newest revision; fetch the one you mean, and give its folder.")
+        ledger.refuse(
+            revision,
+            "a Hub model is loaded at its newest revision; download the revision you need and give its folder.",
+        )
     if ledger.peek("output_router_logits") is True:
         ledger.put("objective.router_loss", True, "output_router_logits: true")
-        ledger.differ("output_router_logits", "the router loss is that of each sequence here, not of the batch.")
+        ledger.differ("output_router_logits", "echelon computes the router loss per sequence, not per batch.")
     elif ledger.find("output_router_logits") is not None:
         ledger.take("output_router_logits")
     _carry_attention(ledger)
@@ -47,12 +50,12 @@ def _carry_attention(ledger: Ledger) -> None:
         if ledger.given[full] in _ATTENTION:
             ledger.put("model.attn_implementation", ledger.take(full), f"{full}: {ledger.given[full]}")
         else:
-            ledger.need_not(full, "attention is computed by transformers' fastest code; what it computes is the same.")
+            ledger.need_not(full, "transformers selects the fastest attention implementation; the result is the same.")
         return
     full = ledger.find("flash_attn", "flash_attention", "sdp_attention", "eager_attention")
     if full is None or ledger.given[full] in (False, "auto"):
         if full is not None:
-            ledger.need_not(full, "attention is chosen by transformers where the recipe is silent.")
+            ledger.need_not(full, "transformers selects the attention implementation if the recipe sets none.")
         return
     value = ledger.take(full)
     named = {"sdp_attention": "sdpa", "eager_attention": "eager", "flash_attention": "flash_attention_2"}
@@ -72,22 +75,24 @@ def _carry_tokens(ledger: Ledger) -> None:
         for name in special:
             full = f"special_tokens.{name}"
             if special[name] and name == "eos_token":
-                ledger.differ(full, "it ends texts and answers that no chat template ends; the tokenizer's own stays.")
+                ledger.differ(
+                    full, "it ends plain texts and answers that no chat template ends; the tokenizer keeps its own eos."
+                )
             elif special[name] and name == "pad_token":
-                ledger.need_not(full, "padding is never learned, whichever token it is.")
+                ledger.need_not(full, "padding is never a target, whichever token it is.")
             elif special[name]:
-                ledger.differ(full, "the tokenizer's own is used, which must be the same.")
+                ledger.differ(full, "the tokenizer's own token is used; it must be the same.")
 
 
 def carry_adapter(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
-    """Which parameters are trained: the method, its rank and scale, the modules it is beside, the 4-bit weights."""
+    """Import the adapter: its method, rank, alpha, target modules and quantization."""
     method = _find_method(ledger, tool)
     if method is None:
         for name in ("lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
                      "lora_modules_to_save", "lora_target"):  # fmt: skip
             if ledger.find(name) is not None:
-                ledger.need_not(name, "every parameter is trained, no adapter is made.")
-        if "objective.router_loss" not in ledger.values:  # beside an adapter routers are frozen, here as there
+                ledger.need_not(name, "all parameters are trained; there is no adapter.")
+        if "objective.router_loss" not in ledger.values:  # with an adapter, routers are frozen in both tools
             put_default(ledger, defaults, "objective.router_loss", False)
         return
     ledger.put("adapter.method", method, _reason(ledger, "adapter", "finetuning_type", "use_peft", "peft_type"))
@@ -114,7 +119,7 @@ def carry_adapter(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
 
 
 def _default_alpha(defaults: Defaults, tool: Tool, rank: float) -> float:
-    """PEFT's own is 8, whatever the rank."""
+    """The tool's default alpha. PEFT's default is 8 for any rank."""
     if defaults.alpha is not None:
         return defaults.alpha
     return defaults.alpha_of_rank * rank if tool == "llamafactory" else 8
@@ -129,7 +134,7 @@ def _reason(ledger: Ledger, *names: str) -> str:
 
 
 def _find_method(ledger: Ledger, tool: Tool) -> str | None:
-    """lora, qlora or dora, or None for full fine-tuning; the keys that say it are accounted for."""
+    """Return lora, qlora or dora, or None for full fine-tuning, and record the keys that specify it."""
     width = _find_width(ledger)
     named = ledger.find(*_METHOD_KEYS)
     wanted = _find_wanted(ledger, tool)
@@ -137,17 +142,19 @@ def _find_method(ledger: Ledger, tool: Tool) -> str | None:
     if wanted in (None, "full", "none"):
         for name in _WIDTH_KEYS:
             if width in (4, 8) and ledger.peek(name):
-                ledger.refuse(name, "quantised weights cannot be trained without an adapter; name one, or take it out.")
+                ledger.refuse(
+                    name, "quantized weights cannot be trained without an adapter; set an adapter or remove this key."
+                )
         return None
     if wanted not in ("lora", "qlora", "dora"):
         assert named is not None
-        ledger.refuse(named, "echelon trains all parameters (full), or adapters: lora, qlora, dora.")
+        ledger.refuse(named, "echelon supports full fine-tuning and the adapters lora, qlora and dora.")
         ledger.take("quantization_bit")
         ledger.take("quantization_method")
         return None
     if dora and (width == 4 or wanted == "qlora"):
         ledger.refuse(
-            ledger.find("load_in_4bit", "quantization_bit") or str(named), "dora is not beside 4-bit weights here."
+            ledger.find("load_in_4bit", "quantization_bit") or str(named), "dora is not supported with 4-bit weights."
         )
     _carry_width(ledger, width)
     return "dora" if dora else "qlora" if width == 4 else wanted
@@ -158,7 +165,7 @@ _WIDTH_KEYS = ("load_in_4bit", "load_in_8bit", "quantization_bit", "use_4bit", "
 
 
 def _find_width(ledger: Ledger) -> int | None:
-    """The bits of a frozen weight; None where the file says nothing of it."""
+    """Return the bits of a frozen weight; None if the file does not set them."""
     bits = ledger.peek("quantization_bit")
     if ledger.peek("load_in_4bit", "use_4bit") or bits == 4:
         return 4
@@ -166,7 +173,7 @@ def _find_width(ledger: Ledger) -> int | None:
 
 
 def _find_wanted(ledger: Ledger, tool: Tool) -> str | None:
-    """The method that the file names, or that its keys belong to; None: full fine-tuning."""
+    """Return the method that the file names or that its keys imply; None for full fine-tuning."""
     peft = ledger.take("use_peft", "use_lora")
     word = ledger.take(*_METHOD_KEYS)
     if word:
@@ -176,18 +183,19 @@ def _find_wanted(ledger: Ledger, tool: Tool) -> str | None:
 
 
 def _carry_width(ledger: Ledger, width: int | None) -> None:
-    """4-bit weights are carried by the method; any other width differs, or is refused."""
+    """Record the bit width of frozen weights: 4 bits are part of the method, 8 bits differ, others are refused."""
     ledger.take("load_in_4bit", "use_4bit")
     full = ledger.find("load_in_8bit", "use_8bit", "quantization_bit")
     if width == 4:
         ledger.take("quantization_bit")
     elif width == 8:
-        ledger.differ(str(full), "frozen weights are kept in 16 bits, of which 8 are a rounding: more memory.")
+        ledger.differ(str(full), "frozen weights are kept in 16 bits instead of 8: more exact, but more memory.")
     elif width is not None:
-        ledger.refuse("quantization_bit", "frozen weights take 4 bits (bitsandbytes), or none less than 16.")
+        ledger.refuse("quantization_bit", "frozen weights can have 4 bits (bitsandbytes) or 16 bits and more.")
     if ledger.take("quantization_method", "quant_config.name") not in (None, "bnb", "bitsandbytes"):
         ledger.refuse(
-            ledger.find("quant_config.name") or "quantization_method", "4-bit weights are bitsandbytes' here."
+            ledger.find("quant_config.name") or "quantization_method",
+            "4-bit weights are supported only with bitsandbytes.",
         )
 
 
@@ -205,8 +213,8 @@ def _carry_targets(ledger: Ledger, defaults: Defaults) -> None:
     if isinstance(value, str) and value != "all-linear":
         assert full is not None
         ledger.refuse(
-            full, "modules are named by the last parts of their names, not by a pattern; write them as a list, such as "
-            "[q_proj, v_proj]."
+            full, "modules are given by the last parts of their names, not by a pattern; write them as a list, for "
+            "example [q_proj, v_proj]."
         )  # fmt: skip
     elif value:
         ledger.put("adapter.target_modules", value, f"{full}: {show_value(value)}")
@@ -215,22 +223,25 @@ def _carry_targets(ledger: Ledger, defaults: Defaults) -> None:
     else:
         ledger.put("adapter.target_modules", ["q_proj", "v_proj"], "PEFT's default for most models")
         ledger.remark(
-            "the file names no target modules: PEFT takes q_proj and v_proj of most models, and they are written; "
-            "adapter.target_modules: all-linear learns more for little."
+            "the file has no target modules; the recipe has q_proj and v_proj, PEFT's default for most models. "
+            "adapter.target_modules: all-linear adapts more layers for little more memory."
         )
 
 
 def _explain_targets(ledger: Ledger, full: str, value: Any) -> None:
-    """Modules that are named beside `lora_target_linear`, which takes every linear layer of the decoder."""
+    """Record modules that are given in addition to `lora_target_linear` (every linear layer of the decoder)."""
     named = [str(each) for each in value] if isinstance(value, list) else [str(value)]
     if any("embed" in name or "head" in name for name in named):
-        ledger.refuse(full, "embeddings and the head get no adapter; train them whole: lora_modules_to_save.")
+        ledger.refuse(
+            full,
+            "embeddings and the output head cannot have an adapter; train them completely with lora_modules_to_save.",
+        )
     else:
-        ledger.need_not(full, "lora_target_linear takes every linear layer.")
+        ledger.need_not(full, "lora_target_linear selects every linear layer.")
 
 
 def _read_targets(value: Any) -> Any:
-    """Module names as a list, or all-linear; a pattern stays a text."""
+    """Return module names as a list, or all-linear; a pattern stays a string."""
     if value in ("all", "all-linear", ["all"], ["all-linear"]):
         return "all-linear"
     if isinstance(value, str) and not any(mark in value for mark in "*|()\\[^$"):
@@ -246,14 +257,14 @@ def _carry_initial_values(ledger: Ledger, method: str) -> None:
     if not value or (value is True and full != "pissa_init"):
         return
     if not ("pissa" in str(value) or full == "pissa_init"):
-        ledger.refuse(full, "first values of an adapter are PEFT's default or pissa.")
+        ledger.refuse(full, "the supported initializations of an adapter are PEFT's default and pissa.")
     elif method != "lora":
         ledger.refuse(full, f"pissa changes the frozen weights, which adapter.method={method} does not allow.")
     else:
         ledger.put("adapter.init", "pissa", f"{full}: {show_value(value)}")
         steps = ledger.take("pissa_iter")
         if "niter" in str(value) or (full == "pissa_init" and steps != -1):
-            ledger.differ(full, "pissa is computed by a whole singular value decomposition, not by an approximation.")
+            ledger.differ(full, "pissa is computed by a full singular value decomposition, not by an approximation.")
 
 
 def _carry_quantisation(ledger: Ledger, defaults: Defaults) -> None:
@@ -264,10 +275,10 @@ def _carry_quantisation(ledger: Ledger, defaults: Defaults) -> None:
         for name in more:
             if name not in ("bnb_4bit_use_double_quant", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype"):
                 ledger.refuse(
-                    f"bnb_config_kwargs.{name}", "of bitsandbytes' settings a recipe has quant_type and double_quant."
+                    f"bnb_config_kwargs.{name}", "the supported bitsandbytes settings are quant_type and double_quant."
                 )
     names = ("bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quantization")
     if ledger.move("adapter.double_quant", *names) is None:
         put_default(ledger, defaults, "adapter.double_quant", defaults.double_quant)
     if (full := ledger.find("bnb_4bit_compute_dtype")) is not None:
-        ledger.need_not(full, "4-bit weights are computed with in train.precision.")
+        ledger.need_not(full, "computation with 4-bit weights uses train.precision.")

@@ -1,4 +1,4 @@
-"""What is minimised, of another tool's file; and which trainer of the Hugging Face family a file is for."""
+"""Import the objective of another tool's file, and detect the trainer of a file of the Hugging Face family."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from echelon.recipe.yaml_text import show_value
 
 TRAINERS: Mapping[str, Trainer] = {"sft": "sft", "dpo": "dpo", "transformers": "transformers"}
 
-# Keys by which a file of the Hugging Face family is SFTTrainer's, and those that DPO's share with its relatives'.
+# Keys that only SFTTrainer has, and keys that DPOTrainer shares with TRL's other preference trainers.
 _SFT = (
     "packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "max_seq_length",
     "packing_strategy", "chat_template_path", "eval_packing",
@@ -20,24 +20,22 @@ _PAIRS = (
     "beta", "max_prompt_length", "precompute_ref_log_probs", "ref_model_init_kwargs", "sync_ref_model", "rpo_alpha",
     "reference_free", "f_divergence_type", "use_weighting", "ld_alpha",
 )  # fmt: skip
-# Of TRL's or the handbook's scripts, whichever trainer.
+# Keys of the scripts of TRL or the handbook, for any trainer.
 _TRL = ("use_peft", "dataset_mixture", "dataset_mixer", "dataset_train_split", "dataset_test_split", "dataset_num_proc",
         "dataset_streaming", "max_length")  # fmt: skip
-# Of transformers' own scripts.
+# Keys of transformers' own scripts.
 _SCRIPTS = ("train_file", "validation_file", "block_size", "dataset_config_name", "validation_split_percentage")
 _SFT_LOSSES = ("nll", "chunked_nll", "dft")
 
 
 def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:
-    """Which trainer a file of the Hugging Face family is for: what the user says, else what its keys tell.
+    """Find the trainer of a file of the Hugging Face family: `asked`, the user's choice, else detected from the keys.
 
-    Raises ConfigError where they do not, and what is missing would be another training.
+    Raises ConfigError if `asked` is unknown, or if the keys are ambiguous and the training depends on the trainer.
     """
     if asked is not None:
         if asked not in TRAINERS:
-            raise ConfigError(
-                f"--trainer {asked} is a training that echelon does not have; it has {', '.join(TRAINERS)}."
-            )
+            raise ConfigError(f"--trainer {asked} is not supported; use one of {', '.join(TRAINERS)}.")
         return TRAINERS[asked]
     if ledger.find(*_SFT) is not None or ledger.peek("loss_type") in _SFT_LOSSES:
         return "sft"
@@ -45,32 +43,34 @@ def find_trainer(ledger: Ledger, asked: str | None) -> Trainer:
     if pairs is not None:
         raise ConfigError(
             f"{pairs}: {show_value(ledger.given[pairs])}: several trainers of TRL have this key (DPO, ORPO, CPO, KTO, "
-            "GRPO), and the file does not say which it is for; if it is for DPO, import it with --trainer dpo."
+            "GRPO), and the file does not specify the trainer; if it is for DPO, import it with --trainer dpo."
         )
     name = ledger.find(*_TRL, "dataset_name")
     if name is not None and ledger.find(*_SCRIPTS) is None:
         raise ConfigError(
-            f"{name}: {show_value(ledger.given[name])}: the file does not say which trainer it is for; import it with "
-            f"--trainer {', '.join(TRAINERS)}."
+            f"{name}: {show_value(ledger.given[name])}: the file does not specify the trainer; import it with "
+            f"--trainer, one of {', '.join(TRAINERS)}."
         )
-    ledger.remark("read as arguments of transformers' Trainer, for texts; a file of TRL's trainers needs --trainer.")
+    ledger.remark(
+        "the file is read as arguments of transformers' Trainer for plain text; for a TRL trainer, set --trainer."
+    )
     return "transformers"
 
 
 def carry_objective(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> bool:
-    """What is minimised; whether it is DPO. Raises ConfigError for an objective that echelon does not have."""
+    """Import the objective and return whether it is DPO. Raises ConfigError for an unsupported objective."""
     full = ledger.find("stage", "rl")
     wanted = ledger.take("stage", "rl") if full is not None else "dpo" if trainer == "dpo" else None
     if wanted in (None, "sft", "pt", False):
         if tool == "hf" and (loss := ledger.find("loss_type")) is not None:
             if ledger.given[loss] in ("nll", "chunked_nll"):
-                ledger.need_not(loss, "the loss is that of the next token, computed in chunks.")
+                ledger.need_not(loss, "the loss is next-token cross-entropy, computed in chunks.")
             else:
-                ledger.refuse(loss, "echelon has the loss of the next token alone.")
+                ledger.refuse(loss, "echelon supports only the next-token cross-entropy loss.")
         return False
     if wanted not in ("dpo", "ipo"):
         raise ConfigError(
-            f"{full}: {wanted} is a training that echelon does not have; it has causal_lm (pt, sft) and dpo (dpo, ipo)."
+            f"{full}: {wanted} is not supported; echelon supports causal_lm (pt, sft) and dpo (dpo, ipo)."
         )
     ledger.put("objective.name", "dpo", f"{full}: {wanted}" if full else "--trainer dpo")
     put_preference(ledger, str(wanted))
@@ -78,7 +78,7 @@ def carry_objective(ledger: Ledger, tool: Tool, trainer: Trainer | None) -> bool
 
 
 def put_preference(ledger: Ledger, wanted: str = "dpo") -> None:
-    """The settings of DPO's loss."""
+    """Import the settings of the DPO loss."""
     if ledger.move("objective.beta", "pref_beta", "rl_beta", "dpo_beta", "beta") is None:
         ledger.put("objective.beta", 0.1, "the tool's default")
     loss = ledger.find("pref_loss", "dpo_loss_type", "loss_type")
@@ -87,28 +87,30 @@ def put_preference(ledger: Ledger, wanted: str = "dpo") -> None:
     if value in ("sigmoid", "ipo"):
         ledger.put("objective.loss", value, f"{loss}: {value}" if loss else "the tool's default")
     else:
-        ledger.refuse(str(loss), "echelon has DPO's losses sigmoid and ipo.")
+        ledger.refuse(str(loss), "echelon supports the DPO losses sigmoid and ipo.")
     if ledger.peek("dpo_label_smoothing", "label_smoothing"):
         ledger.move("objective.label_smoothing", "dpo_label_smoothing", "label_smoothing")
     if (name := ledger.find("max_prompt_length")) is not None:
-        ledger.differ(name, "prompts have no length of their own: prompt and answer together are data.sequence_len.")
+        ledger.differ(name, "prompts have no separate limit: data.sequence_len limits prompt and answer together.")
 
 
 def carry_v1_objective(ledger: Ledger, read: Read, asked: str | None) -> bool:
-    """The same for LLaMA-Factory v1, where the command says it and the file does not: pairs are DPO's, or a reward
-    model's."""
+    """Import the objective of a LLaMA-Factory v1 file and return whether it is DPO.
+
+    The command specifies it, not the file: preference pairs are for DPO or for a reward model.
+    """
     kinds = {source.get("format") == "preference" or "chosen" in source.get("fields", {}) for source in read.train}
     if kinds != {True}:
         if ledger.find("pref_beta", "pref_loss") is not None:
-            ledger.remark("the data holds no pairs, so that pref_beta and pref_loss have no meaning.")
+            ledger.remark("the data has no preference pairs, so pref_beta and pref_loss have no effect.")
         for name in ("pref_beta", "pref_loss", "pref_ftx", "simpo_gamma", "dpo_label_smoothing", "ld_alpha"):
             if ledger.find(name) is not None:
-                ledger.need_not(name, "the data holds no pairs.")
+                ledger.need_not(name, "the data has no preference pairs.")
         return False
     if asked != "dpo":
         ledger.refuse(
-            "train_dataset", "the data holds pairs, for llamafactory-cli dpo or rm, and the file does not say which; "
-            "if it is for dpo, import it with --trainer dpo."
+            "train_dataset", "the data has preference pairs, for llamafactory-cli dpo or rm, and the file does not "
+            "specify which; if it is for dpo, import it with --trainer dpo."
         )  # fmt: skip
         return True
     ledger.put("objective.name", "dpo", "--trainer dpo")

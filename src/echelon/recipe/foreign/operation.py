@@ -1,4 +1,4 @@
-"""Sharding, saving, evaluation, logging and the run's name, of another tool's file."""
+"""Import the sharding, checkpoints, evaluation, logging and run name of another tool's file."""
 
 import json
 import math
@@ -19,11 +19,13 @@ STRATEGY_NAMES = get_args(ParallelName)
 
 
 def carry_run(ledger: Ledger, defaults: Defaults, path: Path) -> None:
-    """The run's name, folder and seed."""
+    """Import the run's name, folder and seed."""
     out = ledger.peek("output_dir")
     name = ledger.take("run_name", "wandb_name", "mlflow_run_name") or (Path(str(out)).name if out else "") or path.stem
     clean = re.sub(r"[^A-Za-z0-9._-]+", "-", str(name)).strip("-._") or "imported"
-    ledger.put("run.name", clean, "the run's or the folder's name" if clean == name else f"from {show_value(name)}")
+    ledger.put(
+        "run.name", clean, "the name of the run or of the folder" if clean == name else f"from {show_value(name)}"
+    )
     if out:
         ledger.move("run.dir")
     if ledger.move("run.seed") is None:
@@ -31,8 +33,10 @@ def carry_run(ledger: Ledger, defaults: Defaults, path: Path) -> None:
 
 
 def carry_parallel(ledger: Ledger, folder: Path) -> int | None:
-    """How the work is spread: DeepSpeed's stage, FSDP's strategy, or degrees. Returns the number of devices that
-    degrees make, where they are given."""
+    """Import the parallel strategy: DeepSpeed's stage, FSDP's strategy, or data-parallel degrees.
+
+    Returns the product of the degrees, the number of devices; None if the file has none.
+    """
     _carry_divisions(ledger)
     degrees = {"dp_replicate": ledger.number("dp_replicate_size"), "dp_shard": ledger.number("dp_shard_size")}
     sizes = {key: int(size) for key, size in degrees.items() if size and size > 0}
@@ -53,12 +57,12 @@ _DIVISIONS = (
 
 
 def _carry_divisions(ledger: Ledger) -> None:
-    """Degrees of divisions that a recipe does not take over."""
+    """Record the parallel degrees that are not imported."""
     for name in _DIVISIONS:
         if (ledger.peek(name) or 1) != 1:
-            ledger.lose(name, "how the work is divided is chosen anew; what is computed is the same.")
+            ledger.lose(name, "echelon chooses the parallel strategy; the result is the same.")
         elif ledger.find(name):
-            ledger.need_not(name, "one is no division.")
+            ledger.need_not(name, "a degree of one has no effect.")
 
 
 def _carry_deepspeed(ledger: Ledger, full: str, folder: Path) -> None:
@@ -70,15 +74,15 @@ def _carry_deepspeed(ledger: Ledger, full: str, folder: Path) -> None:
     if found is None:
         match = re.search(r"z(?:ero)?[_-]?([0-3])", str(value).lower())
         stage = int(match[1]) if match else None
-        ledger.differ(full, "the file was not found; its name tells the stage.")
+        ledger.differ(full, "the file was not found; the stage is taken from its name.")
     strategy = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}.get(stage)
     if strategy is None:
-        ledger.lose(full, "no ZeRO stage was found in it; set parallel: zero1, zero2 or fsdp (ZeRO-3).")
+        ledger.lose(full, "no ZeRO stage was found; set parallel: zero1, zero2 or fsdp (ZeRO-3).")
         return
     offloads = any(_device(zero.get(key)) for key in ("offload_optimizer", "offload_param")) or "offload" in str(value)
     if offloads and strategy != "ddp":
         ledger.put("parallel", {"dp_shard": "auto", "cpu_offload": True}, f"{full}: ZeRO-{stage} with offload")
-        ledger.differ(full, "parameters and optimizer state are both in host memory, and sharded as ZeRO-3 does.")
+        ledger.differ(full, "parameters and optimizer state are both in host memory, sharded as in ZeRO-3.")
     else:
         ledger.put("parallel", strategy, f"{full}: ZeRO-{stage}")
     _check_deepspeed(ledger, full, content)
@@ -100,14 +104,17 @@ def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def _check_deepspeed(ledger: Ledger, full: str, content: dict[str, Any]) -> None:
-    """Refuse an optimizer or a schedule of DeepSpeed's file other than the Trainer's own; tell what is left in it."""
+    """Refuse an optimizer or schedule in the DeepSpeed file that overrides the Trainer's; report other settings."""
     for part, same in (("optimizer", ("AdamW", "Adam")), ("scheduler", ())):
         if isinstance(content.get(part), dict) and content[part].get("type") not in same:
-            ledger.refuse(full, f"its {part}, {content[part].get('type')}, goes before the file's; take it out of it.")
+            ledger.refuse(
+                full,
+                f"its {part}, {content[part].get('type')}, overrides this file's; remove it from the DeepSpeed file.",
+            )
     known = {"zero_optimization", "bf16", "fp16", "optimizer", "scheduler"}
     left = sorted(key for key in content.keys() - known if content[key] not in ("auto", False, None))
     if left:
-        ledger.differ(full, f"of DeepSpeed's own settings, {', '.join(left)} could not be carried over.")
+        ledger.differ(full, f"the DeepSpeed settings {', '.join(left)} could not be imported.")
 
 
 def _carry_fsdp(ledger: Ledger) -> bool:
@@ -127,7 +134,7 @@ def _carry_fsdp(ledger: Ledger) -> bool:
         if key.removeprefix("fsdp_") in _CARRIED_OF_FSDP:
             ledger.take(f"{name}.{key}")
         elif value:
-            ledger.need_not(f"{name}.{key}", "layers are wrapped, loaded and saved without being told how.")
+            ledger.need_not(f"{name}.{key}", "echelon wraps, loads and saves layers without this setting.")
     if meaningful.get("activation_checkpointing"):
         ledger.put("train.activation_checkpointing", "full", "fsdp_config")
     return True
@@ -139,7 +146,7 @@ _CARRIED_OF_FSDP = (
 
 
 def _find_strategy(config: Mapping[str, Any], words: Sequence[str]) -> str:
-    """The name of FSDP's strategy, of its configuration or of the words of `fsdp`."""
+    """Find the name of the FSDP strategy in `fsdp_config` or in the words of `fsdp`."""
     strategy = str(config.get("sharding_strategy", "")).lower()
     strategy = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"}.get(strategy, strategy)
     named = (read_value("parallel", word.removesuffix("_zero2")) for word in (strategy, *words))
@@ -148,12 +155,12 @@ def _find_strategy(config: Mapping[str, Any], words: Sequence[str]) -> str:
 
 
 def carry_operation(ledger: Ledger, defaults: Defaults, steps: int | None) -> None:
-    """When the run is logged, evaluated and saved, and where its metrics go."""
+    """Import logging, evaluation, checkpoints and trackers."""
     every, full = ledger.number("logging_steps"), "logging_steps"
     if every and every < 1:
         every = None if steps is None else max(1, round(every * steps))
         if every is None:
-            ledger.lose(full, "how many steps the run has is not known here; every step is logged.")
+            ledger.lose(full, "the number of steps is not known at import; every step is logged.")
     why = full if full in {name.rpartition(".")[2] for name in ledger.given} else f"the default of {defaults.name}"
     ledger.put("train.log_every", int(every or defaults.log_every or 1), why)
     _carry_evaluation(ledger, defaults, steps)
@@ -162,7 +169,10 @@ def carry_operation(ledger: Ledger, defaults: Defaults, steps: int | None) -> No
 
 
 def _put_rhythm(ledger: Ledger, key: str, per_epoch: str, value: float, name: str, steps: int | None) -> None:
-    """A number of steps, or, below 1, a share of the run: as steps where they are known, else as so many an epoch."""
+    """Import an interval in steps or, below 1, a fraction of the run.
+
+    A fraction becomes steps if the number of steps is known, else a number per epoch.
+    """
     epochs = ledger.values.get("train.epochs")
     if value >= 1:
         ledger.put(key, int(value), f"{name}: {value:g}")
@@ -181,14 +191,14 @@ def _carry_evaluation(ledger: Ledger, defaults: Defaults, steps: int | None) -> 
     strategy = ledger.take("eval_strategy", "evaluation_strategy")
     holds_out = bool(ledger.values.get("data.validation") or ledger.values.get("data.validation_fraction"))
     every, times = ledger.number("eval_steps"), ledger.number("evals_per_epoch")
-    # Only Axolotl takes eval_steps for a strategy.
+    # Only in Axolotl does eval_steps alone enable evaluation.
     asked = every or times if defaults.name == "Axolotl" and strategy is None else strategy
     if strategy == "no" or not asked:
         ledger.put("train.eval_every", None, f"{named}: no" if strategy == "no" else "nothing is evaluated")
     elif not holds_out:
         ledger.put("train.eval_every", None, "nothing is evaluated")
         if named is not None:
-            ledger.lose(named, "the file names no data to evaluate on; set data.validation.")
+            ledger.lose(named, "the file has no evaluation data; set data.validation.")
     elif times or strategy == "epoch":
         why = f"evals_per_epoch: {times:g}" if times else f"{named}: epoch"
         ledger.put("train.evals_per_epoch", times or 1, why)
@@ -201,7 +211,9 @@ def _carry_saving(ledger: Ledger, defaults: Defaults, steps: int | None) -> None
     times, every = ledger.number("saves_per_epoch"), ledger.number("save_steps")
     epochs = ledger.number("save_epochs")
     if strategy == "no":
-        ledger.differ(str(named), "a run is always saved, at its end and every checkpoint.every_steps.")
+        ledger.differ(
+            str(named), "echelon always saves checkpoints: every checkpoint.every_steps steps and at the end."
+        )
     elif strategy == "best":
         ledger.put("checkpoint.keep_best", True, "save_strategy: best")
     elif times or epochs or strategy == "epoch":
@@ -217,22 +229,25 @@ def _carry_saving(ledger: Ledger, defaults: Defaults, steps: int | None) -> None
 
 
 def _carry_best(ledger: Ledger, defaults: Defaults) -> None:
-    """How many checkpoints are kept, which of them is the best, and when there is no better one to come."""
+    """Import how many checkpoints are kept, the choice of the best one, and early stopping."""
     if ledger.move("checkpoint.keep_last") is None and defaults.keep_last is not None:
         put_default(ledger, defaults, "checkpoint.keep_last", defaults.keep_last)
     if ledger.peek("load_best_model_at_end"):
         ledger.take("load_best_model_at_end")
         ledger.put("checkpoint.keep_best", True, "load_best_model_at_end: true")
-        ledger.differ("load_best_model_at_end", "the best is kept; take it with --checkpoint best.")
+        ledger.differ(
+            "load_best_model_at_end",
+            "the best checkpoint is kept but not loaded at the end; select it with --checkpoint best.",
+        )
     metric = ledger.find("metric_for_best_model")
     if metric is not None and ledger.given[metric] in ("loss", "eval_loss"):
-        ledger.need_not(metric, "the best is the one with the least evaluation loss.")
+        ledger.need_not(metric, "the best checkpoint is the one with the lowest evaluation loss.")
     elif metric is not None and ledger.find("early_stopping_patience", "early_stopping_steps"):
-        ledger.refuse(metric, "a run is stopped early by its evaluation loss alone.")
+        ledger.refuse(metric, "early stopping uses only the evaluation loss.")
     ledger.move("evaluate.early_stopping", "early_stopping_patience", "early_stopping_steps")
 
 
-# A key of the file, the recipe's, and the tracker that it asks for.
+# Maps a key of the file to the recipe key and the tracker that it enables.
 _TRACKER_KEYS: dict[str, tuple[str | None, str | None]] = {
     "wandb_project": ("wandb.project", "wandb"),
     "wandb_entity": ("wandb.entity", None),
@@ -249,9 +264,7 @@ def _carry_tracking(ledger: Ledger) -> None:
     value = ledger.peek("report_to")
     wanted = ledger.words("report_to")
     if "all" in wanted:
-        ledger.differ(
-            str(full), "trackers are named one by one, and none is written: track: [tensorboard, mlflow, wandb]."
-        )
+        ledger.differ(str(full), "trackers must be listed; none is set: track: [tensorboard, mlflow, wandb].")
     unknown = [name for name in wanted if name not in (*_TRACKERS, "none", "all")]
     if unknown:
         ledger.lose(str(full), f"metrics go to {', '.join(_TRACKERS)}, not to {', '.join(unknown)}.")

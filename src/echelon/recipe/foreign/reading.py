@@ -1,4 +1,4 @@
-"""Another tool's file as a flat mapping of its keys, and which tool it is of."""
+"""Read another tool's file as a flat mapping of its keys, and detect the tool."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from echelon.recipe.yaml_text import parse_yaml, show_value
 Tool = Literal["axolotl", "hf", "llamafactory", "llamafactory-v1"]
 TOOLS: tuple[Tool, ...] = get_args(Tool)
 
-# Keys that none of the others has.
+# Keys that indicate a tool.
 _SIGNS: Mapping[Tool, str] = {
     "axolotl": "base_model micro_batch_size num_epochs sequence_len sample_packing val_set_size lora_target_linear "
     "pad_to_sequence_len eval_sample_packing special_tokens wandb_project dataset_prepared_path train_on_inputs "
@@ -24,14 +24,14 @@ _SIGNS: Mapping[Tool, str] = {
     "max_length max_seq_length dataset_name use_peft lora_r assistant_only_loss dataset_text_field max_steps "
     "output_dir learning_rate lora_alpha",
 }
-# `datasets`, `lora_r` and `output_dir` alone do not decide: these do.
+# Keys that decide for a tool; keys such as `datasets`, `lora_r` and `output_dir` do not.
 _DECISIVE: Mapping[Tool, str] = {
     "axolotl": "base_model micro_batch_size num_epochs sample_packing val_set_size",
     "llamafactory": "stage finetuning_type cutoff_len template dataset_dir quantization_bit",
     "llamafactory-v1": "train_dataset model_class",
     "hf": "per_device_train_batch_size num_train_epochs lr_scheduler_type dataset_name model_name_or_path",
 }
-# The mappings into which scripts sort the arguments of several classes, and PEFT and bitsandbytes write their own.
+# Mappings that group the arguments of several classes in scripts, and the configurations of PEFT and bitsandbytes.
 _GROUPS = (
     "model_args", "model_arguments", "model_config", "data_args", "data_arguments", "dataset_args", "script_args",
     "script_arguments", "training_args", "training_arguments", "train_args", "trainer", "sft_config", "dpo_config",
@@ -39,33 +39,36 @@ _GROUPS = (
     "accelerator_config", "dataset_kwargs",
 )  # fmt: skip
 _OURS = ("run", "model", "data", "train")
-# Files that these tools are started with and that train nothing, by the keys that tell them.
+# Files of these tools that do not train, identified by a key.
 _NO_TRAINING: tuple[tuple[str, str], ...] = (
-    ("distributed_type", "settings of accelerate say how a job is spread over processes; write parallel and launch "
-     "in a recipe"),
-    ("zero_optimization", "settings of DeepSpeed say how a job is spread over processes; write parallel in a recipe"),
-    ("infer_backend", "it is for answering, and trains nothing: use echelon generate"),
-    ("export_dir", "it merges or exports a model, and trains nothing: use echelon export"),
-    ("peft_config.export_dir", "it merges or exports a model, and trains nothing: use echelon export"),
-    ("n_shot", "it measures a model, and trains nothing: use echelon eval"),
-    ("do_predict", "it writes answers, and trains nothing: use echelon eval or echelon generate"),
+    ("distributed_type", "this is an accelerate configuration, which only distributes a job over processes; set "
+     "parallel and launch in a recipe"),
+    ("zero_optimization", "this is a DeepSpeed configuration, which only distributes a job over processes; set "
+     "parallel in a recipe"),
+    ("infer_backend", "the file is for inference, not for training; use echelon generate"),
+    ("export_dir", "the file merges or exports a model and does not train; use echelon export"),
+    ("peft_config.export_dir", "the file merges or exports a model and does not train; use echelon export"),
+    ("n_shot", "the file evaluates a model and does not train; use echelon eval"),
+    ("do_predict", "the file generates answers and does not train; use echelon eval or echelon generate"),
 )  # fmt: skip
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle")
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
-    """The keys of a YAML or JSON file, groups of arguments taken apart: `lora_config: {r: 8}` is `lora_config.r`.
+    """Read the keys of a YAML or JSON file and flatten its groups: `lora_config: {r: 8}` becomes `lora_config.r`.
 
-    Raises ConfigError for a file that cannot be read, a pickle, and what is no mapping.
+    Raises ConfigError for a file that cannot be read, is a pickle, is not a mapping, is a recipe, or does not train.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; name another tool's YAML or JSON file.") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; give the YAML or JSON file of another tool."
+        ) from None
     if path.suffix in _PICKLES or content[:1] == b"\x80" or content[:4] == b"PK\x03\x04":
         raise ConfigError(
-            f"{path} is a Python pickle, which runs code when it is read; write the same arguments as text in the "
-            "program that made it, open('training_args.json', 'w').write(training_args.to_json_string()), and import "
+            f"{path} is a Python pickle, which runs code when it is loaded; in the program that wrote it, save the "
+            "arguments as text, open('training_args.json', 'w').write(training_args.to_json_string()), and import "
             "that file."
         )
     try:
@@ -74,16 +77,16 @@ def read_foreign(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not UTF-8 text; import reads YAML and JSON.") from None
     given = _parse(text, path)
     if not isinstance(given, dict) or not given:
-        raise ConfigError(f"{path} holds no mapping of keys; import reads the file a training tool is started with.")
+        raise ConfigError(f"{path} is not a mapping of keys; give the configuration file of a training tool.")
     if all(isinstance(given.get(key), dict) for key in _OURS):
-        raise ConfigError(f"{path} is an echelon recipe already; train it with: echelon train {path}")
+        raise ConfigError(f"{path} is already an echelon recipe; train it with: echelon train {path}")
     flat = _flatten(given)
     _check_training(flat, path)
     return flat
 
 
 def _check_training(given: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError for a file that trains nothing."""
+    """Raise ConfigError for a file that does not train."""
     trains = given.get("do_train") or (given.get("stage") and not given.get("do_predict"))
     for key, reason in _NO_TRAINING:
         if given.get(key) and not trains:
@@ -100,7 +103,7 @@ def _parse(text: str, path: Path) -> Any:
 
 
 def _read_words(key: str, value: Any) -> Any:
-    """These tools read YAML 1.1, where yes and no are not words; but `eval_strategy: no` is one to them too."""
+    """Convert yes, no, on and off to booleans, as in YAML 1.1, which these tools use. `eval_strategy: no` stays."""
     if isinstance(value, dict):
         return {inner: _read_words(str(inner), item) for inner, item in value.items()}
     if isinstance(value, list):
@@ -120,20 +123,20 @@ def _flatten(given: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def find_beside(folder: Path, name: str) -> Path | None:
-    """A path as a tool is given it, from where it is started: here, beside its file in `folder`, or above that."""
+    """Find a relative path in the working directory, in `folder` or in the parents of `folder`; None if not found."""
     return next(
         (place / name for place in (Path(), folder, *folder.resolve().parents) if (place / name).exists()), None
     )
 
 
 def detect_tool(given: Mapping[str, Any], path: Path) -> Tool:
-    """The tool a file's keys are of. Raises ConfigError where they do not tell."""
+    """Detect the tool from the keys of a file. Raises ConfigError if the keys match no tool."""
     names = {name.rpartition(".")[2] for name in given}
     decisive = {tool: len(names & set(_DECISIVE[tool].split())) for tool in TOOLS}
     score = {tool: len(names & set(_SIGNS[tool].split())) for tool in TOOLS}
-    if decisive["llamafactory-v1"]:  # it has keys of Axolotl's too
+    if decisive["llamafactory-v1"]:  # such files also have keys of Axolotl
         return "llamafactory-v1"
-    # The others write TrainingArguments too: hf is what is left.
+    # The other tools also have keys of TrainingArguments, so hf is tried last.
     own: tuple[Tool, Tool] = ("axolotl", "llamafactory")
     for tool in sorted(own, key=lambda each: -score[each]):
         if decisive[tool]:
@@ -141,5 +144,5 @@ def detect_tool(given: Mapping[str, Any], path: Path) -> Tool:
     if score["hf"] or decisive["hf"] or {"r", "peft_type", "target_modules"} <= names:
         return "hf"
     raise ConfigError(
-        f"{path}: its keys are not those of {', '.join(TOOLS)}; say which tool it is of, for example --from axolotl."
+        f"{path}: the keys do not match any of {', '.join(TOOLS)}; name the tool, for example --from axolotl."
     )

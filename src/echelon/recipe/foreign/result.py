@@ -1,4 +1,4 @@
-"""An imported recipe as YAML, each value beside what it is from, and the notes in plain words."""
+"""Render an imported recipe as YAML, with the origin of each value as a comment, and the notes for the user."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +15,8 @@ _COLUMN = 40
 
 
 def render_imported(ledger: Ledger, source: str) -> str:
-    """YAML text of the ledger's values, with a comment on each."""
-    lines = [f"# Imported from {source}; what it could not carry over, `echelon import` says."]
+    """Render the ledger's values as YAML, with a comment for each."""
+    lines = [f"# Imported from {source}; `echelon import` lists the keys that could not be imported."]
     for section in _SECTIONS:
         if section in ledger.values:
             lines += ["", *_render(section, ledger.values[section], ledger.reasons.get(section, ""), "")]
@@ -42,7 +42,7 @@ def _render(key: str, value: Any, reason: str, indent: str) -> Iterator[str]:
 
 
 def _block(text: str, indent: str) -> list[str]:
-    """A text of several lines as those of a YAML block; none where it is no such text, or would be read as another."""
+    """Return a multi-line text as lines of a YAML block; none if it has one line or YAML would change it."""
     lines = [f"{indent}  {line}" for line in text.split("\n")]
     try:
         same = "\n" in text and parse_yaml("text: |-\n" + "\n".join(lines) + "\n", "")[0] == {"text": text}
@@ -52,23 +52,23 @@ def _block(text: str, indent: str) -> list[str]:
 
 
 def render_refusal(ledger: Ledger, path: str) -> str:
-    """Every key for which no recipe can come of the file, and why."""
+    """Render the refused keys with the reasons."""
     refused = [str(entry) for entry in ledger.by_fate("refused")]
     if len(refused) == 1:
-        return f"{path} is no training that echelon has: {refused[0]}"
-    return f"{path} is no training that echelon has:\n" + "\n".join(f"  {entry}" for entry in refused)
+        return f"{path} cannot be imported: {refused[0]}"
+    return f"{path} cannot be imported:\n" + "\n".join(f"  {entry}" for entry in refused)
 
 
 def render_notes(ledger: Ledger, source: str) -> list[str]:
-    """Lines for the user: remarks, then every key that is not simply carried, and why."""
+    """Render the notes for the user: remarks, then every key that was not imported unchanged, with the reason."""
     lines = [f"note: {remark}" for remark in ledger.remarks]
-    headings: tuple[tuple[Fate, str], ...] = (("differs", "means something else here"), ("lost", "not carried over"))
+    headings: tuple[tuple[Fate, str], ...] = (("differs", "different in echelon"), ("lost", "not imported"))
     for fate, heading in headings:
         lines += [f"{heading}: {entry}" for entry in ledger.by_fate(fate)]
     needless: dict[str, list[str]] = {}
     for entry in ledger.by_fate("needless"):
         needless.setdefault(entry.text, []).append(entry.name)
-    lines += [f"not needed here: {', '.join(names)}: {reason}" for reason, names in needless.items()]
+    lines += [f"not needed: {', '.join(names)}: {reason}" for reason, names in needless.items()]
     if off := [entry.name for entry in ledger.by_fate("off")]:
-        lines.append(f"off, or the default, in {source}: {', '.join(off)}")
+        lines.append(f"off or default in {source}: {', '.join(off)}")
     return [line if len(line) < 20 * LONGEST_SHOWN else line[: 20 * LONGEST_SHOWN] + "..." for line in lines]

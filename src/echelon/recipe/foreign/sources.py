@@ -1,4 +1,4 @@
-"""Sources of data as a recipe has them, and what a tool's file says of them."""
+"""Build the recipe's data sources from another tool's file."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from echelon.recipe.foreign.wording import Wording
 FILE_SUFFIXES = (
     ".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow", ".txt", ".gz", ".zst", ".ndjson",
 )  # fmt: skip
-# How the roles of turns may be called so that they are read as what they are.
+# The role names that echelon recognises, by role.
 _ROLES: Mapping[str, frozenset[str]] = {
     "system": frozenset({"system"}),
     "user": frozenset({"user", "human"}),
@@ -24,10 +24,10 @@ _ROLES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class Read:
-    """The sources that a file names, to train on and to evaluate on.
+    """The training and validation sources of a file.
 
-    `wordings`: what renders their conversations, each once.  `plain`: none of the texts is a conversation, as far as
-    the file tells; None where it does not.
+    `wordings`: the templates of their conversations, without repetition. `plain`: True if no source has conversations;
+    None if the file does not show it.
     """
 
     train: tuple[dict[str, Any], ...]
@@ -37,16 +37,17 @@ class Read:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path is OWNER/NAME of the hub rather than a file: no suffix of a file, no place in a file system."""
+    """Whether a path is a Hub id, OWNER/NAME, rather than a file: no file suffix and not an existing path."""
     if path.startswith((".", "/", "~")) or "://" in path or path.endswith(FILE_SUFFIXES) or Path(path).exists():
         return False
     return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path))
 
 
 def build_source(path: str, form: str | None, fields: Mapping[str, str], config: str | None = None) -> dict[str, Any]:
-    """A source of the recipe. `form`: the format of its records, None for plain text. `config`: that of a hub dataset.
+    """Build a source of the recipe.
 
-    What the records of a hub dataset are is said by naming their fields: its `format` says where it lies.
+    `form`: the format of its records, None for plain text. `config`: the configuration of a Hub dataset. The key
+    `format` of a Hub dataset is `hub`, so its `fields` specify the format of the records.
     """
     renamed = {ours: theirs for ours, theirs in fields.items() if ours != theirs}
     if is_hub_id(path):
@@ -59,7 +60,7 @@ def build_source(path: str, form: str | None, fields: Mapping[str, str], config:
 
 
 def put_split(ledger: Ledger, name: str | None, source: dict[str, Any], default: str | None) -> None:
-    """The split of a source: that under `name` in the file, or the tool's own where the dataset is of the hub."""
+    """Set the split of a source: the value of `name` in the file, or for a Hub dataset the tool's `default`."""
     full = ledger.find(name) if name else None
     if full is not None and source["path"].endswith(FILE_SUFFIXES):
         ledger.need_not(full, "a file has no splits.")
@@ -70,7 +71,7 @@ def put_split(ledger: Ledger, name: str | None, source: dict[str, Any], default:
 
 
 def unknown_roles(roles: Mapping[str, Any]) -> list[str]:
-    """The names of a mapping of roles to what records call them that would be read as another role, or as none."""
+    """Return the role names, of a mapping from roles to names, that would be read as another role or are unknown."""
     return [
         str(name)
         for role, names in roles.items()
@@ -80,7 +81,7 @@ def unknown_roles(roles: Mapping[str, Any]) -> list[str]:
 
 
 def once(wordings: Iterable[Wording | None]) -> tuple[Wording, ...]:
-    """Those that there are, each template once."""
+    """Return the given wordings without None and without repetition."""
     found: dict[tuple[str | None, str | None], Wording] = {}
     for wording in wordings:
         if wording is not None:

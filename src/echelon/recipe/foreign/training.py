@@ -1,4 +1,4 @@
-"""Length, batch, precision, optimizer and schedule of another tool's file."""
+"""Import the run length, batch size, precision, optimizer and schedule of another tool's file."""
 
 import math
 from collections.abc import Mapping
@@ -14,23 +14,23 @@ from echelon.recipe.names import OPTIMIZERS
 from echelon.recipe.training import OptimConfig
 from echelon.recipe.yaml_text import show_value
 
-# What is not quite the same under the same name.
+# Differences of optimizers that have the same name.
 _DIFFERENCES: Mapping[str, str] = {
-    "adamw_bnb_8bit": "Its blocks of 8-bit moments are torchao's, not bitsandbytes'.",
-    "adamw_8bit": "Its blocks of 8-bit moments are torchao's, not bitsandbytes'.",
-    "adamw_torch_4bit": "Its moments are kept in 8 bits.",
-    "lion_8bit": "Its moment is kept in 32 bits.",
+    "adamw_bnb_8bit": "The 8-bit moments are quantized by torchao, not by bitsandbytes.",
+    "adamw_8bit": "The 8-bit moments are quantized by torchao, not by bitsandbytes.",
+    "adamw_torch_4bit": "The moments are stored in 8 bits.",
+    "lion_8bit": "The moment is stored in 32 bits.",
 }
-# Optimizers of other names whose steps are those of one of ours.
+# Optimizers with other names that match one of echelon's.
 _MORE_OPTIMIZERS: Mapping[str, str] = {"adamw_torch_4bit": "adamw_8bit", "adamw": "adamw"}
-# Of the same name, but with other steps.
+# Optimizers with the same name but other updates.
 _OTHER_OPTIMIZERS: Mapping[str, str] = {
-    "adafactor": "its learning rate is taken as it is there, and relative to each parameter's size here.",
-    "muon": "its updates are scaled in another way there.",
+    "adafactor": "the tool uses an absolute learning rate; echelon's is relative to the size of each parameter.",
+    "muon": "the tool scales the updates differently.",
 }
 _OPTIMIZERS = tuple(OPTIMIZERS)
 _SCHEDULES: tuple[str, ...] = get_args(OptimConfig.model_fields["schedule"].annotation)
-# Degrees among which the processes are divided that do not see other data.
+# Parallel degrees whose processes see the same data.
 _DIVISIONS = (
     "tensor_parallel_size", "tp_size", "context_parallel_size", "cp_size", "sequence_parallel_degree", "pp_size",
     "tensor_model_parallel_size", "pipeline_model_parallel_size",
@@ -39,21 +39,21 @@ _DIVISIONS = (
 
 @dataclass(frozen=True)
 class Amounts:
-    """What the file leaves to the machine and to the data: devices, and, where known, training sequences."""
+    """Numbers that the file does not contain: devices and, if known, training sequences."""
 
     devices: int | None = None
     samples: int | None = None
 
 
 def carry_training(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amounts) -> int | None:
-    """How long, how much at a time, in which precision; returns the number of steps where it is known."""
+    """Import the run length, batch size, precision and memory settings. Returns the steps, None if unknown."""
     batch = _carry_batch(ledger, tool, defaults, amounts)
     steps = _carry_length(ledger, defaults, batch, amounts.samples)
     _carry_precision(ledger, defaults)
     if ledger.peek("torch_compile") not in (None, False):
         ledger.move("train.compile")
     else:
-        ledger.put("train.compile", False, "not asked for")
+        ledger.put("train.compile", False, "not set in the file")
     _carry_recomputation(ledger, defaults)
     if ledger.peek("full_determinism"):
         ledger.move("train.deterministic")
@@ -63,7 +63,7 @@ def carry_training(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amou
 def _carry_batch(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amounts) -> int:
     whole = ledger.number("global_batch_size") if tool == "llamafactory-v1" else None
     micro = ledger.number(*spellings("train.micro_batch_size")) or defaults.micro_batch_size
-    ledger.put("train.micro_batch_size", micro, "as in the file; `auto` takes what fits")
+    ledger.put("train.micro_batch_size", micro, "as in the file; `auto` uses the largest that fits")
     if whole is not None:
         ledger.put("train.global_batch_size", whole, f"global_batch_size: {whole:g}")
         return int(whole)
@@ -79,14 +79,14 @@ def _carry_batch(ledger: Ledger, tool: Tool, defaults: Defaults, amounts: Amount
         ledger.differ(full, f"accumulation is derived from the global batch: {arithmetic} = {batch}.")
     if amounts.devices is None:
         ledger.remark(
-            f"the file's batch is {micro * accumulation:g} for each GPU, and 1 GPU was assumed: for N of them import "
-            f"with --devices N, or multiply train.global_batch_size={batch} by N."
+            f"the file's batch size is {micro * accumulation:g} per GPU, and 1 GPU was assumed; for N GPUs, import "
+            f"with --devices N or multiply train.global_batch_size={batch} by N."
         )
     return batch
 
 
 def _find_accumulation(ledger: Ledger, tool: Tool, micro: float) -> tuple[str | None, float]:
-    """(the key that says it, the microbatches of a step on each device)."""
+    """Return (the key that sets it, the number of microbatches per step on each device)."""
     full = ledger.find("gradient_accumulation_steps")
     accumulation = ledger.number("gradient_accumulation_steps") or 1
     if tool == "axolotl" and full is None and (name := ledger.find("batch_size")) is not None:
@@ -95,7 +95,7 @@ def _find_accumulation(ledger: Ledger, tool: Tool, micro: float) -> tuple[str | 
 
 
 def _degree(ledger: Ledger, name: str) -> int:
-    """A degree that the file names, accounted for or not; 1 where it names none."""
+    """Return a parallel degree of the file, recorded or not; 1 if it sets none."""
     given = (value for full, value in ledger.given.items() if full.rpartition(".")[2] == name)
     value = next(given, None)
     return max(1, int(value)) if isinstance(value, int) else 1
@@ -108,14 +108,16 @@ def _carry_length(ledger: Ledger, defaults: Defaults, batch: int, samples: int |
     if steps is not None and steps > 0:
         ledger.put("train.steps", steps, f"max_steps: {steps:g}")
         if epochs is not None:
-            ledger.need_not(epochs, f"max_steps={steps:g} goes first, there as here.")
+            ledger.need_not(epochs, f"max_steps={steps:g} takes precedence in both tools.")
         return int(steps)
     if steps is not None:
-        ledger.need_not("max_steps", "the run's length is that of its epochs.")
+        ledger.need_not("max_steps", "the number of epochs sets the length of the run.")
     value = value or defaults.epochs
     ledger.put("train.epochs", value, f"{epochs}: {value:g}" if epochs else f"the default of {defaults.name}")
     if epochs is not None:
-        ledger.differ(epochs, "the last batch of the last epoch is filled from the next one, and nothing is dropped.")
+        ledger.differ(
+            epochs, "the last batch of the last epoch is filled with samples of the next one; nothing is dropped."
+        )
     return None if samples is None else math.ceil(value * samples / batch)
 
 
@@ -128,7 +130,7 @@ def _carry_precision(ledger: Ledger, defaults: Defaults) -> None:
     elif (pure := ledger.find("pure_bf16")) is not None and ledger.take(pure):
         ledger.put("train.precision", "bf16", f"{pure}: true")
         ledger.differ(
-            pure, "weights stay fp32 beside bf16 arithmetic; train.master_weights=bf16_kahan saves their half."
+            pure, "weights stay in fp32 with bf16 arithmetic; train.master_weights=bf16_kahan halves their memory."
         )
     elif full16 is not None and not ledger.peek("bf16", "bfloat16"):
         ledger.take("float16")
@@ -139,30 +141,30 @@ def _carry_precision(ledger: Ledger, defaults: Defaults) -> None:
         ours = "bf16" if value == "full" else read_value("bf16", value)
         ledger.put("train.precision", ours, f"{half}: {show_value(value)}")
         if value == "full":
-            ledger.differ(half, "weights stay fp32 beside bf16 arithmetic.")
+            ledger.differ(half, "weights stay in fp32 with bf16 arithmetic.")
     else:
-        # LLaMA-Factory keeps frozen weights in the checkpoint's own type, and computes in it.
+        # LLaMA-Factory stores frozen weights in the checkpoint's dtype and computes in it.
         adapts = defaults.name == "LLaMA-Factory" and "adapter.method" in ledger.values
         put_default(ledger, defaults, "train.precision", "auto" if adapts else defaults.precision)
     _explain_dtypes(ledger)
 
 
 def _explain_dtypes(ledger: Ledger) -> None:
-    """The keys that say once more, or beside it, in which precision is computed."""
+    """Record the other keys that set the precision."""
     while (again := ledger.find("bf16", "bfloat16")) is not None:
-        ledger.need_not(again, f"train.precision={ledger.values['train.precision']} says it.")
+        ledger.need_not(again, f"train.precision={ledger.values['train.precision']} sets it.")
     dtype = ledger.find("torch_dtype", "dtype")
     if dtype is not None and "16" in str(ledger.given[dtype]) and "adapter.method" not in ledger.values:
         ledger.differ(
-            dtype, "weights stay fp32 beside 16-bit arithmetic; train.master_weights=bf16_kahan saves their half."
+            dtype, "weights stay in fp32 with 16-bit arithmetic; train.master_weights=bf16_kahan halves their memory."
         )
     elif dtype is not None:
-        ledger.need_not(dtype, "frozen weights are kept in the type that is computed with, others in fp32.")
+        ledger.need_not(dtype, "frozen weights are stored in the compute dtype, others in fp32.")
 
 
 def _carry_recomputation(ledger: Ledger, defaults: Defaults) -> None:
     full = ledger.find("gradient_checkpointing", "activation_checkpointing", "enable_activation_checkpointing")
-    if "train.activation_checkpointing" in ledger.values:  # FSDP's settings said so
+    if "train.activation_checkpointing" in ledger.values:  # set by the FSDP settings
         ledger.take("gradient_checkpointing", "activation_checkpointing", "enable_activation_checkpointing")
         return
     if full is None:
@@ -173,11 +175,11 @@ def _carry_recomputation(ledger: Ledger, defaults: Defaults) -> None:
     value = ledger.take(full)
     ledger.put("train.activation_checkpointing", "full" if value else "none", f"{full}: {show_value(value)}")
     if value not in (True, False):
-        ledger.differ(full, "activations are recomputed and not moved to host memory.")
+        ledger.differ(full, "activations are recomputed, not moved to host memory.")
 
 
 def carry_optimizer(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None) -> None:
-    """The optimizer, its numbers, and the schedule."""
+    """Import the optimizer, its hyperparameters and the schedule."""
     name = _carry_rule(ledger, tool)
     if tool == "llamafactory-v1" and name == "muon":  # its MuonOptimizer has other defaults than AdamW's
         defaults = replace(defaults, weight_decay=0.1, betas=(0.9, 0.95))
@@ -186,16 +188,14 @@ def carry_optimizer(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int |
     if full is not None:
         ledger.put("optim.learning_rate", rate, f"{full}: {rate}")
     elif defaults.learning_rate is None:
-        raise ConfigError(f"the file has no learning_rate, and {defaults.name} no default of it; add one.")
+        raise ConfigError(f"the file has no learning_rate, and {defaults.name} has no default; add it.")
     else:
         rate = defaults.learning_rate
         put_default(ledger, defaults, "optim.learning_rate", rate)
     if ledger.move("optim.weight_decay", "optim_config.wd") is None:
         put_default(ledger, defaults, "optim.weight_decay", defaults.weight_decay)
     if name == "sgd" and ledger.values["optim.weight_decay"]:
-        ledger.refuse(
-            str(ledger.find("weight_decay") or "optimizer"), "the decay of SGD is decoupled from its step here."
-        )
+        ledger.refuse(str(ledger.find("weight_decay") or "optimizer"), "echelon's SGD uses decoupled weight decay.")
     if defaults.decays_all:
         put_default(ledger, defaults, "optim.no_decay", [])
     _carry_moments(ledger, defaults, name)
@@ -211,7 +211,7 @@ def carry_optimizer(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int |
 
 
 def _carry_moments(ledger: Ledger, defaults: Defaults, name: str) -> None:
-    """Betas, epsilon and momentum, where the optimizer has them."""
+    """Import betas, epsilon and momentum, if the optimizer has them."""
     _carry_betas(ledger, defaults, name)
     if name in ("adamw", "adamw_8bit", "muon") and ledger.move("optim.eps", "adamw_eps") is None:
         put_default(ledger, defaults, "optim.eps", defaults.eps)
@@ -221,7 +221,7 @@ def _carry_moments(ledger: Ledger, defaults: Defaults, name: str) -> None:
         ledger.put("optim.momentum", momentum or default, whose if momentum is None else "momentum")
 
 
-# Of the optimizers that have one: the momentum where the file names none, and whose default that is.
+# Optimizers with momentum: the value if the file sets none, and the origin of that default.
 _MOMENTUM = {"muon": (0.95, "the default of its Muon"), "sgd": (0.0, "torch.optim.SGD's default")}
 
 
@@ -240,7 +240,7 @@ def _carry_rule(ledger: Ledger, tool: Tool) -> str:
         ledger.take("use_muon")
         ledger.put("optim.name", "muon", "use_muon: true")
         if full is not None:
-            ledger.need_not(full, "use_muon goes first.")
+            ledger.need_not(full, "use_muon takes precedence.")
         return "muon"
     if full is None:
         ledger.put("optim.name", "adamw", "the tool's default")
@@ -251,13 +251,13 @@ def _carry_rule(ledger: Ledger, tool: Tool) -> str:
     is_other = plain in _OTHER_OPTIMIZERS and not (tool == "llamafactory-v1" and plain == "muon")
     if is_other or ours not in _OPTIMIZERS:
         known = ", ".join(name for name in _OPTIMIZERS if name != "adafactor")
-        ledger.refuse(full, _OTHER_OPTIMIZERS.get(plain, f"of what the tools have, echelon has {known}."))
+        ledger.refuse(full, _OTHER_OPTIMIZERS.get(plain, f"the supported optimizers are {known}."))
         return "adamw"
     ledger.put("optim.name", ours, f"{full}: {value}")
     difference = _DIFFERENCES.get(plain, "")
     if plain != value or difference:
         ledger.differ(
-            full, f"{'Its state is not paged to host memory. ' if plain != value else ''}{difference}".strip()
+            full, f"{'The state is not paged to host memory. ' if plain != value else ''}{difference}".strip()
         )
     return str(ours)
 
@@ -270,15 +270,15 @@ def _carry_schedule(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int |
     if isinstance(extra, dict):
         ledger.expand(str(ledger.find("lr_scheduler_kwargs")), extra)
     if ours not in _SCHEDULES:
-        ledger.refuse(str(full), f"echelon has {', '.join(_SCHEDULES)}.")
+        ledger.refuse(str(full), f"the supported schedules are {', '.join(_SCHEDULES)}.")
         return
     warmup = _carry_warmup(ledger, tool, defaults, steps, value)
     if ours == "wsd" and ledger.take("decay_type") != "1-sqrt":
-        ledger.refuse(str(full), "its fall is 1 - sqrt here, which is decay_type: 1-sqrt in lr_scheduler_kwargs.")
+        ledger.refuse(str(full), "echelon decays with 1 - sqrt; set decay_type: 1-sqrt in lr_scheduler_kwargs.")
     if ours == "inverse_sqrt" and not warmup:
-        ledger.refuse(str(full), "it falls with the root of its warm-up's length here; add warmup_steps.")
+        ledger.refuse(str(full), "echelon's decay depends on the length of the warm-up; add warmup_steps.")
     if (cycles := ledger.number("num_cycles")) is not None and cycles not in (1, 0.5):
-        ledger.refuse("num_cycles", "there are no restarts here.")
+        ledger.refuse("num_cycles", "restarts are not supported.")
     ledger.put("optim.schedule", ours, f"{full}: {value}" if full else f"the default of {defaults.name}")
     if ours != "constant":
         _carry_floor(ledger, ours, steps)
@@ -292,31 +292,33 @@ def _carry_floor(ledger: Ledger, schedule: str, steps: int | None) -> None:
         least = 1e-7  # transformers' own lr_end
     if floor is None:
         floor = least / rate if least and rate else 0.0
-    ledger.put("optim.min_learning_rate_fraction", float(f"{floor:.6g}"), "where the tool's schedule ends")
+    ledger.put("optim.min_learning_rate_fraction", float(f"{floor:.6g}"), "the final value of the tool's schedule")
     if schedule == "polynomial":
         ledger.put("optim.polynomial_power", ledger.number("power") or 1.0, "power of lr_scheduler_kwargs")
     decay = ledger.find("num_decay_steps")
     if schedule != "wsd" or decay is None:
         return
     if steps is None:
-        ledger.refuse(decay, "it is a share of the run here, and how many steps that has is not known; add max_steps.")
+        ledger.refuse(
+            decay, "echelon sets it as a fraction of the run, whose number of steps is not known; add max_steps."
+        )
     else:
         ledger.put("optim.decay_fraction", round((ledger.number(decay) or 0) / steps, 6), f"{decay} of {steps}")
 
 
 def _carry_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None, schedule: str) -> bool:
-    """The warm-up, in steps or as a share of the run; whether there is one."""
+    """Import the warm-up, in steps or as a fraction of the run. Returns whether there is one."""
     count, ratio = ledger.find("warmup_steps"), ledger.find("warmup_ratio")
     value, share = ledger.number("warmup_steps"), ledger.number("warmup_ratio")
     if schedule == "constant":
         for name in filter(None, (count, ratio)):
             if ledger.given[name]:
-                ledger.need_not(name, "the schedule `constant` does not warm up.")
+                ledger.need_not(name, "the schedule `constant` has no warm-up.")
         return False
     if value and value >= 1:
         ledger.put("optim.warmup_steps", int(value), f"{count}: {value:g}")
         if ratio is not None:
-            ledger.need_not(ratio, f"warmup_steps={value:g} goes first, there as here.")
+            ledger.need_not(ratio, f"warmup_steps={value:g} takes precedence in both tools.")
         return True
     if value or share:
         fraction = value or share
@@ -326,7 +328,7 @@ def _carry_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | N
 
 
 def _put_default_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None) -> bool:
-    """The tool's own warm-up, where the file names none; whether there is one."""
+    """Put the tool's default warm-up, if the file sets none. Returns whether there is one."""
     share = defaults.warmup
     if not share:
         return False
@@ -335,5 +337,5 @@ def _put_default_warmup(ledger: Ledger, tool: Tool, defaults: Defaults, steps: i
         return True
     ledger.put("optim.warmup_fraction", share, f"the default of {defaults.name}")
     if tool == "axolotl":
-        ledger.remark("Axolotl's own warm-up, 0.03 of the steps, is never longer than 100 steps.")
+        ledger.remark("Axolotl's default warm-up, 3 % of the steps, is limited to 100 steps; echelon's is not.")
     return True

@@ -1,4 +1,4 @@
-"""The words around a question and its answer, as each tool puts them: a chat template, or the name of one of ours."""
+"""The prompt formats of each tool as chat templates: the template's text, or the name of one of echelon's templates."""
 
 import json
 import re
@@ -10,9 +10,9 @@ _FIELD = re.compile(r"\{(instruction|input|system)\}")
 
 @dataclass(frozen=True)
 class Wording:
-    """What renders conversations. `template` None: the tokenizer's own. `said`: how the file calls it.
+    """A chat template for conversations. `template` None: the tokenizer's own. `said`: its name in the file.
 
-    `system`: the system message of conversations that have none.  `difference`: what is not quite the same.
+    `system`: the system message for conversations without one. `difference`: how it differs from the tool's format.
     """
 
     template: str | None
@@ -23,8 +23,11 @@ class Wording:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The texts before an answer, with {instruction}, {input} and {system}. `eos`: a token in place of the
-    tokenizer's own, at the end of an answer. `after`: what follows it. `bos`: whether the tokenizer's stands first."""
+    """The texts before an answer, with {instruction}, {input} and {system}.
+
+    `eos`: the token at the end of an answer, None for the tokenizer's own. `after`: text after that token. `bos`:
+    whether the text starts with the tokenizer's bos.
+    """
 
     plain: str
     with_input: str
@@ -36,7 +39,7 @@ class Prompt:
     bos: bool = True
 
 
-# Axolotl's AlpacaPrompter (`prompters.py`): by its prompt_style. Its two sentences come first, as system messages do.
+# Axolotl's AlpacaPrompter (`prompters.py`), by its prompt_style. These two sentences come first, like system messages.
 _WITHOUT = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 _WITH = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -68,30 +71,30 @@ ALPACA_STYLES = tuple(_STYLES)
 
 
 def alpaca_wording(style: str, said: str, eos: str | None) -> Wording:
-    """Axolotl's `type: alpaca`, in one of its styles. It reads no system message and no history of a record."""
+    """The template of Axolotl's `type: alpaca` in one style. It ignores a record's system message and history."""
     plain, with_input, system = _STYLES[style]
     prompt = Prompt(plain, with_input, system.replace("{system}", _WITHOUT), system.replace("{system}", _WITH), eos=eos)
     return Wording(render_prompt(prompt), said, difference=_SEAMS)
 
 
 _SEAMS = (
-    "It is rendered as one text, so that where prompt and answer meet its tokens are those of the text; a tokenizer's "
-    "bos stands first."
+    "Prompt and answer are tokenized as one text, so tokens at their boundary may differ; the text starts with the "
+    "tokenizer's bos, if it has one."
 )
 
 
 def prompt_wording(
     plain: str, with_input: str, system_format: str, system: str | None, said: str, eos: str | None
 ) -> Wording:
-    """Axolotl's `type: {format: ...}`: the user's own texts."""
+    """The template of Axolotl's `type: {format: ...}`, with the user's own texts."""
     prompt = Prompt(plain, with_input, system=system_format, eos=eos)
     return Wording(render_prompt(prompt), said, system, _SEAMS)
 
 
 def render_prompt(prompt: Prompt) -> str:
-    """A chat template of these texts. A question of an alpaca record has its instruction and input beside its content.
+    """Render the texts as a chat template. The question of an alpaca record also has the keys instruction and input.
 
-    What comes before the first question is not repeated before the next.
+    The text before the first question is not repeated before later ones.
     """
     end = "eos_token" if prompt.eos is None else json.dumps(prompt.eos, ensure_ascii=False)
     lines = [*(["{{- bos_token }}"] if prompt.bos else []), "{%- for message in messages %}"]
@@ -118,8 +121,7 @@ def render_prompt(prompt: Prompt) -> str:
 
 
 def _join(text: str, main: str) -> str:
-    """A text with its fields as an expression of Jinja. `main`: what the turn calls the instruction, or the system
-    message."""
+    """Render a text with fields as a Jinja expression. `main`: the turn's key of the instruction or system message."""
     names = {"instruction": main, "input": "input", "system": main}
     parts = []
     for place, part in enumerate(_FIELD.split(text)):
@@ -134,27 +136,27 @@ def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-# Templates of the two tools that are ours word for word, but for what the note says.
+# Templates of Axolotl that are identical to echelon's.
 _AXOLOTL_OURS: Mapping[str, str] = {"chatml": "chatml", "llama3": "llama3", "gemma": "gemma"}
-# Copies of what the tokenizers of these families' chat models have (Axolotl: `utils/chat_templates/templates/`).
+# Copies of the templates in the tokenizers of these chat models (Axolotl: `utils/chat_templates/templates/`).
 _AXOLOTL_FAMILIES = frozenset({
     "aya", "cohere", "command_a", "deepseek_v2", "deepseek_v3", "exaone", "exaone4", "falcon_h1", "gemma3", "gemma3n",
     "gemma4", "gemma4_unified", "jamba", "llama3_2_vision", "llama4", "llava", "mistral_v1", "mistral_v2v3",
     "mistral_v3_tekken", "mistral_v7_tekken", "nemotron_h", "phi_3", "phi_35", "phi_4", "pixtral", "qwen2_vl", "qwen3",
     "qwen3_5", "qwen_25",
 })  # fmt: skip
-_OWN = "The tokenizer's own template is used, which for the chat models of that family is this one."
-_NEWLINE = "The line end behind an answer's stop token is learned there, and not here."
+_OWN = "The tokenizer's own template is used; for the chat models of this family it is the same."
+_NEWLINE = "LLaMA-Factory also trains on the line end after an answer's stop token; echelon does not."
 # LLaMA-Factory's `data/template.py`: (our template, system message, difference).
 _FACTORY: Mapping[str, tuple[str | None, str | None, str]] = {
     "chatml": ("chatml", None, _NEWLINE),
     "qwen": ("chatml", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", _NEWLINE),
     "qwen3_nothink": ("chatml", None, _NEWLINE),
-    "qwen3_5_nothink": ("chatml", None, f"{_NEWLINE} Calls of tools are written as ChatML's."),
+    "qwen3_5_nothink": ("chatml", None, f"{_NEWLINE} Tool calls are written as in ChatML."),
     "qwen3": (None, None, _OWN),
-    "llama3": ("llama3", None, "White space around a turn is not kept."),
-    "gemma": ("gemma", None, f"{_NEWLINE} White space around a turn is not kept."),
-    "gemma2": ("gemma", None, f"{_NEWLINE} White space around a turn is not kept."),
+    "llama3": ("llama3", None, "White space around a turn is removed."),
+    "gemma": ("gemma", None, f"{_NEWLINE} White space around a turn is removed."),
+    "gemma2": ("gemma", None, f"{_NEWLINE} White space around a turn is removed."),
     "alpaca": (
         render_prompt(
             Prompt(
@@ -166,13 +168,13 @@ _FACTORY: Mapping[str, tuple[str | None, str | None, str]] = {
             )
         ),
         f"{_WITHOUT}\n\n",
-        "Line ends behind an answer are learned there, and not here.",
+        "LLaMA-Factory also trains on the line ends after an answer; echelon does not.",
     ),
 }
 
 
 def axolotl_wording(name: str, said: str) -> Wording | None:
-    """A template that Axolotl names; None for one that is not known here."""
+    """Return the template with this name in Axolotl; None for an unknown name."""
     if name.startswith("tokenizer_default"):
         return Wording(None, said)
     if name in _AXOLOTL_OURS:
@@ -181,7 +183,7 @@ def axolotl_wording(name: str, said: str) -> Wording | None:
 
 
 def factory_wording(name: str, said: str) -> Wording | None:
-    """A template that LLaMA-Factory names; None for one that is not known here."""
+    """Return the template with this name in LLaMA-Factory; None for an unknown name."""
     if name not in _FACTORY:
         return None
     template, system, difference = _FACTORY[name]
