@@ -1,7 +1,7 @@
-"""SageMaker's side of a training job, emulated: hosts with names and addresses, each with an /opt/ml of its own.
+"""Emulates SageMaker for a training job: hosts with names and addresses, each with its own /opt/ml.
 
-A host is a network, mount and process namespace in which the request's own entrypoint is process 1, as in a container
-that was started without an init. What S3 does to checkpoints is done by copying folders.
+A host is a network, mount and process namespace in which the request's entrypoint is process 1, as in a container
+without an init process. The copying of checkpoints to S3 is emulated by copying folders.
 """
 
 import json
@@ -24,7 +24,7 @@ from namespaces import Machine
 NOTICE_SECONDS = 120
 """From SIGTERM to SIGKILL."""
 
-# $0 is the host's folder, $1 its name, the rest the command. Whatever else the machine has in /opt stays.
+# $0 is the host's folder, $1 its name, the rest the command. Other content of /opt is kept.
 _ENTER = r"""
 set -e
 hostname "$1"
@@ -45,7 +45,7 @@ exec "$@"
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a job: its files below `ml`, what it printed in `log`."""
+    """One host of a job: its files are below `ml`, its output is in `log`."""
 
     name: str
     folder: Path
@@ -53,27 +53,27 @@ class Host:
 
     @property
     def ml(self) -> Path:
-        """What the container sees as /opt/ml."""
+        """The folder that the container sees as /opt/ml."""
         return self.folder / "ml"
 
     @property
     def log(self) -> str:
-        """All it has printed so far."""
+        """The output so far."""
         return (self.folder / "output.log").read_text(errors="replace")
 
     @property
     def failure(self) -> str | None:
-        """What SageMaker would show as FailureReason."""
+        """The text that SageMaker would show as FailureReason."""
         path = self.ml / "output" / "failure"
         return path.read_text()[:1024] if path.exists() else None
 
     @property
     def checkpoints(self) -> list[str]:
-        """Names of the published checkpoints, of any run."""
+        """Names of the published checkpoints of all runs."""
         return sorted(path.name for path in self.ml.glob("checkpoints/*/checkpoints/step-*"))
 
     def terminate(self) -> None:
-        """SIGTERM to process 1 alone, as `docker stop` and the platform send it; it may be gone already."""
+        """SIGTERM to process 1 only, as `docker stop` and the platform send it; it may have ended already."""
         pid = self.process.pid
         with suppress(FileNotFoundError, ProcessLookupError):
             for first in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -81,7 +81,7 @@ class Host:
 
 
 def make_image(folder: Path) -> Path:
-    """A Python with all that this one has but echelon, as a training image has it; returns the folder of `python3`."""
+    """Create a Python with all packages of this one except echelon, like an image; return the folder of `python3`."""
     venv.create(folder, symlinks=True, with_pip=False)
     packages = next((folder / "lib").glob("python*/site-packages"))
     for path in Path(sysconfig.get_path("purelib")).iterdir():
@@ -98,9 +98,9 @@ def start_hosts(
     folder: Path,
     checkpoints: Path | None = None,
 ) -> list[Host]:
-    """Start a job as CreateTrainingJob's `request` asks for it: its entrypoint and arguments, to the letter.
+    """Start the hosts of a CreateTrainingJob `request`, with exactly its entrypoint and arguments.
 
-    `channels`: for each host, the folder that each channel is a copy of. `checkpoints`: what S3 holds already.
+    `channels`: for each host, the folder that each channel is copied from. `checkpoints`: the content of S3.
     """
     names = [f"algo-{number}" for number in range(1, len(machines) + 1)]
     known = "".join(f"{machine.address} {name}\n" for machine, name in zip(machines, names, strict=True))
@@ -133,7 +133,7 @@ def start_hosts(
 
 
 def _fill(ml: Path, name: str, names: list[str], request: Mapping[str, Any], channels: Mapping[str, Path]) -> None:
-    """The tree that a container finds, in the shapes that real jobs log."""
+    """Write the files that a container finds, in the form that real jobs log."""
     kind = request["ResourceConfig"]["InstanceType"]
     group = {"instance_group_name": "homogeneousCluster", "instance_type": kind, "hosts": names}
     resources = {
@@ -157,7 +157,7 @@ def _fill(ml: Path, name: str, names: list[str], request: Mapping[str, Any], cha
 
 
 def await_end(hosts: Sequence[Host], seconds: float) -> list[int]:
-    """Exit codes. As soon as one host fails the platform stops the others: SIGTERM, and after 120 seconds SIGKILL."""
+    """Return the exit codes. When a host fails, the platform stops the others: SIGTERM, and SIGKILL after 120 s."""
     started, stopped_at = time.monotonic(), None
     while None in (codes := [host.process.poll() for host in hosts]):
         now = time.monotonic()
@@ -175,9 +175,9 @@ def await_end(hosts: Sequence[Host], seconds: float) -> list[int]:
 
 
 def sync_to_s3(hosts: Sequence[Host], bucket: Path) -> Path:
-    """What S3 holds after every host's /opt/ml/checkpoints was copied to one prefix: file contents, no more.
+    """The content of S3 after every host's /opt/ml/checkpoints was copied to one prefix.
 
-    Where two hosts have a file of one name the newer one stays.
+    If two hosts have a file of the same name, the newer one is kept.
     """
     newest: dict[Path, Path] = {}
     for host in hosts:

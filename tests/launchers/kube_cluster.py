@@ -1,4 +1,4 @@
-"""A real API server on its own etcd, with the operators' kinds and no operator: it checks, keeps and answers."""
+"""A real Kubernetes API server with etcd and the operators' CRDs, but without operators."""
 
 import shutil
 import socket
@@ -27,7 +27,7 @@ def missing_programs() -> list[str]:
 
 @dataclass(frozen=True)
 class RealCluster:
-    """Where it is; `api` is an administrator's client."""
+    """The address of the cluster; `api` is an administrator's client."""
 
     address: str
     api: Any
@@ -39,7 +39,7 @@ class RealCluster:
         return path
 
     def install(self, kind: JobKind) -> None:
-        """Make a kind known, by its published schema, and wait until it is."""
+        """Install a CRD from its published schema, and wait until it is established."""
         schema = inline(find_schema(kind.kind))
         any_object = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
         schema["properties"] |= {"apiVersion": {"type": "string"}, "kind": {"type": "string"},
@@ -89,7 +89,7 @@ def free_port() -> int:
 
 @contextmanager
 def real_cluster(folder: Path) -> Iterator[RealCluster]:
-    """Start etcd and an API server for the time of the block."""
+    """Run etcd and an API server during the block."""
     key = folder / "service-accounts.key"
     subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
     tokens = folder / "tokens.csv"

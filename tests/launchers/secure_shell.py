@@ -1,4 +1,4 @@
-"""Real sshd on machines of `namespaces.py`, with keys that are thrown away."""
+"""Real sshd on the machines of `namespaces.py`, with temporary keys."""
 
 import shutil
 import subprocess
@@ -12,13 +12,13 @@ _SSHD = "/usr/sbin/sshd"
 
 
 def ssh_missing() -> str | None:
-    """Why there is no sshd here, for a skip."""
+    """The reason to skip tests with sshd, if it is missing."""
     present = Path(_SSHD).exists() and shutil.which("ssh") and shutil.which("ssh-keygen")
     return None if present else "no sshd here; install openssh-server"
 
 
 def serve_ssh(network: Sequence[Machine], folder: Path) -> list[str]:
-    """Start sshd on each machine; the options by which `ssh` gets in, without any file of this user's own."""
+    """Start sshd on each machine; return the options with which `ssh` connects, without files of this user."""
     folder.mkdir()
     for name in ("host", "user"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
@@ -27,7 +27,7 @@ def serve_ssh(network: Sequence[Machine], folder: Path) -> list[str]:
     settings = {
         "HostKey": folder / "host", "AuthorizedKeysFile": folder / "user.pub", "StrictModes": "no", "PidFile": "none",
         "PermitRootLogin": "yes", "UsePAM": "no", "PasswordAuthentication": "no",
-        "SetEnv": f"HOME={folder}",  # no profile of this user's, whose lock files a kill would leave behind
+        "SetEnv": f"HOME={folder}",  # not this user's profile, because a kill would leave its lock files behind
     }  # fmt: skip
     config = folder / "sshd_config"
     config.write_text("".join(f"{key} {value}\n" for key, value in settings.items()))

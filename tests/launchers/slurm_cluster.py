@@ -1,6 +1,6 @@
-"""A Slurm of this machine's own: one controller, two virtual nodes, real daemons from Debian's packages.
+"""A Slurm cluster on this machine: one controller, two virtual nodes, real daemons from Debian's packages.
 
-Everything it writes is below one temporary folder. The nodes share this host: one address, different ports.
+All its files are below one temporary folder. The nodes share this host: one address, different ports.
 """
 
 import os
@@ -20,7 +20,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scont
 NODES = ("n1", "n2")
 _START_SECONDS = 60
 
-# Jobs of `low` give way to `high` at once, those of `grace` after they have had a minute to leave by themselves.
+# Jobs of `low` are preempted by `high` immediately, those of `grace` after one minute of grace time.
 _CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -49,7 +49,7 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE 
 
 
 def find_obstacle() -> str | None:
-    """Why there can be no Slurm here; None when there can."""
+    """The reason why Slurm cannot run here; None if it can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=_search_path()) is None]
     if missing:
         return f"{', '.join(missing)} not installed: apt-get install slurmctld slurmd slurm-client munge"
@@ -58,13 +58,13 @@ def find_obstacle() -> str | None:
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """A running Slurm; `env` makes a process a client of it."""
+    """A running Slurm cluster; `env` is the environment of a client."""
 
     folder: Path
     env: dict[str, str]
 
     def call(self, *command: object) -> str:
-        """What a command of Slurm's prints; it must not fail."""
+        """Run a Slurm command, which must succeed; return its output."""
         words = list(map(str, command))
         answer = subprocess.run(words, env=self.env, capture_output=True, text=True, timeout=60, check=False)
         assert answer.returncode == 0, f"{words}: {answer.stderr}"
@@ -76,7 +76,7 @@ class SlurmCluster:
         return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
 
     def await_state(self, job: str, *states: str, seconds: float = 90) -> str:
-        """Wait until the job is in one of the states; a requeued job need not wait for its time."""
+        """Wait until the job is in one of the states; start a requeued job without delay."""
         deadline = time.monotonic() + seconds
         while (state := self.field(job, "JobState")) not in states:
             assert time.monotonic() < deadline, f"job {job} is {state}: {self.call('scontrol', 'show', 'job', job)}"
@@ -88,7 +88,7 @@ class SlurmCluster:
 
 @contextmanager
 def slurm_cluster() -> Iterator[SlurmCluster]:
-    """Start the daemons, wait until both nodes are idle, and stop all of it at the end, with its jobs."""
+    """Start the daemons, wait until both nodes are idle, and stop daemons and jobs at the end."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     daemons: list[subprocess.Popen[bytes]] = []
     env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
@@ -154,7 +154,7 @@ def _await(condition, folder: Path) -> None:
 
 
 def _stop(daemons: list[subprocess.Popen[bytes]], env: dict[str, str]) -> None:
-    """The daemons, then whatever still has this cluster's configuration in its environment: steps and their jobs."""
+    """Stop the daemons, then all processes with this cluster's configuration in their environment: steps and jobs."""
     for daemon in reversed(daemons):
         daemon.terminate()
     for daemon in reversed(daemons):

@@ -1,4 +1,4 @@
-"""Agents of several machines, here on one: a lost rank, a refusal, a stop, machines that share no folder."""
+"""Agents of several machines, run on one: a lost rank, a refusal, a stop, machines that share no folder."""
 
 import base64
 import json
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
-def _nobody_is_left(monkeypatch, tmp_path):
+def _no_process_is_left(monkeypatch, tmp_path):
     monkeypatch.setenv("ECHELON_TEST_MARK", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield
@@ -37,7 +37,7 @@ def _nobody_is_left(monkeypatch, tmp_path):
 
 @pytest.fixture
 def agents(tmp_path):
-    """Starts the agents of two machines that share a folder; the first one keeps the store."""
+    """Starts the agents of two machines that share a folder; the first one runs the store."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = f"127.0.0.1:{probe.getsockname()[1]}"
 
@@ -61,7 +61,7 @@ def await_listener(place, process):
 
 
 def await_beats(place, count=2):
-    """Wait until so many machines have joined the first attempt."""
+    """Wait until `count` machines have joined the first attempt."""
     host, port = place.split(":")
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     deadline = time.monotonic() + 60
@@ -71,7 +71,7 @@ def await_beats(place, count=2):
 
 
 def find_rank(rank):
-    """The process of a rank of this test."""
+    """The process of a rank in this test."""
     [found] = [each for each in marked_processes() if each.environ().get("RANK") == str(rank)]
     return found
 
@@ -94,7 +94,7 @@ def assert_same_curve(ours, theirs):
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True)) <= LOSS
 
 
-def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_one_process(agents, tmp_path):
+def test_a_killed_rank_is_restarted_and_the_curve_equals_one_process(agents, tmp_path):
     write_recipe(tmp_path, train={"steps": 300}, checkpoint={"every_steps": 20})
     run = RunFolder(tmp_path / "runs" / "tiny")
     coordinator, guest = agents()
@@ -109,8 +109,8 @@ def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_one_process(agents, 
     assert_same_curve(train_rows(run), train_alone(tmp_path, 300))
 
 
-def test_a_hostile_state_of_the_rendezvous_is_not_run_and_ends_all(agents, tmp_path):
-    """Anybody who reaches the port may write into the store."""
+def test_a_malicious_rendezvous_state_is_not_executed_and_ends_all(agents, tmp_path):
+    """Anyone who can reach the port can write to the store."""
     write_recipe(tmp_path, train={"steps": 100_000}, checkpoint={"every_steps": 100_000})
     coordinator, guest = agents()
     await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', coordinator, 120)
@@ -138,7 +138,7 @@ def test_a_signal_to_one_machine_stops_all_of_them_after_a_save(agents, tmp_path
     assert run.newest_step() == train_rows(run)[-1]["step"]
 
 
-def test_a_refusal_is_told_once_and_ends_all(agents, tmp_path):
+def test_a_refusal_is_printed_once_and_ends_all(agents, tmp_path):
     write_recipe(tmp_path)
     (tmp_path / "text.txt").write_text("")
     endings = [finish(each, 120) for each in agents()]
@@ -146,8 +146,8 @@ def test_a_refusal_is_told_once_and_ends_all(agents, tmp_path):
     assert endings[0].err.startswith("echelon: data.train.0.path=text.txt") and endings[1].err == ""
 
 
-def test_a_stop_while_machines_are_awaited_ends_all_at_once(tmp_path):
-    """No rank can save anything yet, so nobody waits for the notice, of a minute by default."""
+def test_a_stop_during_the_rendezvous_ends_all_immediately(tmp_path):
+    """No rank can save yet, so the agents do not wait for the notice time of 60 s."""
     write_recipe(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -162,8 +162,8 @@ def test_a_stop_while_machines_are_awaited_ends_all_at_once(tmp_path):
     assert "echelon: stopped by SIGTERM" in endings[0].err
 
 
-def test_machines_that_share_nothing_keep_one_checkpoint_and_resume_from_it(tmp_path):
-    """Two folders as two machines of SageMaker, with two ranks each; sharded, so that every rank's file is needed."""
+def test_machines_without_a_shared_folder_resume_from_one_checkpoint(tmp_path):
+    """Two folders stand for two SageMaker hosts with two ranks each; sharded, so that every rank's file is needed."""
     machines = [tmp_path / "one", tmp_path / "two"]
     for folder in machines:
         folder.mkdir()
@@ -192,8 +192,8 @@ def test_machines_that_share_nothing_keep_one_checkpoint_and_resume_from_it(tmp_
     assert_same_curve(train_rows(first), train_alone(machines[0], 120))
 
 
-def test_a_job_in_the_background_is_watched_and_stopped(tmp_path):
-    """`--to local`: launched, looked at, cancelled, launched again to its end."""
+def test_a_background_job_is_watched_and_cancelled(tmp_path):
+    """`--to local`: launch, status, cancel, launch again until the end."""
     write_recipe(tmp_path, train={"steps": 3000}, checkpoint={"every_steps": 1000})
     run = RunFolder(tmp_path / "runs" / "tiny")
     launched = finish(start("launch", "recipe.json", "--to", "local", cwd=tmp_path), 60)

@@ -1,6 +1,6 @@
-"""Two machines that share nothing, each with a hub cache of its own, fine-tune a model of a hub that both can reach.
+"""Two machines that share nothing, with separate hub caches, fine-tune a model of a hub that both can reach.
 
-Slow: each start of two machines takes most of a minute.
+Slow: each start of two machines takes about a minute.
 """
 
 import json
@@ -55,7 +55,7 @@ def fine_tuning(folder, checkpoint, parallel):
 
 
 def start(network, parallel, models, folder, **tokens):
-    """A hub on the third machine, and the agents of the first two: one rank each, and nothing shared."""
+    """Start a hub on the third machine, and agents on the first two, with one rank each and nothing shared."""
     coordinator, guest, shop = network
     log = folder / "requests.json"
     serve = [sys.executable, hub_server.__file__, shop.address, str(PORT), NAME, *map(str, models), str(log)]
@@ -73,7 +73,7 @@ def start(network, parallel, models, folder, **tokens):
         command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", "1"]
         agents.append(machine.start(command, env=environment, cwd=folder / machine.name, **PIPES))
     outputs = [agent.communicate(timeout=300)[0] for agent in agents]
-    time.sleep(0.5)  # the hub notes what it was asked five times a second
+    time.sleep(0.5)  # the hub writes its log of requests five times a second
     return [agent.returncode for agent in agents], outputs, json.loads(log.read_text())
 
 
@@ -82,8 +82,8 @@ def rows(folder):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_each_machine_fetches_each_file_once_of_one_commit(parallel, models, tmp_path):
-    """The repository moves as soon as the first machine has been told its newest commit."""
+def test_each_machine_downloads_each_file_once_from_one_commit(parallel, models, tmp_path):
+    """The repository gets a new commit as soon as the first machine has resolved the name."""
     with machines(3, tmp_path) as network:
         codes, outputs, requests = start(network, parallel, models, tmp_path)
     assert codes == [0, 0], "\n".join(outputs)
@@ -111,7 +111,7 @@ def test_each_machine_fetches_each_file_once_of_one_commit(parallel, models, tmp
     assert difference <= LOSS
 
 
-def test_a_machine_that_may_not_fetch_ends_the_job_on_all(models, tmp_path):
+def test_a_machine_that_cannot_download_ends_the_job_on_all(models, tmp_path):
     with machines(3, tmp_path) as network:
         codes, outputs, _ = start(network, "ddp", models, tmp_path, node2="a-bad-one")
     assert codes == [2, 2], "\n".join(outputs)

@@ -1,4 +1,4 @@
-"""Jobs submitted to a real API server; and a pod's command as process 1 of a namespace of its own."""
+"""Jobs submitted to a real API server; the command of a pod as process 1 of a namespace."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ from recipe_samples import load_text
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.dist,
-    pytest.mark.filterwarnings("ignore:Unverified HTTPS request"),  # the server's certificate is its own
+    pytest.mark.filterwarnings("ignore:Unverified HTTPS request"),  # the server's certificate is self-signed
 ]
 
 needs_server = pytest.mark.skipif(
@@ -58,7 +58,7 @@ def read_job(cluster: Any, kind: JobKind) -> dict[str, Any]:
 
 @needs_server
 @pytest.mark.parametrize("name", ["pytorchjob", "trainjob"])
-def test_a_job_is_kept_as_it_was_rendered_and_deleted(name, cluster, as_admin, tmp_path):
+def test_a_job_is_stored_as_rendered_and_deleted(name, cluster, as_admin, tmp_path):
     kind, target = KINDS[name], KubernetesLauncher()
     job = make_kubernetes_job(tmp_path, f"launch.kubernetes.kind={name}", "launch.nodes=2", "launch.setup=[echo '$A']")
     record = submit_job(job, target, target.render(job))
@@ -79,11 +79,11 @@ def test_a_job_is_kept_as_it_was_rendered_and_deleted(name, cluster, as_admin, t
     custom.patch_namespaced_custom_object_status(*place, {"status": {"conditions": [end | {"type": "Running"}]}})
     target.cancel(record)
     assert target.status(record).state == "stopped"
-    core.delete_namespaced_config_map(f"{NAME}-recipe", "default")  # no controller runs here that would
+    core.delete_namespaced_config_map(f"{NAME}-recipe", "default")  # no controller runs here that would delete it
 
 
 @needs_server
-def test_the_words_of_a_pod_are_read(cluster, as_admin, tmp_path):
+def test_the_log_of_a_pod_is_read(cluster, as_admin, tmp_path):
     target, core = KubernetesLauncher(), client.CoreV1Api(cluster.api)
     job = make_kubernetes_job(tmp_path)
     record = submit_job(job, target, target.render(job))
@@ -100,7 +100,7 @@ def test_the_words_of_a_pod_are_read(cluster, as_admin, tmp_path):
 
 
 @needs_server
-def test_what_the_server_refuses_is_one_sentence(cluster, as_admin, tmp_path, monkeypatch):
+def test_a_refusal_of_the_server_is_one_message(cluster, as_admin, tmp_path, monkeypatch):
     target = KubernetesLauncher()
 
     def submit(*overrides: str) -> str:
@@ -136,7 +136,7 @@ def can_unshare() -> bool:
 
 @pytest.mark.skipif(not can_unshare(), reason="this machine does not allow namespaces of processes and mounts")
 def test_sigterm_to_a_pods_first_process_saves(tmp_path):
-    """As a kubelet does it: the container's command is process 1, has its variables, and gets one SIGTERM."""
+    """As under a kubelet, the container's command is process 1, has its variables, and gets one SIGTERM."""
     data = tmp_path / "data"
     data.mkdir()
     (data / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
@@ -155,7 +155,7 @@ def test_sigterm_to_a_pods_first_process_saves(tmp_path):
     mounted.mkdir()
     (mounted / "recipe.yaml").write_text(config_map["data"]["recipe.yaml"])
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost {NAME}-master-0\n")
-    # What a kubelet does before it starts the container: the ConfigMap's folder, the pod's name in its hosts.
+    # A kubelet mounts the ConfigMap and adds the pod's name to /etc/hosts before it starts the container.
     prepare = f'mount --bind {mounted} /mnt && mount --bind {tmp_path / "hosts"} /etc/hosts && exec "$@"'
     command = [word.replace("$$", "$").replace(RECIPE_PATH, "/mnt/recipe.yaml") for word in container["command"]]
     environment = os.environ | {

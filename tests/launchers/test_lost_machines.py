@@ -1,4 +1,4 @@
-"""Several machines, as network namespaces that share their files: what one process computes, lost links, lost hosts."""
+"""Several machines, as network namespaces with shared files: equality with one process, cut links, lost hosts."""
 
 import os
 import signal
@@ -19,20 +19,20 @@ pytestmark = [
     pytest.mark.skipif(namespaces_allowed() is not None, reason=str(namespaces_allowed())),
 ]
 
-# Roundings are not enlarged over many steps.
+# A low learning rate, so that rounding differences do not grow over many steps.
 GENTLE = {"learning_rate": 1e-4}
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 def start_agent(machine, nodes, *more, coordinator="node-1", **popen):
-    """echelon as the agent of a machine, with one process."""
+    """Start echelon as the agent of a machine, with one process."""
     command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", "1", "--nodes", nodes]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return machine.start([*command, "--rendezvous", f"{coordinator}:29400", *more], env=environment, **(PIPES | popen))
 
 
 def finish(*processes, seconds=120):
-    """The exit codes and the output of each."""
+    """Wait for the agents; return their exit codes and outputs."""
     outputs = [process.communicate(timeout=seconds)[0] for process in processes]
     return [process.returncode for process in processes], outputs
 
@@ -47,7 +47,7 @@ def events(run, name):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The rows of the run that one process on this machine makes of the same recipe, by its number of steps."""
+    """The rows of the same recipe trained by one process, by number of steps."""
     found = {}
 
     def train(steps):
@@ -69,7 +69,7 @@ def assert_same(ours, theirs):
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True)) <= LOSS
 
 
-def test_two_machines_compute_what_one_process_does(tmp_path, whole):
+def test_two_machines_equal_one_process(tmp_path, whole):
     write_recipe(tmp_path, train={"steps": 40, "log_every": 500}, optim=GENTLE)
     with machines(2, tmp_path) as network:
         codes, outputs = finish(*(start_agent(machine, "2") for machine in network))
@@ -92,7 +92,7 @@ def test_a_signal_to_one_machine_saves_on_both(tmp_path):
 
 
 def test_a_lost_host_shrinks_the_run_and_a_new_one_grows_it(tmp_path, whole):
-    """The one that is lost vanishes from the network first, so that nobody is told."""
+    """The lost host is disconnected first, so that its connections are not closed."""
     steps = 1500
     write_recipe(
         tmp_path,
@@ -120,7 +120,7 @@ def test_a_lost_host_shrinks_the_run_and_a_new_one_grows_it(tmp_path, whole):
 
 
 def test_a_cut_link_ends_both_sides_and_the_same_command_resumes(tmp_path, whole):
-    """Nobody is told that the link is gone, so both have to find out, and within a bounded time."""
+    """Connections are not closed, so both sides must detect the cut link within a bounded time."""
     write_recipe(
         tmp_path,
         train={"steps": 600, "log_every": 500},
@@ -147,7 +147,7 @@ def test_a_cut_link_ends_both_sides_and_the_same_command_resumes(tmp_path, whole
 
 
 def test_plain_torchrun_survives_the_loss_of_a_host(tmp_path, whole):
-    """The line of docs/elastic.md, with the store on the machine that stays."""
+    """The torchrun command of docs/elastic.md, with the store on the remaining machine."""
     write_recipe(
         tmp_path,
         train={"steps": 600, "log_every": 500},

@@ -1,6 +1,6 @@
-"""SageMaker's own SDK ends in the same request: for machines where `echelon[sagemaker-sdk]` is installed.
+"""SageMaker's SDK sends the same request. Runs only where `echelon[sagemaker-sdk]` is installed.
 
-Of an environment of its own, which is heavy: `pip install 'echelon[sagemaker-sdk]' 'moto[server,s3]' pytest`.
+Use a separate, large environment: `pip install 'echelon[sagemaker-sdk]' 'moto[server,s3]' pytest`.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ OVERRIDES = (
 
 @pytest.fixture
 def aws(monkeypatch, tmp_path):
-    # The SDK reports its use to AWS unless its configuration says no.
+    # The SDK reports its use to AWS unless its configuration disables that.
     quiet = tmp_path / "config.yaml"
     quiet.write_text('SchemaVersion: "1.0"\nSageMaker: {PythonSDK: {Modules: {TelemetryOptOut: true}}}\n')
     server = ObjectServer()
@@ -50,14 +50,14 @@ def aws(monkeypatch, tmp_path):
     }.items():
         monkeypatch.setenv(name, value)
     s3 = boto3.client("s3", region_name="us-west-2")
-    with suppress(s3.exceptions.BucketAlreadyOwnedByYou):  # the servers of a process share what they hold
+    with suppress(s3.exceptions.BucketAlreadyOwnedByYou):  # the servers of a process share their state
         s3.create_bucket(Bucket="my-bucket", CreateBucketConfiguration={"LocationConstraint": "us-west-2"})
     yield
     server.stop()
 
 
 @pytest.mark.parametrize("overrides", [(), OVERRIDES], ids=["one machine", "two on spot"])
-def test_model_trainer_ends_in_the_same_request(tmp_path, monkeypatch, aws, overrides):
+def test_model_trainer_sends_the_same_request(tmp_path, monkeypatch, aws, overrides):
     monkeypatch.chdir(tmp_path)
     sent = []
     call = boto3.client("sagemaker").__class__.__mro__[1]._make_api_call

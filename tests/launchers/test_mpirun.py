@@ -1,4 +1,4 @@
-"""The real mpirun, without a variable of torch's: its ranks find each other on one machine and over two."""
+"""The real mpirun, without torch variables: its ranks connect on one machine and on two."""
 
 import os
 import shlex
@@ -44,7 +44,7 @@ def test_two_ranks_on_one_machine(tmp_path):
 
 
 @pytest.mark.skipif(WHY_NO_MACHINES is not None, reason=str(WHY_NO_MACHINES))
-def test_two_machines_and_rank_zero_where_mpirun_is_not(tmp_path):
+def test_two_machines_with_rank_zero_away_from_mpirun(tmp_path):
     write_recipe(tmp_path)
     with machines(3, tmp_path) as network:
         ssh = shlex.join(["ssh", *serve_ssh(network, tmp_path / "keys")])

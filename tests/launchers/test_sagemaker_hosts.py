@@ -1,6 +1,6 @@
-"""A job submitted to a local AWS, then run on emulated hosts by nothing but what was uploaded and what was asked for.
+"""A job submitted to a local AWS server, then run on emulated hosts from only the uploads and the request.
 
-Slow: each start of two hosts takes most of a minute.
+Slow: each start of two hosts takes about a minute.
 """
 
 import json
@@ -40,7 +40,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What AWS was left with: the request, and each channel's files as they are in S3."""
+    """A submitted job: the request, and the files of each channel in S3."""
 
     request: dict[str, Any]
     channels: dict[str, Path]
@@ -48,13 +48,13 @@ class Job:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory):
-    """A Python without echelon."""
+    """A Python installation without echelon."""
     return make_image(tmp_path_factory.mktemp("image"))
 
 
 @pytest.fixture
 def submit(tmp_path, monkeypatch):
-    """`echelon launch --to sagemaker`, against a server of its own; then the channels as SageMaker would copy them."""
+    """Run `echelon launch --to sagemaker` against a new local server; return the job with its channels."""
     server = ObjectServer()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
@@ -99,7 +99,7 @@ def fetch(target):
 
 
 def run(job, count, image, folder, checkpoints=None, meanwhile=lambda hosts: None, channels=None):
-    """Exit codes and hosts of a start of the job, after `meanwhile` was called with the running hosts."""
+    """Start the job, call `meanwhile` with the running hosts, wait; return exit codes and hosts."""
     with machines(count, folder.parent) as network:
         given = channels or [job.channels] * count
         hosts = start_hosts(network, job.request, given, image, folder, checkpoints)
@@ -108,7 +108,7 @@ def run(job, count, image, folder, checkpoints=None, meanwhile=lambda hosts: Non
 
 
 def await_step(hosts, step):
-    """Until the first host, where rank 0 is, has printed a step."""
+    """Wait until the first host, which has rank 0, has printed a step."""
     deadline = time.monotonic() + SECONDS
     while f"step {step}/" not in " ".join(hosts[0].log.split()):
         assert time.monotonic() < deadline and all(host.process.poll() is None for host in hosts), show(hosts)
@@ -125,7 +125,7 @@ def rows_of(host):
 
 
 def check_model(host, loss=5.5):
-    """transformers loads what SageMaker would take to S3 as the job's model."""
+    """Check that transformers loads the model that SageMaker would copy to S3."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = host.ml / "model"
@@ -137,7 +137,7 @@ def check_model(host, loss=5.5):
     assert not [path for path in folder.iterdir() if path.is_dir()]
 
 
-def test_two_hosts_that_share_nothing_stop_resume_elsewhere_and_end_as_if_never_stopped(submit, image, tmp_path):
+def test_two_hosts_stop_and_resume_on_other_hosts_exactly(submit, image, tmp_path):
     job = submit(2)
     codes, hosts = run(job, 2, image, tmp_path / "whole")
     assert codes == [0, 0], show(hosts)
@@ -193,7 +193,7 @@ def test_one_host_with_setup_lines_and_hostile_values(submit, image, tmp_path):
 
 
 def test_a_budgets_end_is_a_success_with_a_model(submit, image, tmp_path):
-    """At a dollar a second the start alone takes the budget: the run ends as soon as it trains."""
+    """At a dollar per second, the start alone uses up the budget: the run ends as soon as it trains."""
     job = submit(1, budget={"max_usd": 1, "usd_per_hour": 3600})
     codes, [host] = run(job, 1, image, tmp_path / "hosts")
     assert codes == [0], show([host])
@@ -202,7 +202,7 @@ def test_a_budgets_end_is_a_success_with_a_model(submit, image, tmp_path):
     check_model(host, 6.0)
 
 
-def test_a_channel_that_one_host_lacks_is_the_cause(submit, image, tmp_path):
+def test_a_channel_missing_on_one_host_is_the_reported_cause(submit, image, tmp_path):
     job = submit(2)
     without = {name: path for name, path in job.channels.items() if name != "train"}
     codes, hosts = run(job, 2, image, tmp_path / "hosts", channels=[job.channels, without])
@@ -213,7 +213,7 @@ def test_a_channel_that_one_host_lacks_is_the_cause(submit, image, tmp_path):
     assert "stopped by SIGTERM" in hosts[0].failure
 
 
-def test_a_rank_that_dies_is_the_cause_on_every_host(submit, image, tmp_path):
+def test_a_dead_rank_is_the_reported_cause_on_every_host(submit, image, tmp_path):
     job = submit(2, fault={"max_restarts": 0})
 
     def kill(hosts):
@@ -228,7 +228,7 @@ def test_a_rank_that_dies_is_the_cause_on_every_host(submit, image, tmp_path):
         assert "rank 1 (pid " in host.failure and "was killed by SIGKILL" in host.failure
 
 
-def test_a_recipe_that_cannot_be_is_the_cause(submit, image, tmp_path):
+def test_an_invalid_recipe_is_the_reported_cause(submit, image, tmp_path):
     job = submit(1)
     recipe = job.channels["echelon"] / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("steps: 150", "steps: 'many'"))

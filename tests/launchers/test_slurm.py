@@ -1,6 +1,6 @@
 """Jobs under a real Slurm, two virtual nodes on this machine: preempted, out of time, cancelled, elastic, in arrays.
 
-The nodes share one address, under which neither is known by name, so that the recipe says where machines meet.
+The nodes share one address, and their names do not resolve, so the recipe sets the rendezvous address.
 """
 
 import json
@@ -52,7 +52,7 @@ def no_job_left(slurm):
 
 @dataclass(frozen=True)
 class Desk:
-    """A user's folder with a recipe, on the login node."""
+    """A folder with a recipe on the login node, and the commands that a user runs there."""
 
     slurm: SlurmCluster
     folder: Path
@@ -68,7 +68,7 @@ class Desk:
         return answer.stdout + answer.stderr
 
     def launch(self, *overrides: object) -> tuple[str, str]:
-        """The job's name, and its number."""
+        """Launch a job; return its name and its Slurm job id."""
         said = self.echelon("launch", "recipe.yaml", "--to", "slurm", *overrides)
         match = re.search(r"launched (\S+) as (\d+);", said)
         assert match, said
@@ -105,7 +105,7 @@ def desk(slurm, tmp_path):
     return Desk(slurm, folder, port)
 
 
-def test_two_machines_from_submission_to_the_end_are_one_machine_with_two_processes(desk):
+def test_two_machines_equal_one_machine_with_two_processes(desk):
     name, number = desk.launch("launch.nodes=2", "launch.slurm.partition=low", "launch.max_hours=1")
     assert desk.slurm.await_state(number, "COMPLETED", "FAILED") == "COMPLETED", desk.output(name)
     assert "done" in desk.echelon("status", name) and "step 6" in desk.echelon("status", name)
@@ -120,13 +120,13 @@ def test_two_machines_from_submission_to_the_end_are_one_machine_with_two_proces
 LONG = ("train.steps=800", "train.log_every=400", "checkpoint.every_steps=400")
 
 
-def make_way(slurm):
-    """A job of a partition that comes first, on all cores of both nodes."""
+def preempt(slurm):
+    """Submit a job of a higher-priority partition on all cores of both nodes."""
     slurm.call("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
 
 
-def assert_went_on(desk, name, number, word):
-    """The job was stopped once, by `word`, has saved, and ended with every step once."""
+def assert_resumed(desk, name, number, word):
+    """Check that the job was stopped once by `word`, has saved, and ended with every step once."""
     assert desk.slurm.await_state(number, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", desk.output(name)
     assert desk.slurm.field(number, "Restarts") == "1"
     output = desk.output(name)
@@ -137,29 +137,29 @@ def assert_went_on(desk, name, number, word):
     assert "restarted 1 time(s)" in desk.echelon("status", name)
 
 
-def test_preempted_job_saves_waits_for_its_turn_and_finishes(desk):
+def test_preempted_job_saves_is_requeued_and_finishes(desk):
     name, number = desk.launch("launch.nodes=2", "launch.slurm.partition=low", *LONG)
     desk.await_step(20)
-    make_way(desk.slurm)
+    preempt(desk.slurm)
     desk.slurm.await_state(number, "PENDING")
     assert "queued" in desk.echelon("status", name)
-    assert_went_on(desk, name, number, "SIGTERM")
+    assert_resumed(desk, name, number, "SIGTERM")
 
 
-def test_job_that_has_a_moment_to_leave_before_it_is_preempted_requeues_itself(desk):
+def test_job_preempted_with_grace_time_requeues_itself(desk):
     name, number = desk.launch("launch.slurm.partition=grace", *LONG)
     desk.await_step(20)
-    make_way(desk.slurm)
+    preempt(desk.slurm)
     desk.slurm.await_state(number, "PENDING")
     assert f"echelon: job {number} is requeued and will resume from " in desk.output(name)
-    assert_went_on(desk, name, number, "SIGTERM")
+    assert_resumed(desk, name, number, "SIGTERM")
 
 
 def test_job_that_runs_out_of_time_saves_and_is_requeued(desk):
     name, number = desk.launch("launch.nodes=2", "fault.notice_seconds=5", "launch.max_hours=1", FOREVER, *LONG[1:])
     desk.await_step(20)
     started = time.monotonic()
-    # In two minutes; Slurm gives notice 65 seconds before, or up to a minute earlier.
+    # A limit of two minutes; Slurm signals 65 seconds before it, or up to a minute earlier.
     desk.slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=2")
     desk.slurm.await_state(number, "PENDING", "FAILED")
     print(f"notice came after {time.monotonic() - started:.0f} s")
@@ -169,7 +169,7 @@ def test_job_that_runs_out_of_time_saves_and_is_requeued(desk):
     desk.slurm.await_state(number, "RUNNING")
     steps = len(desk.rows())
     desk.await_step(steps + 20)
-    desk.slurm.call("scancel", number)  # Slurm's own way: it signals, waits, and requeues nothing
+    desk.slurm.call("scancel", number)  # Slurm itself signals, waits, and requeues nothing
     desk.slurm.await_state(number, "CANCELLED")
     assert "stopped" in desk.echelon("status", name)
     assert desk.output(name).count("echelon: stopped by SIGTERM at step ") == 1
@@ -181,7 +181,7 @@ def test_cancelled_job_saves_ends_and_is_launched_again(desk):
     desk.await_step(20)
     assert "running" in desk.echelon("status", name)
     assert f"asked {name} to stop" in desk.echelon("cancel", name)
-    desk.slurm.await_state(number, "FAILED")  # Slurm calls everything so that leaves with another code than 0
+    desk.slurm.await_state(number, "FAILED")  # Slurm reports this state for every exit code other than 0
     assert "stopped" in desk.echelon("status", name)
     assert "requeued" not in desk.output(name)
     assert "has ended already" in desk.echelon("cancel", name, code=1)
@@ -199,7 +199,7 @@ def test_waiting_job_is_cancelled_at_once(desk):
     assert "stopped" in desk.echelon("status", name)
 
 
-def test_failure_is_told_once_and_refusal_of_slurms_in_its_words(desk):
+def test_failure_is_printed_once_and_a_refusal_quotes_slurm(desk):
     name, number = desk.launch("launch.nodes=2", "launch.setup=['rm -f text.txt']")
     desk.slurm.await_state(number, "FAILED")
     lines = [line for line in desk.output(name).splitlines() if line.startswith("echelon: ")]
@@ -210,15 +210,15 @@ def test_failure_is_told_once_and_refusal_of_slurms_in_its_words(desk):
     assert "Invalid partition name specified" in refused
 
 
-def test_elastic_job_goes_on_when_a_machine_is_lost(desk):
+def test_elastic_job_continues_when_a_machine_is_lost(desk):
     name, number = desk.launch("launch.nodes='1:2'", "launch.slurm.cpus_per_task=1", *LONG)
     deadline = time.monotonic() + 90
-    while "plan: ddp on 2 processes" not in desk.output(name):  # one may have begun alone
+    while "plan: ddp on 2 processes" not in desk.output(name):  # one machine may have begun alone
         assert time.monotonic() < deadline, desk.output(name)
         time.sleep(0.2)
     desk.await_step(20)
     assert desk.slurm.field(number, "NumNodes") == "2"
-    # The address is that of both nodes: either task may keep the store that all meet in.
+    # Both nodes have the same address, so the store may be in either task.
     [lost] = [agent for agent in find_agents(desk.slurm) if not listens(agent, desk.port)]
     for process in (*lost.children(recursive=True), lost):
         process.kill()
@@ -228,12 +228,12 @@ def test_elastic_job_goes_on_when_a_machine_is_lost(desk):
 
 
 def listens(process, port):
-    """Whether others connect to this process at the port."""
+    """Whether this process accepts connections on the port."""
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in process.net_connections())
 
 
 def find_agents(slurm):
-    """The processes of Slurm's tasks themselves."""
+    """The processes of the Slurm tasks."""
     agents = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -244,7 +244,7 @@ def find_agents(slurm):
 
 
 @pytest.mark.parametrize(("nodes", "tasks"), [(2, 1), (1, 2)])
-def test_plain_srun_of_a_task_a_machine_or_a_task_a_process(desk, nodes, tasks):
+def test_plain_srun_with_a_task_per_machine_or_per_process(desk, nodes, tasks):
     recipe = yaml.safe_load((desk.folder / "recipe.yaml").read_text())
     env = {**desk.slurm.env, **recipe["launch"]["env"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(desk.port)}
     ended = subprocess.run(
@@ -283,28 +283,28 @@ def test_array_of_three_jobs_two_at_a_time(desk, monkeypatch):
 
 
 def write_sweep(desk, **sections):
-    """A sweep of short trials of the desk's recipe."""
+    """Write a sweep of short trials of the recipe."""
     fixed = {"launch.to": "slurm", "train.eval_every": 3, "fault.max_restarts": 0, **sections.pop("set", {})}
     text = yaml.safe_dump({"recipe": "recipe.yaml", "set": fixed, **sections})
     (desk.folder / "sweep.yaml").write_text(text)
 
 
 def sweep(desk):
-    """What the sweep says that runs to its end."""
+    """Run a sweep to its end; return its output."""
     ending = finish(start("sweep", "sweep.yaml", cwd=desk.folder, **desk.slurm.env), 240)
     assert ending.code == 0, ending
     return ending.out
 
 
 def job_ids(desk):
-    """Slurm's number of each trial's every job."""
+    """The Slurm job ids of each trial."""
     return {
         path.parent.name: json.loads(path.read_text())["id"] for path in desk.folder.glob("sweeps/lr/jobs/*/job.json")
     }
 
 
 def most_at_once(desk):
-    """How many trials trained at the same time, by what each wrote when it began and when it ended."""
+    """The largest number of simultaneous trials, from the start and end events of each."""
     moments = []
     for path in desk.folder.glob("sweeps/lr/trials/*/events.jsonl"):
         times = [row["time"] for row in read_lines(path)]
@@ -316,7 +316,7 @@ def most_at_once(desk):
 
 
 def test_killed_sweep_of_a_grid_is_one_array_and_a_failing_trial_one_of_four(desk):
-    rates = [1e-5, 1e-3, 1e-2, 1e30]  # the last one makes weights that are no numbers any more
+    rates = [1e-5, 1e-3, 1e-2, 1e30]  # the last one makes the weights NaN
     write_sweep(
         desk,
         sweep={"name": "lr", "sampler": "grid", "parallel": 2},
@@ -348,7 +348,7 @@ def test_killed_sweep_of_a_grid_is_one_array_and_a_failing_trial_one_of_four(des
     assert results["best"] == min(losses, key=losses.__getitem__)
 
 
-def test_stopped_sweep_calls_its_array_back_and_goes_on_with_another(desk):
+def test_stopped_sweep_cancels_its_array_and_resumes_with_another(desk):
     write_sweep(
         desk,
         sweep={"name": "lr", "sampler": "random", "trials": 3},

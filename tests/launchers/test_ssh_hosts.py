@@ -1,4 +1,4 @@
-"""Machines reached by a real sshd: jobs launched on them, and the network between them looked at before."""
+"""Machines with a real sshd: jobs launched on them, and `echelon doctor` between them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 
 def keys(options):
-    """What a recipe has to say so that these machines, on which nothing is set up, have a Python with echelon."""
+    """The recipe keys with which these machines find a Python with echelon."""
     return [
         f"launch.torchrun.ssh_options={json.dumps(options)}",
         f"launch.python={sys.executable}",
@@ -30,7 +30,7 @@ def keys(options):
 
 
 def run(machine, *arguments, seconds=180):
-    """A command of echelon on a machine: its exit code, what it printed, and what it complained of."""
+    """Run an echelon command on a machine; return its exit code, stdout and stderr."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = machine.start(
         [sys.executable, "-m", "echelon", *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes
@@ -39,7 +39,7 @@ def run(machine, *arguments, seconds=180):
     return process.returncode, out, err
 
 
-def test_a_job_outlives_its_launching_and_is_found_cancelled_and_finished(tmp_path):
+def test_a_job_survives_the_launch_command_and_can_be_cancelled_and_resumed(tmp_path):
     write_recipe(tmp_path, train={"steps": 600, "log_every": 500}, launch={"nproc_per_node": 1})
     folder = RunFolder(tmp_path / "runs" / "tiny")
     with machines(3, tmp_path) as (first, second, desk):
@@ -49,7 +49,7 @@ def test_a_job_outlives_its_launching_and_is_found_cancelled_and_finished(tmp_pa
         assert code == 0, err
         [job] = [path.name for path in (tmp_path / "jobs").iterdir()]
         assert f"launched {job}" in out
-        agent = subprocess.Popen(["sleep", "150"])  # stands for the job: no process of it is a child of this test
+        agent = subprocess.Popen(["sleep", "150"])  # the job's processes are not children of this test
         await_line(folder.metrics_path, '"step": 20,', agent, 120)
         code, out, _ = run(desk, "status", job)
         assert "running  node-1: runs; node-2: runs  step " in out
@@ -57,7 +57,7 @@ def test_a_job_outlives_its_launching_and_is_found_cancelled_and_finished(tmp_pa
         state = await_end(desk, job)
         assert "stopped  node-1: exit code 3; node-2: exit code 3" in state
         stopped_at = folder.newest_step()
-        time.sleep(1)  # a job's name has the second in it
+        time.sleep(1)  # a job's name contains the time in seconds
         code, out, err = run(desk, "launch", *words, "--follow", "train.steps=700")
         agent.kill()
         agent.wait()

@@ -1,4 +1,4 @@
-"""Real sweeps of real trainings: killed half way and resumed, with trials that fail, and one that is pruned."""
+"""Real sweeps with real training: killed midway and resumed, with failing trials and a pruned one."""
 
 import json
 import math
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with a small recipe; nothing that is started in the test outlives it."""
+    """A folder with a small recipe; no process may outlive the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(MARK, str(tmp_path))
     write_recipe(tmp_path, fault={"max_restarts": 0})
@@ -40,8 +40,8 @@ def num_ended():
     return sum(each["state"] != "unfinished" for each in trials)
 
 
-def test_twelve_trials_killed_half_way(here):
-    # At 1e30 the first update makes weights that are no numbers any more.
+def test_a_sweep_of_twelve_trials_killed_midway(here):
+    # A learning rate of 1e30 makes the weights NaN at the first update.
     rates, decays = [1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e30], [0.0, 0.5]
     write_sweep(
         sweep={"name": "lr", "sampler": "grid", "parallel": 2, "max_failures": 12},
@@ -80,7 +80,7 @@ def test_twelve_trials_killed_half_way(here):
     assert len(list(Path("sweeps/lr/jobs").iterdir())) == 12
 
 
-def test_a_worse_trial_is_pruned_and_a_stopped_sweep_goes_on(here):
+def test_a_worse_trial_is_pruned_and_a_stopped_sweep_resumes(here):
     write_sweep(
         sweep={"name": "p", "sampler": "grid", "pruner": "asha", "seed": 1},
         set={"train.steps": 600, "train.eval_every": 20, "optim.warmup_steps": 1},
@@ -106,4 +106,4 @@ def test_a_worse_trial_is_pruned_and_a_stopped_sweep_goes_on(here):
     steps = [row["step"] for row in read_lines(first) if row["kind"] == "train"]
     assert steps == list(range(1, 601)) and 0 < saved < len(steps)
     rows = read_lines(Path(pruned["run"]) / "metrics.jsonl")
-    assert rows[-1]["step"] < 600  # it saved and ended where it was
+    assert rows[-1]["step"] < 600  # it saved and ended at its current step

@@ -1,4 +1,4 @@
-"""Jobs to launch on a cluster, and the text of their recipe."""
+"""Kubernetes jobs to launch, and the text of their recipe."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The published schemas of what is sent to a cluster. Each file of `schemas/` says where it is from."""
+"""The published schemas of the objects sent to a cluster. Each file of `schemas/` names its source."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ REGISTRY: Any = Registry().with_resource("core-v1.json", Resource(CORE, DRAFT7))
 
 
 def find_schema(kind: str) -> dict[str, Any]:
-    """The schema of a kind, which refuses fields that it does not know."""
+    """The schema of a kind, changed to refuse unknown fields."""
     if kind == "ConfigMap":
         return {"$ref": "core-v1.json#/definitions/V1ConfigMap"}
     schema: dict[str, Any] = json.loads((FOLDER / f"{kind.lower()}.json").read_text())
@@ -22,13 +22,13 @@ def find_schema(kind: str) -> dict[str, Any]:
 
 
 def list_faults(document: dict[str, Any]) -> list[str]:
-    """What the schema of the document's kind has against it."""
+    """The violations of the schema of the document's kind."""
     validator = Draft7Validator(find_schema(document["kind"]), registry=REGISTRY)
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
 
 
 def inline(schema: Any) -> Any:
-    """A schema without references, as the CustomResourceDefinitions of a cluster need it."""
+    """A schema with inlined references, as CustomResourceDefinitions need it."""
     definitions = {**CORE["definitions"], **schema.get("definitions", {})}
 
     def resolve(node: Any) -> Any:

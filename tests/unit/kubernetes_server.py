@@ -1,8 +1,8 @@
-"""A stand-in for a cluster's API server: paths, verbs, content types and errors as Kubernetes has them.
+"""A fake Kubernetes API server with the paths, verbs, content types and errors of the real one.
 
-It runs nothing.
+It runs no pods.
 
-What is posted is checked against the published schemas, as `fieldValidation=Strict` asks for.
+Posted objects are validated against the published schemas, as with `fieldValidation=Strict`.
 """
 
 import json
@@ -26,7 +26,7 @@ KINDS = {"pytorchjobs": "PyTorchJob", "trainjobs": "TrainJob", "configmaps": "Co
 
 
 class StubCluster:
-    """What the cluster holds: objects by (plural, namespace, name), pods as the API lists them, logs by pod."""
+    """The state of the cluster: objects by (plural, namespace, name), pods as the API lists them, logs by pod."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -85,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
     def create(self, plural: str, namespace: str, query: dict[str, str]) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         name = body["metadata"]["name"]
-        if self.headers.get("Content-Type", "application/json") != "application/json":  # none means JSON
+        if self.headers.get("Content-Type", "application/json") != "application/json":  # no header means JSON
             return self.refuse(415, f"the body is in an unknown format: {self.headers['Content-Type']}")
         if namespace == "nowhere":
             return self.refuse(404, f'namespaces "{namespace}" not found', name=namespace, kind="namespaces")
@@ -124,7 +124,7 @@ def write_kubeconfig(path: Path, server: str, token: str = TOKEN, **cluster: Any
 
 @contextmanager
 def stub_cluster(kubeconfig: Path) -> Iterator[StubCluster]:
-    """A cluster for the time of the block, and a kubeconfig that leads to it."""
+    """Run a fake cluster during the block; yield it with a kubeconfig for it."""
     cluster = StubCluster()
     handler = type("ClusterHandler", (Handler,), {"cluster": cluster})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

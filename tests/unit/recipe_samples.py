@@ -1,4 +1,4 @@
-"""A small valid recipe, and loading one from text."""
+"""A small valid recipe, and a loader for recipe text."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Jobs for SageMaker, in a folder with a little text."""
+"""SageMaker jobs in a folder with a small text file."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ optim: {{learning_rate: 3e-4}}
 
 
 def make_job(folder: Path, *overrides: str, text: str = RECIPE) -> JobSpec:
-    """The job `small-1` of the recipe above, with other values."""
+    """The job `small-1` of the recipe above, with overrides."""
     for name, content in (("a.txt", "hello"), ("b.txt", "goodbye")):
         path = folder / "data" / "text" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A launcher that only pretends to train, and sweeps through it."""
+"""A fake launcher that does not train, and sweeps that use it."""
 
 import json
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ EVERY = 10
 
 
 class Killed(BaseException):
-    """The sweep is gone, as by SIGKILL; its jobs are where they were."""
+    """Emulates SIGKILL to the sweep; its jobs are unchanged."""
 
 
 @dataclass
 class StubLauncher:
-    """Trains by writing down a loss that is known beforehand: least at a learning rate of 1e-3, without decay."""
+    """Writes a known loss instead of training: lowest at a learning rate of 1e-3 without weight decay."""
 
     kill_at: int = 10**9
     fails: Any = lambda recipe: None

@@ -1,4 +1,4 @@
-"""Watching for large tensors."""
+"""Detects large tensors."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Watch(TorchDispatchMode):
-    """Notes the size of the largest tensor made while it is on."""
+    """Records the size of the largest tensor that is created while active."""
 
     largest = 0
 
