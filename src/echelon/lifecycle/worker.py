@@ -155,7 +155,7 @@ def leave_without_folder(folder: RunFolder, runtime: Runtime) -> None:
         with suppress(OSError):  # the outcomes of a job of this machine alone are in the folder
             write_outcome(folder.outcomes_dir, report(runtime.rank, FAILED, message, final=True))
         if runtime.rank == 0 and not is_managed() and find_host_dir() is None:
-            logger.error(message)
+            logger.error(f"echelon: {message}")
         leave(1)
 
     threading.Thread(target=watch, name="folder", daemon=True).start()
