@@ -1,4 +1,4 @@
-"""Adapters against PEFT's own, 4-bit layers against bitsandbytes' own."""
+"""Adapters compared with PEFT, 4-bit layers compared with bitsandbytes."""
 
 import copy
 import sys
@@ -29,7 +29,7 @@ IDS = torch.arange(24).reshape(2, 12)
 
 
 def adapted(base, config, adapter, new_token_ids=()):
-    """A live model with the weights of `base` and an adapter whose B is not zero, and what it began with."""
+    """A live model with the weights of `base` and an adapter with nonzero B, and its initial state."""
     skeleton = build_on_meta(config)
     model = copy.deepcopy(skeleton)
     apply_adapter(model, adapter, new_token_ids)
@@ -73,7 +73,7 @@ CASES = {
         "tied gpt2",
         AdapterConfig(method="lora", r=4, modules_to_save=("wte", "ln_1", "ln_f")),
     ),
-    # "norm" is also how the names of the layers' norms end, which PEFT would take too.
+    # The names of the layers' norms also end in "norm", so PEFT would select them too.
     "a norm and a layer whole": ("llama", AdapterConfig(method="lora", r=4, modules_to_save=("norm", "down_proj"))),
     "a head with an adapter": ("llama", AdapterConfig(method="lora", r=4, target_modules=("lm_head", "q_proj"))),
 }
@@ -119,14 +119,14 @@ def test_the_same_parameters_train_as_under_peft(method, saved):
 
 
 def run_under_autocast(model):
-    """Logits, gradients, and the bytes of all that the backward pass kept, weights aside."""
+    """Logits, gradients, and the bytes kept for the backward pass, without weights."""
     weights = {each.data_ptr() for each in model.parameters()}
     kept = {}
 
     def keep(tensor):
         if tensor.data_ptr() not in weights:
             storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no other takes its address
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # kept alive, so that its address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
@@ -136,7 +136,7 @@ def run_under_autocast(model):
     return computed, gradients, sum(size for size, _ in kept.values())
 
 
-def test_in_bf16_it_computes_as_peft_bit_for_bit_and_keeps_less():
+def test_in_bf16_results_equal_peft_bit_for_bit_with_less_memory():
     base = small_model("llama")
     model, _ = adapted(base, load_config(small_config("llama")), AdapterConfig(method="lora", r=4))
     settings = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -154,12 +154,12 @@ def test_in_bf16_it_computes_as_peft_bit_for_bit_and_keeps_less():
     for name in trained_names:
         assert torch.equal(gradients[name], their_gradients[name]), name
     config = base.config
-    # PEFT's k, v and up each keep a bf16 copy of the input that q and gate keep already
+    # in PEFT, k, v and up each keep a bf16 copy of the input that q and gate keep already
     copies = config.num_hidden_layers * 3 * IDS.numel() * config.hidden_size * 2
     assert they_keep - kept >= copies
 
 
-def test_pissa_begins_as_the_base_and_as_peft_does():
+def test_pissa_starts_equal_to_the_base_and_to_peft():
     base, config = small_model("llama"), load_config(small_config("llama"))
     adapter = AdapterConfig(method="lora", r=4, init="pissa")
     fresh = build_on_meta(config)
@@ -183,7 +183,7 @@ def test_pissa_begins_as_the_base_and_as_peft_does():
         assert torch.allclose(*products, atol=1e-5) and torch.allclose(*rests, atol=1e-5), name
 
 
-def test_an_export_in_fp32_takes_off_what_a_run_in_bf16_began_with():
+def test_an_fp32_export_subtracts_the_initial_adapter_of_a_bf16_run():
     base, config = small_model("llama"), load_config(small_config("llama"))
     adapter = AdapterConfig(method="lora", r=4, init="pissa")
 
@@ -203,7 +203,7 @@ def test_an_export_in_fp32_takes_off_what_a_run_in_bf16_began_with():
     assert any(not torch.equal(careless[name][0], a) for name, (a, _) in trained_with.items())
 
 
-def test_disabled_the_model_is_the_one_before():
+def test_with_the_adapter_disabled_the_model_is_the_base():
     base, config = small_model("llama"), load_config(small_config("llama"))
     model, _ = adapted(base, config, AdapterConfig(method="dora", r=4))
     with_it, flags = logits(model), {name: each.requires_grad for name, each in model.named_parameters()}
@@ -214,7 +214,7 @@ def test_disabled_the_model_is_the_one_before():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_new_rows_train_alone_and_peft_puts_them_back(tmp_path, tied):
+def test_only_new_rows_train_and_peft_loads_them(tmp_path, tied):
     base, fields = small_model("llama", tied=tied), small_config("llama", tied)
     adapter = AdapterConfig(method="lora", r=4)
     rows = fields["vocab_size"]
@@ -242,7 +242,7 @@ def test_new_rows_train_alone_and_peft_puts_them_back(tmp_path, tied):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("quant_type", "double"), [("nf4", True), ("nf4", False), ("fp4", True)])
-def test_four_bits_are_those_of_bitsandbytes(quant_type, double, dtype):
+def test_4_bit_codes_equal_bitsandbytes(quant_type, double, dtype):
     import bitsandbytes as bnb
 
     torch.manual_seed(0)
@@ -267,7 +267,7 @@ def test_four_bits_are_those_of_bitsandbytes(quant_type, double, dtype):
     assert stored == 72 * 64 + (4 + 4 + 144 if double else 4 * 144)  # by hand: 144 blocks of 64, one block of blocks
 
 
-def test_a_file_that_is_not_what_was_trained_is_refused(tmp_path, monkeypatch):
+def test_a_file_that_differs_from_the_trained_weights_is_refused(tmp_path, monkeypatch):
     base, config = small_model("llama"), load_config(small_config("llama"))
     model, principal = adapted(base, config, AdapterConfig(method="lora", r=4))
     (tmp_path / "model").mkdir()
@@ -295,7 +295,7 @@ def test_a_file_that_is_not_what_was_trained_is_refused(tmp_path, monkeypatch):
         ("gpt2", {"method": "qlora"}, "no plain linear layers"),
     ],
 )
-def test_what_the_model_rules_out_is_refused(family, changes, message):
+def test_combinations_that_the_model_excludes_are_refused(family, changes, message):
     model = build_on_meta(load_config(small_config(family)))
     with pytest.raises(ConfigError) as caught:
         check_adapter(model, AdapterConfig(**{"method": "lora", **changes}))
@@ -312,7 +312,7 @@ def test_plain_names():
 @pytest.mark.parametrize(
     ("absent", "method", "extra"), [("bitsandbytes", "qlora", "qlora"), ("peft", "dora", "peft")]
 )  # fmt: skip
-def test_what_is_not_installed_is_named(monkeypatch, absent, method, extra):
+def test_a_missing_package_is_named(monkeypatch, absent, method, extra):
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(
         ConfigError, match=rf"adapter.method={method} needs {absent}, .* pip install 'echelon\[{extra}\]'"
@@ -320,8 +320,8 @@ def test_what_is_not_installed_is_named(monkeypatch, absent, method, extra):
         check_packages(AdapterConfig(method=method))
 
 
-def test_what_is_trained_whole_moves_as_under_peft():
-    """Three steps of SGD: of embedding and head beside an adapter, both tied, against PEFT's own."""
+def test_modules_trained_in_full_equal_peft():
+    """Three SGD steps with an adapter and tied embedding and head, compared with PEFT."""
     config = load_config(small_config("llama", tied=True))
     base = small_model("llama", tied=True)
     model, _ = adapted(base, config, AdapterConfig(method="lora", r=3, modules_to_save=("embed_tokens",)))
@@ -348,7 +348,7 @@ def test_what_is_trained_whole_moves_as_under_peft():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][-1] < losses[0][0]
 
 
-def test_what_is_trained_whole_is_not_in_four_bits():
+def test_modules_trained_in_full_are_not_quantized():
     config = load_config(small_config("llama"))
     model = build_on_meta(config)
     apply_adapter(model, AdapterConfig(method="qlora", r=4, modules_to_save=("down_proj", "lm_head")))
@@ -360,7 +360,7 @@ def test_what_is_trained_whole_is_not_in_four_bits():
     assert model.lm_head.weight.requires_grad and not model.model.embed_tokens.weight.requires_grad
 
 
-def test_rows_of_new_tokens_need_nothing_where_all_rows_are_trained():
+def test_new_tokens_need_no_adapter_where_all_rows_are_trained():
     config = load_config(small_config("llama"))
     model = build_on_meta(config)
     apply_adapter(model, AdapterConfig(method="lora", r=4, modules_to_save=("embed_tokens",)), [254, 255])
@@ -369,7 +369,7 @@ def test_rows_of_new_tokens_need_nothing_where_all_rows_are_trained():
     assert model.model.embed_tokens.weight.requires_grad
 
 
-def test_a_name_of_nothing_is_refused():
+def test_a_name_that_matches_no_module_is_refused():
     model = build_on_meta(load_config(small_config("llama")))
     for name, message in (("embed_token", "did you mean embed_tokens"), ("self_attn", "use some of")):
         with pytest.raises(ConfigError, match=f"no module with weights named '{name}'; .*{message}"):

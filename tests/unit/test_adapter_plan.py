@@ -1,4 +1,4 @@
-"""What an adapter makes of a model's numbers: against PEFT's own layers on meta, and by hand."""
+"""Parameter counts and bytes with an adapter, compared with PEFT's layers on meta and with values computed by hand."""
 
 import json
 from dataclasses import replace
@@ -66,7 +66,7 @@ def injected(config, adapter):
         ("olmo2", {"method": "lora", "modules_to_save": ["embed_tokens"]}),
     ],
 )  # fmt: skip
-def test_counts_and_bytes_are_those_of_peft(name, adapter):
+def test_counts_and_bytes_equal_peft(name, adapter):
     model = injected(MODELS[name], AdapterConfig.model_validate(adapter))
     parameters = list(model.parameters())
     shape, plan = planned(MODELS[name], **adapter)
@@ -77,8 +77,8 @@ def test_counts_and_bytes_are_those_of_peft(name, adapter):
     assert plan.num_quantized_parameters == sum(each.in_features * each.out_features for each in packed)
 
 
-def test_what_is_trained_whole_stands_where_it_is():
-    """Embedding and head of an untied model under DDP: fp32 weights, gradients and moments, and the head's sum."""
+def test_bytes_of_modules_trained_in_full():
+    """Untied embedding and head under DDP: fp32 weights, gradients and moments, and the sum of the head's gradient."""
     shape, adapter = planned(SMALL, method="lora", r=4, modules_to_save=["embed_tokens", "lm_head"])
     assert (adapter.num_saved_outside, adapter.num_saved_inside, adapter.num_looked_up) == (12_800, 0, 6_400)
     plan = ParallelPlan("ddp", precision=BF16, adapter=adapter)
@@ -127,19 +127,19 @@ def test_a_name_that_is_not_counted_is_refused(adapter, message):
         ),
     ],
 )
-def test_a_recipe_refuses_what_cannot_be_trained_whole(tmp_path, overrides, message):
+def test_a_recipe_refuses_modules_that_cannot_be_trained_in_full(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_text(tmp_path, SMALL_RECIPE, *overrides)
 
 
 def test_llama3_8b():
-    """The figure that everyone's LoRA of Llama-3 8B at rank 16 prints."""
+    """The well-known parameter count of LoRA on Llama-3 8B at rank 16."""
     shape, plan = planned(LLAMA3_8B, method="qlora", r=16)
     assert plan.num_trained_parameters == 41_943_040
     # a layer: 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
     assert plan.num_quantized_parameters == 32 * (41_943_040 + 176_160_768) == 6_979_321_856
     inside, outside = frozen_bytes(shape, plan, 2)
-    # a block of 64 is 32 bytes and a byte; 256 blocks have 4 bytes more, each of the 7 layers 4; two norms in bf16
+    # a block of 64 takes 32 bytes plus 1; 256 blocks take 4 more, and each of the 7 layers 4; two norms in bf16
     assert inside == 6_979_321_856 // 64 * 33 + 6_979_321_856 // 64 // 256 * 4 + 32 * 7 * 4 + 32 * 2 * 4096 * 2
     assert outside == 2 * (2 * 128256 * 4096 + 4096)
     # 4 N + 2 N_trained + 12 L h s, N without the input embedding
@@ -162,10 +162,10 @@ SHARDED = {"reshard_after_forward": True, "reduce_gradients": "each", "precision
 @pytest.mark.parametrize(
     ("plan", "parameters", "gradients", "optimizer", "buffers"),
     [
-        # frozen ones in bf16, trained ones in fp32 with a bf16 copy of autocast's
+        # frozen weights in bf16, trained ones in fp32 with a bf16 copy from autocast
         (ParallelPlan("ddp", dp_replicate=4, precision=BF16), 2 * FROZEN + 6 * TRAINED, 4 * TRAINED, 8 * TRAINED, 0),
         (ParallelPlan("ddp", dp_replicate=4), 4 * FROZEN + 4 * TRAINED, 4 * TRAINED, 8 * TRAINED, 0),
-        # a quarter of each; two layers and what is outside them gathered, in bf16
+        # a quarter of each; two layers and the parameters outside the layers gathered in bf16
         (
             ParallelPlan("fsdp", dp_shard=4, **SHARDED),
             (2 * FROZEN + 4 * TRAINED) // 4 + 2 * (OUTSIDE + 2 * LAYER) + 2 * 2 * TRAINED // 4,
@@ -173,7 +173,7 @@ SHARDED = {"reshard_after_forward": True, "reduce_gradients": "each", "precision
             2 * TRAINED,
             2 * LAYER + (2 + 4) * TRAINED // 4,
         ),
-        # ZeRO-1 accumulates whole gradients, of what is trained alone
+        # ZeRO-1 accumulates full gradients, only of trained parameters
         (
             ParallelPlan("zero1", dp_shard=4, num_microbatches=2, precision=BF16),
             (2 * FROZEN + 4 * TRAINED) // 4 + 2 * FROZEN + 2 * TRAINED,
@@ -191,7 +191,7 @@ def test_states_by_hand(plan, parameters, gradients, optimizer, buffers):
     assert estimate.buffers == buffers + 2 * 48 * 16 * 4
 
 
-def test_a_frozen_head_has_no_gradient_and_4_bit_weights_are_made_whole_one_at_a_time():
+def test_a_frozen_head_has_no_gradient_and_4_bit_weights_are_dequantized_singly():
     shape, adapter = planned(SMALL, method="qlora", r=4)
     plan = ParallelPlan("ddp", precision=BF16, adapter=adapter)
     estimate, full = estimate_memory(shape, plan, 48), estimate_memory(shape, replace(plan, adapter=None), 48)
@@ -201,7 +201,7 @@ def test_a_frozen_head_has_no_gradient_and_4_bit_weights_are_made_whole_one_at_a
     assert estimate.parameters == inside + outside + 6 * TRAINED
 
 
-def test_plan_json_tells_the_adapter():
+def test_plan_json_contains_the_adapter():
     shape, adapter = planned(SMALL, method="qlora", r=4, target_modules=["q_proj"])
     plan = ParallelPlan("ddp", adapter=adapter)
     content = json.loads(json.dumps(plan.to_dict()))
@@ -221,19 +221,19 @@ def test_plan_json_tells_the_adapter():
             ParallelPlan.from_dict(broken)
 
 
-def test_new_tokens_are_rows_that_train():
+def test_new_tokens_are_trained_rows():
     adapter = build_adapter_plan(AdapterConfig(method="lora", r=4), build_shape(SMALL), num_new_tokens=2)
     assert isinstance(adapter, AdapterPlan)
     assert adapter.num_trained_parameters == TRAINED + 2 * 2 * 64
 
 
-def test_a_target_that_is_not_there_is_refused():
+def test_a_missing_target_is_refused():
     with pytest.raises(ConfigError, match="no linear layer named 'q_prj'; did you mean q_proj"):
         planned(SMALL, method="lora", target_modules=["q_prj"])
 
 
-def test_experts_that_no_adapter_reaches_are_named(tmp_path):
-    """With the share that PEFT leaves out, in the plan's own lines; a dense model has no such line."""
+def test_experts_without_an_adapter_are_reported(tmp_path):
+    """The plan prints the fraction that PEFT does not reach; for a dense model it prints nothing."""
     row = Row(adapter="lora", family="qwen3_moe")
     recipe, _ = load_recipe(write_recipe(row, tmp_path, tmp_path / "text.txt", steps=4))
     lines = [line for line in resolve(row, recipe, 1000).describe() if "experts:" in line]

@@ -1,4 +1,4 @@
-"""What `import echelon` offers, where no process is started."""
+"""The functions of `import echelon` that start no processes."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ RECIPE = {
 }
 
 
-def test_importing_needs_no_torch_and_finds_every_name():
+def test_importing_needs_no_torch_and_provides_every_name():
     program = (
         "import sys, echelon\n"
         "assert not [name for name in sys.modules if name.startswith('echelon.')], 'nothing before it is asked for'\n"
@@ -35,7 +35,7 @@ def test_importing_needs_no_torch_and_finds_every_name():
 
 
 def test_no_module_of_the_package_has_the_name_of_a_function():
-    """Importing it would put the module in the function's place."""
+    """Importing such a module would replace the function."""
     package = Path(echelon.__file__).parent
     assert not {path.stem for path in package.iterdir()} & set(echelon.__all__)
     assert set(echelon.__all__) <= set(dir(echelon))
@@ -43,7 +43,7 @@ def test_no_module_of_the_package_has_the_name_of_a_function():
         _ = echelon.trainer
 
 
-def test_recipes_come_from_a_file_a_mapping_and_another_recipe(tmp_path):
+def test_recipes_load_from_a_file_a_mapping_and_another_recipe(tmp_path):
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(RECIPE))
     before = json.dumps(RECIPE)
@@ -67,7 +67,7 @@ def test_recipes_come_from_a_file_a_mapping_and_another_recipe(tmp_path):
         (RECIPE, {"parallel": {"tp": 2}}, r"parallel.tp=2 is not built yet"),
     ],
 )
-def test_a_wrong_recipe_is_one_error_that_names_the_key(recipe, overrides, message):
+def test_an_invalid_recipe_is_one_error_that_names_the_key(recipe, overrides, message):
     with pytest.raises(ConfigError, match=message):
         echelon.load_recipe(recipe, overrides)
 
@@ -77,7 +77,7 @@ def test_another_tools_spelling_is_a_warning():
         assert echelon.load_recipe(RECIPE, {"lr": 0.002}).optim.learning_rate == 0.002
 
 
-def test_a_plan_is_what_the_command_shows(tmp_path, capsys, monkeypatch):
+def test_a_plan_equals_the_output_of_the_command(tmp_path, capsys, monkeypatch):
     from echelon.cli import app
 
     path = tmp_path / "recipe.json"
@@ -122,7 +122,7 @@ def test_a_run_reads_its_folder(tmp_path):
         echelon.Run(tmp_path)
 
 
-def test_metrics_are_a_frame_where_pandas_is(tmp_path, monkeypatch):
+def test_metrics_frame_with_and_without_pandas(tmp_path, monkeypatch):
     write_run(tmp_path)
     run = echelon.Run(tmp_path)
     pandas = pytest.importorskip("pandas")
@@ -144,7 +144,7 @@ def test_metrics_are_a_frame_where_pandas_is(tmp_path, monkeypatch):
         ((), False, "interrupted"),
     ],
 )
-def test_how_a_run_stands(tmp_path, events, finished, status):
+def test_the_status_of_a_run(tmp_path, events, finished, status):
     folder = write_run(tmp_path, events=events, finished=finished)
     run = echelon.Run(tmp_path)
     assert run.status == status

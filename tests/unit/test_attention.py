@@ -1,4 +1,4 @@
-"""The attention a model runs: never one that leaves something out, and without a mask where none is needed."""
+"""The chosen attention implementation supports all features of the model, and uses no mask if none is needed."""
 
 import pytest
 import torch
@@ -38,14 +38,14 @@ def test_a_window_shorter_than_the_sequence_keeps_its_mask(family):
     assert model.config._attn_implementation == PLAIN_CAUSAL
 
 
-def test_a_family_nobody_compared_is_left_alone():
+def test_an_untested_family_is_unchanged():
     model = small_model("stablelm")
     apply_plain_causal(model, LENGTH)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_soft_capped_scores_are_really_capped():
-    """A cap of 1e-3 makes every score about 0, so attention is the mean of the past: the values alone decide."""
+def test_soft_capped_scores_are_capped():
+    """A cap of 1e-3 makes every score about 0, so attention is the mean of all earlier values."""
     config = load_config(small_config("gemma2", attn_logit_softcapping=1e-3))
     assert build_on_meta(config).config._attn_implementation == "eager"
     capped, free = (small_model("gemma2", attn_logit_softcapping=cap) for cap in (1e-3, None))
@@ -55,7 +55,7 @@ def test_soft_capped_scores_are_really_capped():
     assert (logits(capped, input_ids) - logits(free, input_ids)).abs().max() > 1e-3
 
 
-def test_what_the_user_asks_for_stands_unless_it_cannot_compute_the_model():
+def test_the_users_choice_is_used_unless_it_cannot_compute_the_model():
     capped, plain = (load_config(small_config(family)) for family in ("gemma2", "llama"))
     assert choose_attention(plain, None) is None
     assert choose_attention(plain, "eager") == choose_attention(capped, "eager") == "eager"
@@ -63,7 +63,7 @@ def test_what_the_user_asks_for_stands_unless_it_cannot_compute_the_model():
         choose_attention(capped, "sdpa")
 
 
-def test_none_leaves_the_choice_to_transformers(tmp_path):
+def test_by_default_transformers_chooses(tmp_path):
     small_model("llama").save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=None)
     assert model.config._attn_implementation == "sdpa"

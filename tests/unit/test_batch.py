@@ -1,4 +1,4 @@
-"""The size of every step's batch, against a loop that adds up tokens step by step."""
+"""The batch size of every step, compared with a loop that counts tokens step by step."""
 
 import math
 from fractions import Fraction
@@ -12,7 +12,7 @@ from recipe_samples import SMALL, load_text
 
 
 def sizes_by_addition(start, size, increment, over_tokens, length, steps):
-    """Megatron-LM's rule, one step after the other: (size, sequences fed before) of each."""
+    """Megatron-LM's rule applied step by step: (size, sequences fed before) of each step."""
     fed, found = 0, []
     num_increments = (size - start) // increment
     for _ in range(steps):
@@ -29,12 +29,12 @@ def sizes_by_addition(start, size, increment, over_tokens, length, steps):
         (32, 256, 32, 1_000_000, 128),
         (4, 12, 4, 200, 8),
         (1, 7, 3, 1000, 10),
-        (2, 100, 1, 3000, 16),  # stretches of 30 tokens, shorter than one step: sizes are passed over
-        (1, 1000, 333, 1, 2048),  # over before the second step
+        (2, 100, 1, 3000, 16),  # stages of 30 tokens, shorter than one step: some sizes are skipped
+        (1, 1000, 333, 1, 2048),  # the ramp ends before the second step
         (8, 1536, 8, 12_000_000_000, 2048),
     ],
 )
-def test_every_step_is_what_adding_up_tokens_gives(ramp):
+def test_every_step_equals_a_count_of_tokens(ramp):
     batches = ramp_batch(*ramp)
     slow = sizes_by_addition(*ramp, steps=3000)
     assert [(batches.sequences(step), batches.first_sequence(step)) for step in range(3000)] == slow
@@ -68,7 +68,7 @@ def ramped(folder, *overrides):
 
 
 def test_a_recipe_counts_steps_through_its_ramp(tmp_path):
-    # 64 tokens a sequence; three stretches of 426 2/3 tokens = 6 2/3 sequences: 4 steps of 2, 2 of 4, 1 of 6, then 8
+    # 64 tokens per sequence; three stages of 426 2/3 tokens = 6 2/3 sequences: 4 steps of 2, 2 of 4, 1 of 6, then 8
     recipe = ramped(tmp_path)
     assert recipe.batches.sizes == (2, 4, 6, 8) and recipe.global_batch_size == 8
     assert [recipe.batches.sequences(step) for step in range(9)] == [2, 2, 2, 2, 4, 4, 6, 8, 8]
@@ -98,7 +98,7 @@ def test_a_ramp_that_does_not_meet_the_batch_is_refused(tmp_path, override, mess
     assert message in str(caught.value)
 
 
-def test_a_ramp_in_tokens_is_of_whole_sequences(tmp_path):
+def test_a_ramp_in_tokens_needs_whole_sequences(tmp_path):
     ramp = "train.batch_ramp={from: 100, over_tokens: 1280, increment: 128}"
     with pytest.raises(ConfigError, match=r"batch_ramp\.from=100 tokens is not a whole number .* use 128\."):
         load_text(tmp_path, SMALL, "train.global_batch_size=null", "train.global_batch_tokens=512", ramp)
@@ -106,8 +106,8 @@ def test_a_ramp_in_tokens_is_of_whole_sequences(tmp_path):
 
 @pytest.mark.parametrize("batches", [constant_batch(8, 64), constant_batch(64, 64), ramp_batch(2, 16, 2, 9000, 10)])
 @pytest.mark.parametrize(("num_samples", "per_epoch"), [(100, 1), (100, 3), (101, 0.5), (7, 2), (40, 0.3), (160, 4)])
-def test_what_is_due_so_often_in_an_epoch(batches, num_samples, per_epoch):
-    """Against a loop that feeds the sequences one by one."""
+def test_steps_of_events_per_epoch(batches, num_samples, per_epoch):
+    """Compared with a loop that feeds the sequences one by one."""
     places = {math.ceil(Fraction(num_samples * count) / Fraction(str(per_epoch))) for count in range(1, 10_000)}
     expected, fed = [], 0
     for step in range(400):
@@ -120,13 +120,13 @@ def test_what_is_due_so_often_in_an_epoch(batches, num_samples, per_epoch):
     assert list(rhythm.first_steps(3)) == expected[:3]
 
 
-def test_the_end_of_an_epoch_is_where_the_run_of_one_epoch_ends(tmp_path):
+def test_an_epoch_ends_where_a_run_of_one_epoch_ends(tmp_path):
     recipe, _ = load_text(tmp_path, SMALL.replace("steps: 100", "epochs: 3\n  evals_per_epoch: 1"))
     assert recipe.num_steps(100) == 38 and recipe.evaluation_rhythm(100).first_steps(3) == (13, 25, 38)
     assert load_text(tmp_path, render_recipe(recipe))[0] == recipe, "what a run keeps of its recipe loads"
 
 
-def test_steps_are_steps():
+def test_events_by_steps():
     assert Rhythm(constant_batch(8, 64), every_steps=5).first_steps(2) == (5, 10)
     never = Rhythm(constant_batch(8, 64))
     assert never.first_steps(2) == () and not any(never.is_due(done) for done in range(100))
@@ -146,7 +146,7 @@ BOTH = SMALL.replace("steps: 100", "steps: 100\n  evals_per_epoch: 2") + "checkp
         ("train.evals_per_epoch=null", (100, None, None, 1)),
     ],
 )
-def test_an_override_replaces_the_other_rhythm(tmp_path, override, expected):
+def test_an_override_replaces_the_other_unit(tmp_path, override, expected):
     recipe, _ = load_text(tmp_path, BOTH, override)
     train, checkpoint = recipe.train, recipe.checkpoint
     found = (train.eval_every, train.evals_per_epoch, checkpoint.every_steps, checkpoint.saves_per_epoch)
@@ -171,7 +171,7 @@ MIXED = BOTH.replace("[{path: text.txt}]", "[{path: a.txt, weight: 2}, b.txt]")
         (MIXED, ("checkpoint.every_steps=9",), "train.evals_per_epoch=2 is not defined for sources with a weight"),
     ],
 )
-def test_two_rhythms_and_mixtures_are_refused(tmp_path, text, overrides, message):
+def test_two_units_and_epochs_of_mixtures_are_refused(tmp_path, text, overrides, message):
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, text, *overrides)
     assert message in str(caught.value)

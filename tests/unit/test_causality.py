@@ -1,4 +1,4 @@
-"""What sees the tokens that follow is refused by trying it, and nothing that is causal is."""
+"""Non-causal models are detected by a test run and refused; causal models pass."""
 
 import json
 import subprocess
@@ -23,8 +23,8 @@ NOT_CAUSAL = {
     "gemma3_text": {"use_bidirectional_attention": True, "num_key_value_heads": 2, "head_dim": 16},
     "llama": {"is_causal": False},
 }
-# Of what transformers 5 has: a prefix LM, one that reads a text in both directions, the decoder of an n-gram predictor,
-# and encoders whose default is not to be a decoder.
+# Non-causal models of transformers 5: a prefix LM, a bidirectional model, the decoder of an n-gram predictor, and
+# encoders that are not decoders by default.
 REFUSED = {
     "bert", "bert-generation", "big_bird", "camembert", "cpmant", "data2vec-text", "electra", "ernie", "megatron-bert",
     "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta",
@@ -37,7 +37,7 @@ def config_of(model_type, **fields):
 
 
 @pytest.mark.parametrize("model_type", NOT_CAUSAL)
-def test_what_looks_ahead_is_refused(model_type):
+def test_models_that_see_later_tokens_are_refused(model_type):
     fields = NOT_CAUSAL[model_type]
     config = config_of(model_type, **{name: value for name, value in fields.items() if name != "is_causal"})
     if "is_causal" in fields:
@@ -49,12 +49,12 @@ def test_what_looks_ahead_is_refused(model_type):
 
 
 @pytest.mark.parametrize("family", EXTRA)
-def test_what_looks_back_passes(family):
+def test_causal_models_pass(family):
     check_is_causal(load_config(small_config(family)))
 
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "electra"])
-def test_an_encoder_that_is_made_a_decoder_passes(model_type):
+def test_an_encoder_configured_as_a_decoder_passes(model_type):
     check_is_causal(config_of(model_type, is_decoder=True, **NOT_CAUSAL[model_type]))
 
 
@@ -62,16 +62,16 @@ def test_an_encoder_that_is_made_a_decoder_passes(model_type):
     ("model_type", "fields"),
     [
         ("bloom", {"n_layer": 2, "n_head": 4, "hidden_size": 64}),  # ALiBi
-        ("mamba", {"hidden_size": 64, "num_hidden_layers": 2}),  # a state space
+        ("mamba", {"hidden_size": 64, "num_hidden_layers": 2}),  # a state space model
         ("mistral", {**ENCODER, "num_key_value_heads": 2, "sliding_window": 4}),
     ],
 )
-def test_other_ways_to_look_back_pass(model_type, fields):
+def test_other_causal_architectures_pass(model_type, fields):
     check_is_causal(load_config({"model_type": model_type, "vocab_size": 256, **fields}))
 
 
-def test_a_large_model_is_tried_in_small():
-    """Eight experts of 14336, and a width of 4096, are 46 billion parameters; what is tried is below the limit."""
+def test_a_large_model_is_tested_with_a_small_copy():
+    """Eight experts of 14336 and a width of 4096 are 46 billion parameters; the tested copy is below the limit."""
     tried = []
     measure = causality._measure_leak
     causality._sees_what_follows.cache_clear()
@@ -85,7 +85,7 @@ def test_a_large_model_is_tried_in_small():
     assert [each.model_type for each in tried].count("mixtral") == 1, "once a config"
 
 
-def test_a_model_whose_forward_pass_fails_is_refused_in_words():
+def test_a_model_whose_forward_pass_fails_is_refused_with_a_message():
     config = load_config(small_config("mixtral"))
     config.num_experts_per_tok = 9
     with pytest.raises(ConfigError, match=r"a forward pass of this mixtral model fails .*; correct model.config"):
@@ -113,7 +113,7 @@ def test_an_encoder_is_refused_before_anything_is_written(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_every_architecture_of_transformers(model_type):
-    """Their default configs: only what is known to look ahead is refused. Some have no default that can be built."""
+    """With default configs, only models known to see later tokens are refused. Some defaults cannot be built."""
     try:
         config = load_config({"model_type": model_type})
         causality.build_on_meta(config)

@@ -1,4 +1,4 @@
-"""Templates and their spans: worked by hand, and against what transformers says of templates that mark their turns."""
+"""Templates and target spans, compared with values by hand and with the masks of transformers for marked templates."""
 
 import json
 import pickle
@@ -30,7 +30,7 @@ def build(tokenizer, format="messages", **options) -> InstructionEncoding:
 
 
 def learned(encoding: InstructionEncoding, record) -> str:
-    """The text of one document with what is learned in brackets."""
+    """The text of one document, with targets in brackets."""
     (document,) = encoding.encode(record)
     return bracket(encoding, document)
 
@@ -52,7 +52,7 @@ def trained():
 
 @pytest.fixture(params=["trained", "bytes"])
 def tokenizer(request, trained):
-    """Tokenizers with every control token, eos and, of the trained one, bos."""
+    """Tokenizers with every control token and eos; the trained one also has bos."""
     if request.param == "bytes":
         made = build_bytes_tokenizer()
         made.add_special_tokens({"eos_token": "</s>", "bos_token": "<s>"})
@@ -89,12 +89,12 @@ RENDERINGS = {
 def test_named_templates_and_their_spans(tokenizer, name):
     encoding = build(tokenizer, chat_template=name)
     assert learned(encoding, {"messages": TALK}) == RENDERINGS[name]
-    # The ids are those of transformers, whose own template it is from now on.
+    # The ids equal those of transformers, because the tokenizer now has this template.
     ids = tokenizer.apply_chat_template(TALK)["input_ids"]
     assert encoding.encode({"messages": TALK})[0].ids.tolist() == ids
 
 
-def test_what_is_learned_follows_the_recipe_and_the_turns(tokenizer):
+def test_targets_follow_the_recipe_and_the_turns(tokenizer):
     chatml = RENDERINGS["chatml"]
     last = build(tokenizer, chat_template="chatml", train_on="last")
     assert learned(last, {"messages": TALK}) == chatml.replace("[Two.<|im_end|>]", "Two.<|im_end|>")
@@ -117,14 +117,14 @@ def test_what_is_learned_follows_the_recipe_and_the_turns(tokenizer):
         encoding.encode({"messages": [USER("x"), ASSISTANT("y", train=False)]})
 
 
-def test_the_recipes_system_prompt_is_for_conversations_without_one(tokenizer):
+def test_the_recipes_system_prompt_is_added_to_conversations_without_one(tokenizer):
     encoding = build(tokenizer, chat_template="chatml", system_prompt="Be brief.")
     assert learned(encoding, {"messages": TALK[1:]}) == RENDERINGS["chatml"]
     other = {"messages": [SYSTEM("Be long."), *TALK[1:]]}
     assert learned(encoding, other) == RENDERINGS["chatml"].replace("brief", "long")
 
 
-def test_tools_are_written_or_refused(tokenizer):
+def test_tools_are_rendered_or_refused(tokenizer):
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
     record = {"messages": [*TALK[:2], call, {"role": "tool", "content": "2"}, ASSISTANT("Two.")], "tools": tools}
@@ -158,8 +158,8 @@ SAME_PAIR = [
 
 
 @pytest.mark.parametrize("record", SAME_PAIR, ids=lambda record: "-".join(record))
-def test_every_shape_of_a_pair_is_rendered_alike(tokenizer, record):
-    """Against the text as it is written by hand: only the answer and its end are learned."""
+def test_every_layout_of_a_pair_is_rendered_alike(tokenizer, record):
+    """Compared with text written by hand: the targets are only the answer and its stop token."""
     encoding = build(tokenizer, "preference", chat_template="chatml", preferences=True)
     asked = "<|im_start|>user\nOne and one?<|im_end|>\n<|im_start|>assistant\n"
     texts = [bracket(encoding, document) for document in encoding.encode(record)]
@@ -174,8 +174,8 @@ MARKED = (
 )
 
 
-def test_marked_turns_are_those_of_transformers_and_of_the_prefixes(tokenizer, tmp_path):
-    """transformers' mask is the oracle: of the marked template itself, and of the same one without marks."""
+def test_marked_turns_equal_transformers_and_the_prefix_method(tokenizer, tmp_path):
+    """The reference is transformers' mask, for the marked template and for the same one without marks."""
     (tmp_path / "marked.jinja").write_text(MARKED)
     bare = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     (tmp_path / "bare.jinja").write_text(bare)
@@ -194,7 +194,7 @@ def test_marked_turns_are_those_of_transformers_and_of_the_prefixes(tokenizer, t
             )
             assert found.ids.tolist() == theirs["input_ids"]
             assert found.targets.tolist() == [bool(each) for each in theirs["assistant_masks"]]
-    # Two marks a turn, and one more at the end, as Phi-3's template for training has them.
+    # Two marks per turn, and one at the end, as in Phi-3's training template.
     parts = (
         "{% generation %}{{ m['content'] }}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}{{ '\n' }}"
     )
@@ -212,8 +212,8 @@ UNMARKED_END = MARKED.replace(
 )
 
 
-def test_the_end_of_a_turn_that_the_recipe_names_is_learned(tokenizer, tmp_path):
-    """A template whose marks leave it out learns it where the turn is learned: as if they stood behind it."""
+def test_an_end_of_turn_token_of_the_recipe_is_a_target(tokenizer, tmp_path):
+    """If the template's marks exclude the token, it is a target wherever its turn is, as if the marks included it."""
     (tmp_path / "t.jinja").write_text(UNMARKED_END)
     options = {"chat_template": str(tmp_path / "t.jinja"), "eot_tokens": ("<|im_end|>", "</s>")}
     expected = RENDERINGS["chatml"].replace("[Two.<|im_end|>]", "[Two.\n<|im_end|>]")
@@ -229,7 +229,7 @@ def test_the_end_of_a_turn_that_the_recipe_names_is_learned(tokenizer, tmp_path)
 
 
 def test_a_turn_may_end_in_a_token_of_the_vocabulary(tmp_path):
-    """One that is no control token: generation would not stop there unless the recipe says so."""
+    """The token is not a control token; generation stops at it only because the recipe lists it."""
     text = (
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '|\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -252,7 +252,7 @@ def test_an_end_of_turns_must_be_one_id(tokenizer):
         build_instruction_encoding(InstructionOptions(eot_tokens=("</s>",)), tokenizer, [])
 
 
-# As Qwen3 does: what was thought in earlier turns is left out once the user has spoken again.
+# As in Qwen3: the reasoning of earlier turns is removed once another user turn follows.
 FORGETFUL = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last %}"
     "{{ '<think></think>' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -260,8 +260,8 @@ FORGETFUL = (
 )
 
 
-def test_a_prompt_to_generate_that_begins_no_turn_is_refused(tokenizer, tmp_path):
-    """As DeepSeek's: the model is to think, and what it once said is rendered without."""
+def test_a_generation_prompt_that_does_not_begin_a_turn_is_refused(tokenizer, tmp_path):
+    """As in DeepSeek's template: the prompt asks for reasoning, but earlier answers are rendered without it."""
     (tmp_path / "t.jinja").write_text(
         NAMED_TEMPLATES["chatml"].text.replace("assistant\\n' }}", "assistant\\n<think>' }}")
     )
@@ -272,7 +272,7 @@ def test_a_prompt_to_generate_that_begins_no_turn_is_refused(tokenizer, tmp_path
             build(tokenizer, chat_template=str(tmp_path / "t.jinja"), train_on=train_on)
 
 
-def test_a_template_that_renders_earlier_turns_otherwise_takes_the_last_one(tokenizer, tmp_path):
+def test_a_template_that_rerenders_earlier_turns_works_with_the_last_turn(tokenizer, tmp_path):
     (tmp_path / "t.jinja").write_text(FORGETFUL)
     path = str(tmp_path / "t.jinja")
     with pytest.raises(
@@ -284,7 +284,7 @@ def test_a_template_that_renders_earlier_turns_otherwise_takes_the_last_one(toke
 
 
 REFUSED_TEMPLATES = {
-    # The stop token is outside what is learned.
+    # The stop token is not a target.
     MARKED.replace(" + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}", " }}{% endgeneration %}{{ '<|im_end|>\n' }}"): (
         r"ends its {% generation %} before <\|im_end\|>, the turn's stop token.*move {% endgeneration %} behind it"
     ),
@@ -302,14 +302,14 @@ REFUSED_TEMPLATES = {
 
 
 @pytest.mark.parametrize("text", REFUSED_TEMPLATES, ids=range(len(REFUSED_TEMPLATES)))
-def test_templates_that_teach_the_wrong_thing_are_refused(tokenizer, tmp_path, text):
+def test_templates_with_wrong_targets_are_refused(tokenizer, tmp_path, text):
     (tmp_path / "t.jinja").write_text(text)
     with pytest.raises(ConfigError, match=REFUSED_TEMPLATES[text]) as caught:
         build(tokenizer, chat_template=str(tmp_path / "t.jinja"))
     assert str(caught.value).startswith("data.chat_template=")
 
 
-def test_tokens_and_templates_that_are_missing_are_named(tmp_path):
+def test_missing_tokens_and_templates_are_named(tmp_path):
     plain = train_tokenizer([TEXT], 400)
     with pytest.raises(
         ConfigError, match=r"takes <\|im_start\|>, <\|im_end\|> as single .* model\.new_tokens: \['<\|im_s"
@@ -335,7 +335,7 @@ def test_tokens_and_templates_that_are_missing_are_named(tmp_path):
     assert build(plain).template == plain.chat_template
 
 
-def test_alpaca_without_a_template_is_stanfords_prompt():
+def test_alpaca_without_a_template_uses_stanfords_prompt():
     tokenizer = train_tokenizer([TEXT], 400)
     encoding = build(tokenizer, "alpaca")
     assert learned(encoding, {"instruction": "Add.", "input": "1 1", "output": "2"}) == (
@@ -363,7 +363,7 @@ def test_the_template_and_the_new_tokens_are_saved_with_the_tokenizer(tmp_path):
     assert loaded.decode([401], skip_special_tokens=True) == ""
 
 
-def test_the_encoding_travels_to_other_processes(tokenizer):
+def test_the_encoding_can_be_pickled(tokenizer):
     encoding = build(tokenizer, chat_template="chatml")
     copy = pickle.loads(pickle.dumps(encoding))
     assert copy == encoding

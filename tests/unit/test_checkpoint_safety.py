@@ -1,4 +1,4 @@
-"""Checkpoints from strangers: what is not a plain DCP checkpoint of tensors is refused before anything runs."""
+"""Untrusted checkpoints: everything except plain DCP checkpoints of tensors is refused before any code runs."""
 
 import os
 import pickle
@@ -33,7 +33,7 @@ def save(folder, step=1, keep_last=3, **tensors):
 
 
 class Hostile:
-    """Unpickling this would make a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -42,7 +42,7 @@ class Hostile:
         return os.mkdir, (self.path,)
 
 
-def test_a_hostile_metadata_is_refused_and_does_not_run(tmp_path):
+def test_malicious_metadata_is_refused_and_not_executed(tmp_path):
     folder = save(tmp_path)
     (folder / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "owned")))
     with pytest.raises(CheckpointError, match=r"refused: its \.metadata names (posix|os)\.mkdir"):
@@ -79,7 +79,7 @@ def test_round_trip_and_asynchronous_copy(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=3, asynchronous=True)
     tensor = torch.arange(1000.0)
     store.save(7, {"a": tensor}, {"train": {"step": 7}})
-    tensor.zero_()  # training goes on: what is saved is what stood there when save was called
+    tensor.zero_()  # training continues: the checkpoint holds the values at the time of the call
     store.close()
     loaded = {"a": torch.empty(1000)}
     load_alone(tmp_path / "step-00000007", loaded)
@@ -95,7 +95,7 @@ def test_keep_last(tmp_path):
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [4, 5]
 
 
-def test_damaged_and_half_written_ones_are_passed_over(tmp_path, caplog):
+def test_damaged_and_partial_checkpoints_are_skipped(tmp_path, caplog):
     for step in (1, 2, 3):
         save(tmp_path, step)
     shard = next((tmp_path / "step-00000003").glob("*.distcp"))
@@ -119,8 +119,8 @@ def steps(folder):
     return [checkpoint.step for checkpoint in find_checkpoints(folder)]
 
 
-def test_damaged_ones_do_not_count_among_the_newest(tmp_path):
-    """Two good ones stay, however many bad ones are newer; a bad one goes when two good ones are newer than it."""
+def test_damaged_checkpoints_do_not_count_as_newest(tmp_path):
+    """Two good ones are kept, however many damaged ones are newer; a damaged one goes after two newer good ones."""
     for step in (1, 2, 3, 4, 5):
         save(tmp_path, step, keep_last=9)
     flip_a_byte(next((tmp_path / "step-00000005").glob("*.distcp")))
@@ -173,7 +173,7 @@ def test_a_changed_byte_is_found_by_its_checksum(tmp_path):
         check_files(folder, checksums=True)
 
 
-def test_leftovers_of_a_killed_save_are_swept(tmp_path):
+def test_files_of_a_killed_save_are_removed(tmp_path):
     (tmp_path / ".writing-00000009").mkdir()
     save(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -188,7 +188,7 @@ def test_other_shapes_and_missing_tensors_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_save_that_fails_says_why_is_repeated_and_leaves_earlier_ones(tmp_path, monkeypatch, asynchronous, caplog):
+def test_a_failed_save_is_reported_and_repeated_and_keeps_earlier_ones(tmp_path, monkeypatch, asynchronous, caplog):
     save(tmp_path, 1)
     events = []
     store = CheckpointStore(tmp_path, 3, asynchronous, lambda event, **fields: events.append((event, fields)))
@@ -213,7 +213,7 @@ def test_a_save_that_fails_says_why_is_repeated_and_leaves_earlier_ones(tmp_path
         store.save(112, {"a": torch.ones(4)}, {})
         store.wait()
 
-    # A good one in between, and the count begins again.
+    # A successful save resets the count.
     monkeypatch.undo()
     store.save(113, {"a": torch.ones(4)}, {})
     assert store.wait() and steps(tmp_path) == [1, 113]

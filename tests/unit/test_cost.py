@@ -1,4 +1,4 @@
-"""What a run costs and when its budget ends it: sums worked by hand, on a clock of our own."""
+"""The cost of a run and the end of its budget, compared with sums by hand, with a fake clock."""
 
 import json
 import time
@@ -44,7 +44,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Both clocks of the meter; the command of this start began at 1000 unless said otherwise."""
+    """Replace both clocks of the meter; the command of this start began at 1000 by default."""
 
     class Clock:
         now = began = 1000.0
@@ -66,7 +66,7 @@ def test_hours_times_price_times_machines():
     # half an hour on 2 machines at 7.20 each
     spent = Spending().grown(1800, 2, rate)
     assert (spent.seconds, spent.usd) == (1800, pytest.approx(7.2))
-    # an hour without a price is priced by the next start that knows one: 2 x 7.20, and its own 1 x 7.20
+    # an hour without a price gets the price of the next start with one: 2 x 7.20, and its own 1 x 7.20
     later = spent.grown(3600, 2, None)
     assert later.usd == spent.usd and later.unpriced_machine_seconds == 7200
     assert later.grown(3600, 1, rate).usd == pytest.approx(7.2 + 14.4 + 7.2)
@@ -95,8 +95,8 @@ def test_where_a_price_comes_from():
     check_budget(load("budget.max_hours=5"), None)
 
 
-def test_the_stop_comes_in_time_for_a_save(folder, clock):
-    """100 s of budget, a save of 8 s, steps of 2 s: 1.5 x 8 + 2 x 2 + 0.2 s are kept, so 83.8 s may be trained."""
+def test_the_stop_leaves_time_for_a_save(folder, clock):
+    """Budget 100 s, save 8 s, steps 2 s: 1.5 x 8 + 2 x 2 + 0.2 s are reserved, so 83.8 s remain for training."""
     clock.began = 990.0
     meter, stop = CostMeter(load("budget.max_hours=0.027777777777777776"), folder, None, 1), StopRequest()
     meter.saw_step(2.0)
@@ -110,7 +110,7 @@ def test_the_stop_comes_in_time_for_a_save(folder, clock):
 
 @pytest.mark.parametrize(("notice", "trained"), [(60, 89.8), (4, 95.8)])
 def test_before_a_save_is_measured(folder, clock, notice, trained):
-    """The notice is kept, and no more than a tenth: $1 a second, 100 of them, and 0.2 s to look."""
+    """The notice time is reserved, but at most a tenth of the budget: $1 per second, $100, and 0.2 s of polling."""
     recipe = load("budget.max_usd=100", "budget.usd_per_hour=1800", f"fault.notice_seconds={notice}")
     meter, stop = CostMeter(recipe, folder, Rate(1800, "test"), 2), StopRequest()
     clock.now = 1000 + trained - 0.1
@@ -132,7 +132,7 @@ def test_all_starts_count_together(folder, clock, monkeypatch):
     clock.began = clock.now
     second = CostMeter(recipe, folder, None, 1)
     clock.now += 25
-    second.close()  # what the thread writes every ten seconds
+    second.close()  # the thread writes this every ten seconds
     clock.now += 5 + 20
     monkeypatch.setattr(budget_module, "find_last_end", lambda path: budget_module_end(clock.now - 20))
     third = CostMeter(recipe, folder, None, 1)
@@ -146,9 +146,9 @@ def budget_module_end(when):
     return LastEnd(when, detection_seconds=1.0)
 
 
-def test_a_budget_that_is_used_up_is_told_at_once(folder):
+def test_an_exhausted_budget_is_refused_immediately(folder):
     recipe = load("budget.max_hours=1")
-    refuse_used_up(recipe, folder, None, 1)  # a run that has not begun
+    refuse_used_up(recipe, folder, None, 1)  # a run that has not started
     write_spending(folder, Spending(seconds=3500, reserve_seconds=110, until=5.0))
     with pytest.raises(
         StoppedError, match=r"^stopped by budget\.max_hours=1: .*used 0\.97 h.*raise it to go on$"
@@ -165,7 +165,7 @@ def test_a_budget_that_is_used_up_is_told_at_once(folder):
         read_spending(folder)
 
 
-def test_what_is_said_before(folder):
+def test_messages_before_the_start(folder):
     recipe, rate = load("budget.max_hours=3"), Rate(36, "test")
     assert describe_cost(load(), folder, None, 1, 100) == []
     unknown, budget = describe_cost(recipe, folder, rate, 2, 100)
@@ -183,7 +183,7 @@ def test_what_is_said_before(folder):
     assert "of which 0.20 h are used" in budget
 
 
-def test_the_console_and_the_rows_know_the_cost(folder, clock, monkeypatch, caplog):
+def test_the_console_and_the_rows_show_the_cost(folder, clock, monkeypatch, caplog):
     from echelon.reporting import journal as journal_module
 
     monkeypatch.setattr(journal_module, "time", clock)
@@ -201,7 +201,7 @@ def test_the_console_and_the_rows_know_the_cost(folder, clock, monkeypatch, capl
     assert first.endswith("eta -  cost $2.00") and second.endswith("eta 4s  cost $4.00 of ~$8.00")
 
 
-def test_the_thread_asks_and_writes(folder):
+def test_the_thread_requests_the_stop_and_writes_the_spending(folder):
     recipe = load("budget.max_hours=0.0000001")
     meter, stop = CostMeter(recipe, folder, None, 1), StopRequest()
     meter.watch(stop, lambda: None)
@@ -212,7 +212,7 @@ def test_the_thread_asks_and_writes(folder):
     assert stop.limit == "budget.max_hours" and read_spending(folder).seconds > 0
 
 
-def test_a_launch_without_a_price_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+def test_a_launch_without_a_price_is_refused_before_anything_is_created(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["launch", str(DEMO), "--to", "local", "budget.max_usd=5"])
     assert isinstance(result.exception, ConfigError) and "budget.max_usd=5: the price" in str(result.exception)

@@ -1,4 +1,4 @@
-"""`echelon data`, in this process: what it counts and shows, and what it refuses."""
+"""`echelon data`, in this process: its statistics and samples, and its refusals."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ BYTES = ["tokenizer=bytes", "data.document_separator=null", "data.sequence_len=1
 
 @pytest.fixture
 def show(tmp_path, monkeypatch):
-    """Runs the command on records; gives back what it prints, raises what it raises."""
+    """Run the command on records; return its output, or raise its error."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(SMALL)
 
@@ -35,12 +35,12 @@ def show(tmp_path, monkeypatch):
 
 
 def test_counts_lengths_and_documents(show):
-    # 20 sums of 4 + 1 bytes; the completion is learned: 20 of 100.
+    # 20 records of 4 + 1 bytes; the completion is the target: 20 of 100.
     found = show(SUMS, *BYTES, "--samples", "2")
     assert "data.train.0: records of the format prompt_completion, in x.jsonl" in found
     assert "data.train.0 (x.jsonl), train: 20 samples, 100 tokens, 20.0% of them learned" in found
     assert "10 % up to 5, 50 % up to 5, 90 % up to 5, 99 % up to 5, the longest 5" in found
-    # Four tokens are fed of each, so four share a sequence of 16.
+    # Each takes 4 positions, so four share a sequence of 16.
     assert "train: 5 sequences of 16" in found
     shown = [line for line in found.splitlines() if line.endswith("]]")]
     assert len(shown) == 2
@@ -56,7 +56,7 @@ def test_a_limit_is_shown(show):
     assert "data.train.0 (x.jsonl), train: 7 samples, 35 tokens, 20.0% of them learned" in found
 
 
-def test_a_text_is_learned_whole(show):
+def test_every_token_of_a_text_is_a_target(show):
     found = show([{"text": "one and two and three"}], *BYTES, "--samples", "1")
     assert "data.train.0 (x.jsonl), train: 1 documents, 21 tokens" in found
     assert "17 tokens, all learned but the first" in found or "5 tokens, all learned but the first" in found
@@ -71,7 +71,7 @@ def test_samples_without_a_label_are_broken_records(show):
     assert "20 samples, 100 tokens, 20.0% of them learned, 1 broken records left out" in found
 
 
-def test_what_does_not_fit_is_refused(show):
+def test_data_that_does_not_fit_the_recipe_is_refused(show):
     talk = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
     with pytest.raises(ConfigError, match=r"set data\.chat_template to chatml"):
         show(talk, *BYTES)
@@ -83,10 +83,10 @@ def test_what_does_not_fit_is_refused(show):
 
 
 def test_a_stop_token_that_is_always_cut_off_is_refused(show):
-    """Of `1+1=2222~` 8 positions are fed: the answer's beginning is learned and its end never."""
+    """Only 8 positions of `1+1=2222~` fit: the beginning of the answer is a target, its stop token never."""
     long = [{"prompt": f"{a}+{a}=", "completion": "2" * 8} for a in range(10)]
     options = ["tokenizer=bytes", "data.document_separator=null", "data.validation_fraction=0", "data.sequence_len=8"]
-    assert "learned" in show(long, *options)  # nothing ends them
+    assert "learned" in show(long, *options)  # they have no stop token
     train_tokenizer([json.dumps(long)], 257).save_pretrained("eos")
     options[:2] = ["tokenizer=eos", "model.config.vocab_size=257"]
     with pytest.raises(ConfigError, match=r"data\.sequence_len=8 cuts off the end of every answer of data\.train\.0"):

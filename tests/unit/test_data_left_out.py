@@ -1,4 +1,4 @@
-"""Nothing of a data folder is left out without a line, and no text is both trained and validated on."""
+"""Skipped files of a data folder are reported, and no text is in both training and validation data."""
 
 import os
 from dataclasses import replace
@@ -26,11 +26,11 @@ def names_of(path):
     return [file.name for file in list_files(source(path))]
 
 
-def said_of(path, **fields):
+def messages_of(path, **fields):
     return list(describe_left_out(list_corpus([source(path, **fields)], [])))
 
 
-def test_one_line_counts_all_that_is_not_read(tmp_path):
+def test_one_message_counts_all_skipped_files(tmp_path):
     write(
         tmp_path, "a.txt", ".x.txt", ".git/config", "node_modules/y.js", "sub/image.png", "image.bin", "table.parquet"
     )
@@ -38,19 +38,19 @@ def test_one_line_counts_all_that_is_not_read(tmp_path):
     (tmp_path / "empty.md").touch()
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
     assert names_of(tmp_path) == ["a.txt", "empty.md"]
-    assert said_of(tmp_path) == [
+    assert messages_of(tmp_path) == [
         f"data.train.0: not read of {tmp_path}: empty files: 1 (empty.md); files of other formats: 2 (image.bin, ...); "
         "folders of caches and packages: 1 (node_modules); hidden files: 1 (.x.txt); hidden folders: 1 (.git); "
         "links to nothing and special files: 1 (gone.txt)"
     ]
     write(tmp_path / "plain", "a.txt", "b.md")
-    assert said_of(tmp_path / "plain") == []
+    assert messages_of(tmp_path / "plain") == []
 
 
-def test_a_format_that_is_asked_for_leaves_the_others_out_with_a_count(tmp_path):
+def test_files_of_other_formats_are_skipped_and_counted(tmp_path):
     write(tmp_path, "a.md", "b.csv", "c.md")
     (tmp_path / "x.jsonl").write_text('{"text": "x"}\n')
-    assert said_of(tmp_path, format="jsonl") == [
+    assert messages_of(tmp_path, format="jsonl") == [
         f"data.train.0: not read of {tmp_path}: files of other formats: 3 (a.md, ...)"
     ]
 
@@ -62,11 +62,11 @@ def test_links_to_folders_are_followed_each_real_folder_once(tmp_path):
     (data / "a").symlink_to(data / "b")  # real folders keep their own names
     (data / "far").symlink_to(elsewhere)
     (data / "far-again").symlink_to(elsewhere)
-    (data / "up").symlink_to(tmp_path)  # holds the folder itself
+    (data / "up").symlink_to(tmp_path)  # contains the folder itself
     (elsewhere / "round").symlink_to(elsewhere)
     (elsewhere / "deep" / "back").symlink_to(data)
     assert names_of(data) == ["b/one.txt", "far/deep/three.txt", "far/two.txt", "z.txt"]
-    [line] = said_of(data)
+    [line] = messages_of(data)
     assert "links to folders that are read or hold this one: 5 (a, ...)" in line
     assert "hidden files: 1 (far/.hidden.txt)" in line
 
@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_listed_is_refused_as_a_file_is(tmp_path, monkey
     listed = os.scandir
 
     def scandir(path):
-        if Path(path).name == "locked":  # whoever runs the tests may be allowed everything
+        if Path(path).name == "locked":  # the tests may run as root
             raise PermissionError(13, "Permission denied", str(path))
         return listed(path)
 
@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_listed_is_refused_as_a_file_is(tmp_path, monkey
 
 
 @pytest.mark.parametrize("way", ["the same path", "symbolic link", "hard link", "copy"])
-def test_text_to_validate_on_is_not_trained_on_under_another_name(tmp_path, way):
+def test_a_copy_of_validation_text_is_refused_as_training_text(tmp_path, way):
     write(tmp_path, "train/a.txt", "train/b.txt", "held/other.txt")
     train, held = tmp_path / "train" / "a.txt", tmp_path / "held" / "c.txt"
     match way:
@@ -105,7 +105,7 @@ def test_text_to_validate_on_is_not_trained_on_under_another_name(tmp_path, way)
         list_corpus([source(train.parent)], [validation])
     if held != train:
         held.unlink()
-        held.write_text("train/x.txt")  # of the same size, and another text
+        held.write_text("train/x.txt")  # different text of the same size
         assert len(list_corpus([source(train.parent)], [validation])) == 2
 
 
@@ -121,7 +121,7 @@ def test_megatron_files_of_equal_indices_are_compared_by_their_ids(tmp_path):
         list_corpus([train], [validation])
 
 
-def test_left_out_names_the_first_place_of_each_reason():
+def test_skipped_files_are_reported_with_the_first_path_per_reason():
     left_out = LeftOut()
     assert left_out.describe() is None
     for place in ("b", "a", "c"):

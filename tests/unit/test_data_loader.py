@@ -1,4 +1,4 @@
-"""Batches of a rank, and the hash that tells whether every rank fed what it should."""
+"""The batches of a rank, and the hash that verifies what all ranks fed."""
 
 import itertools
 import math
@@ -67,7 +67,7 @@ def test_a_step_feeds_the_samples_of_the_order(dataset):
     assert torch.equal(join(batches, "labels"), torch.from_numpy(samples.labels))
     assert join(batches, "batch_indices").tolist() == list(range(GLOBAL_BATCH)) * 10
     assert join(batches, "input_ids").dtype == join(batches, "labels").dtype == torch.int64
-    # 51 samples hold 402 targets: an epoch feeds every one, and 6 positions of padding.
+    # 51 samples have 402 targets: an epoch feeds each once, and 6 positions of padding.
     assert sum(batch.num_tokens for batch in batches) == int((samples.labels != -100).sum())
     assert int((samples.labels[:num_samples] != -100).sum()) == 402
 
@@ -94,7 +94,7 @@ def test_resume_is_exact_and_immediate(dataset):
     assert load(dataset, 1, start=10**12)[0].step == 10**12
 
 
-def test_a_ramp_feeds_the_same_sequences_in_the_order_of_the_run(dataset):
+def test_a_ramp_feeds_the_same_sequences_in_the_same_order(dataset):
     ramp = ramp_batch(4, 12, 4, over_tokens=200, sequence_len=8)  # 100 tokens of 4 sequences, 100 of 8, then 12
     sizes = [4, 4, 4, 4, 8, 8, 12, 12]
     batches = load(dataset, 8, batches=ramp)
@@ -121,7 +121,7 @@ def test_the_hash_is_the_sum_over_sequences_in_any_order(dataset):
     assert hash_sequences(*(each[:0] for each in fields)) == 0
 
 
-def test_the_hash_sees_any_single_change(dataset):
+def test_the_hash_detects_any_single_change(dataset):
     (batch,) = load(dataset, 1, micro=GLOBAL_BATCH)
     (each,) = batch.microbatches
     seen = {batch.hash}
@@ -137,7 +137,7 @@ def test_the_hash_sees_any_single_change(dataset):
     assert hash_microbatch(each) == batch.hash
 
 
-def test_the_hash_sees_sequences_that_change_places_and_tokens_that_swap(dataset):
+def test_the_hash_detects_swapped_sequences_and_tokens(dataset):
     (batch,) = load(dataset, 1, micro=GLOBAL_BATCH)
     (each,) = batch.microbatches
     inputs, labels = each.input_ids.numpy(), each.labels.numpy()
@@ -149,7 +149,7 @@ def test_the_hash_sees_sequences_that_change_places_and_tokens_that_swap(dataset
 
 
 def hash_one(sample_id: int, position: int, inputs: list[int], labels: list[int]) -> int:
-    """The hash of one sequence on Python's integers."""
+    """The hash of one sequence, computed with Python integers."""
     word = 2**64 - 1
 
     def mix(value: int) -> int:
@@ -165,7 +165,7 @@ def hash_one(sample_id: int, position: int, inputs: list[int], labels: list[int]
 
 
 def test_hash_values_are_those_of_a_scalar_implementation_and_frozen():
-    """Runs compare batch_hash across versions: never edit the value."""
+    """Runs compare batch_hash across versions: never change these values."""
     ids, indices = np.array([5, 2**40, 0]), np.arange(3)
     inputs = np.arange(12).reshape(3, 4)
     labels = np.where(inputs == 11, -100, inputs + 1)
@@ -175,7 +175,7 @@ def test_hash_values_are_those_of_a_scalar_implementation_and_frozen():
     assert f"{value:016x}" == "d9f35dd93982f256"
 
 
-def test_a_batch_larger_than_the_data_runs_on_into_the_next_epoch(tmp_path):
+def test_a_batch_larger_than_the_data_continues_into_the_next_epoch(tmp_path):
     dataset = build_dataset(tmp_path, num_tokens=30)
     assert dataset.num_samples == 4
     ids = join(load(dataset, 2), "sample_ids").tolist()
@@ -183,7 +183,7 @@ def test_a_batch_larger_than_the_data_runs_on_into_the_next_epoch(tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(5, 3), (5, 2), (7, 1), (9, 2), (13, 1)])
-def test_ranks_that_cannot_share_evenly_fill_up_with_sequences_without_targets(dataset, ranks, micro):
+def test_uneven_batches_are_padded_with_sequences_without_targets(dataset, ranks, micro):
     whole = load(dataset, 6)
     shares = [load(dataset, 6, micro=micro, rank=rank, ranks=ranks) for rank in range(ranks)]
     count = math.ceil(GLOBAL_BATCH / ranks)
@@ -201,7 +201,7 @@ def test_ranks_that_cannot_share_evenly_fill_up_with_sequences_without_targets(d
         assert len({len(part.microbatches) for part in parts}) == 1
 
 
-def test_no_samples_are_refused():
+def test_an_empty_dataset_is_refused():
     empty = TokenDataset([], 8)
     with pytest.raises(DataError, match="a sample takes at least two"):
         BatchLoader(empty, SampleOrder(0, 0), FOUR, 1)
@@ -220,7 +220,7 @@ def test_an_error_in_the_thread_is_raised_by_next(dataset):
         next(loader)
 
 
-def test_any_batch_can_be_asked_for_and_the_loader_set_anywhere(dataset):
+def test_any_batch_can_be_read_and_the_loader_moved_to_any_step(dataset):
     with BatchLoader(dataset, SampleOrder(dataset.num_samples, 0), FOUR, 1) as loader:
         straight = [next(loader).hash for _ in range(6)]
         assert loader.batch(2).hash == straight[2] and next(loader).step == 6
@@ -228,7 +228,7 @@ def test_any_batch_can_be_asked_for_and_the_loader_set_anywhere(dataset):
         assert [next(loader).hash for _ in range(3)] == straight[3:]
 
 
-def test_another_share_is_read_from_the_next_step_on(dataset):
+def test_a_changed_share_applies_from_the_next_step(dataset):
     first, second, alone = (load(dataset, 5, rank=rank, ranks=ranks) for rank, ranks in ((0, 2), (1, 2), (0, 1)))
     with BatchLoader(dataset, SampleOrder(dataset.num_samples, seed=1), TWELVE, 4, 0, 2) as loader:
         digests = []

@@ -1,4 +1,4 @@
-"""What is odd in text that can be read is said in a line with a count; what swallows rows is refused."""
+"""Suspicious data is reported with a count; quotes that merge rows are refused."""
 
 import json
 import random
@@ -19,7 +19,7 @@ CHAT = [*TRAINED, "data.chat_template=chatml", "model.new_tokens=['<|im_start|>'
 
 @pytest.fixture
 def look(tmp_path, monkeypatch):
-    """`echelon data` on a file that is written here; gives back its lines, raises what it raises."""
+    """Write a file and run `echelon data` on it; return its messages, or raise its error."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(SMALL)
 
@@ -47,7 +47,7 @@ def test_empty_answers_and_conversations_that_end_with_a_question_are_counted(lo
     talks = [chat(f"question {number}", f"answer {number}") for number in range(30)]
     talks[7] = chat("seven?", " ")
     talks[9], talks[12] = chat("a", "b", "and then?"), chat("c", "", "and now?")
-    for again in range(2):  # the second time the text is found prepared
+    for again in range(2):  # the second call finds the prepared data
         lines = look(jsonl(talks), *CHAT)
         assert (
             "data.train.0: 2 of 30 examples have an empty answer: the model learns to answer with nothing "
@@ -70,7 +70,7 @@ def test_empty_answers_and_conversations_that_end_with_a_question_are_counted(lo
     assert not [line for line in look(jsonl([called] * 9), *CHAT) if "empty answer" in line]
 
 
-def test_copies_are_told_as_a_share(look):
+def test_the_share_of_copies_is_reported(look):
     words = [f"this is the text of number {number}" for number in range(60)]
     texts = jsonl({"text": text} for text in (*words, *words[:20], *words[:20]))
     assert "data.train: 40% of the 100 documents are copies of others; data.deduplicate=true leaves them out" in look(
@@ -80,7 +80,7 @@ def test_copies_are_told_as_a_share(look):
     assert not [line for line in look(jsonl({"text": text} for text in words), *TRAINED) if "copies" in line]
 
 
-def test_documents_that_are_validated_on_too_are_told(look):
+def test_documents_that_are_also_validation_text_are_reported(look):
     Path("held.jsonl").write_text(jsonl({"text": f"text of number {number}"} for number in range(10)))
     lines = look(
         jsonl({"text": f"text of number {number}"} for number in range(5, 105)),
@@ -95,7 +95,7 @@ def test_documents_that_are_validated_on_too_are_told(look):
 
 
 @pytest.mark.parametrize("distinct", [1000, 30_000])
-def test_the_share_of_copies_is_that_of_an_exact_count(distinct):
+def test_the_share_of_copies_equals_an_exact_count(distinct):
     rng = random.Random(distinct)
     hashes = [rng.getrandbits(64) for _ in range(distinct)]
     documents = hashes + rng.choices(hashes, k=distinct // 2)
@@ -127,17 +127,17 @@ def table(*rows):
         ),
     ],
 )
-def test_a_quote_that_is_not_closed_swallows_no_rows(look, text, words):
+def test_an_unclosed_quote_is_refused(look, text, words):
     with pytest.raises(DataError, match=words):
         look(text, *TRAINED, name="x.csv")
 
 
-def test_quotes_as_they_should_be_are_read(look):
+def test_valid_quotes_are_read(look):
     good = table('1,"two\nlines, with ""quotes"""', '2,5" pipes', *(f"{number},plain text" for number in range(3, 9)))
     assert any("train: 8 documents" in line for line in look(good, *TRAINED, name="x.csv"))
 
 
-def test_a_refusal_says_the_share_that_would_pass(look):
+def test_a_refusal_states_the_fraction_that_would_pass(look):
     records = [{"text": f"text number {number}"} for number in range(60)]
     records[30] = {"txet": "misspelt"}
     with pytest.raises(
@@ -149,7 +149,7 @@ def test_a_refusal_says_the_share_that_would_pass(look):
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.csv"])
-def test_fields_that_no_format_has_are_answered_with_those_that_are_looked_for(look, name):
+def test_unknown_fields_are_refused_with_the_expected_ones(look, name):
     records = jsonl({"question": "q", "reply": "r"} for _ in range(5))
     content = records if name.endswith("jsonl") else "question,reply\nq,r\n"
     with pytest.raises(DataError) as told:
@@ -159,7 +159,7 @@ def test_fields_that_no_format_has_are_answered_with_those_that_are_looked_for(l
     assert "max_broken_fraction=1" not in str(told.value)
 
 
-def test_a_text_that_is_repeated_many_times_is_told(look):
+def test_text_that_is_repeated_many_times_is_reported(look):
     text = jsonl({"text": f"text number {number}"} for number in range(10))
     lines = look(text, *TRAINED, "train.steps=1000", "train.global_batch_size=4")
     [line] = [line for line in lines if "each token is seen" in line]

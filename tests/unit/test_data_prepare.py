@@ -1,4 +1,4 @@
-"""Preparing text once: cache, lock, split, and what is refused."""
+"""Preparation of text: cache, lock, split, and refusals."""
 
 import itertools
 import json
@@ -92,8 +92,8 @@ def test_a_trained_tokenizer_gives_the_tokens_transformers_gives(tmp_path):
     assert prepared.vocab_size == len(tokenizer)
 
 
-def test_the_standard_library_gives_the_same_tokens_from_any_number_of_processes(tmp_path, caplog):
-    """Real text, 30 MB; bytes keep it quick."""
+def test_tokens_do_not_depend_on_the_number_of_processes(tmp_path, caplog):
+    """The standard library, 30 MB of real text, with the fast bytes tokenizer."""
     checksums = set()
     for workers in (1, 2):
         spec = build_spec(
@@ -125,7 +125,7 @@ def test_many_documents_are_held_out_by_their_content(tmp_path):
     assert held_out_texts(second) - new == held_out_texts(first)
 
 
-def test_few_documents_or_an_unlucky_hash_hold_out_the_end(tmp_path):
+def test_with_few_documents_or_none_selected_the_end_is_held_out(tmp_path):
     folder = tmp_path / "text"
     texts = write_documents(folder, 9)
     assert method(prepare(build_spec(tmp_path, folder))) == "tail"
@@ -166,7 +166,7 @@ def test_given_validation_text_is_used_and_may_not_be_trained_on(tmp_path):
         prepare(build_spec(tmp_path, tmp_path, validation=validation))
 
 
-def test_a_second_call_finds_the_data_and_a_change_makes_it_anew(tmp_path, caplog):
+def test_a_second_call_reuses_the_data_and_a_change_prepares_again(tmp_path, caplog):
     path = tmp_path / "poem.txt"
     path.write_text(POEM)
     spec = build_spec(tmp_path, path)
@@ -242,7 +242,7 @@ def test_a_bytes_tokenizer_from_a_folder_takes_the_fast_path(tmp_path):
     assert from_folder.path == named.path
 
 
-def test_files_that_are_not_text_are_left_out_counted_and_named(tmp_path, caplog):
+def test_files_that_are_not_text_are_skipped_counted_and_named(tmp_path, caplog):
     folder = tmp_path / "text"
     write_documents(folder, 3)
     for index in range(5):
@@ -270,7 +270,7 @@ def test_too_little_text_is_refused_and_leaves_nothing(tmp_path, content, fracti
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch, workers, started):
+def test_an_interrupt_leaves_no_partial_files(tmp_path, monkeypatch, workers, started):
     folder = tmp_path / "text"
     write_documents(folder, 50)
     spec = build_spec(tmp_path, folder, workers=workers)
@@ -287,7 +287,7 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path, monkeypatch, workers
     prepare(spec)
 
 
-def test_what_a_killed_process_left_is_cleared_away(tmp_path):
+def test_files_of_a_killed_process_are_removed(tmp_path):
     path = tmp_path / "poem.txt"
     path.write_text(POEM)
     spec = build_spec(tmp_path, path)
@@ -299,7 +299,7 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path):
     assert not folder.with_suffix(".partial").exists()
 
 
-def test_a_full_disk_is_reported_in_words(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported(tmp_path, monkeypatch):
     path = tmp_path / "poem.txt"
     path.write_text(POEM)
 
@@ -345,7 +345,7 @@ def test_processes_that_want_the_same_data_wait_for_one(tmp_path, monkeypatch):
     assert next(writes) == 1
 
 
-def test_a_recipe_says_what_is_prepared(tmp_path):
+def test_the_spec_from_a_recipe(tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps({"body": POEM}))
     values = {
         "run": {"name": "r", "dir": str(tmp_path / "runs" / "r")},

@@ -1,4 +1,4 @@
-"""Shards, the manifest, and the windows cut from them, against a loop over a list."""
+"""Shards, the manifest and windows, compared with a loop over a list."""
 
 import dataclasses
 import hashlib
@@ -114,7 +114,7 @@ def test_a_dataset_may_be_a_range_of_its_stores(tmp_path):
 
 
 def test_more_than_2_to_the_32_tokens(tmp_path):
-    """Sparse files: 2^32 + 9 tokens in one shard, then 20 in another; reads on both sides of the seam."""
+    """Sparse files: 2^32 + 9 tokens in one shard, then 20 in another; reads on both sides of the boundary."""
     sizes = [2**32 + 9, 20]
     tail = np.arange(1, 30, dtype=np.uint16)
     for index, size in enumerate(sizes):
@@ -183,7 +183,7 @@ def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
             load_manifest(tmp_path)
 
     def refuse_signed(match: str, **changes: object) -> None:
-        """As somebody would write it who knows the format."""
+        """Refuse a manifest with a valid checksum, as an attacker who knows the format would write it."""
         kept = {key: value for key, value in {**content, **changes}.items() if key != "sha256" and value != "absent"}
         digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
         refuse(json.dumps({**kept, "sha256": digest}), match)
@@ -202,7 +202,7 @@ def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
 
 
 def with_first_shard(content: dict, **changes: object) -> dict:
-    """The streams of a manifest, its first shard changed."""
+    """The streams of a manifest, with a changed first shard."""
     [source] = content["streams"]["train"]
     first, *others = source["shards"]
     return {"train": [{**source, "shards": [{**first, **changes}, *others]}]}
@@ -210,7 +210,7 @@ def with_first_shard(content: dict, **changes: object) -> dict:
 
 @pytest.mark.parametrize("place", [0, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES - 1, 4 * BLOCK_BYTES + 7])
 def test_altered_tokens_are_refused_when_they_are_read(tmp_path, place):
-    """Every token of a block whose checksum is wrong, and no other; also when a killed writer went on in its middle."""
+    """Exactly the tokens of blocks with a wrong checksum are refused, also if a killed writer resumed within one."""
     tokens = np.random.default_rng(4).integers(0, 2**16, 2 * BLOCK_BYTES + 5).astype(np.uint16)
     half = BLOCK_BYTES + 11
     with ShardWriter(tmp_path, "train-000", "uint16") as writer:

@@ -1,4 +1,4 @@
-"""What is a document, which files a source has, and where long files are cut."""
+"""The documents and files of a source, and the splitting of long files."""
 
 import json
 import random
@@ -121,7 +121,7 @@ def test_a_named_file_that_is_not_utf8_is_refused_with_its_offset(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"caf\xe9", b"bin\0ary"])
-def test_a_file_in_a_folder_that_is_not_text_may_be_skipped(tmp_path, content):
+def test_a_file_in_a_folder_that_is_not_text_is_skipped(tmp_path, content):
     (tmp_path / "x.txt").write_bytes(content)
     (file,) = list_files(source(tmp_path))
     (span,) = cut_file(file)
@@ -185,7 +185,7 @@ def test_spans_of_a_long_file_are_whole_and_in_order(tmp_path, name):
 
 @pytest.mark.parametrize("pattern", [GPT2, LLAMA3, O200K], ids=["gpt2", "llama3", "o200k"])
 def test_cuts_do_not_change_the_tokens_of_byte_level_bpe(tmp_path, pattern):
-    """Against `tokenizers` on the whole text, for the splitting expressions of four families of models."""
+    """Compared with `tokenizers` on the whole text, for the splitting expressions of four model families."""
     texts = awkward_texts()
     del texts["no line ends"]
     tokenizer = Tokenizer(models.BPE())

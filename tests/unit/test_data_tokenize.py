@@ -1,4 +1,4 @@
-"""Parallel tokenizing: the same tokens from any number of processes, and clear words when one fails."""
+"""Parallel tokenization: the same tokens from any number of processes, and a clear error when one fails."""
 
 import logging
 import subprocess
@@ -24,7 +24,7 @@ BYTES = Encoding("", None, None, 256)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Files of a few bytes to more than a span holds, and one that is not text."""
+    """Files from a few bytes to more than one span, and one that is not text."""
     folder = tmp_path_factory.mktemp("text")
     for index, repeats in enumerate([1, 14_000, 0, 3000, 1, 10, 500]):
         (folder / f"{index}.txt").write_text(f"{index}\n" + LINE * repeats if repeats else "")
@@ -86,7 +86,7 @@ def test_an_unexpected_error_in_a_worker_names_the_file():
 
 @pytest.mark.parametrize("num_before", [0, 1, 2, 4])
 def test_a_worker_that_dies_is_reported_and_none_is_left(folder, num_before, started):
-    def tasks_and_a_murder() -> Iterator[Task]:
+    def tasks_and_a_kill() -> Iterator[Task]:
         tasks = tasks_of(folder) * 5
         yield from tasks[:num_before]
         for child in started():
@@ -94,7 +94,7 @@ def test_a_worker_that_dies_is_reported_and_none_is_left(folder, num_before, sta
         yield from tasks
 
     with pytest.raises(WorkerDiedError, match=r"a process that tokenizes died \(exit code -9\) at .*\.txt"):
-        list(tokenize_tasks(tasks_and_a_murder(), BYTES, 2))
+        list(tokenize_tasks(tasks_and_a_kill(), BYTES, 2))
     assert not started()
 
 
@@ -106,7 +106,7 @@ def test_closing_early_stops_the_workers(folder, started):
     assert not started()
 
 
-def test_workers_do_not_outlive_a_parent_that_is_killed(folder, tmp_path):
+def test_workers_do_not_outlive_a_killed_parent(folder, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         "import multiprocessing, os, signal, sys\n"
@@ -139,7 +139,7 @@ def test_workers_need_neither_torch_nor_transformers():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_progress_says_bytes_rate_and_time_left(caplog):
+def test_progress_shows_bytes_rate_and_time_left(caplog):
     now = iter([0.0, 1.0, 2.5, 3.0, 4.0, 5.0])
     progress = Progress("tokenizing", 100_000_000, logging.getLogger(), clock=lambda: next(now))
     for _ in range(4):

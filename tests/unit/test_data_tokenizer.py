@@ -37,7 +37,7 @@ def test_bytes_has_the_ids_of_utf8(tmp_path):
     assert not loaded.all_special_ids
 
 
-def test_bytes_that_no_text_holds_have_their_ids_too():
+def test_bytes_that_are_not_utf8_also_have_ids():
     vocabulary = build_bytes_tokenizer().get_vocab()
     assert sorted(vocabulary.values()) == list(range(256))
 
@@ -61,7 +61,7 @@ def test_a_vocabulary_below_the_bytes_is_refused():
         train_tokenizer(["x"], 256)
 
 
-def test_the_fingerprint_sees_what_decides_the_ids():
+def test_the_fingerprint_covers_everything_that_determines_the_ids():
     fingerprints = {
         tokenizer_fingerprint(build_bytes_tokenizer()),
         tokenizer_fingerprint(train_tokenizer([CODE], 500)),
@@ -77,7 +77,7 @@ def test_the_fingerprint_sees_what_decides_the_ids():
     assert tokenizer_fingerprint(same) in fingerprints
 
 
-def test_a_tokenizer_that_is_not_there_is_refused_in_words(tmp_path):
+def test_a_missing_tokenizer_is_refused_with_a_message(tmp_path):
     with pytest.raises(DataError, match="no such folder"):
         load_tokenizer(str(tmp_path / "absent"))
     with pytest.raises(DataError, match="cannot be loaded"):

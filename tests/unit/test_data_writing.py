@@ -1,4 +1,4 @@
-"""Writing shards: every format from any number of processes, broken records, copies, separators, and going on."""
+"""Writing shards: every format from any number of processes, broken records, copies, separators, and resuming."""
 
 import csv
 import gzip
@@ -129,7 +129,7 @@ def test_a_validation_split_of_the_same_files_is_no_overlap(tmp_path):
         for split in ("train[:90]", "train[90:]", "train[89:]")
     )
     prepared = prepare(build_spec(tmp_path, train, validation=(held_out,)))
-    # One source to train on and one to validate on have the same key here; only the rows differ.
+    # The training and the validation source have the same key here; only the rows differ.
     assert prepared.train.num_tokens == len("".join(TEXTS[:90]).encode())
     with pytest.raises(DataError, match=r"which data\.train holds too"):
         prepare(build_spec(tmp_path, train, validation=(overlapping,)))
@@ -188,7 +188,7 @@ def test_documents_of_ids_are_held_out_by_hash(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_broken_lines_are_left_out_up_to_a_share(tmp_path, workers, caplog):
+def test_broken_lines_are_skipped_up_to_a_fraction(tmp_path, workers, caplog):
     lines = [json.dumps({"text": text}).encode() for text in TEXTS]
     for index in (7, 1500, 2990):
         lines[index] = b'{"text": "caf\xe9"}'
@@ -215,7 +215,7 @@ def test_a_source_without_the_field_is_refused_early(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_copies_are_left_out_across_sources_and_of_what_is_validated_on(tmp_path, workers, caplog):
+def test_copies_across_sources_and_of_validation_text_are_removed(tmp_path, workers, caplog):
     long = "a line that is long enough to be cut\n" * 60_000  # more than two spans
     assert len(long) > 2 * 2**20
     first, second, third = tmp_path / "first", tmp_path / "second.jsonl", tmp_path / "held-out.jsonl"
@@ -237,7 +237,7 @@ def test_copies_are_left_out_across_sources_and_of_what_is_validated_on(tmp_path
     assert prepared.path != prepare(build_spec(tmp_path, first, second, validation=validation)).path
 
 
-def test_the_set_of_digests_against_a_set():
+def test_the_digest_set_equals_a_python_set():
     rng = random.Random(0)
     numbers = [rng.randrange(20_000) for _ in range(60_000)]
     digests, expected = DigestSet(), set()
@@ -249,7 +249,7 @@ def test_the_set_of_digests_against_a_set():
     assert 16 * len(expected) * 4 / 3 < len(digests._table) < 43 * len(expected)
 
 
-def test_the_separator_is_chosen(tmp_path):
+def test_the_choice_of_separator(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", ["one", "two"])
     tokenizer = train_tokenizer(TEXTS[:50], 300)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|doc|>"]})
@@ -324,7 +324,7 @@ FIRST = 60
 
 
 def write_limited(folder: Path, text_len: int) -> Path:
-    """Records of some megabytes, of which the second is broken, and beyond the first 60 so many that none would do."""
+    """Records of some megabytes; the second is broken, and beyond the first 60 too many are."""
     folder.mkdir()
     lines = [json.dumps({"text": f"{number} " + "größe " * text_len}) for number in range(3000)]
     lines[1] = "{"
@@ -338,7 +338,7 @@ def write_lines(path: Path, lines: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_first_records_of_a_source_are_as_a_source_of_them(tmp_path, workers, caplog):
+def test_a_limited_source_equals_a_source_of_its_first_records(tmp_path, workers, caplog):
     path = write_limited(tmp_path / "all", 300)
     first = write_lines(tmp_path / "x.jsonl", path.read_text(encoding="utf-8").split("\n")[:FIRST])
     options = {"tokenizer": 300, "max_broken_fraction": 0.1, "validation_fraction": 0.02, "workers": workers}
@@ -352,8 +352,8 @@ def test_the_first_records_of_a_source_are_as_a_source_of_them(tmp_path, workers
     (record, *_), (same, *_) = found.manifest.streams["train"], expected.manifest.streams["train"]
     assert (record.documents, record.num_broken) == (same.documents, same.num_broken)
     assert record.num_broken == 1 and record.documents + found.manifest.validation[0].documents == FIRST - 1
-    if workers == 1:  # several may have begun the next task by then
-        # 3 of the 6 MB are beyond the first task: reading ended early.
+    if workers == 1:  # several workers may have begun the next task by then
+        # 3 of the 6 MB are after the first task: reading ended early.
         told = next(line for line in caplog.messages if line.startswith("tokenizing: ") and " in all" in line)
         assert float(told.split(" ")[1]) < 2.5 < path.stat().st_size / 1e6
     again = prepare(build_spec(tmp_path, replace(limited, max_samples=FIRST - 1), **options))
@@ -372,7 +372,7 @@ def test_a_long_document_counts_once_and_is_read_to_its_end(tmp_path):
     assert more.train.num_tokens == 5_400_000, "a source may hold fewer"
 
 
-def test_a_limit_goes_with_every_source_by_itself(tmp_path):
+def test_a_limit_applies_to_each_source_separately(tmp_path):
     one = write_jsonl(tmp_path / "one.jsonl", ["a" * 40, "b" * 40, "c" * 40])
     two = write_jsonl(tmp_path / "two.jsonl", ["d" * 40, "e" * 40])
     sources = [Source("data.train.0", str(one), max_samples=2), Source("data.train.1", str(two), name="two")]
@@ -386,7 +386,7 @@ def test_a_limit_goes_with_every_source_by_itself(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_was_killed_goes_on_and_ends_the_same(tmp_path, workers, caplog):
+def test_a_killed_preparation_resumes_with_the_same_result(tmp_path, workers, caplog):
     write_resumable(tmp_path)
     whole = prepare(resumable_spec(tmp_path, tmp_path / "whole", 1))
     script = tmp_path / "killed.py"
@@ -398,7 +398,7 @@ def test_what_was_killed_goes_on_and_ends_the_same(tmp_path, workers, caplog):
     )  # fmt: skip
     assert child.stdout is not None
     assert child.stdout.readline() == "point\n"
-    time.sleep(0.05)  # into the middle of what no point tells of
+    time.sleep(0.05)  # into data after the last recorded position
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
@@ -421,7 +421,7 @@ def test_what_was_killed_goes_on_and_ends_the_same(tmp_path, workers, caplog):
     assert not partial.exists()
 
 
-def test_a_stream_that_breaks_off_goes_on(tmp_path, monkeypatch, caplog):
+def test_an_interrupted_stream_resumes(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(writing, "POINT_BYTES", 2**16)
     (tmp_path / "texts").mkdir()
     lines = [json.dumps({"text": f"line {number} " * 100}) for number in range(4000)]
@@ -447,7 +447,7 @@ def test_a_stream_that_breaks_off_goes_on(tmp_path, monkeypatch, caplog):
     assert any(line.endswith("MB were done before; going on from there") for line in caplog.messages)
 
 
-def test_a_worker_that_dies_and_a_full_disk_keep_what_was_done(tmp_path, monkeypatch):
+def test_progress_survives_a_dead_worker_and_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "POINT_BYTES", 2**18)
     write_resumable(tmp_path)
     spec = resumable_spec(tmp_path, tmp_path / "prepared", 1)

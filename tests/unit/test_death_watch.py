@@ -1,4 +1,4 @@
-"""Which ends of a machine's processes its agent takes for deaths, also where others follow them under one agent."""
+"""Which process exits the agent treats as deaths, also when new processes follow under the same agent."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def start(folder):
-    """A child as rank 0, which leaves with a code once it is told to."""
+    """Start a child as rank 0 that exits with a code on request."""
     children = []
 
     def start(code):
@@ -41,7 +41,7 @@ def say(child):
     child.stdin.flush()
 
 
-def test_a_rank_that_saved_and_left_is_no_death_and_the_one_after_it_is_watched(folder, start):
+def test_an_exit_after_a_save_is_no_death_and_the_next_rank_is_watched(folder, start):
     with deaths_watched(folder, 1) as watch:
         first = start(1)
         time.sleep(0.3)
@@ -62,7 +62,7 @@ def test_a_rank_that_saved_and_left_is_no_death_and_the_one_after_it_is_watched(
             time.sleep(0.05)
 
 
-def test_what_a_living_rank_said_stays(folder, start):
+def test_the_report_of_a_live_rank_is_kept(folder, start):
     start(0)
     write_outcome(folder.outcomes_dir, report(0, FAILED, "about to leave"))
     forget_ended(folder)

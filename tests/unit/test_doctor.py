@@ -1,4 +1,4 @@
-"""What `echelon doctor` makes of what it finds; every case is described by hand, and its sentence spelt out."""
+"""The conclusions of `echelon doctor`: each case has hand-written measurements and the expected message."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ FAST = Speed(0.0001, 1e9)
 
 
 def fact(host, hosts="abcd", **changes):
-    """What a healthy host says."""
+    """The measurements of a healthy host."""
     versions = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0", "echelon": "0.1.0"}
     numbers = {each: f"10.0.0.{number}" for number, each in enumerate(hosts, 1)}
     healthy = {"versions": versions, "devices": "8 x H100", "address": numbers[host], "interface": "eth0",
@@ -40,7 +40,7 @@ def problems(examination):
     return [f"{each.words}; {each.remedy}" for each in judge(examination) if not each.is_well]
 
 
-def test_all_is_well():
+def test_healthy_hosts():
     findings = judge(found())
     assert all(each.is_well for each in findings)
     lines = {each.subject: each.words for each in findings}
@@ -88,7 +88,7 @@ PAIRS = list(combinations("abcd", 2))
             ["a reaches d at port 29400, but not at others (no route to host); nor the other way; collectives take "
              "ports of their own: open all TCP ports between a and d"],
         ),
-        (  # every pair with c: one sentence about c
+        (  # every pair with c: one message about c
             found(blocked={pair: both("no answer in 3 s") for a in "abd" for pair in ((a, "c"), ("c", a))}),
             ["c and all others cannot connect: no answer in 3 s; check the network of c: its cable, its interface, "
              "its firewall"],
@@ -147,20 +147,20 @@ PAIRS = list(combinations("abcd", 2))
         ),
     ],
 )  # fmt: skip
-def test_the_one_that_is_bad_is_named(examination, sentences):
+def test_the_bad_host_or_pair_is_named(examination, sentences):
     assert problems(examination) == sentences
 
 
-def test_two_machines_are_no_measure_of_each_other():
+def test_two_machines_are_not_compared_with_each_other():
     assert problems(found("ab", pairs={("a", "b"): SLOW}, whole=None)) == []
 
 
-def test_nobody_answers():
+def test_no_host_answers():
     assert len(problems(found("ab", facts={"a": "no", "b": "no"}, offsets={}, pairs={}, whole=None))) == 2
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
-def test_rounds_have_every_pair_once_and_no_host_twice(count):
+def test_rounds_contain_every_pair_once_and_no_host_twice(count):
     hosts = [f"h{number}" for number in range(count)]
     all_rounds = rounds(hosts)
     for each in all_rounds:
@@ -170,14 +170,14 @@ def test_rounds_have_every_pair_once_and_no_host_twice(count):
     assert sorted(met) == sorted(combinations(hosts, 2))
 
 
-def test_usual_is_what_most_hosts_reach_with_somebody():
-    """Of three hosts a slow one makes two of three pairs slow: the median of pairs would call them usual."""
+def test_the_typical_value_is_the_median_of_best_pairs():
+    """With three hosts, one slow host makes two of three pairs slow, so the median of pairs would be slow."""
     pairs = {("a", "b"): FAST, ("a", "c"): SLOW, ("b", "c"): SLOW}
     assert find_slow(pairs) == dict.fromkeys([("a", "c"), ("b", "c")], "10 MB/s where 1.0 GB/s is usual")
     assert find_slow({**pairs, ("a", "c"): Speed(0.0001, 2.5e8), ("b", "c"): Speed(0.0021, 1e9)}) == {}
 
 
-def test_answers_are_found_among_other_words_and_an_end_is_explained():
+def test_answers_are_found_in_other_output_and_exits_are_explained():
     code = "print('Loading modules', flush=True); input(); print('@echelon {\"time\": 5.0}', flush=True); 1/0"
     probe = Probe("a", [sys.executable, "-c", code])
     assert probe.ask("clock", 20) == {"time": 5.0}
@@ -186,7 +186,7 @@ def test_answers_are_found_among_other_words_and_an_end_is_explained():
     probe.close()
 
 
-def test_a_machine_that_does_not_answer_is_not_waited_for():
+def test_a_machine_that_does_not_answer_times_out():
     probe = Probe("a", ["sleep", "60"])
     with pytest.raises(LaunchError, match=r"no answer in 0 s"):
         probe.ask("clock", 0.2)
@@ -194,7 +194,7 @@ def test_a_machine_that_does_not_answer_is_not_waited_for():
         probe.ask("clock", 20)
 
 
-def test_what_runs_on_a_host_is_prepared_as_training_is():
+def test_commands_on_a_host_use_the_setup_of_training():
     launch = LaunchConfig(env={"A": "it's"}, setup=("module load cuda",), python="/opt/a b/python")
     assert probe_script(launch, Path("/work dir")).splitlines() == [
         "cd '/work dir' || exit 2",
@@ -204,12 +204,12 @@ def test_what_runs_on_a_host_is_prepared_as_training_is():
     ]
 
 
-def test_versions_asked_for_are_those_of_the_package():
+def test_required_versions_equal_those_of_the_package():
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {f"{name}{wanted}" for name, wanted in machine.REQUIRED.items()} <= set(dependencies)
 
 
-def test_this_machine_is_told_what_is_wrong(monkeypatch, tmp_path):
+def test_problems_of_this_machine_are_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "find_version", {"torch": "2.10.1"}.get)
     monkeypatch.setattr(machine, "machine_memory_bytes", lambda: 2**30)
     monkeypatch.setattr(machine, "measure_here", fail)
@@ -228,7 +228,7 @@ def fail(_):
     raise LaunchError("refused")
 
 
-def test_command_prints_lines_or_json_and_leaves_with_one(monkeypatch):
+def test_the_command_prints_text_or_json_and_exits_with_1(monkeypatch):
     from typer.testing import CliRunner
 
     from echelon.cli import app

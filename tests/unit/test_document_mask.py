@@ -1,4 +1,4 @@
-"""Packed documents do not see each other: each one's loss is that of the document alone, whatever stands beside it."""
+"""Packed documents do not attend to each other: the loss of each equals that of the document alone."""
 
 import numpy as np
 import pytest
@@ -30,12 +30,12 @@ FIELDS = {
     "gemma2": {"sliding_window": WINDOW},
     "gemma3_text": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
 }
-LENGTHS = [[9, 11, 5], [14, 7, 4]]  # of documents in sequences of 32; what is left is padding
+LENGTHS = [[9, 11, 5], [14, 7, 4]]  # lengths of documents in sequences of 32; the rest is padding
 LENGTH = 32
 
 
 def packed(seed=0, changed=None):
-    """Two sequences of three documents and padding; the tokens of one document (row, number) can be others."""
+    """Two sequences of three documents and padding, optionally with other tokens in one document (row, number)."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, 256, (2, LENGTH), generator=generator)
     documents = torch.full((2, LENGTH), -1, dtype=torch.int32)
@@ -55,7 +55,7 @@ def packed(seed=0, changed=None):
 
 
 def losses(model, batch):
-    """The loss of each document, through the module that training runs."""
+    """The loss of each document, computed by the module that training uses."""
     module = ObjectiveModule(model)
     with torch.no_grad():
         scores = module(batch, lambda outputs, _: outputs.log_probabilities(batch.labels))
@@ -67,7 +67,7 @@ def losses(model, batch):
 
 
 def loss_alone(model, batch, row, number):
-    """The oracle: `transformers` on the one document, its own attention and its own loss."""
+    """The reference: the attention and loss of `transformers` on the document alone."""
     tokens = batch.input_ids[row][batch.documents[row] == number][None]
     with torch.no_grad():
         logits = model(input_ids=tokens, use_cache=False).logits[0].float()
@@ -75,7 +75,7 @@ def loss_alone(model, batch, row, number):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_document_neither_sees_others_nor_knows_its_place(family):
+def test_a_document_does_not_depend_on_others_or_its_position(family):
     model = small_model(family, **FIELDS.get(family, {})).eval()
     batch, other = packed(), packed(changed=(0, 1))
     found, changed = losses(model, batch), losses(model, other)
@@ -86,8 +86,8 @@ def test_a_document_neither_sees_others_nor_knows_its_place(family):
 
 
 @pytest.mark.parametrize("family", FIELDS)
-def test_the_window_is_kept(family):
-    """Within a document of 14 tokens a window of 4 must still matter, else the test above shows nothing of it."""
+def test_the_sliding_window_is_kept(family):
+    """In a document of 14 tokens a window of 4 must have an effect; otherwise the test above would not cover it."""
     windowed = small_model(family, **FIELDS[family]).eval()
     wide = small_model(family, **FIELDS[family] | {"sliding_window": LENGTH}).eval()
     assert losses(windowed, packed())[1, 0] != losses(wide, packed())[1, 0]
@@ -95,20 +95,20 @@ def test_the_window_is_kept(family):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
-def test_a_model_without_masks_for_whole_texts_makes_them_for_documents(attention):
+def test_a_model_without_a_mask_for_plain_text_has_one_for_documents(attention):
     model = small_model("llama").eval()
     model.set_attn_implementation(attention)
     apply_plain_causal(model, LENGTH)
     assert (model.config._attn_implementation == PLAIN_CAUSAL) == (attention == "sdpa")
     batch = packed()
-    with torch.compiler.set_stance("force_eager"):  # flex attention is the same uncompiled, and sooner done
+    with torch.compiler.set_stance("force_eager"):  # uncompiled flex attention is equal and faster to test
         found = losses(model, batch)
     model.set_attn_implementation("sdpa")
     assert found[0, 2].item() == pytest.approx(loss_alone(model, batch, 0, 2).item(), rel=1e-5)
 
 
-def test_masks_go_with_checkpointing_compilation_and_autocast():
-    """The gradients are those of the plain model; bf16 only has to keep documents apart."""
+def test_masks_work_with_checkpointing_compilation_and_autocast():
+    """The gradients equal those of the plain model; in bf16 only the separation of documents is tested."""
     plain, changed = small_model("gemma3_text", **FIELDS["gemma3_text"]), packed(changed=(0, 1))
     for model in (plain, other := small_model("gemma3_text", **FIELDS["gemma3_text"])):
         if model is other:
@@ -122,7 +122,7 @@ def test_masks_go_with_checkpointing_compilation_and_autocast():
     assert [key for key in before if not torch.equal(before[key], after[key])] == [(0, 1)]
 
 
-def test_masks_are_made_once_for_all_layers(monkeypatch):
+def test_masks_are_built_once_for_all_layers(monkeypatch):
     import echelon.objectives.outputs
 
     calls = []
@@ -133,8 +133,8 @@ def test_masks_are_made_once_for_all_layers(monkeypatch):
     assert len(calls) == 1
 
 
-def test_flash_attention_is_told_where_documents_begin():
-    """Its packages run on GPUs alone; what they are told does not. Padding is one more document."""
+def test_flash_attention_receives_the_document_starts():
+    """The kernels need a GPU, but not their arguments. Padding is one more document."""
     model, batch = small_model("llama"), packed()
     model.config._attn_implementation_internal = "flash_attention_2"
     told = document_inputs(model, batch.documents, batch.position_ids)
@@ -143,7 +143,7 @@ def test_flash_attention_is_told_where_documents_begin():
     assert "attention_mask" not in told
 
 
-def test_what_nobody_compared_is_refused():
+def test_untested_families_are_refused():
     for family in ("stablelm", "mamba"):
         config = load_config({"model_type": family})
         with pytest.raises(ConfigError, match=rf"model_type is {family}; set data.document_mask=false"):
@@ -157,7 +157,7 @@ def test_what_nobody_compared_is_refused():
     check_document_mask(llama, "flash_attention_2")
 
 
-def test_the_attention_is_said():
+def test_the_attention_is_printed():
     gemma2 = load_config(small_config("gemma2"))
     assert choose_attention(gemma2, None) == "eager" and "; eager, with a mask" in describe_document_mask(gemma2, None)
     llama = load_config(small_config("llama"))

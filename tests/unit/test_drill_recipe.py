@@ -1,4 +1,4 @@
-"""What a drill makes of a recipe: a small one of the same kind, that loads and plans."""
+"""The small recipe of a drill: of the same kind as the original, and it loads and plans."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_a_small_model_of_the_same_family(tmp_path, model_type):
             assert getattr(small, key) == given[key]
 
 
-def test_what_is_small_stays_as_it_is(tmp_path):
+def test_small_values_are_unchanged(tmp_path):
     given = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
     recipe, _ = load_recipe(write(tmp_path, model={"config": given}))
     assert shrink_model(recipe).items() >= given.items()
@@ -80,8 +80,8 @@ def test_the_small_recipe_loads(tmp_path):
     assert small.prepared_dir == recipe.prepared_dir, "the data is not prepared once more"
 
 
-def test_the_time_of_a_drill_is_that_of_its_starts_steps_and_waits():
-    """Worked by hand, for starts of 10 s and runs of 8 s."""
+def test_the_duration_of_a_drill():
+    """Computed by hand, for starts of 10 s and runs of 8 s."""
     by_name = {fault.name: fault for fault in FAULTS}
     assert estimate_seconds([], 10, 8) == 18
     assert estimate_seconds([by_name["SIGTERM"]], 10, 8) == pytest.approx(18 + 2 * 10 + 8 * 1.1)
