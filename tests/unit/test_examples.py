@@ -1,4 +1,4 @@
-"""What records of each format mean, worked by hand; and that no record, however odd, does worse than be refused."""
+"""The meaning of records of each format, by hand; any malformed record is refused cleanly."""
 
 import json
 import random
@@ -92,21 +92,21 @@ SAID = talk(("system", "S"))[0]
 A, B = talk(("assistant", "A"))[0], talk(("assistant", "B"))[0]
 PREFERENCES = {
     "texts": ({"prompt": "P", "chosen": "A", "rejected": "B"}, Completion("P", "A"), Completion("P", "B")),
-    # As in hh-rlhf: the texts part after "Assistant:", before the space.
+    # As in hh-rlhf: the texts differ after "Assistant:", from the space on.
     "whole texts": (
         {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello you", "rejected": "\n\nHuman: Hi\n\nAssistant: Help"},
         Completion("\n\nHuman: Hi\n\nAssistant:", " Hello you"), Completion("\n\nHuman: Hi\n\nAssistant:", " Help"),
     ),
     "turns": ({"prompt": [ASKED[0]], "chosen": [A], "rejected": [B]}, (ASKED[0], A), (ASKED[0], B)),
     "a question and turns": ({"prompt": "Hi", "chosen": [A], "rejected": [B]}, (ASKED[0], A), (ASKED[0], B)),
-    # As in UltraFeedback: the prompt once more in the answers.
+    # As in UltraFeedback: the answers repeat the prompt.
     "the prompt twice": (
         {"prompt": "Hi", "chosen": [ASKED[0], A], "rejected": [ASKED[0], B]}, (ASKED[0], A), (ASKED[0], B),
     ),
     "one message each": ({"prompt": "Hi", "chosen": A, "rejected": B}, (ASKED[0], A), (ASKED[0], B)),
     "a prompt of one message": ({"prompt": ASKED[0], "chosen": [A], "rejected": [B]}, (ASKED[0], A), (ASKED[0], B)),
     "turns and texts": ({"prompt": [ASKED[0]], "chosen": "A", "rejected": "B"}, (ASKED[0], A), (ASKED[0], B)),
-    # As LLaMA-Factory has them: in ShareGPT's form, in OpenAI's, in Alpaca's.
+    # As in LLaMA-Factory: in the forms of ShareGPT, OpenAI and Alpaca.
     "conversations": (
         {"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "A"},
          "rejected": {"from": "gpt", "value": "B"}}, (ASKED[0], A), (ASKED[0], B),
@@ -132,7 +132,7 @@ PREFERENCES = {
     "prompt and system": (
         {"system": "S", "prompt": "Hi", "chosen": "A", "rejected": "B"}, (SAID, ASKED[0], A), (SAID, ASKED[0], B),
     ),
-    # As ultrafeedback_binarized: `messages` is the chosen conversation once more; and without its `prompt`.
+    # As in ultrafeedback_binarized, where `messages` repeats the chosen conversation; also without `prompt`.
     "the chosen one twice": (
         {"prompt": "Hi", "messages": [ASKED[0], A], "chosen": [ASKED[0], A], "rejected": [ASKED[0], B]},
         (ASKED[0], A), (ASKED[0], B),
@@ -144,7 +144,7 @@ PREFERENCES = {
         {"prompt": "Hi", "chosen": [SAID, ASKED[0], A], "rejected": [SAID, ASKED[0], B]},
         (SAID, ASKED[0], A), (SAID, ASKED[0], B),
     ),
-    # As ms-swift has them.
+    # As in ms-swift.
     "a rejected response": (
         {"messages": [SAID, ASKED[0], A], "rejected_response": "B"}, (SAID, ASKED[0], A), (SAID, ASKED[0], B),
     ),
@@ -167,7 +167,7 @@ def test_preferences(name):
 
 
 def encoding(**changes) -> InstructionEncoding:
-    """Bytes, `~` as the token that ends a text."""
+    """Bytes, with `~` as the stop token."""
     values = {
         "tokenizer_json": build_bytes_tokenizer().backend_tokenizer.to_str(), "special_tokens": (("eos_token", "~"),),
         "template": NAMED_TEMPLATES["plain"].text, "train_on": "assistant", "system_prompt": None, "before": (),
@@ -177,15 +177,15 @@ def encoding(**changes) -> InstructionEncoding:
 
 
 def show(documents: tuple[EncodedDocument, ...]) -> list[tuple[bytes, bytes]]:
-    """Of each document its text, and what of it is learned."""
+    """The text of each document, and the text of its targets."""
     return [(bytes(each.ids.tolist()), bytes(each.ids[each.targets].tolist())) for each in documents]
 
 
-def test_texts_end_in_the_stop_token_which_is_learned():
+def test_texts_end_with_the_stop_token_as_a_target():
     record = {"prompt": "1+1=", "completion": "2"}
     assert show(encoding().encode(record)) == [(b"1+1=2~", b"2~")]
     assert show(encoding(before=(1,)).encode(record)) == [(b"\x011+1=2~", b"2~")]
-    # A text that begins with it already has no second one.
+    # A text that already begins with it gets no second one.
     assert show(encoding(before=(ord("1"),)).encode(record)) == [(b"1+1=2~", b"2~")]
     assert show(encoding(stop=None, needs_stop=False).encode(record)) == [(b"1+1=2", b"2")]
     with pytest.raises(BrokenRecordError, match=r"no eos; set data\.document_separator"):
@@ -194,7 +194,7 @@ def test_texts_end_in_the_stop_token_which_is_learned():
     assert show(pair) == [(b"1+1=2~", b"2~"), (b"1+1=3~", b"3~")]
 
 
-def test_only_the_answer_of_a_prompt_or_a_pair_is_learned():
+def test_only_the_answer_of_a_prompt_or_a_pair_is_a_target():
     prompt = [*ASKED, ASKED[0]]
     pair = encoding().encode({"prompt": prompt, "chosen": [A], "rejected": [B]})
     assert show(pair) == [(b"HiHo~HiA~", b"A~"), (b"HiHo~HiB~", b"B~")]
@@ -205,8 +205,8 @@ def test_only_the_answer_of_a_prompt_or_a_pair_is_learned():
     assert show(with_system) == [(b"SHiHo~HiA~", b"A~")]
 
 
-def test_a_token_of_both_sides_is_not_learned():
-    """`ab` is one token: of prompt `a` and completion `bc` only `c` is whole on the right side."""
+def test_a_token_across_the_border_is_not_a_target():
+    """`ab` is one token: with prompt `a` and completion `bc`, only `c` is completely in the completion."""
     tokenizer = json.loads(build_bytes_tokenizer().backend_tokenizer.to_str())
     tokenizer["model"]["vocab"]["ab"], tokenizer["model"]["merges"] = 256, [["a", "b"]]
     (document,) = encoding(tokenizer_json=json.dumps(tokenizer)).encode({"prompt": "a", "completion": "bc"})
@@ -214,7 +214,7 @@ def test_a_token_of_both_sides_is_not_learned():
     assert document.targets.tolist() == [False, True, True]
 
 
-def test_given_ids_are_learned_where_their_label_says():
+def test_labels_select_the_targets_of_given_ids():
     (document,) = encoding().encode({"input_ids": [5, 6, 7, 8], "labels": [5, -100, 7, 8]})
     assert document.ids.tolist() == [5, 6, 7, 8]
     assert document.targets.tolist() == [False, False, True, True]
@@ -276,8 +276,8 @@ def test_without_a_template_conversations_are_refused_with_the_fix():
         encoding(template=None).encode({"prompt": [ASKED[0]], "completion": [A]})
 
 
-def test_no_record_does_worse_than_be_refused():
-    """Records with parts swapped for values of every kind: encoded with a target, or a BrokenRecordError."""
+def test_malformed_records_are_refused_cleanly():
+    """Records with parts replaced by values of every type are encoded with a target, or raise BrokenRecordError."""
     records = [record for record, _ in CONVERSATIONS.values()] + [record for record, *_ in PREFERENCES.values()]
     records += [{"prompt": "a", "completion": "b"}, {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]
     odd = [
@@ -314,7 +314,7 @@ def test_no_record_does_worse_than_be_refused():
 
 
 def _damage(value, draw, odd) -> None:
-    """Put something odd somewhere into a record."""
+    """Replace a random part of a record by an unusual value."""
     while True:
         key = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
         if isinstance(value[key], dict | list) and value[key] and draw.random() < 0.8:

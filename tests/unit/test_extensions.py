@@ -1,4 +1,4 @@
-"""Parts that a recipe names from outside of echelon: what is taken, and one clear error for what is not."""
+"""External classes named in a recipe: accepted ones, and one clear error for each unusable one."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ RECIPE = {
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Somebody else's package, installed, and a name for each test, since Python keeps what it has imported."""
+    """An installed external package, with a new name for each test, because Python caches imports."""
     name = write_package(tmp_path / "site", f"their_parts_{abs(hash(tmp_path))}")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.chdir(tmp_path)
@@ -86,14 +86,14 @@ def test_a_reader_feeds_what_it_reads(package, tmp_path):
         ("__main__:Mine", r"what a script or a notebook defines itself cannot be imported .* name my_parts:Mine"),
     ],
 )
-def test_what_cannot_be_used_is_one_error(package, name, message):
+def test_an_unusable_class_is_one_error(package, name, message):
     recipe = build(optim__name=name.format(package=package))
     for use in (check_extensions, lambda recipe: choose_rule(recipe.optim, True)):
         with pytest.raises(ConfigError, match=rf"^optim.name={name.format(package=package)}: .*{message}"):
             use(recipe)
 
 
-def test_options_are_compared_with_what_is_made(package):
+def test_options_are_checked_against_the_class(package):
     recipe = build(objective__name=f"{package}:ZLoss", objective__options={"wait": 1})
     with pytest.raises(ConfigError, match=r"^objective.options=\{'wait': 1\} does not fit .* argument 'wait'\)"):
         check_extensions(recipe)
@@ -108,7 +108,7 @@ def test_other_names_are_refused_when_the_recipe_is_read(key, name):
         build_recipe(RECIPE, {key: name})
 
 
-def test_editors_know_both_spellings():
+def test_the_schema_accepts_both_spellings():
     schema = recipe_json_schema()
     check = jsonschema.Draft202012Validator(schema).is_valid
     for name, good in (("muon", True), ("their.parts:Rule", True), ("muom", False), ("a b:c", False)):
@@ -129,7 +129,7 @@ def test_plans_are_made_without_importing(package):
 
 
 def test_a_users_own_recipe_finds_modules_beside_it(package, tmp_path, monkeypatch):
-    """As a script does; what only reads a run's folder does not."""
+    """The recipe's folder is importable, as for a script; commands that only read a run do not import from it."""
     write_package(tmp_path, "beside_it")
     (tmp_path / "recipe.json").write_text(json.dumps({**RECIPE, "objective": {"name": "beside_it:ZLoss"}}))
     program = (
@@ -158,7 +158,7 @@ def test_callbacks_are_names_or_mappings(package, tmp_path):
     assert not blocking_differences(build(), recipe), "a run may go on with others"
 
 
-def test_tables_name_what_there_is():
+def test_table_rows_exist():
     from echelon.data.readers import find_reader
     from echelon.data.readers.record import Reader, SourceFile
     from echelon.recipe.names import FORMATS, OBJECTIVES, OPTIMIZERS, SYNCHRONIZERS

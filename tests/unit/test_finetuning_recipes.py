@@ -1,8 +1,8 @@
-"""The shipped recipes of fine-tuning: their memory by hand, and each dry-run on the real model without its weights.
+"""The shipped fine-tuning recipes: their memory by hand, and a dry run of each on the real model without weights.
 
-A dry run builds what a rank builds, under a process group that only pretends to have the other ranks: the model on
-meta, with its adapter, sharded, and its optimizer. Then one forward and backward pass on tensors without memory, of two
-layers in the usual run and of all of them in the slow one: `pytest -m slow tests/unit/test_finetuning_recipes.py`.
+A dry run builds the model, adapter and optimizer of one rank on meta, sharded over a fake process group. Then it runs
+one forward and backward pass on tensors without memory, with two layers by default and with all layers in the slow
+test: `pytest -m slow tests/unit/test_finetuning_recipes.py`.
 """
 
 import json
@@ -57,17 +57,17 @@ RECIPES = {
     "finetune-8b-fsdp": (LLAMA3_8B, "8xA100-40"),
     "qlora-70b-fsdp": (LLAMA3_70B, "8xA10G"),
 }
-# Parameters: of all, of one layer, outside the layers; in 4 bits. A block of 64 of those has 32 bytes, and a byte and a
-# 64th for its scale. Trained with rank r: r * 81,920 in each of 8 B's 32 layers, r * 161,792 in each of 70 B's 80.
+# Numbers of parameters: all, of one layer, outside the layers, in 4 bits. A 4-bit block of 64 takes 32 bytes, and 1 and
+# 1/64 bytes for its scale. Trained with rank r: r * 81,920 in each of 8 B's 32 layers, r * 161,792 in 70 B's 80.
 ALL_8B, LAYER_8B, OUTSIDE_8B = 8_030_261_248, 218_112_000, 1_050_677_248
 LAYER_70B, OUTSIDE_70B = 855_654_400, 2_101_354_496
 PACKED_8B, PACKED_70B = 6_979_321_856 / 64 * (33 + 1 / 64), 80 * 855_638_016 / 64 * (33 + 1 / 64)
 LORA_64, LORA_16, LORA_64_70B = 64 * 32 * 81_920, 16 * 32 * 81_920, 64 * 80 * 161_792
 STATES = {
-    # packed and bf16 ones; 18 bytes a trained one (fp32, its bf16 copy, gradient, moments); the largest weight in bf16
+    # 4-bit and bf16 weights; 18 bytes per trained one (fp32, bf16 copy, gradient, moments); the largest weight in bf16
     "qlora-8b": PACKED_8B + 2 * OUTSIDE_8B + 18 * LORA_64 + 2 * 4096 * 14336,
     "lora-8b-ddp": 2 * ALL_8B + 18 * LORA_16,
-    # 16 bytes for each, over 8 ranks; in bf16 what is gathered; bf16 and fp32 in the buffers, of all outside the layers
+    # 16 bytes each over 8 ranks; gathered weights in bf16; bf16 and fp32 buffers of all parameters outside the layers
     "finetune-8b-fsdp": 16 * ALL_8B / 8 + 2 * (OUTSIDE_8B + 2 * LAYER_8B) + 6 * OUTSIDE_8B,
     "qlora-70b-fsdp": (PACKED_70B + 2 * OUTSIDE_70B + 16 * LORA_64_70B) / 8 + 2 * OUTSIDE_70B
     + 2 * (PACKED_70B + 2 * LORA_64_70B) / 80 + 2 * OUTSIDE_70B + 2 * 8192 * 28672,
@@ -76,7 +76,7 @@ STATES = {
 
 @dataclass(frozen=True)
 class Planned:
-    """A shipped recipe with the config of the model it names, as it would run on the devices it names."""
+    """A shipped recipe with its model config, planned for its devices."""
 
     recipe: Recipe
     config: dict[str, Any]
@@ -98,7 +98,7 @@ def plan_recipe(name: str, folder: Path, *overrides: str, **fields: Any) -> Plan
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_states_are_those_worked_out_by_hand_and_all_of_it_fits(name: str, tmp_path: Path) -> None:
+def test_states_equal_values_by_hand_and_everything_fits(name: str, tmp_path: Path) -> None:
     planned = plan_recipe(name, tmp_path)
     estimate = planned.estimate()
     assert estimate.states == pytest.approx(STATES[name], rel=0.002)
@@ -126,9 +126,9 @@ def pretended_ranks(number: int) -> Iterator[None]:
 
 
 def dry_run(planned: Planned, seen: dict[str, int]) -> None:
-    """Build as a rank does, on meta, and count; then one pass forward and back, without memory."""
+    """Build what a rank builds, on meta, and count bytes; then run a forward and backward pass without memory."""
     recipe, plan = planned.recipe, planned.plan
-    meshes = build_mesh(plan, "cpu")  # outside the mode: it reads the ranks from a tensor
+    meshes = build_mesh(plan, "cpu")  # outside the fake mode, because it reads the ranks from a tensor
     model = build_on_meta(AutoConfig.for_model(**planned.config))
     apply_plain_causal(model, recipe.data.sequence_len)
     if recipe.adapter.is_adapter:
@@ -138,13 +138,13 @@ def dry_run(planned: Planned, seen: dict[str, int]) -> None:
     optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, 0)
     seen["parameters"] = sum(local_part(each).nbytes for each in model.parameters())
     seen["optimizer"] = sum(local_part(each).nbytes for _, each in optimizer.tensors())
-    _code_books(recipe.adapter.quant_type, CPU)  # made once, and not without memory
+    _code_books(recipe.adapter.quant_type, CPU)  # created once, outside the fake mode
     ids = np.arange(plan.micro_batch_size, dtype=np.int64)
     with FakeTensorMode(allow_non_fake_inputs=True):
         module.to_empty(device="cpu")
         place_buffers(model, CPU)
         module.train()
-        # DDP itself wants to compare replicas that are there: the pass is that of one of them.
+        # DDP would compare the replicas, which do not exist here, so the pass runs on one of them.
         parallel = parallelize(module, replace(plan, dp_replicate=1), meshes)
         tokens = torch.zeros(plan.micro_batch_size, recipe.data.sequence_len, dtype=torch.long)
         batch = Microbatch(tokens, tokens, ids, ids)

@@ -1,4 +1,4 @@
-"""Metrics forwarders: what a tracker is given, when it fails, hangs, comes back, or belongs to a resumed run."""
+"""Metrics forwarders: the rows a tracker receives if it fails, hangs, recovers, or belongs to a resumed run."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ from log_lines import LogLines
 
 
 class Shelf:
-    """A tracker in memory that keeps what it is sent, also across forwarders, and fails when told to."""
+    """A tracker that keeps its rows in memory, also across forwarders, and fails on request."""
 
     name = "shelf"
 
@@ -52,7 +52,7 @@ class Shelf:
 
 
 class Run:
-    """A run's metrics.jsonl and the lines that its console got."""
+    """A run's metrics.jsonl and its console messages."""
 
     def __init__(self, folder: Path) -> None:
         self.metrics = folder / "metrics.jsonl"
@@ -94,7 +94,7 @@ def steps(shelf, kind="train"):
     return [row["step"] for row in shelf.rows if row["kind"] == kind]
 
 
-def test_rows_arrive_while_the_run_goes_on_and_the_rest_at_its_end(run):
+def test_rows_are_sent_during_the_run_and_at_its_end(run):
     shelf = Shelf()
     forwarder = run.start(shelf)
     run.write(1, 2)
@@ -107,7 +107,7 @@ def test_rows_arrive_while_the_run_goes_on_and_the_rest_at_its_end(run):
     assert Ledger.read(run.ledger).complete
 
 
-def test_an_outage_is_said_once_and_loses_nothing(run):
+def test_an_outage_is_reported_once_and_loses_nothing(run):
     shelf = Shelf()
     forwarder = run.start(shelf)
     run.write(1)
@@ -135,7 +135,7 @@ def test_a_batch_whose_answer_was_lost_is_not_sent_twice(run):
     assert steps(shelf) == [1, 2, 3]
 
 
-def test_what_is_missing_at_the_end_is_said_and_sent_by_the_next_start(run):
+def test_missing_rows_are_reported_at_the_end_and_sent_by_the_next_start(run):
     shelf = Shelf()
     shelf.error = OSError("no such host")
     run.write(1, 2, 3)
@@ -161,8 +161,8 @@ def test_a_failed_run_does_not_wait_for_a_tracker_that_hangs(run):
     released.set()
 
 
-def test_a_resumed_run_goes_on_in_the_same_tracking_run_without_a_step_twice(run):
-    """Steps 4 and 5 were lost and are done again: they stay as they were first measured."""
+def test_a_resumed_run_continues_its_tracking_run_without_repeating_steps(run):
+    """Steps 4 and 5 were lost and are repeated; their first values are kept."""
     shelf = Shelf()
     run.write(1, 2, 3, 4, 5)
     run.start(shelf).close(done=False)
@@ -175,7 +175,7 @@ def test_a_resumed_run_goes_on_in_the_same_tracking_run_without_a_step_twice(run
 
 
 def test_a_crash_before_the_tracking_run_exists_leaves_its_key_behind(run):
-    """The key is on disk before anything is made under it."""
+    """The key is on disk before anything is created under it."""
     seen: list[str] = []
 
     class Crashing(Shelf):
@@ -189,14 +189,14 @@ def test_a_crash_before_the_tracking_run_exists_leaves_its_key_behind(run):
     assert set(seen) == {shelf.keys[0]}
 
 
-def test_a_ledger_that_cannot_be_written_is_an_outage_too(run):
+def test_a_ledger_that_cannot_be_written_counts_as_an_outage(run):
     run.ledger.parent.write_text("a file where a folder should be")
     run.write(1)
     run.start(Shelf()).close(done=True)
     assert run.said("fails (FileExistsError") and run.said("is missing 1 of 1 rows")
 
 
-def test_the_reader_waits_for_the_end_of_a_line(tmp_path):
+def test_the_reader_waits_for_complete_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     reader = RowReader(path)
     assert reader.read(10) == []
@@ -207,7 +207,7 @@ def test_the_reader_waits_for_the_end_of_a_line(tmp_path):
     assert reader.read(10) == [{"kind": "train", "step": 3}] and reader.read(10) == []
 
 
-def test_a_file_that_takes_the_place_is_read_from_its_beginning_when_it_is_time(tmp_path):
+def test_a_replaced_file_is_read_from_its_beginning(tmp_path):
     path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
     path.write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n{"kind": "train", "step": 3}\n')
     reader = RowReader(path)
@@ -221,7 +221,7 @@ def test_a_file_that_takes_the_place_is_read_from_its_beginning_when_it_is_time(
 
 
 def test_rows_that_are_cut_and_written_again_arrive_once(run):
-    """As when a run goes back to a checkpoint: the rows written anew are longer, so no offset fits."""
+    """As after a rollback: the new rows are longer, so old offsets are invalid."""
     shelf = Shelf()
     forwarder = run.start(shelf)
     run.write(1, 2, 3, 4)

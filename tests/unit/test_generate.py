@@ -1,4 +1,4 @@
-"""Sampling: batches, limits, streams and stop texts, against transformers' own generate and values worked by hand."""
+"""Sampling: batches, limits, streams and stop strings, compared with transformers' generate and values by hand."""
 
 import json
 
@@ -18,14 +18,14 @@ PROMPTS = ["The café", "a", "naïve résumés, 東京 and more"]
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def folder(request, tmp_path_factory):
-    """An HF folder of a small random model with a byte-level BPE tokenizer, which cuts through characters."""
+    """An HF folder with a small random model and a byte-level BPE tokenizer that splits characters."""
     path = tmp_path_factory.mktemp(request.param)
     tokenizer = train_tokenizer([TEXT], 300)
     tokenizer.save_pretrained(path)
     torch.manual_seed(0)
     fields = small_config(request.param, True) | {"vocab_size": 320}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-    for parameter in model.parameters():  # far from uniform, so that greedy choices are no near ties
+    for parameter in model.parameters():  # far from uniform, so that greedy choices are not close to ties
         parameter.data.mul_(4)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(path)
@@ -37,7 +37,7 @@ def texts(folder, prompts, batch_size=8, **options):
     return [each.text for each in generate_samples(folder, prompts, sampling, batch_size=batch_size)]
 
 
-def test_a_batch_is_what_its_prompts_are_alone(folder):
+def test_a_batch_equals_its_prompts_alone(folder):
     alone = [texts(folder, [prompt])[0] for prompt in PROMPTS]
     assert texts(folder, PROMPTS) == alone
     assert texts(folder, PROMPTS[::-1], batch_size=2) == alone[::-1]
@@ -48,7 +48,7 @@ def test_a_batch_is_what_its_prompts_are_alone(folder):
     assert texts(folder, PROMPTS, **options, seed=1) != sampled
 
 
-def test_greedy_is_transformers_own(folder):
+def test_greedy_sampling_equals_transformers(folder):
     from transformers import AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -60,14 +60,14 @@ def test_greedy_is_transformers_own(folder):
             assert text == tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
-def test_learned_positions_end(folder):
+def test_sampling_stops_at_the_last_learned_position(folder):
     if "gpt2" in folder.name:
         words = r"--max-tokens 1024: a prompt of 1 tokens .* the 1024 positions of the model; use --max-tokens 1023 or"
         with pytest.raises(ConfigError, match=words):
             texts(folder, ["a"], max_tokens=1024)
 
 
-def test_streamed_is_whole_characters_and_the_same_text(folder):
+def test_a_stream_has_whole_characters_and_the_same_text(folder):
     for options in ({}, {"temperature": 1.5, "top_k": 0, "num_samples": 2}):
         pieces = []
         sampling = Sampling(**{"max_tokens": 40, "temperature": 0.0, **options})
@@ -76,7 +76,7 @@ def test_streamed_is_whole_characters_and_the_same_text(folder):
         assert [each.text for each in streamed] == texts(folder, PROMPTS, max_tokens=40, **options)
 
 
-def test_a_stream_holds_back_half_characters_and_half_stops():
+def test_a_stream_delays_partial_characters_and_partial_stop_strings():
     pieces = []
     decode = build_bytes_tokenizer().decode
     stream = TextStream(decode, ("\n\n", "END"), pieces.append)
@@ -87,7 +87,7 @@ def test_a_stream_holds_back_half_characters_and_half_stops():
     assert pieces == ["é", "👍", "\n", "E!", "\n"] and "".join(pieces) == "é👍\nE!\n"
 
 
-def test_a_stop_text_ends_its_own_sample_alone(folder):
+def test_a_stop_string_ends_only_its_own_sample(folder):
     whole = texts(folder, PROMPTS, max_tokens=30)
     stop = next(each for each in whole[0][len(PROMPTS[0]) + 2 :] if each.isascii())
     sampling = Sampling(max_tokens=30, temperature=0.0, stop=(stop,))
@@ -99,7 +99,7 @@ def test_a_stop_text_ends_its_own_sample_alone(folder):
         assert (sample.ended_by == "stop") == (stop in continuation)
 
 
-def test_draws_follow_the_softmax_of_what_the_limits_leave():
+def test_samples_follow_the_softmax_of_the_allowed_tokens():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0])
     rows = logits.repeat(20000, 1)
     sampling = Sampling(temperature=0.5, top_k=4, top_p=0.99)
@@ -129,13 +129,13 @@ def test_files_of_prompts(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"temperature": -0.1}, {"max_tokens": 0}, {"num_samples": 0}, {"top_k": -1}])
-def test_limits_that_mean_nothing_are_refused(options):
+def test_invalid_sampling_options_are_refused(options):
     [(name, value)] = options.items()
     with pytest.raises(ConfigError, match=rf"^{name}={value} must be at least \d"):
         Sampling(**options)
 
 
-def test_a_text_for_a_text_and_a_list_for_a_list(folder):
+def test_a_string_gives_a_string_and_a_list_gives_a_list(folder):
     options = {"max_tokens": 5, "temperature": 0.0}
     one = echelon.generate(folder, PROMPTS[0], **options)
     assert echelon.generate(folder, PROMPTS[:2], num_samples=2, **options)[:2] == [one, one]

@@ -1,4 +1,4 @@
-"""Where the time of a run went: a clock of our own, through a kill, a stop and a rollback."""
+"""Goodput, with a fake clock, through a kill, a stop and a rollback."""
 
 import json
 import time
@@ -52,7 +52,7 @@ def test_every_second_has_one_cause(clock) -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_the_gap_after_a_checkpoint(clock, asked: bool) -> None:
-    """Saved at 1100, worked on until 1130, dead until 1150, then 10 s to start."""
+    """Saved at 1100, trained until 1130, dead until 1150, then 10 s to start."""
     first = GoodputTracker(began=1000.0)
     first.turn("training")
     clock.now = 1100.0
@@ -68,7 +68,7 @@ def test_the_gap_after_a_checkpoint(clock, asked: bool) -> None:
     assert second.describe().startswith(f"goodput {100 * 100 / wall:.1f} %: 1m40s of ")
 
 
-def test_a_rollback_does_work_again(clock) -> None:
+def test_a_rollback_repeats_work(clock) -> None:
     tracker = GoodputTracker()
     tracker.turn("training")
     clock.now += 100
@@ -81,8 +81,8 @@ def test_a_rollback_does_work_again(clock) -> None:
 
 
 @pytest.mark.parametrize("end", ["done", "early_stop", None])
-def test_the_pause_before_a_finished_run_is_given_more_steps_is_none_of_its_losses(tmp_path, monkeypatch, end) -> None:
-    """Saved 100 s before the end of the run, or of its process, which lies an hour back."""
+def test_the_pause_before_a_finished_run_is_extended_is_not_a_loss(tmp_path, monkeypatch, end) -> None:
+    """Saved 100 s before the end of the run, or of its process, which was an hour ago."""
     now = time.time()
     folder = RunFolder(tmp_path)
     events = [("start", now - 4000), *([] if end is None else [(end, now - 3600)])]

@@ -5,7 +5,7 @@ from echelon.hardware.accelerators import ACCELERATORS, Cluster, find_accelerato
 
 
 def test_published_constants():
-    # research table of dense peaks: H100 989 TFLOP/s and 3350 GB/s, A100 312, T4 has no bf16
+    # dense peak rates: H100 989 TFLOP/s and 3350 GB/s, A100 312, T4 has no bf16
     assert ACCELERATORS["H100"].bf16_flops == 989e12
     assert ACCELERATORS["H100"].memory_bandwidth == 3350e9
     assert ACCELERATORS["A100-40"].memory_bytes == 40 * 10**9
@@ -50,7 +50,7 @@ def test_parse_devices_refuses(text, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_bf16_is_the_tables_word_unless_the_hardware_speaks():
+def test_bf16_support_comes_from_the_hardware_or_else_the_table():
     assert parse_devices("1xL4").has_bf16
     assert not parse_devices("1xV100").has_bf16
     assert not parse_devices("2xcpu").has_bf16
@@ -75,6 +75,6 @@ def test_bf16_is_the_tables_word_unless_the_hardware_speaks():
         ("NVIDIA Quadro P400", 2, None),
     ],
 )
-def test_find_accelerator_by_the_drivers_name(device_name, memory_gib, name):
+def test_find_accelerator_by_the_name_of_the_driver(device_name, memory_gib, name):
     found = find_accelerator(device_name, int(memory_gib * 2**30))
     assert (found and found.name) == name

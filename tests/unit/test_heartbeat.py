@@ -1,4 +1,4 @@
-"""The heartbeat's thread calls on_timeout when nothing beats, and only then."""
+"""The heartbeat thread calls on_timeout when beats stop, and only then."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ def watch(timeouts, limit=0.2):
     return heart
 
 
-def test_nothing_is_done(timeouts) -> None:
+def test_missing_beats_call_on_timeout(timeouts) -> None:
     heart = watch(timeouts)
     heart.beat("step 7")
     time.sleep(0.6)
@@ -30,7 +30,7 @@ def test_nothing_is_done(timeouts) -> None:
 
 
 @pytest.mark.parametrize("way", ["beats", "rests", "ended", "no limit"])
-def test_all_is_well(timeouts, way) -> None:
+def test_no_timeout_with_beats_or_rests_or_after_the_end(timeouts, way) -> None:
     heart = watch(timeouts, None if way == "no limit" else 0.2)
     if way == "ended":
         heart.stop()

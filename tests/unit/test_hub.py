@@ -1,4 +1,4 @@
-"""The hub: what is fetched, at which commit, how often, and what is said where it cannot be. A real HTTP server."""
+"""Hub downloads: files, commits, number of requests, and error messages, with a real HTTP server."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def server(folder, tmp_path, monkeypatch):
-    """A hub with one model, which this process asks, and an empty cache."""
+    """A local hub with one model, and an empty cache, set for this process."""
     server = HubServer()
     server.first = push_model(server, NAME, folder)
     use(monkeypatch, server.url, tmp_path / "cache")
@@ -31,7 +31,7 @@ def server(folder, tmp_path, monkeypatch):
 
 
 def use(monkeypatch, endpoint, cache, offline=False):
-    """What HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE do when the library is imported."""
+    """Set what HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE set when the library is imported."""
     from huggingface_hub import constants, hf_api
 
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
@@ -59,7 +59,7 @@ def weights_of(folder):
     return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
 
 
-def test_a_model_is_fetched_once_whole_and_nothing_besides(server, folder, capsys, caplog):
+def test_a_model_is_downloaded_once_completely_and_nothing_else(server, folder, capsys, caplog):
     recipe = recipe_of()
     commits = hub.find_commits(recipe, {})
     assert commits == {NAME: server.first}
@@ -75,7 +75,7 @@ def test_a_model_is_fetched_once_whole_and_nothing_besides(server, folder, capsy
     for name in expected:
         assert (hub.Path(here.model.checkpoint) / name).read_bytes() == (folder / name).read_bytes()
     assert here.tokenizer is None and recipe.model.checkpoint == NAME
-    # plain lines: what, how much, and where to; nothing of the library's own bars
+    # plain messages with name, size and destination; no progress bars of the library
     size = sum((folder / name).stat().st_size for name in weights_of(folder)) / 1e6
     start = f"hub: fetching {NAME} at commit {server.first[:12]}: {len(weights_of(folder))} files, {size:.1f} MB, to "
     assert any(line.startswith(start) for line in caplog.messages), caplog.messages
@@ -84,7 +84,7 @@ def test_a_model_is_fetched_once_whole_and_nothing_besides(server, folder, capsy
     assert capsys.readouterr() == ("", "")
 
 
-def test_progress_is_told_in_bytes_while_it_goes_on(server, folder, monkeypatch, caplog):
+def test_progress_is_printed_in_bytes_during_the_download(server, folder, monkeypatch, caplog):
     server.slow = 4.0
     monkeypatch.setattr(hub, "_LINE_SECONDS", 0.05)
     monkeypatch.setattr(hub, "_LOOK_SECONDS", 0.05)
@@ -95,7 +95,7 @@ def test_progress_is_told_in_bytes_while_it_goes_on(server, folder, monkeypatch,
     assert done == sorted(done) and any(0 < part < whole for part, whole in done), caplog.messages
 
 
-def test_a_commit_stays_when_the_repository_moves(server, folder, tmp_path, monkeypatch):
+def test_the_commit_is_kept_when_the_repository_changes(server, folder, tmp_path, monkeypatch):
     recipe = recipe_of()
     commits = hub.find_commits(recipe, {})
     second = push_model(server, NAME, tmp_path / "other", seed=10)
@@ -120,7 +120,7 @@ def test_a_dataset_is_pinned_too(server, folder):
         hub.find_commits(recipe, {NAME: server.first})
 
 
-def test_commits_stand_in_the_run_folder(tmp_path):
+def test_commits_are_stored_in_the_run_folder(tmp_path):
     run = RunFolder(tmp_path)
     assert hub.read_commits(run) == {}
     hub.write_commits(run, {NAME: "a" * 40})
@@ -133,7 +133,7 @@ def test_commits_stand_in_the_run_folder(tmp_path):
     assert not run.hub_path.exists()
 
 
-def test_code_comes_only_where_it_is_trusted(server):
+def test_code_is_downloaded_only_if_trusted(server):
     recipe = recipe_of(trust_remote_code=True)
     hub.fetch_models(recipe, hub.find_commits(recipe, {}), weights=False)
     assert server.downloads()["modeling.py"] == 1 and "pytorch_model.bin" not in server.downloads()
@@ -150,7 +150,7 @@ def test_offline_reads_the_cache(server, tmp_path, monkeypatch):
     assert len(server.requests) == asked
 
 
-def test_a_copy_without_all_its_weights_is_none(server, folder, tmp_path, monkeypatch):
+def test_a_copy_without_all_weights_is_not_used(server, folder, tmp_path, monkeypatch):
     recipe = recipe_of()
     commits = hub.find_commits(recipe, {})
     hub.fetch_models(recipe, commits)
@@ -170,7 +170,7 @@ def explain(recipe, words):
     return caught.value
 
 
-def test_what_cannot_be_had_is_one_sentence(server, folder, tmp_path, monkeypatch):
+def test_an_unavailable_model_is_one_message(server, folder, tmp_path, monkeypatch):
     error = explain(recipe_of("team/none"), ["model.checkpoint=team/none: ", "no such model", "no token is set"])
     assert isinstance(error, ConfigError) and not isinstance(error, HubUnreachableError)
     server.push("team/gated", folder, gated=True)
@@ -191,7 +191,7 @@ def test_what_cannot_be_had_is_one_sentence(server, folder, tmp_path, monkeypatc
     explain(recipe_of("team/empty"), ["no config.json"])
 
 
-def test_a_silent_hub_is_named_at_once(server, tmp_path, monkeypatch):
+def test_a_hub_that_does_not_answer_is_named_immediately(server, tmp_path, monkeypatch):
     server.stop()
     error = explain(recipe_of(), [f"model.checkpoint={NAME}: ", f"({server.url}) cannot be reached", "cache in "])
     assert isinstance(error, HubUnreachableError)

@@ -1,4 +1,4 @@
-"""What a file leaves to its tool stands in the recipe: the tool's value, where ours is another, or not."""
+"""Values that a file does not set get the tool's default in the recipe."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def imported(
 
 
 def values(recipe: Recipe) -> dict[str, Any]:
-    """What a tool's defaults say, of a recipe."""
+    """The values of a recipe that come from a tool's defaults."""
     train, optim, data = recipe.train, recipe.optim, recipe.data
     return {
         "batch": (train.micro_batch_size, recipe.global_batch_size), "length": (train.epochs, train.steps),
@@ -95,13 +95,13 @@ COMMON = {
     ],
     ids=["axolotl", "llamafactory", "llamafactory-v1", "sft", "dpo", "transformers"],
 )  # fmt: skip
-def test_what_is_left_out_is_the_tools(
+def test_missing_values_get_the_tools_defaults(
     tmp_path: Path, given: dict[str, Any], trainer: str | None, expected: dict[str, Any]
 ) -> None:
     assert values(imported(tmp_path, given, trainer=trainer)) == COMMON | expected
 
 
-def test_transformers_and_pefts_own_defaults_are_those_of_the_installed_ones(tmp_path: Path) -> None:
+def test_defaults_of_transformers_and_peft_equal_the_installed_versions(tmp_path: Path) -> None:
     from peft import LoraConfig
     from transformers import TrainingArguments
 
@@ -136,14 +136,14 @@ def test_transformers_and_pefts_own_defaults_are_those_of_the_installed_ones(tmp
     ],
     ids=["axolotl", "llamafactory", "rank", "llamafactory-v1", "trl", "peft"],
 )  # fmt: skip
-def test_an_adapter_that_is_left_out_is_the_tools(
+def test_missing_adapter_values_get_the_tools_defaults(
     tmp_path: Path, given: dict[str, Any], trainer: str | None, expected: tuple[Any, ...]
 ) -> None:
     adapter = imported(tmp_path, given, trainer=trainer).adapter
     assert (adapter.r, adapter.alpha, adapter.dropout, adapter.target_modules) == expected
 
 
-def test_llamafactorys_frozen_weights_keep_their_type(tmp_path: Path) -> None:
+def test_llamafactorys_frozen_weights_keep_their_dtype(tmp_path: Path) -> None:
     given = {"stage": "sft", "finetuning_type": "lora", "model_name_or_path": "m", "dataset": "d"}
     assert imported(tmp_path, given).train.precision == "auto"
 
@@ -154,20 +154,20 @@ def test_axolotls_own_warmup_is_no_longer_than_100_steps(tmp_path: Path) -> None
     assert imported(tmp_path, given, Amounts(samples=9000)).optim.warmup_steps == 100
 
 
-def test_processes_that_see_the_same_data_are_not_counted_twice(tmp_path: Path) -> None:
+def test_processes_with_the_same_data_are_not_counted_twice(tmp_path: Path) -> None:
     given = {"base_model": "m", "datasets": CHATS, "learning_rate": 1e-4, "micro_batch_size": 2,
              "tensor_parallel_size": 2, "context_parallel_size": 2}  # fmt: skip
     assert imported(tmp_path, given, Amounts(devices=8)).global_batch_size == 4
 
 
 @pytest.mark.parametrize(("asked", "learned"), [(True, "assistant"), (False, "all"), (None, "all")])
-def test_what_trl_learns_is_said(tmp_path: Path, asked: bool | None, learned: str) -> None:
+def test_targets_of_trl_are_explicit(tmp_path: Path, asked: bool | None, learned: str) -> None:
     given = {"model_name_or_path": "m", "dataset_name": "o/n", "assistant_only_loss": asked, "packing": True}
     recipe = imported(tmp_path, given, trainer="sft")
     assert (recipe.data.train_on, recipe.data.packing, recipe.data.document_mask) == (learned, True, True)
 
 
-def test_v1_is_read_in_its_own_spellings(tmp_path: Path) -> None:
+def test_v1_has_its_own_spellings(tmp_path: Path) -> None:
     given = {
         "model": "Qwen/Qwen3-0.6B", "model_class": "llm", "train_dataset": "sets.yaml", "output_dir": "out/x",
         "peft_config": {"name": "lora", "r": 4, "lora_alpha": 9, "lora_dropout": 0.1, "target_modules": "all"},

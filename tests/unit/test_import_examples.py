@@ -1,4 +1,4 @@
-"""Every example file of the other tools is refused in words, or imported as the training it is: none as another.
+"""Every example file of the other tools is refused with a message or imported correctly, never as different training.
 
 The files are their authors', and are not kept here. Fetch them, and name their folders in ECHELON_IMPORT_EXAMPLES,
 separated by colons: examples/ of Axolotl, of LLaMA-Factory (in its repository, beside data/) and of TRL, recipes/ of
@@ -53,7 +53,7 @@ def test_no_example_becomes_another_training(folder: str, capsys: pytest.Capture
 
 
 def _import(path: Path) -> Imported:
-    """A file of TRL may need to be told which trainer it is for: its folder is called by that."""
+    """Import a file. A TRL file may need `--trainer`, which is the name of its folder."""
     try:
         return import_recipe(path)
     except ConfigError as error:
@@ -64,7 +64,7 @@ def _import(path: Path) -> Imported:
 
 
 def _reasons(message: str, path: Path) -> Iterator[str]:
-    """The keys of a refusal, each with its reason and without its value."""
+    """The refused keys, each with its reason and without its value."""
     lines = message.replace(str(path), "F").splitlines()
     for line in lines if len(lines) == 1 else lines[1:]:
         line = line.removeprefix("F cannot be imported: ").removeprefix("F: ").strip()
@@ -74,9 +74,9 @@ def _reasons(message: str, path: Path) -> Iterator[str]:
 
 
 def _differences(given: dict[str, Any], found: Imported) -> Iterator[str]:
-    """Where the recipe is not the training of the file, told from the file's keys by other code than the importer's.
+    """Differences between the recipe and the training of the file, found by code independent of the importer.
 
-    Only what a key says outright is compared; what a tool's defaults are, other tests say.
+    Only values set in the file are compared; other tests cover the defaults of the tools.
     """
     recipe, _ = parse_recipe(found.text, "imported")
     flat = {
@@ -157,7 +157,7 @@ def _course(given: dict[str, Any], recipe: Recipe, tool: str) -> Iterator[str]:
 
 
 def _data(given: dict[str, Any], recipe: Recipe) -> Iterator[str]:
-    """Packing, and what of the data is learned."""
+    """Packing and targets."""
     packs = given.get("sample_packing", given.get("packing"))
     pretrains = bool(given.get("pretraining_dataset"))
     if packs is not None and recipe.objective.name != "dpo" and not pretrains and recipe.data.packing != bool(packs):

@@ -1,5 +1,5 @@
-"""A file of another tool that is another training is refused, naming the key, its value and why; never imported as
-another. Each of these became a plain next-token training, or lost its key, before it was refused."""
+"""A file whose training cannot be reproduced is refused with the key, its value and the reason. Before these refusals
+existed, each of these files became plain next-token training, or its key was ignored."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ def dataset(**keys: Any) -> dict[str, Any]:
         ({**FACTORY, "use_eaft_loss": True}, "use_eaft_loss"),
         ({**SFT, "loss_type": "dft"}, "loss_type"),
         ({**SFT, "label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        # other parameters, or other numbers in them
+        # other trained parameters, or other number formats
         ({**FACTORY, "finetuning_type": "freeze"}, "finetuning_type"),
         ({**FACTORY, "finetuning_type": "oft"}, "finetuning_type"),
         ({**FACTORY, "finetuning_type": "lora", "use_llama_pro": True}, "use_llama_pro"),
@@ -105,7 +105,7 @@ def dataset(**keys: Any) -> dict[str, Any]:
         ({**AXOLOTL, "lora_rank_pattern": {"q_proj": 4}}, "lora_rank_pattern"),
         ({**AXOLOTL, "adapter": "llama-adapter"}, "adapter"),
         ({**AXOLOTL, "revision_of_model": "abc"}, "revision_of_model"),
-        # another course
+        # other training dynamics
         ({**AXOLOTL, "neftune_noise_alpha": 5}, "neftune_noise_alpha"),
         ({**AXOLOTL, "jagged_restart_steps": 150}, "jagged_restart_steps"),
         ({**AXOLOTL, "lr_scheduler": "rex"}, "lr_scheduler"),
@@ -162,18 +162,18 @@ def dataset(**keys: Any) -> dict[str, Any]:
         ({**V1, "lr_scheduler_config": {"name": "mine"}}, "lr_scheduler_config"),
     ],
 )  # fmt: skip
-def test_another_training_is_refused(tmp_path: Path, given: dict[str, Any], key: str) -> None:
+def test_training_that_cannot_be_reproduced_is_refused(tmp_path: Path, given: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run(tmp_path, given)
     said = str(caught.value)
     assert f"{key}: " in said or key in said.split(), said
     assert "this key is unknown to echelon" not in said or key == "lr_scheduler_config", said
-    assert len(said.splitlines()) == 1, said  # one sentence for one key
+    assert len(said.splitlines()) == 1, said  # one message per key
 
 
 @pytest.mark.parametrize("given", [AXOLOTL, FULL, FACTORY, SFT, V1, dataset(path="o/n"), dataset(type="alpaca")])
-def test_what_they_stand_in_is_imported(tmp_path: Path, given: dict[str, Any]) -> None:
-    """So that each refusal above is of the key that it names."""
+def test_files_without_the_refused_keys_are_imported(tmp_path: Path, given: dict[str, Any]) -> None:
+    """Therefore each refusal above is caused by the key that it names."""
     parse_recipe(run(tmp_path, given).text, "imported")
 
 
@@ -198,7 +198,7 @@ def test_what_they_stand_in_is_imported(tmp_path: Path, given: dict[str, Any]) -
         ({"zero_optimization": {"stage": 3}}, "this is a DeepSpeed configuration"),
     ],
 )
-def test_a_file_that_trains_nothing_is_refused(tmp_path: Path, given: dict[str, Any], complaint: str) -> None:
+def test_a_file_without_training_is_refused(tmp_path: Path, given: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         run(tmp_path, given)
 
@@ -206,8 +206,8 @@ def test_a_file_that_trains_nothing_is_refused(tmp_path: Path, given: dict[str, 
 PAIRS = {"model_name_or_path": "m", "dataset_name": "o/n", "beta": 0.05, "max_prompt_length": 512}
 
 
-def test_a_file_that_may_be_for_several_trainers_asks_which(tmp_path: Path) -> None:
-    """DPO's and ORPO's files of TRL have the same keys."""
+def test_a_file_for_several_trainers_requires_the_trainer(tmp_path: Path) -> None:
+    """TRL's files for DPO and ORPO have the same keys."""
     with pytest.raises(ConfigError, match=r"beta: 0[.]05: several trainers of TRL have this key .* --trainer dpo"):
         run(tmp_path, PAIRS)
     recipe = parse_recipe(run(tmp_path, PAIRS, trainer="dpo").text, "imported")[0]
@@ -221,7 +221,7 @@ def test_a_file_that_may_be_for_several_trainers_asks_which(tmp_path: Path) -> N
     assert "dpo" in run(tmp_path, {**V1, "train_dataset": "pairs.yaml"}, trainer="dpo").text
 
 
-def test_all_that_is_refused_is_named_at_once(tmp_path: Path) -> None:
+def test_all_refused_keys_are_named_in_one_message(tmp_path: Path) -> None:
     (tmp_path / "file.json").write_text(
         json.dumps({**AXOLOTL, "relora": True, "neftune_noise_alpha": 5, "colour": "red"})
     )

@@ -1,6 +1,6 @@
-"""What Axolotl and LLaMA-Factory put around a question is what an imported recipe renders, and the same is learned.
+"""An imported recipe renders the same prompts as Axolotl and LLaMA-Factory, with the same targets.
 
-The texts are written out by hand from the tools' own code: Axolotl's `prompters.py`, `prompt_tokenizers.py` (the
+The expected texts are derived by hand from the tools' code: Axolotl's `prompters.py`, `prompt_tokenizers.py` (the
 prompt, then the answer and eos, which alone are learned unless train_on_inputs says otherwise) and `user_defined.py`;
 LLaMA-Factory's `data/template.py`.
 """
@@ -42,7 +42,7 @@ def axolotl(tmp_path: Path, dataset: dict[str, Any], **more: Any) -> Recipe:
 
 
 def rendered(recipe: Recipe, record: dict[str, Any]) -> tuple[str, str]:
-    """The text of a record as its tokens say it, and those of it that are learned."""
+    """The decoded text of a record, and its targets."""
     tokenizer = build_bytes_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "</s>", "bos_token": "<s>"})
     tokenizer = add_new_tokens(tokenizer, [*CONTROL, "<|done|>"])
@@ -88,20 +88,20 @@ def rendered(recipe: Recipe, record: dict[str, Any]) -> tuple[str, str]:
         ),
     ],
 )
-def test_axolotls_alpaca_is_worded_and_learned_as_there(tmp_path: Path, kind: str, both: str, alone: str) -> None:
-    """Whatever the model: a chat model's own template has no part in it."""
+def test_axolotls_alpaca_prompt_and_targets(tmp_path: Path, kind: str, both: str, alone: str) -> None:
+    """They do not depend on the model's own chat template."""
     recipe = axolotl(tmp_path, {"path": "a.jsonl", "type": kind}, chat_template="llama3")
     assert rendered(recipe, BOTH) == (f"{both}5</s>", "5</s>")
     assert rendered(recipe, ALONE) == (f"{alone}Hello!</s>", "Hello!</s>")
 
 
-def test_axolotls_train_on_inputs_learns_the_whole_text(tmp_path: Path) -> None:
+def test_axolotls_train_on_inputs_makes_the_whole_text_a_target(tmp_path: Path) -> None:
     recipe = axolotl(tmp_path, {"path": "a.jsonl", "type": "alpaca"}, train_on_inputs=True)
     text, learned = rendered(recipe, ALONE)
     assert text == f"<s>{learned}"  # nothing predicts the first token
 
 
-def test_an_eos_that_the_file_names_ends_the_answer(tmp_path: Path) -> None:
+def test_an_eos_in_the_file_ends_the_answer(tmp_path: Path) -> None:
     recipe = axolotl(tmp_path, {"path": "a.jsonl", "type": "alpaca"}, special_tokens={"eos_token": "<|done|>"})
     assert rendered(recipe, ALONE)[1] == "Hello!<|done|>"
     assert recipe.data.document_separator == "<|done|>"
@@ -131,7 +131,7 @@ def test_a_jinja_template_of_the_file_is_the_recipes(tmp_path: Path) -> None:
     assert recipe.data.chat_template == jinja
 
 
-def test_data_worded_in_two_ways_is_refused(tmp_path: Path) -> None:
+def test_data_with_two_prompt_formats_is_refused(tmp_path: Path) -> None:
     two = [{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl", "type": "chat_template"}]
     with pytest.raises(ConfigError, match="a recipe has one chat template, but this file uses several"):
         imported(tmp_path, {"base_model": "m", "micro_batch_size": 1, "learning_rate": 1e-4, "datasets": two})
@@ -160,8 +160,8 @@ def test_llamafactorys_templates(tmp_path: Path, template: str, text: str) -> No
     assert rendered(imported(tmp_path, given), ALONE)[0] == text
 
 
-def test_a_hub_dataset_is_read_as_what_the_file_says_even_beside_a_text(tmp_path: Path) -> None:
-    """`tatsu-lab/alpaca` has a column `text` too, which would be learned whole."""
+def test_a_hub_dataset_is_read_as_the_file_says_even_with_a_text_column(tmp_path: Path) -> None:
+    """`tatsu-lab/alpaca` also has a column `text`, in which every token would be a target."""
     recipe = axolotl(tmp_path, {"path": "tatsu-lab/alpaca", "type": "alpaca"})
     (source,) = recipe.data.train
     assert (source.format, source.split) == ("hub", "train")
@@ -170,4 +170,4 @@ def test_a_hub_dataset_is_read_as_what_the_file_says_even_beside_a_text(tmp_path
     (file,) = list_files(Source("data.train.0", str(path), fields=dict(source.fields)))
     assert isinstance(file.fields, ExampleFields) and file.fields.format == "alpaca"
     (file,) = list_files(Source("data.train.0", str(path)))
-    assert not isinstance(file.fields, ExampleFields)  # without the names, a text wins
+    assert not isinstance(file.fields, ExampleFields)  # without field names, `text` takes precedence

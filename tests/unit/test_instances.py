@@ -1,4 +1,4 @@
-"""The catalogue of machine types, against values read off EC2's and AWS's own tables."""
+"""The catalogue of instance types, compared with values from AWS's tables."""
 
 import pytest
 
@@ -28,12 +28,12 @@ def test_rows(name, gpus, accelerator, network, efa, vcpus, ram, usd, region):
     assert (price and price.usd_per_hour, price and price.region) == (usd, region)
 
 
-def test_the_table_hangs_together():
+def test_the_table_is_consistent():
     for name, instance in INSTANCES.items():
         assert name == instance.name and name.startswith("ml.")
         assert instance.price is None or (instance.price.date and instance.price.source and instance.price.region)
         assert (instance.accelerator in ACCELERATORS) != bool(instance.neuron_devices)
-        if instance.gpus:  # the planner's figure never exceeds what the machine has
+        if instance.gpus:  # the planner's memory never exceeds that of the machine
             memory = ACCELERATORS[instance.accelerator].memory_bytes
             assert memory <= instance.gpu_memory_gib * 2**30 * 1.002, name
             assert (instance.link is None) == (instance.gpus == 1)

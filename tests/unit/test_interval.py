@@ -1,4 +1,4 @@
-"""When to save: the formula against a search and against numbers worked out by hand, and what a save teaches."""
+"""The interval of saves: the formula compared with a search and with values by hand, and updates after each save."""
 
 import math
 
@@ -13,7 +13,7 @@ HOUR = 3600.0
 
 
 def expected_wall(interval: float, save: float, failures: float, restart: float) -> float:
-    """Wall time over useful time, exactly, when failures come at random: Daly's equation 20."""
+    """The exact ratio of wall time to useful time with random failures: Daly's equation 20."""
     return failures * math.exp(restart / failures) * math.expm1((interval + save) / failures) / interval
 
 
@@ -54,7 +54,7 @@ def test_a_number_is_that_number(group) -> None:
     assert interval.learn(7, 100.0, 100.0, group) is None
 
 
-def test_saves_of_each_epoch_fall_where_it_is_divided(group) -> None:
+def test_saves_per_epoch(group) -> None:
     # 100 sequences an epoch, 8 a step: thirds of it are reached with steps 5 (40), 9 (72) and 13 (104), 17 (136), ...
     recipe, _ = parse_recipe(SMALL + "checkpoint: {saves_per_epoch: 3}\n", "recipe.yaml")
     interval = SaveInterval(recipe, 100, num_devices=1, step=0)
@@ -62,7 +62,7 @@ def test_saves_of_each_epoch_fall_where_it_is_divided(group) -> None:
     assert interval.learn(5, 100.0, 100.0, group) is None
 
 
-def test_auto_saves_soon_and_then_as_seldom_as_is_best(group) -> None:
+def test_auto_saves_soon_and_then_at_the_best_interval(group) -> None:
     interval = build("auto", hours=1.0, step=100)
     for _ in range(10):
         interval.saw_step(2.0)

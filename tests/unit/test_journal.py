@@ -1,4 +1,4 @@
-"""What the console says of a run that goes on."""
+"""The console messages and rows of a run."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ def test_the_time_left_counts_sequences(tmp_path, monkeypatch, batches: BatchSch
     assert [line.split("eta ")[1] for line in caplog.messages][::2] == ["-", remaining]
 
 
-def test_rows_are_taken_back_and_the_file_goes_on(tmp_path):
+def test_rows_are_cut_and_the_file_continues(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.create()
     journal = Journal(folder, num_steps=9, log_every=9, batches=constant_batch(8, 64))
@@ -46,7 +46,7 @@ def test_rows_are_taken_back_and_the_file_goes_on(tmp_path):
     assert [json.loads(line)["step"] for line in folder.metrics_path.read_text().splitlines()] == [2, 3]
 
 
-def test_rows_that_a_full_disk_does_not_take_wait_and_none_is_torn(tmp_path):
+def test_rows_wait_on_a_full_disk_and_stay_complete(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.create()
     journal = Journal(folder, num_steps=9, log_every=1, batches=constant_batch(8, 64))
@@ -66,7 +66,7 @@ def test_rows_that_a_full_disk_does_not_take_wait_and_none_is_torn(tmp_path):
 
 
 class FullDisk:
-    """A file that takes the first `room` bytes, and then refuses as a full disk does."""
+    """A file that accepts the first `room` bytes, and then fails like a full disk."""
 
     def __init__(self, file, room):
         self._file, self.room = file, room

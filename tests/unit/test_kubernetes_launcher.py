@@ -1,4 +1,4 @@
-"""Submitting, asking, reading and ending, through the official client over HTTP, against a stand-in for a cluster."""
+"""Submit, status, logs and cancel, with the official client over HTTP and a fake cluster."""
 
 import re
 from typing import Any
@@ -60,7 +60,7 @@ def ended(code: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
-def test_what_was_rendered_arrives_and_goes(kind, cluster, tmp_path):
+def test_the_rendered_job_arrives_and_is_deleted(kind, cluster, tmp_path):
     record = submit(tmp_path, f"launch.kubernetes.kind={kind}")
     assert (record.id, record.place) == (f"default/{NAME}", {"kind": kind, "context": "here"})
     config_map, body = yaml.safe_load_all((record.folder / "manifest.yaml").read_text())
@@ -81,7 +81,7 @@ def test_what_was_rendered_arrives_and_goes(kind, cluster, tmp_path):
         KubernetesLauncher().cancel(record)
 
 
-def test_a_job_without_its_recipe_is_taken_back(cluster, tmp_path):
+def test_a_job_without_its_recipe_is_removed(cluster, tmp_path):
     cluster.forbidden.add("configmaps")
     with pytest.raises(LaunchError, match="does not allow it: configmaps is forbidden"):
         submit(tmp_path)
@@ -191,12 +191,12 @@ def test_following_shows_every_start_once(cluster, tmp_path):
         ),
     ],
 )
-def test_what_the_cluster_does_not_have(overrides, said, cluster, tmp_path):
+def test_missing_operators_and_objects(overrides, said, cluster, tmp_path):
     with pytest.raises(LaunchError, match=re.escape(said)):
         submit(tmp_path, *overrides)
 
 
-def test_errors_of_the_api_are_one_sentence(cluster, tmp_path, monkeypatch):
+def test_errors_of_the_api_are_one_message(cluster, tmp_path, monkeypatch):
     record = submit(tmp_path)
     target, job = KubernetesLauncher(), make_kubernetes_job(tmp_path)
     with pytest.raises(LaunchError, match=f'the object exists already: pytorchjobs "{NAME}" already exists; launch'):

@@ -1,4 +1,4 @@
-"""What is sent to a cluster: compared with golden files byte for byte, and with the published schemas."""
+"""The manifests, compared with golden files byte for byte and with the published schemas."""
 
 import re
 import shlex
@@ -41,7 +41,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_manifest_is_the_golden_one(case, tmp_path, monkeypatch):
+def test_the_manifest_equals_the_golden_file(case, tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "render_recipe", lambda recipe: "run: {name: small}\nseed: 'no'\n")
     job = make_kubernetes_job(tmp_path, *CASES[case])
     launcher = KubernetesLauncher()
@@ -53,14 +53,14 @@ def test_the_manifest_is_the_golden_one(case, tmp_path, monkeypatch):
     assert config_map["data"]["recipe.yaml"] == "run: {name: small}\nseed: 'no'\n"
 
 
-def test_a_field_that_no_schema_has_is_noticed(tmp_path):
+def test_a_field_outside_the_schema_is_detected(tmp_path):
     _, body = yaml.safe_load_all(KubernetesLauncher().render(make_kubernetes_job(tmp_path))["manifest.yaml"])
     body["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["volumeMount"] = []
     body["spec"]["runPolicy"]["backoffLimit"] = "7"
     assert len(list_faults(body)) == 2
 
 
-def test_the_recipe_arrives_as_it_was(tmp_path):
+def test_the_recipe_is_sent_unchanged(tmp_path):
     job = make_kubernetes_job(tmp_path, 'launch.env={A: "1e3 \'no\' \\"$(X)\\"\\n #"}', "launch.nodes='1:2'")
     config_map, _ = yaml.safe_load_all(KubernetesLauncher().render(job)["manifest.yaml"])
     path = tmp_path / "arrived.yaml"
@@ -69,7 +69,7 @@ def test_the_recipe_arrives_as_it_was(tmp_path):
 
 
 def expand(text: str) -> str:
-    """What a kubelet makes of `$` in a command where no variable is known: its documented rule, `$$` means `$`."""
+    """Expand `$` in a command as a kubelet does when no variable is defined: `$$` means `$`."""
     out, rest = "", text
     while rest:
         if rest.startswith("$$"):
@@ -118,7 +118,7 @@ def test_values_survive_kubernetes_and_the_shell(tmp_path):
         ("launch.kubernetes.runtime=mine", "only a TrainJob has a runtime"),
     ],
 )
-def test_what_cannot_work_is_refused(override, said, tmp_path):
+def test_invalid_jobs_are_refused(override, said, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(said)):
         KubernetesLauncher().check(make_kubernetes_job(tmp_path, override))
 
@@ -135,12 +135,12 @@ def test_what_cannot_work_is_refused(override, said, tmp_path):
         ),
     ],
 )
-def test_what_a_kind_cannot_do_is_refused(overrides, said, tmp_path):
+def test_settings_that_a_kind_does_not_support_are_refused(overrides, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         KubernetesLauncher().check(make_kubernetes_job(tmp_path, *overrides))
 
 
-def test_names_leave_room_for_the_operators(tmp_path):
+def test_names_leave_space_for_the_suffixes_of_operators(tmp_path):
     job = make_kubernetes_job(tmp_path, "launch.nodes=11", "run.name=x")
     for length, fits in ((63 - len("-worker-10"), True), (64 - len("-worker-10"), False)):
         object.__setattr__(job, "name", "a" * length)
@@ -159,7 +159,7 @@ def test_amounts_are_read_as_kubernetes_does():
     assert read_quantity("1K") is read_quantity("-1") is read_quantity("") is None
 
 
-def test_lines_tell_what_the_recipe_does_not_say(tmp_path):
+def test_messages_explain_defaults(tmp_path):
     lines = KubernetesLauncher().check(make_kubernetes_job(tmp_path, "launch.kubernetes.kind=trainjob"))
     assert lines[0] == "run folder: /data/runs/small in the pods"
     assert "fault.max_restarts" in lines[1]

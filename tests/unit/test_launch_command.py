@@ -1,4 +1,4 @@
-"""What `echelon launch` makes of its options, and what it leaves where it cannot write."""
+"""The options of `echelon launch`, and its behaviour in folders that it cannot write to."""
 
 import errno
 import json
@@ -35,13 +35,13 @@ def recipe(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def console(capsys):
-    """Lines go where the command line shows them."""
+    """Show messages on the console, as the command line does."""
     log_to_console()
 
 
 @pytest.fixture
 def silent_hub(monkeypatch, tmp_path):
-    """A hub where nobody listens, and an empty cache."""
+    """A hub address where nothing listens, and an empty cache."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -70,7 +70,7 @@ def silent_hub(monkeypatch, tmp_path):
         ),
     ],
 )
-def test_options_that_mean_nothing_are_refused(recipe, options, message):
+def test_options_without_effect_are_refused(recipe, options, message):
     with pytest.raises(ConfigError) as refused:
         launch(recipe, [], dry_run=True, **options)
     assert str(refused.value) == message
@@ -81,7 +81,7 @@ def test_hosts_that_look_like_numbers_are_names(recipe, capsys):
     assert "2 hosts, which must share" in capsys.readouterr().out
 
 
-def test_the_plan_is_checked_against_the_gpus_that_are_asked_for(recipe, capsys):
+def test_the_plan_is_checked_against_the_requested_gpus(recipe, capsys):
     launch(recipe, ["launch.accelerator=H100"], dry_run=True, to="kubernetes", nodes="2")
     assert "ddp on 4 x H100 needs" in capsys.readouterr().out
     launch(recipe, ["launch.accelerator=H100", "launch.slurm.gpus_per_node=1"], dry_run=True, to="slurm")
@@ -96,27 +96,27 @@ HUB_MODEL = ["model.config=null", "model.checkpoint=team/tiny", "launch.accelera
 
 
 @pytest.mark.parametrize("to", ["torchrun", "slurm", "kubernetes"])
-def test_a_hub_that_is_silent_here_is_a_note_where_the_job_may_reach_it(recipe, to, capsys, silent_hub):
+def test_an_unreachable_hub_is_a_note_for_remote_jobs(recipe, to, capsys, silent_hub):
     launch(recipe, HUB_MODEL, dry_run=True, to=to, hosts="a,b" if to == "torchrun" else None)
     said = capsys.readouterr().out
     assert "hub: not checked, left to the machines of the job: model.checkpoint=team/tiny: " in said
     assert "cannot be reached" in said and "Give a folder" not in said
 
 
-def test_a_hub_that_is_silent_here_is_a_refusal_of_a_job_here(recipe, silent_hub):
+def test_an_unreachable_hub_refuses_a_local_job(recipe, silent_hub):
     with pytest.raises(HubUnreachableError, match=r"^model\.checkpoint=team/tiny: .* cannot be reached from .* Give a"):
         launch(recipe, HUB_MODEL, dry_run=True, to="local")
     with pytest.raises(ConfigError, match=r"^launch\.sagemaker\.instance_type=auto: .* cannot be reached .* name a"):
         launch(recipe, [*HUB_MODEL[:2], "tokenizer=null"], dry_run=True, to="sagemaker", instance="auto")
 
 
-def test_a_file_in_the_place_of_jobs_is_named(recipe):
+def test_a_file_in_place_of_the_jobs_folder_is_named(recipe):
     (recipe.parent / "jobs").write_text("")
     with pytest.raises(ConfigError, match=r"^jobs is a file, but echelon stores .* or launch from another folder\.$"):
         launch(recipe, [], to="local")
 
 
-def test_a_folder_that_cannot_be_written_whole_is_taken_away(recipe, monkeypatch):
+def test_a_partially_written_job_folder_is_removed(recipe, monkeypatch):
     def fail(path, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written_whole_is_taken_away(recipe, monkeypatch
     "text",
     ["", '{"name": "x", "tar', "[]", "{}", json.dumps({**RECORD, "target": "mars"}), json.dumps({**RECORD, "id": 17})],
 )
-def test_a_damaged_record_is_said_to_be_one(recipe, text):
+def test_a_damaged_record_is_reported(recipe, text):
     folder = recipe.parent / "jobs" / "x"
     folder.mkdir(parents=True)
     (folder / "job.json").write_text(text)
@@ -148,7 +148,7 @@ def test_a_variable_that_differs_between_ranks_is_refused(recipe):
 
 
 class Slow:
-    """A target where Ctrl-C comes while a job is handed over, and again while it is followed."""
+    """A target that receives Ctrl-C while a job is submitted, and again while it is followed."""
 
     def check(self, job):
         return []
@@ -165,7 +165,7 @@ class Slow:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_while_a_job_is_handed_over_loses_no_job(recipe, monkeypatch, capsys):
+def test_ctrl_c_during_submission_does_not_lose_the_job(recipe, monkeypatch, capsys):
     monkeypatch.setattr("echelon.lifecycle.job_checks.find_launcher", lambda target: Slow())
     with pytest.raises(
         LaunchError, match=r"^stopped by SIGINT when (.*) was launched already; `echelon cancel \1` ends"
@@ -175,14 +175,14 @@ def test_ctrl_c_while_a_job_is_handed_over_loses_no_job(recipe, monkeypatch, cap
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_ends_the_following_alone(recipe, monkeypatch, capsys):
+def test_ctrl_c_ends_only_the_following(recipe, monkeypatch, capsys):
     monkeypatch.setattr(Slow, "submit", lambda self, job: Submitted("17"))
     monkeypatch.setattr("echelon.lifecycle.job_checks.find_launcher", lambda target: Slow())
     with pytest.raises(LaunchError, match=r"^no longer followed; (.*) continues, `echelon cancel \1` stops it\.$"):
         launch(recipe, [], to="local", follow=True)
 
 
-def test_the_second_signal_ends_a_sweep_whatever_it_does(monkeypatch, capsys):
+def test_the_second_signal_ends_a_sweep_immediately(monkeypatch, capsys):
     monkeypatch.setattr("echelon.stopping.ECHO_SECONDS", -1.0)
     stop = StopWord()
     with pytest.raises(typer.Exit), _stops_noted(stop), suppress(LaunchError):
@@ -192,7 +192,7 @@ def test_the_second_signal_ends_a_sweep_whatever_it_does(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("echelon: ended at once by SIGINT; trials may still run")
 
 
-def test_a_target_that_does_not_answer_hides_no_job_of_another(recipe, monkeypatch, capsys):
+def test_a_target_that_does_not_answer_hides_no_other_jobs(recipe, monkeypatch, capsys):
     for name, target in (("here", "local"), ("there", "slurm")):
         folder = recipe.parent / "jobs" / name
         folder.mkdir(parents=True)
@@ -207,5 +207,5 @@ def test_a_target_that_does_not_answer_hides_no_job_of_another(recipe, monkeypat
     assert out == "here  local  done  exit code 0\n"
     assert err.startswith("echelon: there: launch.to=slurm: `scontrol` is not installed on this machine")
     (recipe.parent / "jobs" / "there" / "output.log").write_text("a line\n+ export HF_TOKEN=word\n")
-    logs("there", follow=False)  # a file, for which nobody has to be asked
+    logs("there", follow=False)  # read from a file, without asking the target
     assert capsys.readouterr().out == "a line\n+ export HF_TOKEN=***\n"

@@ -1,4 +1,4 @@
-"""What a command takes itself for, by the environment it finds."""
+"""The role of a command, determined from its environment."""
 
 import os
 import subprocess
@@ -39,12 +39,12 @@ SLURM = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_
         (SLURM, "worker"),
         ({**SLURM, "SLURM_NTASKS": "2"}, "agent"),
         ({**SLURM, "SLURM_NTASKS": "1"}, "local"),
-        # The shell of sbatch or salloc is no step, though SLURM_NTASKS is set.
+        # The shell of sbatch or salloc is not a step, although SLURM_NTASKS is set.
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "local"),
         ({**SLURM, "SLURM_STEP_ID": "batch"}, "local"),
         ({"SM_CURRENT_HOST": "algo-1", "SM_HOSTS": '["algo-1"]'}, "agent"),
         ({"SM_CURRENT_HOST": "algo-1", **TORCHRUN}, "worker"),
-        # torchrun inside a Slurm step: its own ranks come first.
+        # torchrun inside a Slurm step: the ranks of torchrun take precedence.
         ({**SLURM, "SLURM_NTASKS": "2", **TORCHRUN}, "worker"),
     ],
 )
@@ -60,7 +60,7 @@ def test_place_of_each_launcher():
     assert find_place({"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, 1, 2)
 
 
-def test_nonsense_from_a_launcher_is_named():
+def test_invalid_variables_of_a_launcher_are_named():
     with pytest.raises(ConfigError, match="RANK=2 is not below WORLD_SIZE=2"):
         find_place({"RANK": "2", "WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match="WORLD_SIZE='many'"):
@@ -85,13 +85,13 @@ def test_cli_and_launch_import_no_torch():
     assert result.stdout.strip() == "False"
 
 
-def test_only_a_foreign_torchrun_with_restarts_starts_processes_again_by_itself(monkeypatch):
+def test_only_another_torchrun_with_restarts_restarts_processes_itself(monkeypatch):
     monkeypatch.delenv(AGENT_PID_VARIABLE, raising=False)
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     assert not is_elastic()
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert is_elastic()
-    monkeypatch.setenv(AGENT_PID_VARIABLE, "1")  # of echelon's own agent
+    monkeypatch.setenv(AGENT_PID_VARIABLE, "1")  # under echelon's own agent
     assert not is_elastic()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert shares_agent_store()
@@ -99,9 +99,9 @@ def test_only_a_foreign_torchrun_with_restarts_starts_processes_again_by_itself(
     assert not shares_agent_store()
 
 
-def test_a_pod_keeps_files_of_the_hub_beside_its_run(monkeypatch, tmp_path):
+def test_a_pod_stores_hub_files_next_to_its_run(monkeypatch, tmp_path):
     for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "KUBERNETES_SERVICE_HOST"):
-        monkeypatch.setenv(name, "x")  # so that it comes back in the end
+        monkeypatch.setenv(name, "x")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     keep_hub_cache_beside(tmp_path / "runs" / "x")
     assert "HF_HOME" not in os.environ

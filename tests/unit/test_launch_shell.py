@@ -1,4 +1,4 @@
-"""What the scripts of all targets share, run by a real bash."""
+"""The script lines shared by all targets, run by a real bash."""
 
 import os
 import subprocess
@@ -32,14 +32,14 @@ def test_a_line_of_setup_that_fails_ends_the_script(tmp_path, setup, failed):
     assert note.read_text() == f"echelon: launch.setup failed with {failed}\n"
 
 
-def test_what_is_handled_is_no_failure_and_training_is_not_guarded(tmp_path):
+def test_handled_failures_and_training_do_not_end_the_script(tmp_path):
     setup = ["false || true", "if false; then exit 9; fi", "export NAME=value"]
     ended = run([*guard_setup(setup), "false", 'echo "trained with $NAME"'], tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "trained with value\n", "")
     assert guard_setup([]) == []
 
 
-def test_the_home_of_a_path_is_that_of_the_machine(tmp_path):
+def test_a_tilde_is_expanded_on_the_machine(tmp_path):
     python = tmp_path / "an env" / "python"
     python.parent.mkdir()
     python.write_text('#!/bin/sh\necho "$0" "$@"\n')

@@ -1,4 +1,4 @@
-"""Jobs of this machine: a job's life, with a program in the place of training."""
+"""Local jobs: the life of a job, with a stub for training."""
 
 import json
 import stat
@@ -27,7 +27,7 @@ ODD = 'it\'s $HOME "quoted" \\ and\nanother line'
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working directory with an awkward name, and a program in the place of Python."""
+    """A working directory with an awkward name, and a stub for Python."""
     folder = tmp_path / "it's $HERE"
     folder.mkdir()
     program = tmp_path / "training"
@@ -59,7 +59,7 @@ def await_line(record, line):
         time.sleep(0.05)
 
 
-def test_awkward_words_arrive_and_a_job_is_found_from_elsewhere(here, tmp_path, monkeypatch):
+def test_awkward_arguments_arrive_and_a_job_is_found_from_another_folder(here, tmp_path, monkeypatch):
     record = submit(f"launch.env={json.dumps({'ODD': ODD})}", "launch.setup=['cd . # a comment']")
     await_line(record, "begun")
     assert f"\n{ODD}\n" in (here / "words").read_text()
@@ -71,30 +71,30 @@ def test_awkward_words_arrive_and_a_job_is_found_from_elsewhere(here, tmp_path, 
     assert list(LocalLauncher().logs(found, True)) == ["begun", "saved"]
 
 
-def test_a_time_limit_has_the_run_save(here):
+def test_at_a_time_limit_the_run_saves(here):
     assert await_end(submit("launch.max_hours=0.0001")) == ("stopped", 3)
 
 
-def test_a_setup_that_ends_the_script_is_a_job_that_failed(here):
+def test_a_setup_that_exits_is_a_failed_job(here):
     assert await_end(submit("launch.setup=['cd /', code=0, 'exit 5']")) == ("failed", 5)
 
 
-def test_a_job_that_is_cancelled_in_its_setup_is_not_done(here):
+def test_a_job_cancelled_during_its_setup_is_not_done(here):
     record = submit("launch.setup=[echo waiting, sleep 5]")
     await_line(record, "waiting")
-    time.sleep(0.2)  # the shell hears of it once the line it is at has ended, so that one must have begun
+    time.sleep(0.2)  # the shell handles the signal after its current line, so that line must have begun
     LocalLauncher().cancel(record)
     assert await_end(record) == ("failed", 1)
 
 
-def test_a_time_limit_that_nothing_would_keep_is_refused(here, monkeypatch):
+def test_a_time_limit_that_cannot_be_enforced_is_refused(here, monkeypatch):
     monkeypatch.setenv("PATH", str(here))
     recipe, _ = parse_recipe(RECIPE, "recipe.yaml", ["launch.max_hours=2"])
     with pytest.raises(ConfigError, match=r"launch\.max_hours=2: the `timeout` command .* is not installed"):
         LocalLauncher().check(make_job(recipe, here))
 
 
-def test_the_python_of_other_machines_is_said_not_to_be_used(here):
+def test_an_unused_launch_python_is_reported(here):
     recipe, _ = parse_recipe(RECIPE, "recipe.yaml", ["launch.python=/opt/python"])
     lines = LocalLauncher().check(make_job(recipe, here))
     assert lines[1:] == [f"launch.python=/opt/python is ignored on this machine; the job uses {sys.executable}"]

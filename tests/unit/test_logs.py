@@ -1,4 +1,4 @@
-"""Where log records go: a console for people, a log of each rank, and neither without being asked."""
+"""Log records go to a console and to a log per rank, and nowhere by default."""
 
 import io
 import logging
@@ -19,7 +19,7 @@ DETAILED = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z "
 
 
 class Stream(io.StringIO):
-    """A console that keeps each write, and counts the flushes."""
+    """A console that records each write and counts flushes."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class Stream(io.StringIO):
         self.flushes += 1
 
 
-def test_a_line_of_the_console_is_the_message_in_one_write():
+def test_a_console_line_is_the_message_in_one_write():
     console = Stream()
     log_to_console(console=console)
     LOGGER.info("data: %d tokens", 5)
@@ -42,7 +42,7 @@ def test_a_line_of_the_console_is_the_message_in_one_write():
     assert console.writes == ["data: 5 tokens\n", "The disk is full.\n"] and console.flushes >= 2
 
 
-def test_the_level_chooses_what_the_console_shows():
+def test_the_level_selects_what_the_console_shows():
     quiet, verbose = Stream(), Stream()
     log_to_console(logging.WARNING, quiet)
     LOGGER.info("news")
@@ -58,10 +58,10 @@ def test_the_level_chooses_what_the_console_shows():
     [
         (logging.DEBUG, ["detail", "news", "trouble"], ["DEBUG", "INFO", "WARNING"]),
         (logging.INFO, ["news", "trouble"], ["INFO", "WARNING"]),
-        (logging.WARNING, ["trouble"], ["INFO", "WARNING"]),  # a log is complete, however quiet the console is
+        (logging.WARNING, ["trouble"], ["INFO", "WARNING"]),  # a log is complete even with a quiet console
     ],
 )
-def test_a_rank_has_a_log_and_rank_0_a_console_beside_it(level, shown, logged):
+def test_a_rank_has_a_log_and_rank_0_also_a_console(level, shown, logged):
     log, console = Stream(), Stream()
     log_as_rank(3, log, console, level)
     LOGGER.debug("detail")
@@ -75,14 +75,14 @@ def test_a_rank_has_a_log_and_rank_0_a_console_beside_it(level, shown, logged):
     assert [each and each[1] for each in found] == logged
 
 
-def test_what_looks_like_a_secret_is_hidden():
+def test_secrets_are_redacted():
     console = Stream()
     log_to_console(console=console)
     LOGGER.info("using %s", "hf_abcDEF0123456789abcdeFGH")
     assert console.getvalue() == "using ***\n"
 
 
-def test_handlers_of_the_caller_stay_and_the_rank_can_be_had_for_them():
+def test_handlers_of_the_caller_are_kept_and_can_show_the_rank():
     mine = logging.StreamHandler(io.StringIO())
     mine.addFilter(RankFilter(7))
     mine.setFormatter(logging.Formatter("%(rank)s %(message)s"))
@@ -100,7 +100,7 @@ def test_importing_installs_no_handler():
     assert found.stdout == "[]\n"
 
 
-def test_a_pipe_that_nobody_reads_ends_nothing():
+def test_a_closed_pipe_does_not_end_the_process():
     code = (
         "import logging, sys; from echelon.logs import log_to_console; log_to_console(); sys.stdin.read()\n"
         "for number in range(3): logging.getLogger('echelon').info('line')\n"
@@ -115,7 +115,7 @@ def test_a_pipe_that_nobody_reads_ends_nothing():
     process.stderr.close()
 
 
-def test_a_full_disk_ends_nothing():
+def test_a_full_disk_does_not_end_the_process():
     console = Stream()
     with open("/dev/full", "wb", buffering=0) as full:
         log_as_rank(0, io.TextIOWrapper(full, write_through=True), console)
@@ -149,7 +149,7 @@ def test_every_command_takes_the_options():
         (["init"], logging.INFO),
     ],
 )
-def test_the_options_choose_the_level_of_this_process_and_of_those_it_starts(tmp_path, monkeypatch, arguments, level):
+def test_the_options_set_the_level_of_this_process_and_its_children(tmp_path, monkeypatch, arguments, level):
     monkeypatch.setattr(sys, "argv", ["echelon", *arguments, str(tmp_path / "recipe.yaml")])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -157,7 +157,7 @@ def test_the_options_choose_the_level_of_this_process_and_of_those_it_starts(tmp
     assert logging.getLogger("echelon").level == find_log_level() == level
 
 
-def test_a_level_that_is_none_is_refused(monkeypatch):
+def test_an_unknown_level_is_refused(monkeypatch):
     monkeypatch.setenv("ECHELON_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match=r"^ECHELON_LOG_LEVEL=loud is no level; use one of debug, info, warning"):
         find_log_level()

@@ -1,4 +1,4 @@
-"""The chunked loss against each model's own logits."""
+"""The chunked loss compared with each model's own logits."""
 
 import numpy as np
 import pytest
@@ -52,8 +52,8 @@ def test_a_microbatch_without_targets_gives_zero_and_reaches_every_parameter():
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
-def test_logits_never_exist_whole_in_fp32(monkeypatch):
-    """Vocabulary 4096, 512 tokens, chunks of 64: the largest tensor made while the loss runs stays below 1/4 of it."""
+def test_full_fp32_logits_never_exist(monkeypatch):
+    """Vocabulary 4096, 512 tokens, chunks of 64: the largest tensor created by the loss stays below 1/4 of that."""
     monkeypatch.setattr(echelon.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 64)
     hidden = torch.randn(2, 256, 16, requires_grad=True)
     weight = torch.randn(4096, 16, requires_grad=True)
@@ -67,7 +67,7 @@ def test_logits_never_exist_whole_in_fp32(monkeypatch):
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["frozen", "evaluating"])
 def test_a_head_that_is_not_trained_gets_no_gradient(evaluates, monkeypatch):
-    """Nothing of the weight's size is made: chunks of 2 tokens are smaller than it."""
+    """No tensor of the weight's size is created: chunks of 2 tokens are smaller."""
     monkeypatch.setattr(echelon.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 2)
     hidden = torch.randn(1, 8, 16, requires_grad=True)
     weight = torch.randn(512, 16, requires_grad=evaluates)

@@ -1,4 +1,4 @@
-"""The loss scale against torch.amp.GradScaler, and the head's gradient in fp16."""
+"""The loss scale compared with torch.amp.GradScaler, and the head's gradient in fp16."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from echelon.objectives.loss import chunked_loss_sum, gradient_factor
 from echelon.optimizer.loss_scale import GROWTH_STEPS, INITIAL, LossScale
 
 
-def test_grows_and_backs_off_as_torchs_own():
+def test_grows_and_backs_off_like_torch():
     ours, theirs = LossScale(torch.device("cpu")), torch.amp.GradScaler("cpu")
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     bad = {0, 5, 6, 2100, 2101}
     for step in range(2 * GROWTH_STEPS + 200):
-        theirs.scale(torch.ones(1))  # makes its state
+        theirs.scale(torch.ones(1))  # creates its state
         weight.grad = torch.full((1,), float("inf") if step in bad else 1.0)
         theirs.step(optimizer)
         theirs.update()
@@ -25,7 +25,7 @@ def test_grows_and_backs_off_as_torchs_own():
     assert ours.value.item() == theirs.get_scale() == INITIAL / 8
 
 
-def test_takes_the_scale_out_and_keeps_an_overflow_visible():
+def test_unscales_gradients_and_keeps_overflows():
     scale = LossScale(torch.device("cpu"))
     gradients = [torch.tensor([3 * INITIAL, -INITIAL]), torch.tensor([float("inf")])]
     scale.unscale(gradients)

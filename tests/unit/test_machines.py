@@ -18,7 +18,7 @@ from echelon.recipe import load_recipe
 from echelon.recipe.training import ParallelConfig
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "pretrain-1.3b.yaml"
-# 1,345,423,360 parameters, 16 bytes each: 21.5 GB of states alone need more than a T4's 16 or an L4's 24 with the rest.
+# 1,345,423,360 parameters with 16 bytes each: 21.5 GB of states, too much for a T4 (16) or, with the rest, an L4 (24).
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_the_cheapest_priced_type_that_fits(recipe, shape):
     assert "fit but have no known price, so were not considered" in text and "ml.p5.4xlarge" in text
     left_out = text.split("do not fit: ")[1]
     assert "ml.g4dn.xlarge" in left_out and "ml.g6.xlarge" in left_out
-    # Two machines of one L4 share the optimizer's states for 2 x 1.127, over 10 Gbit/s; one machine goes before.
+    # Two machines with one L4 each could shard the optimizer for 2 x 1.127, over 10 Gbit/s; one machine is preferred.
     few = choose_instance(recipe, shape)
     assert (few.instance.name, few.count) == ("ml.g6e.2xlarge", 1)
     [pair] = [each for each in few.candidates if each.instance.name == "ml.g6.xlarge"]
@@ -48,8 +48,8 @@ def test_the_cheapest_priced_type_that_fits(recipe, shape):
     assert "10 Gbit/s between machines" in pair.describe()
 
 
-def test_one_machine_goes_before_two_of_the_same_gpus(recipe, shape, monkeypatch):
-    # Two RTX PRO 6000 in one machine for 10.36, or in two machines, 50 Gbit/s apart, for 8.41.
+def test_one_machine_is_preferred_to_two_with_the_same_gpus(recipe, shape, monkeypatch):
+    # Two RTX PRO 6000 in one machine for 10.36, or in two machines connected with 50 Gbit/s for 8.41.
     pair = ("ml.g7e.2xlarge", "ml.g7e.12xlarge", "ml.p5en.48xlarge")
     monkeypatch.setattr(machines, "INSTANCES", {name: machines.INSTANCES[name] for name in pair})
     large = build_shape({**recipe.model.config, "vocab_size": 32000, "num_hidden_layers": 120})
@@ -58,7 +58,7 @@ def test_one_machine_goes_before_two_of_the_same_gpus(recipe, shape, monkeypatch
     assert machines.plan_on(zero, large, INSTANCES["ml.g7e.2xlarge"], 2).fits
     choice = choose_instance(zero, large)
     assert (choice.instance.name, choice.count) == ("ml.g7e.12xlarge", 1)
-    # Where only a type without a price fits on one machine, it is named, and not taken.
+    # If only a type without a price fits on one machine, it is named but not chosen.
     monkeypatch.setattr(machines, "INSTANCES", {name: machines.INSTANCES[name] for name in pair[::2]})
     choice = choose_instance(zero, large)
     assert (choice.instance.name, choice.count) == ("ml.g7e.2xlarge", 2)
@@ -87,14 +87,14 @@ def test_without_a_price_none_is_chosen(recipe, shape, monkeypatch):
         choose_instance(recipe, shape, 1)
 
 
-def test_what_fits_nowhere_is_refused_with_the_largest(recipe, monkeypatch, shape):
+def test_a_plan_that_fits_nowhere_is_refused_with_the_largest_type(recipe, monkeypatch, shape):
     small = {name: each for name, each in machines.INSTANCES.items() if name.startswith("ml.g4dn.")}
     monkeypatch.setattr(machines, "INSTANCES", small)
     with pytest.raises(PlanError, match=r"does not fit on 1 machine\(s\) of any type; the largest, ml\.g4dn\.12xlarge"):
         choose_instance(recipe, shape, 1)
 
 
-def test_launching_puts_the_type_in_the_place_of_auto(recipe, caplog):
+def test_launching_replaces_auto_by_the_type(recipe, caplog):
     settled = settle_instance(recipe)
     assert settled.launch.sagemaker.instance_type == "ml.g6e.2xlarge"
     assert "instance auto: 1 x ml.g6e.2xlarge" in caplog.text
