@@ -70,7 +70,7 @@ def test_reads_the_files_of_a_real_job(base):
     assert found.channels == ("echelon", "train")
     assert found.describe() == [
         "container: algo-10 of 3 (ml.p4d.24xlarge); channels echelon, train",
-        "container: hyperparameters epochs, mp_parameters are not used; what they mean stands in the recipe",
+        "container: hyperparameters epochs, mp_parameters are ignored; the recipe has all settings",
     ]
 
 
@@ -91,8 +91,8 @@ def test_believes_a_toolkit_where_the_files_are_absent(tmp_path):
     ("text", "said"),
     [
         ("{", "resourceconfig.json is not JSON"),
-        ("[]", "is no JSON object"),
-        ('{"hosts": "algo-1"}', "no list of names"),
+        ("[]", "is not a JSON object"),
+        ('{"hosts": "algo-1"}', "not a list of names"),
         ('{"hosts": ["algo-1"], "current_host": "algo-3"}', "'algo-3', which is not among algo-1"),
     ],
 )
@@ -150,9 +150,9 @@ def test_waits_for_names(monkeypatch, caplog):
     answers = iter([False, False, True, True])
     monkeypatch.setattr(container, "_resolves", lambda name: next(answers))
     container._await_names(["algo-1", "algo-2"])
-    assert caplog.messages == ["container: waiting for algo-1 to have an address"]
+    assert caplog.messages == ["container: waiting for the address of algo-1"]
     monkeypatch.setattr(container, "_resolves", lambda name: False)
-    with pytest.raises(LaunchError, match="algo-3 has had no address for 0 seconds"):
+    with pytest.raises(LaunchError, match="algo-3 has no address after 0 s"):
         container._await_names(["algo-3"], 0.0)
 
 
@@ -301,7 +301,7 @@ def test_takes_the_images_echelon_of_the_same_version_and_else_the_one_sent(base
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "before")
     enter.make_importable(pack(base, "1.0"))
-    assert "of the channel" in capfd.readouterr().err
+    assert "from the channel" in capfd.readouterr().err
     assert (Path(sys.path[0]) / "echelon" / "__init__.py").exists()
     assert os.environ["PYTHONPATH"] == f"{sys.path[0]}{os.pathsep}before"
     monkeypatch.setattr(enter, "_find_installed", lambda name: "1.0")

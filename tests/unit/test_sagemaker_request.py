@@ -275,8 +275,8 @@ def test_an_address_that_is_none_is_refused_by_its_key_without_its_secret(tmp_pa
 
 def test_folders_of_this_machine_are_said_to_be_others_there(tmp_path):
     lines = build_submission(make_job(tmp_path, "run.dir=/data/run", "data.prepared_dir=/data/prepared")).lines
-    assert "run.dir=/data/run is of this machine; there it is /opt/ml/checkpoints/small" in lines
-    assert any(line.startswith("data.prepared_dir=/data/prepared is of this machine") for line in lines)
+    assert "run.dir=/data/run is for this machine; in the container it is /opt/ml/checkpoints/small" in lines
+    assert any(line.startswith("data.prepared_dir=/data/prepared is for this machine") for line in lines)
 
 
 def test_hub_ids_and_the_standard_library_stay_what_they_are(tmp_path):
@@ -304,10 +304,10 @@ def test_images():
 @pytest.mark.parametrize(
     ("name", "lack"),
     [
-        ("pytorch-training:2.8.0-gpu-py312-cu129-ubuntu22.04-sagemaker", "PyTorch 2.8, and echelon needs 2.11"),
-        ("smdistributed-modelparallel:2.5.1-gpu-py311-cu124", "PyTorch 2.5, and echelon needs 2.11"),
-        ("huggingface-pytorch-training:2.5.1-transformers4.49.0-gpu-py311", "PyTorch 2.5, and echelon needs 2.11"),
-        ("pytorch-training:2.11.0-gpu-py310-cu130", "Python 3.10, and echelon needs 3.11"),
+        ("pytorch-training:2.8.0-gpu-py312-cu129-ubuntu22.04-sagemaker", "PyTorch 2.8, but echelon needs 2.11"),
+        ("smdistributed-modelparallel:2.5.1-gpu-py311-cu124", "PyTorch 2.5, but echelon needs 2.11"),
+        ("huggingface-pytorch-training:2.5.1-transformers4.49.0-gpu-py311", "PyTorch 2.5, but echelon needs 2.11"),
+        ("pytorch-training:2.11.0-gpu-py310-cu130", "Python 3.10, but echelon needs 3.11"),
     ],
 )
 def test_an_image_that_is_too_old_is_refused(tmp_path, name, lack):
@@ -336,7 +336,7 @@ REFUSED = {
     "launch.accelerator=H100 ": ["launch.accelerator=H100"],
     "or launch.sagemaker.spot.": [
         "launch.sagemaker.spot={max_wait_hours: 4}", "launch.sagemaker.keep_alive_seconds=60"],
-    "launch.sagemaker.training_plan_arn is reserved": [
+    "training_plan_arn (reserved capacity)": [
         "launch.sagemaker.spot={max_wait_hours: 4}",
         "launch.sagemaker.training_plan_arn=arn:aws:sagemaker:us-west-2:111122223333:training-plan/p"],
     "launch.sagemaker.training_plan_arn=p ": ["launch.sagemaker.training_plan_arn=p"],
@@ -344,17 +344,17 @@ REFUSED = {
     "add mlflow to track": [f"launch.sagemaker.mlflow_arn={MLFLOW}"],
     "mlflow.tracking_uri and": [
         f"launch.sagemaker.mlflow_arn={MLFLOW}", "track=[mlflow]", "mlflow.tracking_uri=http://x"],
-    "ml.g5.12xlarge has disks of its own": ["launch.sagemaker.volume_gb=500"],
+    "12xlarge has local disks": ["launch.sagemaker.volume_gb=500"],
     "launch.max_hours=2;": ["launch.sagemaker.spot={max_wait_hours: 1}"],
     "launch.max_hours=24, the default": ["launch.max_hours=null", "launch.sagemaker.spot={max_wait_hours: 10}"],
     "28 days": ["launch.max_hours=700"],
     "fault.notice_seconds=300": ["fault.notice_seconds=300"],
     "launch.sagemaker.security_group_ids is missing": ["launch.sagemaker.subnets=[subnet-1]"],
     "launch.sagemaker.subnets is missing": ["launch.sagemaker.security_group_ids=[sg-1]"],
-    "'subnet 1' is no id": ["launch.sagemaker.subnets=['subnet 1']", "launch.sagemaker.security_group_ids=[sg-1]"],
+    "'subnet 1' is not an": ["launch.sagemaker.subnets=['subnet 1']", "launch.sagemaker.security_group_ids=[sg-1]"],
     "has 6 entries": ["launch.sagemaker.subnets=[s-1]", "launch.sagemaker.security_group_ids=[a, b, c, d, e, f]"],
     "set launch.sagemaker.image": ["launch.sagemaker.network_isolation=true"],
-    "track: wandb needs a network": [
+    "track: wandb needs the network": [
         "launch.sagemaker.network_isolation=true", "launch.sagemaker.image=i", "track=[wandb]"],
     "data.train.0.path=some/set is on the hub": [
         "launch.sagemaker.network_isolation=true", "launch.sagemaker.image=i",
@@ -371,8 +371,8 @@ REFUSED = {
     "launch.sagemaker.channels.a b": ["launch.sagemaker.channels={a b: s3://bucket/x}"],
     "launch.sagemaker.channels.books=bucket/x is no": ["launch.sagemaker.channels={books: bucket/x}"],
     "data.train.0.path=s3:// is no": ["data.train=s3://"],
-    "has a channel train already": ["launch.sagemaker.channels={train: s3://bucket/x}"],
-    "has a channel echelon already": ["launch.sagemaker.channels={echelon: s3://bucket/x}"],
+    "already has a channel train": ["launch.sagemaker.channels={train: s3://bucket/x}"],
+    "already has a channel echelon": ["launch.sagemaker.channels={echelon: s3://bucket/x}"],
     "the job has 21 channels": ["data.train=[" + ", ".join(f"s3://corpora/{n}" for n in range(20)) + "]"],
     "data.train.0.path=absent": ["data.train=absent"],
     "which has none": ["data.train=/opt/ml/input/data/books"],

@@ -195,7 +195,7 @@ def test_following_shows_each_line_once_until_the_end(monkeypatch, aws):
 
 def test_what_aws_refuses_is_one_sentence(tmp_path, monkeypatch, aws):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(LaunchError, match=r"uploading the job's files \(NoSuchBucket\).*make the bucket first"):
+    with pytest.raises(LaunchError, match=r"uploading the job's files \(NoSuchBucket\).*create the bucket first"):
         SageMakerLauncher().submit(make_job(tmp_path, "launch.sagemaker.bucket=s3://no-such-bucket"))
     record = JobRecord("gone", "sagemaker", "gone", "", 0.0, Path("jobs/gone"), {"region": "us-west-2"})
     with pytest.raises(LaunchError, match="asking for gone"):

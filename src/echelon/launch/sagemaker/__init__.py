@@ -1,4 +1,4 @@
-"""`--to sagemaker`: a training job of Amazon SageMaker AI. Rendering one needs none of AWS's packages."""
+"""`--to sagemaker`: a training job of Amazon SageMaker AI. Rendering a job needs no AWS package."""
 
 from echelon.launch.sagemaker.launcher import SageMakerLauncher
 

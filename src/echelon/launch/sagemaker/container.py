@@ -1,6 +1,6 @@
-"""What runs in a training container of SageMaker, from its files in `/opt/ml` to the finished model there.
+"""Training in a SageMaker container: read its configuration in `/opt/ml`, train, and write the model there.
 
-`enter.py` is process 1 and imports this in its child. The base folder is a parameter, so that any folder can be one.
+`enter.py` is process 1 and imports this module in its child. The base folder is a parameter, for tests.
 """
 
 import json
@@ -37,17 +37,17 @@ _EFA_VARIABLES = {"FI_PROVIDER": "efa", "RDMAV_FORK_SAFE": "1"}
 _RESOLVE_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
 _TENSORBOARD_SECONDS = 15.0
-# Of what training prints to stderr, so many lines may explain how it ended.
+# The number of last stderr lines that are searched for the reason why training ended.
 _ERROR_LINES = 40
 _NAME = "echelon: "
 
 
 @dataclass(frozen=True)
 class Container:
-    """What the platform says of this container.
+    """The container's configuration, as given by the platform.
 
-    `hosts` in the order of their numbers, the same on each. `channels` are the names of folders in input/data.
-    `hyperparameters` are the job's own, which echelon does not use.
+    `hosts` are in numerical order, the same on each host. `channels` are the names of folders in input/data.
+    `hyperparameters` are the names of the job's hyperparameters, which echelon does not use.
     """
 
     base: Path
@@ -60,12 +60,12 @@ class Container:
 
     @property
     def is_first(self) -> bool:
-        """Whether this host's number is the lowest: rank 0 is there, and with it the run's files and checkpoints."""
+        """Whether this is the host with the lowest number, which has rank 0, the run's files and the checkpoints."""
         return self.host == self.hosts[0]
 
     @property
     def recipe_path(self) -> Path:
-        """The recipe of the job."""
+        """The path of the job's recipe."""
         return self.base / "input" / "data" / "echelon" / "recipe.yaml"
 
     def describe(self) -> list[str]:
@@ -74,24 +74,23 @@ class Container:
         lines = [f"container: {place}; channels {', '.join(self.channels) or 'none'}"]
         if self.hyperparameters:
             lines.append(
-                f"container: hyperparameters {', '.join(self.hyperparameters)} are not used; what they mean stands in "
-                "the recipe"
+                f"container: hyperparameters {', '.join(self.hyperparameters)} are ignored; the recipe has all settings"
             )
         return lines
 
 
 def read_container(base: Path, env: Mapping[str, str]) -> Container:
-    """The container from its config files, or, where they are absent, from a toolkit's SM_ variables; else one host.
+    """Read the container from its config files, else from a toolkit's SM_ variables, else assume one host.
 
     Shapes: https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
-    Raises ConfigError for a file that does not have its shape.
+    Raises ConfigError for a file that does not have this shape.
     """
     config = base / "input" / "config"
     resources = _read_json(config / "resourceconfig.json")
-    told = env.get("SM_HOSTS")
-    hosts = resources.get("hosts") or (_parse(told, "SM_HOSTS") if told else None) or ["algo-1"]
+    listed = env.get("SM_HOSTS")
+    hosts = resources.get("hosts") or (_parse(listed, "SM_HOSTS") if listed else None) or ["algo-1"]
     if not isinstance(hosts, list) or not all(isinstance(each, str) for each in hosts):
-        raise ConfigError(f"the hosts of this container are {hosts!r}, which is no list of names.")
+        raise ConfigError(f"the hosts of this container are {hosts!r}, which is not a list of names.")
     host = resources.get("current_host") or env.get("SM_CURRENT_HOST") or hosts[0]
     if host not in hosts:
         raise ConfigError(f"this container is host {host!r}, which is not among {', '.join(hosts)}.")
@@ -109,12 +108,12 @@ def read_container(base: Path, env: Mapping[str, str]) -> Container:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no file. Raises ConfigError."""
+    """The JSON object in a file; empty if there is no file. Raises ConfigError."""
     if not path.exists():
         return {}
     value = _parse(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds {value!r}, which is no JSON object.")
+        raise ConfigError(f"{path} contains {value!r}, which is not a JSON object.")
     return value
 
 
@@ -126,10 +125,10 @@ def _parse(text: str, place: str) -> Any:
 
 
 def run(base: Path, env: Mapping[str, str]) -> Outcome:
-    """Train the job's recipe in this container; the exit code is the container's, 0 also after a budget's end.
+    """Train the job's recipe in this container; returns the container's exit code, 0 also if a budget ended the run.
 
-    Raises ConfigError and LaunchError for what is wrong before training. From the start of training on this process
-    takes STOP_SIGNALS and hands them on.
+    Raises ConfigError and LaunchError for faults found before training. Once training starts, this process handles
+    STOP_SIGNALS and forwards them.
     """
     log_to_console(find_log_level())
     container = read_container(base, env)
@@ -158,17 +157,17 @@ def run(base: Path, env: Mapping[str, str]) -> Outcome:
 
 
 def _check_place(run: RunConfig, base: Path) -> None:
-    """Refuse a run that nobody would find again."""
+    """Refuse a run folder that would be lost with the container."""
     checkpoints = base / "checkpoints"
     if not run.dir.is_relative_to(checkpoints):
         raise ConfigError(
-            f"run.dir={run.dir} ends with the container; only {checkpoints} is copied to S3 while training, so "
+            f"run.dir={run.dir} is lost when the container ends; only {checkpoints} is copied to S3 during training; "
             f"set run.dir={checkpoints / run.name}."
         )
 
 
 def _check_channels(recipe: Recipe, container: Container) -> None:
-    """Refuse data whose channel is not there, on the host where it is missing."""
+    """Refuse data whose channel is missing on this host."""
     data = container.base / "input" / "data"
     for kind, sources in (("train", recipe.data.train), ("validation", recipe.data.validation)):
         for number, source in enumerate(sources):
@@ -179,19 +178,19 @@ def _check_channels(recipe: Recipe, container: Container) -> None:
             if not channel.is_dir():
                 raise ConfigError(
                     f"data.{kind}.{number}.path={path}: there is no {channel} in the container of {container.host}; "
-                    f"check that launch.sagemaker.channels names {channel.name}, and what its address holds."
+                    f"check that launch.sagemaker.channels has {channel.name}, and that its address has files."
                 )
 
 
 def find_variables(container: Container, env: Mapping[str, str], system: Path = Path("/sys")) -> dict[str, str]:
-    """What training finds in its environment beside what the job set, which wins: its hosts, EFA and HF_HOME."""
+    """The variables to add to training's environment: hosts, EFA and HF_HOME. The job's own variables win."""
     variables = {"SM_HOSTS": json.dumps(container.hosts), "SM_CURRENT_HOST": container.host}
     if container.interface is not None:
         variables["SM_NETWORK_INTERFACE_NAME"] = container.interface
     if container.instance_type is not None:
         variables["SM_CURRENT_INSTANCE_TYPE"] = container.instance_type
     if _has_efa(system):
-        # The job's own variables come from a list of instance types, and lists are behind; the card is there.
+        # The launcher's list of instance types may be outdated, so look for the device itself.
         added = {name: value for name, value in _EFA_VARIABLES.items() if name not in env}
         described = " ".join(f"{name}={value}" for name, value in added.items())
         logger.info(f"container: EFA, {described or 'as the job set it'}")
@@ -204,10 +203,10 @@ def find_variables(container: Container, env: Mapping[str, str], system: Path = 
 
 
 def _find_hub_home(base: Path) -> tuple[Path, int]:
-    """Where files of the hub have most room, and how many bytes that is.
+    """The folder with the most free space for hub files, and that space in bytes.
 
-    The container's own disk is small, and where the instance's is mounted differs. Checkpoints are no place: SageMaker
-    copies what is there to S3.
+    The container's own disk is small, and the mount point of the instance's disk differs. The checkpoint folder is not
+    used: SageMaker copies it to S3.
     """
     places = (base, Path(tempfile.gettempdir()))
     free = {place: shutil.disk_usage(place).free for place in places if os.access(place, os.W_OK)}
@@ -221,18 +220,18 @@ def _has_efa(system: Path) -> bool:
 
 
 def _await_names(hosts: Iterable[str], patience_seconds: float = _RESOLVE_SECONDS) -> None:
-    """Wait until every host's name has an address; containers of a job start one after the other."""
+    """Wait until every host name resolves; the containers of a job start at different times."""
     deadline = time.monotonic() + patience_seconds
     for host in hosts:
-        told = False
+        logged = False
         while not _resolves(host):
-            if not told:
-                logger.info(f"container: waiting for {host} to have an address")
-                told = True
+            if not logged:
+                logger.info(f"container: waiting for the address of {host}")
+                logged = True
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"{host} has had no address for {patience_seconds:.0f} seconds; its container did not start, see "
-                    "the job's other logs."
+                    f"{host} has no address after {patience_seconds:.0f} s; its container did not start; see the job's "
+                    "other logs."
                 )
             time.sleep(_LOOK_SECONDS)
 
@@ -246,16 +245,16 @@ def _resolves(host: str) -> bool:
 
 
 def train_command(recipe: Recipe, recipe_path: Path) -> list[str]:
-    """What trains: the agent of this host, by the variables it finds. `launch.setup` has been run by now."""
+    """The training command: the agent of this host, configured by its environment. `launch.setup` has already run."""
     argv = [sys.executable, "-m", "echelon", "train", str(recipe_path)]
     processes = recipe.launch.nproc_per_node
     return argv if processes == "auto" else [*argv, "--nproc", str(processes)]
 
 
 def _train(argv: Sequence[str], env: Mapping[str, str], look: Callable[[], None]) -> Outcome:
-    """Run the command to its end, hand stops on to it, and find out from what it said why it ended.
+    """Run the command to its end, forward stop signals to it, and read from its stderr why it ended.
 
-    `look` is called now and then.
+    `look` is called every few seconds.
     """
     asked: list[int] = []
     running: list[subprocess.Popen[bytes]] = []
@@ -267,7 +266,7 @@ def _train(argv: Sequence[str], env: Mapping[str, str], look: Callable[[], None]
 
     for each in STOP_SIGNALS:
         signal.signal(each, stop)
-    # Its stderr is left open: some orphan may still hold the other end.
+    # Its stderr is not closed: an orphan may still have the other end open.
     process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE)
     running.append(process)
     if asked:
@@ -286,14 +285,14 @@ def _train(argv: Sequence[str], env: Mapping[str, str], look: Callable[[], None]
     if code >= 0:
         return Outcome(code, find_message(said))
     name = signal.Signals(-code).name
-    if any(line.startswith(_NAME) for line in said):  # killed on its way out, after it had said why
+    if any(line.startswith(_NAME) for line in said):  # killed while exiting, after it printed the reason
         return Outcome(FAILED, find_message(said))
     early = f"stopped by {name} before training began; start the same job again"
     return Outcome(FAILED, early if asked else f"echelon train was killed by {name}")
 
 
 def _listen(process: "subprocess.Popen[bytes]", said: deque[str]) -> None:
-    """Pass stderr on, and remember the end of it."""
+    """Forward stderr and keep its last lines."""
     assert process.stderr is not None
     for line in process.stderr:
         sys.stderr.buffer.write(line)
@@ -302,7 +301,7 @@ def _listen(process: "subprocess.Popen[bytes]", said: deque[str]) -> None:
 
 
 def find_message(said: Sequence[str]) -> str:
-    """What a command said of its end: from the last line under echelon's name on; else its last line."""
+    """The final message in a command's output: from the last line that starts with `echelon: `, else the last line."""
     lines = [line for line in said if line]
     for number in reversed(range(len(lines))):
         if lines[number].startswith(_NAME):
@@ -311,7 +310,7 @@ def find_message(said: Sequence[str]) -> str:
 
 
 def translate(outcome: Outcome) -> Outcome:
-    """What SageMaker is to make of it: a run that its budget ended has succeeded."""
+    """The outcome as reported to SageMaker: a run ended by its budget counts as a success."""
     if outcome.code == STOPPED and outcome.message.startswith("stopped by budget"):
         return Outcome(DONE, outcome.message)
     if outcome.code != DONE and not outcome.message:
@@ -320,7 +319,7 @@ def translate(outcome: Outcome) -> Outcome:
 
 
 def mirror(source: Path, target: Path) -> None:
-    """Copy the files of a folder that are not there yet, or have changed since."""
+    """Copy the files of a folder that are new or changed."""
     for path in filter(Path.is_file, sorted(source.rglob("*"))):
         copy, now = target / path.relative_to(source), path.stat()
         if copy.exists() and (copy.stat().st_size, copy.stat().st_mtime) == (now.st_size, now.st_mtime):
@@ -330,10 +329,10 @@ def mirror(source: Path, target: Path) -> None:
 
 
 def keep_records(folder: RunFolder, target: Path, since: float, leads: bool) -> None:
-    """Copy what a run tells about itself, all but weights, to where SageMaker keeps the output of a job.
+    """Copy a run's records, without weights, to the folder that SageMaker stores as the job's output.
 
-    Its ranks' logs, if written `since` (UTC seconds): others have come back from S3. Where rank 0 `leads`, also the
-    run's own files.
+    Copies the ranks' logs written since `since` (UTC seconds), as older ones were restored from S3. If this host
+    `leads` (has rank 0), also copies the run's own files.
     """
     target.mkdir(parents=True, exist_ok=True)
     own = [path for path in sorted(folder.path.glob("*")) if not path.name.startswith(".")] if leads else []
@@ -345,18 +344,18 @@ def keep_records(folder: RunFolder, target: Path, since: float, leads: bool) -> 
 
 
 def _export(folder: RunFolder, model: Path, outcome: Outcome, env: Mapping[str, str]) -> Outcome:
-    """Leave the model where SageMaker collects it: as `echelon export` writes it, an adapter as an adapter."""
+    """Export the model to the folder that SageMaker collects, as `echelon export` does; an adapter stays an adapter."""
     if folder.newest_step() is None:
         return outcome
     model.mkdir(parents=True, exist_ok=True)
-    # The platform may have mounted the folder, so it is filled and not replaced.
+    # The folder may be a mount point, so it is filled, not replaced.
     written = model / "export"
     argv = [sys.executable, "-m", "echelon", "export", str(folder.path), str(written)]
     done = subprocess.run(argv, env=env, capture_output=True, encoding="utf-8", errors="replace", check=False)
     sys.stderr.write(done.stderr)
     if done.returncode != 0:
         message = find_message(done.stderr.splitlines())
-        return Outcome(done.returncode, f"training has ended, but its model was not written: {message}")
+        return Outcome(done.returncode, f"training has ended, but the model was not exported: {message}")
     for path in written.iterdir():
         path.replace(model / path.name)
     written.rmdir()

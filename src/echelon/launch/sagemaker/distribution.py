@@ -1,7 +1,7 @@
-"""`launch.sagemaker.distribution`: the dictionaries of SageMaker's SDK, and what each becomes here.
+"""`launch.sagemaker.distribution`: translate the distribution dictionaries of SageMaker's SDK to echelon settings.
 
-All of them end in the same processes, started by torchrun's agent; what differs is the plan, the backend and variables.
-Rules of combining them: sagemaker-python-sdk v2, `fw_utils.validate_distribution`.
+Every distribution starts the same processes with torchrun's agent; only the plan, the backend and variables differ.
+Rules for combinations: sagemaker-python-sdk v2, `fw_utils.validate_distribution`.
 """
 
 import shlex
@@ -22,11 +22,11 @@ from echelon.recipe.render import recipe_mapping
 KEY = "launch.sagemaker.distribution"
 
 _NOT_HERE = {
-    "pytorchxla": "the Training Compiler is for PyTorch 1.13 and older, and ended; use torch_distributed and "
-    "train.compile=true",
-    "parameter_server": "it is TensorFlow's; use torch_distributed",
-    "multi_worker_mirrored_strategy": "it is TensorFlow's; use torch_distributed",
-    "instance_groups": "all machines of a job are of one type; use launch.nodes and launch.sagemaker.instance_type",
+    "pytorchxla": "the Training Compiler was for PyTorch 1.13 and older, and is discontinued; use torch_distributed "
+    "and train.compile=true",
+    "parameter_server": "it is for TensorFlow; use torch_distributed",
+    "multi_worker_mirrored_strategy": "it is for TensorFlow; use torch_distributed",
+    "instance_groups": "all machines of a job have one type; use launch.nodes and launch.sagemaker.instance_type",
     "deepspeed": "SageMaker has no such entry; use torch_distributed, and parallel: zero1, zero2 or fsdp",
     "horovod": "SageMaker starts it as mpi; use mpi, or torch_distributed",
     "smdistributed_dataparallel": "the SDK spells it smdistributed: {dataparallel: {enabled: true}}; that library "
@@ -34,7 +34,7 @@ _NOT_HERE = {
     "smdistributed_modelparallel": "the SDK spells it smdistributed: {modelparallel: {enabled: true, parameters: "
     "{...}}}",
     "pytorchx": "the SDK has no such entry; PyTorch's own launcher is torch_distributed: {enabled: true}",
-    "compiler_config": "the Training Compiler takes no distribution but its own, and ended; use train.compile=true",
+    "compiler_config": "the Training Compiler is discontinued; use train.compile=true",
 }  # fmt: skip
 _FIELDS = {
     "torch_distributed": ("enabled",),
@@ -44,7 +44,7 @@ _FIELDS = {
     "smdistributed.dataparallel": ("enabled", "custom_mpi_options"),
     "smdistributed.modelparallel": ("enabled", "parameters"),
 }
-# Besides each alone.
+# Allowed combinations; each entry may also be used alone.
 _TOGETHER = (
     {"torch_distributed", "smdistributed.dataparallel"},
     {"torch_distributed", "smdistributed.modelparallel"},
@@ -54,7 +54,7 @@ _TOGETHER = (
 
 @dataclass(frozen=True)
 class Distribution:
-    """What the dictionary became: the recipe with it, variables of the container, and lines that say so."""
+    """The result: the changed recipe, variables of the container, and lines for the user about the changes."""
 
     recipe: Recipe
     env: Mapping[str, str] = field(default_factory=dict)
@@ -62,9 +62,9 @@ class Distribution:
 
 
 def apply_distribution(recipe: Recipe, instance: Instance) -> Distribution:
-    """Read `launch.sagemaker.distribution` for the machines of a job.
+    """Apply `launch.sagemaker.distribution` to the recipe, for the machines of a job.
 
-    Raises ConfigError naming the key of what is unknown, cannot be together, or has no equal in echelon.
+    Raises ConfigError with the key of an entry that is unknown, conflicts with another, or has no equivalent.
     """
     enabled = _read_enabled(recipe.launch.sagemaker.distribution)
     changes: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def apply_distribution(recipe: Recipe, instance: Instance) -> Distribution:
 
 
 def _read_enabled(distribution: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The entries that are on, `smdistributed.` written out."""
+    """The enabled entries, with the nested ones as `smdistributed.NAME`."""
     flat: dict[str, Any] = {}
     for name, value in distribution.items():
         if name in _NOT_HERE:
@@ -115,16 +115,16 @@ def _read_enabled(distribution: Mapping[str, Any]) -> dict[str, Mapping[str, Any
             raise ConfigError(f"{KEY}.{name}.enabled={settings['enabled']} is neither true nor false.")
     enabled = {name: settings for name, settings in flat.items() if settings.get("enabled", False)}
     if not enabled:
-        raise ConfigError(f"{KEY} has nothing that is on; use torch_distributed: {{enabled: true}}.")
+        raise ConfigError(f"{KEY} has no enabled entry; use torch_distributed: {{enabled: true}}.")
     if len(enabled) > 1 and set(enabled) not in _TOGETHER:
         raise ConfigError(
-            f"{KEY}: {' and '.join(enabled)} are on together, and a job has one distribution (model parallelism "
-            "beside the launcher it runs under); turn the others off."
+            f"{KEY}: {' and '.join(enabled)} are both enabled, but a job has one distribution (model parallelism also "
+            "needs its launcher); disable the others."
         )
     if set(enabled) == {"smdistributed.modelparallel"}:
         raise ConfigError(
-            f"{KEY}.smdistributed.modelparallel is on alone, and needs its launcher: torch_distributed: "
-            "{enabled: true} for the parameters of version 2, mpi for those of version 1."
+            f"{KEY}.smdistributed.modelparallel also needs its launcher: torch_distributed: {{enabled: true}} for "
+            "the parameters of version 2, mpi for those of version 1."
         )
     return enabled
 
@@ -132,7 +132,7 @@ def _read_enabled(distribution: Mapping[str, Any]) -> dict[str, Mapping[str, Any
 def _check_fields(name: str, value: Any) -> None:
     if name not in _FIELDS:
         known = ", ".join(each for each in _FIELDS if "." not in each)
-        raise ConfigError(f"{KEY}.{name} is no distribution that SageMaker has for PyTorch; known: {known}.")
+        raise ConfigError(f"{KEY}.{name} is not a distribution of SageMaker for PyTorch; known: {known}.")
     if not isinstance(value, Mapping):
         raise ConfigError(f"{KEY}.{name}={value} must be a mapping such as {{enabled: true}}.")
     for key in value:
@@ -146,7 +146,7 @@ def _num_processes(launch: LaunchConfig, changes: Mapping[str, Any], instance: I
 
 
 def _read_mpi_options(key: str, options: Any, lines: list[str]) -> dict[str, str]:
-    """The variables of `-x NAME=VALUE`; mpirun's other options mean nothing without mpirun."""
+    """The variables in `-x NAME=VALUE`; other options of mpirun have no meaning here."""
     try:
         words = shlex.split(options) if isinstance(options, str) else None
     except ValueError:
@@ -162,10 +162,10 @@ def _read_mpi_options(key: str, options: Any, lines: list[str]) -> dict[str, str
                 variables[name] = value
                 lines.append(f"{key}: -x {name} became a variable of the container")
         elif word in ("-verbose", "--verbose", "-v"):
-            lines.append(f"{key}: {word} is about mpirun's own output, and there is none")
+            lines.append(f"{key}: {word} is ignored, since mpirun is not used")
         else:
             raise ConfigError(
-                f"{key}: {word} is for mpirun, and echelon's processes are started by torchrun's agent; keep "
+                f"{key}: {word} is an option of mpirun, but torchrun's agent starts echelon's processes; keep "
                 "-x NAME=VALUE and remove the rest."
             )
     return variables
@@ -180,7 +180,7 @@ def _map_mpi(launch: LaunchConfig, settings: Mapping[str, Any], lines: list[str]
         raise ConfigError(f"{key}={count!r} must be a whole number of at least 1.")
     given = launch.nproc_per_node
     if given not in ("auto", count):
-        raise ConfigError(f"{key}={count} and launch.nproc_per_node={given} differ; remove one.")
+        raise ConfigError(f"{key}={count} contradicts launch.nproc_per_node={given}; remove one.")
     lines.append(f"{key}={count} -> launch.nproc_per_node={count}")
     return {"launch.nproc_per_node": count}
 
@@ -196,7 +196,7 @@ def _map_pytorchddp(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
 
 
 def _change(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with other values at dotted keys. Raises ConfigError where they contradict the rest of it."""
+    """The recipe with new values at dotted keys. Raises ConfigError if they contradict the rest of it."""
     if not changes:
         return recipe
     plain = recipe_mapping(recipe)

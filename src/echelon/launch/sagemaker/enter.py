@@ -1,12 +1,12 @@
-"""What SageMaker starts: process 1 of a training container, a script of the standard library alone.
+"""The entry point of a SageMaker container: runs as process 1 and uses only the standard library.
 
-It travels as a file beside `echelon.zip`, since the image need not have echelon. The kernel drops the signals that
-process 1 has no handler for, and gives it every orphan: so it only hands signals on, collects the dead and waits for
-its one child. The child makes echelon importable and does the rest (`container.py`). However it ends, the cause stands
-in the failure file, of which SageMaker shows the first 1024 characters.
+It is uploaded next to `echelon.zip`, since the image may not have echelon. The kernel drops signals that process 1 does
+not handle and makes it the parent of every orphan. So it only forwards signals, reaps processes and waits for its one
+child. The child makes echelon importable and does the rest (`container.py`). On every failure the cause is written to
+the failure file, of which SageMaker shows the first 1024 characters.
 """
 
-# ruff: noqa: E402 (signals are taken before anything else is imported)
+# ruff: noqa: E402 (signals are handled before anything else is imported)
 
 import signal
 
@@ -47,26 +47,26 @@ _COMPARISONS: dict[str, Callable[[list[int], list[int]], bool]] = {
 
 
 class EntryError(Exception):
-    """The container cannot start training, for a reason that one sentence explains."""
+    """The container cannot start training; the message is one sentence."""
 
     exit_code = 1
 
 
 class _Stopped(BaseException):
-    """A signal to stop has come before training began."""
+    """A stop signal arrived before training began."""
 
 
 def main(base: Path) -> int:
-    """Be process 1 of the container whose files are below `base`; returns its exit code."""
+    """Run process 1 of the container whose files are in `base`; returns its exit code."""
     child = os.fork()
     if child == 0:
         return work(base)
 
-    def hand_on(number: int, _: "FrameType | None") -> None:
+    def forward(number: int, _: "FrameType | None") -> None:
         with suppress(ProcessLookupError):
             os.kill(child, number)
 
-    _listen(hand_on)
+    _listen(forward)
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == child:
@@ -80,7 +80,7 @@ def main(base: Path) -> int:
 
 
 def work(base: Path) -> int:
-    """The child's part: run the recipe of the channel `echelon` to its end; returns the exit code of the container."""
+    """Run the child: train the recipe in the channel `echelon`; returns the exit code of the container."""
 
     def stop(number: int, _: "FrameType | None") -> None:
         raise _Stopped(signal.Signals(number).name)
@@ -94,13 +94,13 @@ def work(base: Path) -> int:
     except _Stopped as stopped:
         code, message = 1, f"stopped by {stopped} before training began; start the same job again"
         _say(message)
-    except Exception as error:  # whatever it is, the platform shows nothing but this file and the code
+    except Exception as error:  # the platform shows only the failure file and the code
         code, message = getattr(error, "exit_code", 1), str(error)
         if not hasattr(error, "exit_code"):
             message = _hide_secrets(f"{type(error).__name__}: {error}")
             sys.stderr.write(_hide_secrets(traceback.format_exc()))
         _say(message)
-    # Python takes its handlers away before it ends: a stop that comes now would change the code.
+    # Python removes its handlers before it exits: a signal that arrives then would change the exit code.
     for each in STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     if code != 0:
@@ -109,7 +109,7 @@ def work(base: Path) -> int:
 
 
 def _listen(handler: "Callable[[int, FrameType | None], None]") -> None:
-    """Take stops with `handler` from now on, also the one that has come already."""
+    """Handle stop signals with `handler`, including one that has already arrived."""
     for each in STOP_SIGNALS:
         signal.signal(each, handler)
     if _EARLY:
@@ -117,14 +117,14 @@ def _listen(handler: "Callable[[int, FrameType | None], None]") -> None:
 
 
 def _hide_secrets(text: str) -> str:
-    """The text as echelon shows errors, where it could be made importable; what failed before knew no secret."""
+    """Redact secrets if echelon can be imported; anything that fails earlier has read no secret."""
     with suppress(ImportError):
         return str(importlib.import_module("echelon.redaction").redact_text(text))
     return text
 
 
 def write_failure(base: Path, message: str) -> None:
-    """Leave the cause for SageMaker. The first one stays: what comes later is of its making."""
+    """Write the failure file for SageMaker. The first cause is kept; later ones are its consequences."""
     path = base / "output" / "failure"
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
@@ -132,13 +132,13 @@ def write_failure(base: Path, message: str) -> None:
 
 
 def make_importable(channel: Path) -> None:
-    """Have `import echelon` work here and in every process started from here.
+    """Make `import echelon` work in this process and its children.
 
-    Raises EntryError when this Python is too old, or what echelon needs cannot be installed.
+    Raises EntryError if this Python is too old, or requirements cannot be installed.
     """
     if sys.version_info < OLDEST_PYTHON:
         raise EntryError(
-            f"python3 of this image is {sys.version.split()[0]} and echelon needs "
+            f"python3 of this image is {sys.version.split()[0]}, but echelon needs "
             f"{'.'.join(map(str, OLDEST_PYTHON))} or newer; set launch.sagemaker.image to an image that has it."
         )
     requirements = channel / "requirements.txt"
@@ -149,7 +149,7 @@ def make_importable(channel: Path) -> None:
     package = channel / _PACKAGE
     shipped = read_version(package)
     if _find_installed("echelon") == shipped:
-        _say(f"echelon {shipped} of the image")
+        _say(f"using echelon {shipped} from the image")
         return
     folder = tempfile.mkdtemp(prefix="echelon-")
     with zipfile.ZipFile(package) as archive:
@@ -158,13 +158,13 @@ def make_importable(channel: Path) -> None:
     importlib.invalidate_caches()
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = folder if not before else f"{folder}{os.pathsep}{before}"
-    _say(f"echelon {shipped} of the channel")
+    _say(f"using echelon {shipped} from the channel")
 
 
 def find_missing(lines: "list[str]") -> "list[str]":
-    """The requirements that are not installed here, or in another version. What cannot be judged here, pip shall judge.
+    """The requirements that are missing, have the wrong version, or can only be evaluated by pip.
 
-    A build of a version, such as 2.11.0a0+nv, counts as that version: nobody wants NVIDIA's torch replaced.
+    A vendor build such as 2.11.0a0+nv counts as that version, so that NVIDIA's torch is not replaced.
     """
     wanted = [line.split(" #")[0].strip() for line in lines if line.strip() and not line.startswith(("#", "-"))]
     return [line for line in wanted if not _is_satisfied(line)]
@@ -187,7 +187,7 @@ def _find_installed(name: str) -> "str | None":
 
 
 def _release(version: str) -> "list[int]":
-    """The numbers a version begins with, without zeros at the end: 2.11 and 2.11.0+cu128 are the same."""
+    """The numbers of a version without trailing zeros: 2.11 and 2.11.0+cu128 are the same."""
     match = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in match[0].split(".")] if match else []
     while numbers and numbers[-1] == 0:
@@ -196,12 +196,12 @@ def _release(version: str) -> "list[int]":
 
 
 def read_version(package: Path) -> str:
-    """The version of the echelon in a zip. Raises EntryError for a file that is none."""
+    """The version of echelon in a zip file. Raises EntryError if the file is not one."""
     try:
         with zipfile.ZipFile(package) as archive:
             found = re.search(r'__version__ = "([^"]+)"', archive.read("echelon/__init__.py").decode("utf-8"))
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise EntryError(f"{package} is not echelon's source as a zip: {error}; submit the job again.") from error
+        raise EntryError(f"{package} is not a zip of echelon's source: {error}; submit the job again.") from error
     return found[1] if found else "unknown"
 
 
@@ -211,7 +211,7 @@ def _install(missing: "list[str]", options: "list[str]") -> None:
         file.write("\n".join([*options, *missing]) + "\n")
         file.flush()
         settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "PIP_NO_INPUT": "1"}
-        # A container is nobody's system: what Debian says of its Python does not matter here.
+        # Debian's rule against pip in its system Python protects a system; a container is disposable.
         settings["PIP_BREAK_SYSTEM_PACKAGES"] = "1"
         pip = subprocess.run(
             [sys.executable, "-m", "pip", "install", "--quiet", "-r", file.name],

@@ -1,4 +1,4 @@
-"""Container images: AWS's own for PyTorch in each region, and which PyTorch an image has by its name."""
+"""Container images: AWS's PyTorch image in each region, and the PyTorch version in an image's tag."""
 
 import re
 
@@ -10,7 +10,7 @@ _GPU_TAG = "2.13-cu133-amzn2023-sagemaker"
 _CPU_TAG = "2.13-cpu-amzn2023-sagemaker"
 _REPOSITORY = "pytorch"
 
-# The account that holds AWS's images, where it is another than in most regions: "Available Deep Learning Containers
+# The account with AWS's images, in regions where it differs from most: "Available Deep Learning Containers
 # Images" of AWS's developer guide.
 _ACCOUNT = "763104351884"
 _ACCOUNTS = {
@@ -24,20 +24,20 @@ _ACCOUNTS = {
 
 
 def find_image(region: str, has_gpus: bool) -> str:
-    """AWS's image for PyTorch in a region."""
+    """The URI of AWS's PyTorch image in a region."""
     domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
     account = _ACCOUNTS.get(region, _ACCOUNT)
     return f"{account}.dkr.ecr.{region}.{domain}/{_REPOSITORY}:{_GPU_TAG if has_gpus else _CPU_TAG}"
 
 
-# What echelon needs; pyproject.toml says it to pip.
+# As in pyproject.toml.
 OLDEST_TORCH = (2, 11)
 
 
 def check_image(image: str) -> None:
-    """Raise ConfigError for an image of AWS whose tag names a PyTorch or a Python that is too old for echelon.
+    """Raise ConfigError for an AWS image whose tag has a PyTorch or Python version too old for echelon.
 
-    Nothing is known of any other image; echelon looks at what is installed when the container starts.
+    Other images are checked when the container starts.
     """
     match = re.search(r"/(?:huggingface-)?(?:pytorch|smdistributed-modelparallel)[\w-]*:v?(\d+)\.(\d+)(.*)", image)
     if match is None:
@@ -49,6 +49,6 @@ def check_image(image: str) -> None:
     ):
         if found < oldest:
             raise ConfigError(
-                f"launch.sagemaker.image={image} has {name} {found[0]}.{found[1]}, and echelon needs {oldest[0]}."
-                f"{oldest[1]} or later; use a newer image, or leave launch.sagemaker.image out to get {_GPU_TAG}."
+                f"launch.sagemaker.image={image} has {name} {found[0]}.{found[1]}, but echelon needs {oldest[0]}."
+                f"{oldest[1]} or later; use a newer image, or remove launch.sagemaker.image to get {_GPU_TAG}."
             )

@@ -1,4 +1,4 @@
-"""The launcher of SageMaker: checking, rendering, and handing over to the service."""
+"""The SageMaker launcher: checks, renders and submits jobs."""
 
 from collections.abc import Iterator
 
@@ -9,20 +9,20 @@ from echelon.recipe import check_built, render_recipe
 
 
 class SageMakerLauncher:
-    """Training jobs of SageMaker. What a job needs is uploaded to S3; its run folder is kept there too."""
+    """Runs SageMaker training jobs. A job's inputs are uploaded to S3; its run folder is stored there too."""
 
     def check(self, job: JobSpec) -> list[str]:
         """See Launcher."""
         if job.recipe.launch.sagemaker.instance_type is None:
-            raise ConfigError("launch.sagemaker.instance_type is not set; give one, such as ml.g5.12xlarge, or auto.")
+            raise ConfigError("launch.sagemaker.instance_type is not set; set it, such as ml.g5.12xlarge, or to auto.")
         submission = build_submission(job)
         check_built(submission.staging.recipe)
         return list(submission.lines)
 
     def render(self, job: JobSpec) -> dict[str, str]:
-        """See Launcher: the request, the recipe as the container has it, and a line for each object that is uploaded.
+        """See Launcher: the request, the container's recipe, and a line for each uploaded object.
 
-        The recipe's name differs from that of the recipe as it was launched, which lies in the same folder.
+        The container's recipe has its own file name, since the launched recipe is in the same folder.
         """
         submission = build_submission(job)
         return {
@@ -53,13 +53,13 @@ class SageMakerLauncher:
         return Service(record.place["region"]).describe(record.id, None if price is None else float(price))
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
-        """See Launcher: CloudWatch's lines; of several machines, each with the machine's name before it."""
+        """See Launcher: lines from CloudWatch; lines of other machines than the first have the machine's name."""
         from echelon.launch.sagemaker.service import Service
 
         return Service(record.place["region"]).read_log(record.id, follow)
 
     def cancel(self, record: JobRecord) -> None:
-        """See Launcher: the machines get SIGTERM, and two minutes to save."""
+        """See Launcher: the machines get SIGTERM and have two minutes to save."""
         from echelon.launch.sagemaker.service import Service
 
         Service(record.place["region"]).stop(record.id)

@@ -1,7 +1,7 @@
-"""Parameters of SageMaker's model parallel library, version 2 and the older 1, as keys of a recipe.
+"""Translate parameters of SageMaker's model parallel library, versions 1 and 2, to recipe keys.
 
-What each means: the library's reference in the SageMaker developer guide (v2.8.0), and
-`smdistributed_modelparallel` of the SDK's documentation (v1.15).
+Sources: the library's reference in the SageMaker developer guide (v2.8.0), and `smdistributed_modelparallel` in the
+SDK's documentation (v1.15).
 """
 
 from collections.abc import Mapping
@@ -23,43 +23,46 @@ _DEGREES: dict[str, tuple[Version, str]] = {
     "pipeline_parallel_degree": ("v1", "pp"),
     "partitions": ("v1", "pp"),
 }
-# Both versions have it.
+# Parameters of both versions.
 _SHARED = frozenset({"tensor_parallel_degree", "activation_loading_horizon"})
 
 
 @dataclass(frozen=True)
 class _Other:
-    """A parameter that is no degree. `same`: the values with which it says what echelon does anyway, and why."""
+    """A parameter that is not a degree.
+
+    `same`: accepted values, which match what echelon does (`why`). `fix`: the fix for every other value.
+    """
 
     version: Version
     same: tuple[Any, ...]
     why: str
-    way_on: str
+    fix: str
 
 
 _OFFLOAD = _Other(
     "v2", (False,), "activations stay on the GPU", "echelon does not offload activations; set it to false, and "
     "train.activation_checkpointing=full to save their memory",
 )  # fmt: skip
-_PIPELINE = "it is of the pipeline, which echelon has not built"
+_PIPELINE = "it belongs to the pipeline, which echelon does not have"
 _OTHERS: dict[str, _Other] = {
     "sm_activation_offloading": _OFFLOAD,
-    "offload_activations": _Other("v1", _OFFLOAD.same, _OFFLOAD.why, _OFFLOAD.way_on),
+    "offload_activations": _Other("v1", _OFFLOAD.same, _OFFLOAD.why, _OFFLOAD.fix),
     "activation_loading_horizon": _Other(
-        "v2", (), "", "it is of activation offloading, which echelon does not do; remove it"
+        "v2", (), "", "it belongs to activation offloading, which echelon does not do; remove it"
     ),
-    "fsdp_cache_flush_warnings": _Other("v2", (True, False), "it is about warnings of the library", ""),
-    "allow_empty_shards": _Other("v2", (True, False), "shards may be empty, always", ""),
+    "fsdp_cache_flush_warnings": _Other("v2", (True, False), "it controls warnings of the library", ""),
+    "allow_empty_shards": _Other("v2", (True, False), "shards may always be empty", ""),
     "ddp": _Other("v1", (True,), "gradients are averaged over replicas", "leave it true, or remove it"),
-    "horovod": _Other("v1", (False,), "there is no Horovod", "it is TensorFlow's; remove it"),
+    "horovod": _Other("v1", (False,), "Horovod is not used", "it is for TensorFlow; remove it"),
     "ddp_dist_backend": _Other("v1", ("auto", "nccl"), "NCCL on GPUs", "echelon uses NCCL on GPUs; remove it"),
-    "ddp_port": _Other("v1", (), "", "echelon's rendezvous has a port of its own; remove it"),
+    "ddp_port": _Other("v1", (), "", "echelon's rendezvous has its own port; remove it"),
     "microbatches": _Other("v1", (1,), "there is no pipeline", f"{_PIPELINE}; set train.micro_batch_size"),
     "active_microbatches": _Other("v1", (), "", f"{_PIPELINE}; remove it"),
     "pipeline": _Other("v1", ("interleaved",), "there is no pipeline", f"{_PIPELINE}; remove it"),
     "optimize": _Other("v1", ("memory",), "there is no pipeline", f"{_PIPELINE}; remove it"),
     "placement_strategy": _Other(
-        "v1", ("cluster", "DPT"), "shards lie side by side within a machine", "echelon puts dp_shard inside "
+        "v1", ("cluster", "DPT"), "shards are adjacent within a machine", "echelon puts dp_shard inside "
         "dp_replicate, which is cluster; remove it",
     ),
     "auto_partition": _Other("v1", (True,), "there is no pipeline", f"{_PIPELINE}; remove it"),
@@ -68,18 +71,22 @@ _OTHERS: dict[str, _Other] = {
     "load_partition": _Other("v1", (False,), "there is no pipeline", f"{_PIPELINE}; remove it"),
     "partition_file": _Other("v1", (), "", f"{_PIPELINE}; remove it"),
     "deterministic_server": _Other("v1", (False,), "there is no pipeline", "set train.deterministic=true instead"),
-    "contiguous": _Other("v1", (True,), "there is no pipeline", "it is TensorFlow's; remove it"),
+    "contiguous": _Other("v1", (True,), "there is no pipeline", "it is for TensorFlow; remove it"),
     "prescaled_batch": _Other("v1", (False,), "each rank reads its own batch", f"{_PIPELINE}; remove it"),
     "skip_tracing": _Other("v1", (True, False), "nothing is traced", ""),
     "fp16_params": _Other("v1", (False,), "master weights are fp32", "set train.precision=fp16 instead"),
-    "sdp_reduce_bucket_size": _Other("v1", (500_000_000,), "its default", "fully_shard has no such size; remove it"),
-    "sdp_param_persistence_threshold": _Other("v1", (1_000_000,), "its default", "all is sharded; remove it"),
+    "sdp_reduce_bucket_size": _Other(
+        "v1", (500_000_000,), "it is the default", "fully_shard has no such setting; remove it"
+    ),
+    "sdp_param_persistence_threshold": _Other(
+        "v1", (1_000_000,), "it is the default", "every parameter is sharded; remove it"
+    ),
     "sdp_max_live_parameters": _Other(
-        "v1", (1_000_000_000,), "its default", "one layer is gathered ahead, whatever its size; remove it"
+        "v1", (1_000_000_000,), "it is the default", "one layer is gathered ahead, whatever its size; remove it"
     ),
     "sdp_hierarchical_allgather": _Other("v1", (True, False), "NCCL chooses its own algorithm", ""),
 }  # fmt: skip
-# parameter: its version, the key it becomes, and the value there for true; None: the parameter's own value
+# parameter: its version, its recipe key, and the key's value for true; None: the parameter's own value
 _SETTINGS: dict[str, tuple[Version, str, Any]] = {
     "random_seed": ("v2", "run.seed", None),
     "sdp_gradient_clipping": ("v1", "optim.max_grad_norm", None),
@@ -92,9 +99,9 @@ _SETTINGS: dict[str, tuple[Version, str, Any]] = {
 def map_parameters(
     recipe: Recipe, key: str, parameters: Any, version: Version, world: int, lines: list[str]
 ) -> dict[str, Any]:
-    """The dotted keys that the parameters become for `world` processes; a line about each is added to `lines`.
+    """Map the parameters to dotted recipe keys for `world` processes; adds a line about each to `lines`.
 
-    Raises ConfigError naming the parameter that is unknown, has no equal here, or is not built yet.
+    Raises ConfigError with the parameter that is unknown, has no equivalent, or is not implemented.
     """
     if not isinstance(parameters, Mapping):
         raise ConfigError(f"{key}={parameters} must be a mapping such as {{hybrid_shard_degree: 8}}.")
@@ -110,14 +117,14 @@ def map_parameters(
             for target, wanted in _set(recipe, f"{key}.{name}", _SETTINGS[name], value, lines).items():
                 if changes.setdefault(target, wanted) != wanted:
                     raise ConfigError(
-                        f"{key}.{name} is {target}={wanted}, and another parameter says "
+                        f"{key}.{name} sets {target}={wanted}, but another parameter sets "
                         f"{target}={changes[target]}; remove one."
                     )
     plan = _plan(key, degrees, version, world, lines)
     if plan is None:
         return changes
     if recipe.parallel != "auto":
-        raise ConfigError(f"parallel and {key} both say how the work is spread; remove one.")
+        raise ConfigError(f"parallel and {key} both set the parallel plan; remove one.")
     if "parallel" in changes and plan != "ddp":
         raise ConfigError(f"{key}.shard_optimizer_state and a sharded or parallel degree exclude each other.")
     return {"parallel": plan, **changes}
@@ -127,12 +134,12 @@ def _check_version(key: str, name: str, version: Version) -> None:
     known: dict[str, Version] = {each: other.version for each, other in _OTHERS.items()}
     known |= {each: row[0] for each, row in _DEGREES.items()} | {each: row[0] for each, row in _SETTINGS.items()}
     if name not in known:
-        raise ConfigError(f"{key}.{name} is no parameter of SageMaker's model parallel library that echelon knows.")
+        raise ConfigError(f"{key}.{name} is not a known parameter of SageMaker's model parallel library.")
     if name not in _SHARED and known[name] != version:
         launcher = "mpi" if known[name] == "v1" else "torch_distributed"
         raise ConfigError(
-            f"{key}.{name} is of version {known[name][1:]} of the library, which runs under {launcher}; remove it, or "
-            f"use {launcher}."
+            f"{key}.{name} belongs to version {known[name][1:]} of the library, which runs under {launcher}; remove "
+            f"it, or use {launcher}."
         )
 
 
@@ -150,7 +157,7 @@ def _read_degree(key: str, name: str, value: Any) -> int:
 def _accept(key: str, other: _Other, value: Any) -> str:
     if any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in other.same):
         return f"{key}={_word(value)}: {other.why}"
-    raise ConfigError(f"{key}={_word(value)}: {other.way_on or 'it must be true or false'}.")
+    raise ConfigError(f"{key}={_word(value)}: {other.fix or 'it must be true or false'}.")
 
 
 def _set(recipe: Recipe, key: str, row: tuple[Version, str, Any], value: Any, lines: list[str]) -> dict[str, Any]:
@@ -159,7 +166,7 @@ def _set(recipe: Recipe, key: str, row: tuple[Version, str, Any], value: Any, li
         if not isinstance(value, bool):
             raise ConfigError(f"{key}={value} is neither true nor false.")
         if not value:
-            lines.append(f"{key}=false: as it is without")
+            lines.append(f"{key}=false: no change")
             return {}
         value = meaning
     elif isinstance(value, bool) or not isinstance(value, int | float):
@@ -169,7 +176,7 @@ def _set(recipe: Recipe, key: str, row: tuple[Version, str, Any], value: Any, li
     given = getattr(owner, name) if name else owner
     default = type(owner).model_fields[name].default if name else "auto"
     if given not in (default, value):
-        raise ConfigError(f"{key} is {target}={value}, and the recipe has {target}={given}; remove one.")
+        raise ConfigError(f"{key} sets {target}={value}, but the recipe has {target}={given}; remove one.")
     lines.append(f"{key} -> {target}={value}")
     return {target: value}
 
@@ -177,7 +184,7 @@ def _set(recipe: Recipe, key: str, row: tuple[Version, str, Any], value: Any, li
 def _plan(
     key: str, degrees: Mapping[str, int], version: Version, world: int, lines: list[str]
 ) -> str | dict[str, Any] | None:
-    """`parallel` of the degrees; None where none of them is given."""
+    """The value of `parallel` for the degrees; None if no degree is given."""
     if not degrees:
         return None
     axes: dict[str, int] = {}
@@ -200,7 +207,7 @@ def _plan(
 
 
 def _choose_parallel(shard: int, others: Mapping[str, int], num_data_ranks: int) -> str | dict[str, Any]:
-    """`parallel` of so many shards, 0 for all there can be, and the degrees of the other axes."""
+    """The value of `parallel` for a number of shards, 0 for the maximum, and the degrees of the other axes."""
     if others:
         replicas = {} if shard == 0 else {"dp_replicate": num_data_ranks // shard}
         return {"dp_shard": shard or "auto", **replicas, **others}

@@ -1,8 +1,8 @@
 """`launch.sagemaker.sdk: model_trainer`: the same job through the ModelTrainer of SageMaker's Python SDK, version 3.
 
-ModelTrainer builds a request of its own from the same values, with the defaults an organisation keeps in the SDK's
-configuration. Ours wins where both have a field: ModelTrainer has none for the entry, MLflow or the metrics' series,
-and it would name the job itself. The SDK: https://github.com/aws/sagemaker-python-sdk, `sagemaker.train`.
+ModelTrainer builds its own request from the same values and adds the defaults in the organisation's SDK configuration.
+echelon's fields win: ModelTrainer has none for the entry point, MLflow or the metrics' time series, and it would choose
+the job's name. The SDK: https://github.com/aws/sagemaker-python-sdk, `sagemaker.train`.
 """
 
 from collections.abc import Mapping
@@ -12,29 +12,29 @@ from echelon.errors import ConfigError
 
 
 def merge_defaults(session: Any, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The request with what ModelTrainer adds to it.
+    """Add the fields that ModelTrainer fills in to the request.
 
-    `session` is boto3's. Raises ConfigError without the SDK, or where it refuses the values.
+    `session` is a boto3 session. Raises ConfigError if the SDK is missing or refuses the values.
     """
     try:
         from sagemaker.core.helper.session_helper import Session
     except ImportError:
         raise ConfigError(
-            "launch.sagemaker.sdk=model_trainer needs SageMaker's SDK; run: pip install 'echelon[sagemaker-sdk]', or "
-            "use launch.sagemaker.sdk=boto3, which sends the same."
+            "launch.sagemaker.sdk=model_trainer requires the SageMaker SDK; run: pip install 'echelon[sagemaker-sdk]', "
+            "or use launch.sagemaker.sdk=boto3, which sends the same request without the SDK's defaults."
         ) from None
     bucket = request["OutputDataConfig"]["S3OutputPath"].removeprefix("s3://").split("/")[0]
-    # Without a bucket the session would make one of its own.
+    # Without a bucket the session would create one.
     trainer = _build_trainer(Session(boto_session=session, default_bucket=bucket), request)
     try:
         added = trainer._create_training_job_args(boto3=True)
     except ValueError as error:
-        raise ConfigError(f"ModelTrainer refuses the job: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"ModelTrainer refused the job: {' '.join(str(error).split())}") from error
     return _merge({key: value for key, value in added.items() if value not in (None, {}, [])}, request)
 
 
 def _build_trainer(session: Any, request: Mapping[str, Any]) -> Any:
-    """ModelTrainer from the fields that it has a place for."""
+    """Build a ModelTrainer from the fields that it supports."""
     from sagemaker.core.shapes import (
         Channel,
         CheckpointConfig,
@@ -98,7 +98,7 @@ _FIELDS = {
 
 
 def _snake(value: Any) -> Any:
-    """The names of the API as the SDK spells them, `S3DataSource` as `s3_data_source`."""
+    """Convert API names to the SDK's spelling, `S3DataSource` to `s3_data_source`."""
     from sagemaker.core.utils.code_injection.codec import pascal_to_snake
 
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A job as the CreateTrainingJob request: field by field, as plain data.
+"""Build the CreateTrainingJob request of a job, as plain data.
 
 Fields: https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.html
 """
@@ -20,16 +20,16 @@ from echelon.launch.shell import needs_shell
 from echelon.recipe import LaunchConfig, Recipe
 
 DEFAULT_MAX_HOURS = 24.0
-"""A job without `launch.max_hours` ends after so long. The API's own default; the SDK's is one hour."""
+"""The time limit of a job without `launch.max_hours`. As in the API; the SDK's default is one hour."""
 
 TENSORBOARD_DIR = "/opt/ml/output/tensorboard"
-"""Where the container keeps a copy of the run's event files, from which SageMaker takes them to S3."""
+"""The container's copy of the run's event files, which SageMaker uploads to S3."""
 
 _NUMBER = "(-?[0-9]+(?:[.][0-9]+)?(?:e[+-]?[0-9]+)?)"
 _STEP = "step +[0-9]+/[0-9]+ .*"
 _EVALUATION = "eval at step [0-9]+: .*"
 
-# Of the lines of reporting/console.py. A value that is unknown there is a dash, and gives no point.
+# Regular expressions for the lines of reporting/console.py. An unknown value is a dash there and gives no point.
 METRICS: tuple[tuple[str, str], ...] = (
     ("train:step", "step +([0-9]+)/[0-9]+ +loss "),
     ("train:loss", f"{_STEP} loss {_NUMBER}"),
@@ -47,7 +47,7 @@ METRICS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Submission:
-    """Everything that is sent: the request, what is uploaded before it, where; and what a user should know of it."""
+    """A complete submission: the request, the uploads before it, the region, and lines for the user."""
 
     request: Mapping[str, Any]
     staging: Staging
@@ -60,7 +60,7 @@ class Submission:
 
 
 def build_submission(job: JobSpec) -> Submission:
-    """What is sent for a job. Raises ConfigError naming the key of what SageMaker, or echelon, would refuse."""
+    """Build the submission of a job. Raises ConfigError with the key of a setting that cannot work."""
     recipe, settings = job.recipe, job.recipe.launch.sagemaker
     region = find_region(settings)
     instance = find_instance(settings.instance_type or "")
@@ -93,20 +93,20 @@ def build_submission(job: JobSpec) -> Submission:
 
 
 def find_trained_recipe(recipe: Recipe) -> Recipe:
-    """The recipe with what `launch.sagemaker.distribution` says of its plan. Raises ConfigError naming the key."""
+    """The recipe with the plan of `launch.sagemaker.distribution` applied. Raises ConfigError with the key."""
     settings = recipe.launch.sagemaker
     instance = find_instance(settings.instance_type or "")
     return apply_distribution(recipe, instance).recipe
 
 
 def find_checkpoint_uri(recipe: Recipe) -> str:
-    """Where the run's folder is kept: the same for every job of the run, so that the next one goes on from it."""
+    """The S3 address of the run folder: the same for every job of the run, so that the next job resumes."""
     settings = recipe.launch.sagemaker
     return settings.checkpoint_uri or f"{settings.bucket}/checkpoints/{recipe.run.name}"
 
 
 def _algorithm(recipe: Recipe, image: str) -> dict[str, Any]:
-    """The entry is our own: under the shell that the stock ones start, no signal reaches training."""
+    """The image and its entry point, which is echelon's: the stock one's shell does not forward signals."""
     launch = recipe.launch
     entry = ["bash", START] if needs_shell(launch) else [launch.python, ENTRY]
     return {
@@ -130,7 +130,8 @@ def _resources(launch: LaunchConfig, instance: Instance) -> dict[str, Any]:
         "InstanceCount": launch.node_range[1],
         "VolumeSizeInGB": settings.volume_gb,
     }
-    if settings.kms_key and not instance.own_disks:  # the API takes none for disks that encrypt themselves
+    # The API refuses a key for instance disks, which are always encrypted.
+    if settings.kms_key and not instance.own_disks:
         resources["VolumeKmsKeyId"] = settings.kms_key
     if settings.keep_alive_seconds:
         resources["KeepAlivePeriodInSeconds"] = settings.keep_alive_seconds
@@ -147,7 +148,7 @@ def _stopping(launch: LaunchConfig) -> dict[str, int]:
 
 
 def _environment(launch: LaunchConfig, instance: Instance, chosen: Mapping[str, str]) -> dict[str, str]:
-    """The recipe's own variables win. EFA's are for several machines: one has nobody to send to."""
+    """The container's variables; the recipe's win. EFA's are set only for several machines."""
     efa = efa_environment(instance) if launch.node_range[1] > 1 else {}
     return {**efa, **chosen, **launch.env}
 
@@ -187,11 +188,15 @@ def _describe(recipe: Recipe, instance: Instance, image: str, staging: Staging) 
     lines = [f"{count} x {instance.name} {where}, image {image}"]
     if launch.max_hours is None:
         lines.append(f"launch.max_hours is not set: the job ends after {DEFAULT_MAX_HOURS:g} h")
-    lines.append(f"{len(staging.uploads)} files go to {settings.bucket}; checkpoints to {find_checkpoint_uri(recipe)}")
+    lines.append(
+        f"uploads {len(staging.uploads)} files to {settings.bucket}; checkpoints: {find_checkpoint_uri(recipe)}"
+    )
     if settings.subnets and count > 1 and instance.efa_interfaces:
         lines.append("EFA: launch.sagemaker.security_group_ids must allow all traffic to and from themselves")
     if recipe.run.dir != Path("runs") / recipe.run.name:
-        lines.append(f"run.dir={recipe.run.dir} is of this machine; there it is {run_dir(recipe)}")
+        lines.append(f"run.dir={recipe.run.dir} is for this machine; in the container it is {run_dir(recipe)}")
     if recipe.data.prepared_dir is not None:
-        lines.append(f"data.prepared_dir={recipe.data.prepared_dir} is of this machine; text is prepared there anew")
+        lines.append(
+            f"data.prepared_dir={recipe.data.prepared_dir} is for this machine; the container prepares the data"
+        )
     return lines

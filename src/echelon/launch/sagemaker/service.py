@@ -1,6 +1,6 @@
-"""The services of AWS that a job meets: S3, SageMaker and CloudWatch, through boto3.
+"""Calls of the AWS services that a job uses: S3, SageMaker and CloudWatch, through boto3.
 
-Credentials, `AWS_ENDPOINT_URL` and proxies are boto3's business.
+boto3 handles credentials, `AWS_ENDPOINT_URL` and proxies.
 """
 
 import re
@@ -18,37 +18,39 @@ from echelon.supervise.outcome import DONE, FAILED, STOPPED
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
-# Before and after training, machines are waited for, set up and given back.
+# Secondary statuses before training: machines are being requested and set up.
 _WAITING = frozenset(
     {"Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Downloading",
      "DownloadingTrainingImage", "Interrupted", "Restarting"}
 )  # fmt: skip
 _LOOK_SECONDS = 5.0
-# Lines of several machines come a little out of order: so much of the log is read again, and known lines passed over.
+# Lines of several machines arrive slightly out of order: this much is read again, and known lines are skipped.
 _OVERLAP_MILLISECONDS = 60_000
 _HINTS = {
     "AccessDeniedException": "the caller's role lacks the permission; docs/sagemaker.md lists them",
     "AccessDenied": "the caller's role lacks the permission; docs/sagemaker.md lists them",
     "ResourceLimitExceeded": "ask for a higher quota of this instance type in Service Quotas",
-    "NoSuchBucket": "make the bucket first, or change launch.sagemaker.bucket",
+    "NoSuchBucket": "create the bucket first, or change launch.sagemaker.bucket",
     "ExpiredTokenException": "log in again",
     "ExpiredToken": "log in again",
 }
 
 
 class Service:
-    """One region's services. Raises ConfigError without boto3, and LaunchError in one sentence for what AWS refuses."""
+    """The AWS services of one region. Raises ConfigError without boto3, and a one-line LaunchError if AWS refuses."""
 
     def __init__(self, region: str) -> None:
         try:
             import boto3
         except ImportError:
-            raise ConfigError("launch.to=sagemaker needs boto3; run: pip install 'echelon[sagemaker]'.") from None
+            raise ConfigError(
+                "launch.to=sagemaker requires the package boto3; run: pip install 'echelon[sagemaker]'."
+            ) from None
         self._session = boto3.Session(region_name=region)
         self._region = region
 
     def upload(self, uploads: Sequence[Upload], kms_key: str | None) -> None:
-        """Put every object where it belongs."""
+        """Upload every object to its address."""
         extra = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key} if kms_key else {}
         with _explained("uploading the job's files"):
             s3 = self._session.client("s3")
@@ -60,32 +62,32 @@ class Service:
                     s3.put_object(Bucket=bucket, Key=key, Body=upload.source(), **extra)
 
     def merge_defaults(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The request as ModelTrainer completes it; see `model_trainer`."""
+        """The request completed by ModelTrainer; see `model_trainer`."""
         from echelon.launch.sagemaker.model_trainer import merge_defaults
 
         with _explained("building the request with ModelTrainer"):
             return merge_defaults(self._session, request)
 
     def create(self, request: Mapping[str, Any]) -> None:
-        """Create the training job. Where an answer was lost, the error says how to look for a job that may run."""
+        """Create the training job. If the answer is lost, the error says how to look for a job that may be running."""
         from botocore.exceptions import ClientError, HTTPClientError
 
         with _explained("creating the training job"):
             try:
                 self._session.client("sagemaker").create_training_job(**request)
             except (ClientError, HTTPClientError) as error:
-                # boto3 sends a request again whose answer was lost, and is then told that the name is taken.
+                # If an answer was lost, boto3 retries the request and gets the error that the name is in use.
                 if isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") != "ResourceInUse":
                     raise
                 words = " ".join(str(error).split()).rstrip(".")
                 raise LaunchError(
-                    f"creating the training job: no answer says that it was created, and it may be running ({words}); "
-                    f"look with `aws sagemaker describe-training-job --region {self._region} --training-job-name "
+                    f"creating the training job: AWS did not confirm it, so the job may be running ({words}); check "
+                    f"with `aws sagemaker describe-training-job --region {self._region} --training-job-name "
                     f"{request['TrainingJobName']}`, and end it with stop-training-job."
                 ) from error
 
     def describe(self, name: str, usd_per_hour: float | None = None) -> JobStatus:
-        """How the job stands. `usd_per_hour`: of one machine, where the user knows better than the catalogue."""
+        """The status of the job. `usd_per_hour` of one machine overrides the catalogue's price."""
         with _explained(f"asking for {name}"):
             answer = self._session.client("sagemaker").describe_training_job(TrainingJobName=name)
         return read_status(answer, self._region, usd_per_hour)
@@ -96,7 +98,7 @@ class Service:
             self._session.client("sagemaker").stop_training_job(TrainingJobName=name)
 
     def read_log(self, name: str, follow: bool) -> Iterator[str]:
-        """The lines of all machines by time, then, if asked, those to come."""
+        """Yield the lines of all machines by time; with `follow`, also new lines until the job ends."""
         logs = self._session.client("logs")
         seen: dict[str, int] = {}
         newest = 0
@@ -117,8 +119,8 @@ class Service:
 def read_status(answer: Mapping[str, Any], region: str, usd_per_hour: float | None = None) -> JobStatus:
     """The state of a job from SageMaker's description of it.
 
-    Billed hours are those of all machines together; of spot machines, what is left after the saving. Dollars are by
-    `usd_per_hour`, of one machine, or else by the catalogue's price, where that is of the job's region.
+    Billed hours are the sum over all machines; for spot machines, after the saving. Dollars use `usd_per_hour` of one
+    machine, else the catalogue's price if it is for the job's region.
     """
     primary, secondary = answer["TrainingJobStatus"], answer.get("SecondaryStatus", "")
     state = _read_state(primary, secondary)
@@ -149,7 +151,7 @@ def _read_state(primary: str, secondary: str) -> JobState:
 
 
 def _read_exit_code(state: JobState, reason: str) -> int | None:
-    """A failure's own code stands at the end of SageMaker's words: `AlgorithmError: ..., exit code: 2`."""
+    """The exit code; that of a failure is at the end of SageMaker's reason: `AlgorithmError: ..., exit code: 2`."""
     if state == "failed":
         match = re.search(r"exit code: (\d+)", reason)
         return int(match[1]) if match and int(match[1]) else FAILED
@@ -169,7 +171,7 @@ def _list_events(logs: Any, name: str, start: int) -> Iterator[dict[str, Any]]:
 
 
 def _render_event(event: Mapping[str, Any], name: str) -> str:
-    """Streams are called JOB/algo-1-1700000000."""
+    """A log line, after its host's name unless it is the first host. Streams are named JOB/algo-1-1700000000."""
     host = event["logStreamName"].removeprefix(f"{name}/").rpartition("-")[0]
     line = str(event["message"]).rstrip("\n")
     return line if host in ("", "algo-1") else f"{host}  {line}"
@@ -177,7 +179,7 @@ def _render_event(event: Mapping[str, Any], name: str) -> str:
 
 @contextmanager
 def _explained(action: str) -> Iterator[None]:
-    """What AWS refuses as one sentence: never with a header or a credential in it."""
+    """Turn an error of AWS into a one-line LaunchError, without headers or credentials."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 

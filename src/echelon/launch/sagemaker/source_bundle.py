@@ -1,4 +1,4 @@
-"""echelon itself, as it goes into the container: its source as a zip, its entry, and what pip installs there."""
+"""echelon for the container: its source as a zip, its entry point, and its requirements for pip."""
 
 import io
 import zipfile
@@ -12,7 +12,7 @@ ENTRY = "/opt/ml/input/data/echelon/enter.py"
 START = "/opt/ml/input/data/echelon/start.sh"
 FAILURE = "/opt/ml/output/failure"
 
-# As pyproject.toml has them, but torch, which an image brings in the build that fits its drivers.
+# As in pyproject.toml, without torch: the image has the build that fits its drivers.
 CORE = (
     "transformers>=5.17,<6", "tokenizers>=0.22", "jinja2>=3.1.6", "safetensors>=0.6", "numpy>=1.26",
     "pydantic>=2.10,<3", "pyyaml>=6", "fsspec>=2024.6", "typer>=0.15", "rich>=13",
@@ -27,13 +27,13 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "s3": ("s3fs>=2024.6",),
     "gcs": ("gcsfs>=2024.6",),
 }
-# AWS's plugin: MLflow takes the ARN of a SageMaker server as an address.
+# AWS's plugin, with which MLflow accepts the ARN of a SageMaker server as tracking URI.
 _MLFLOW_OF_SAGEMAKER = "sagemaker-mlflow>=0.1"
 _EARLIEST = (1980, 1, 1, 0, 0, 0)
 
 
 def list_requirements(recipe: Recipe) -> str:
-    """What the recipe needs in the container besides torch, as a requirements.txt."""
+    """The recipe's requirements in the container, without torch, as the text of a requirements.txt."""
     names = list(CORE)
     for extra in _list_extras(recipe):
         names += EXTRAS[extra]
@@ -46,7 +46,7 @@ def _list_extras(recipe: Recipe) -> list[str]:
     extras: list[str] = list(recipe.track)
     if recipe.adapter.is_adapter:
         extras.append("qlora" if recipe.adapter.method == "qlora" else "peft")
-    # A folder may hold compressed or columnar files, so any text of one's own needs the readers.
+    # A folder may contain compressed or columnar files, so every own source needs the readers.
     if any(source.path != "python-stdlib" for source in (*recipe.data.train, *recipe.data.validation)):
         extras.append("data")
     remote = recipe.checkpoint.remote or ""
@@ -55,20 +55,20 @@ def _list_extras(recipe: Recipe) -> list[str]:
 
 
 def read_entry() -> bytes:
-    """The script that the container starts with."""
+    """The container's entry point, `enter.py`."""
     return Path(__file__).with_name("enter.py").read_bytes()
 
 
 def render_start(setup: tuple[str, ...], python: str) -> str:
-    """A script that runs the lines of launch.setup, then becomes the entry: signals go to the first process alone.
+    """A script that runs launch.setup and then `exec`s the entry point, since only process 1 gets signals.
 
-    A line that fails is the job's FailureReason.
+    A failing line becomes the job's FailureReason.
     """
     return "\n".join(["#!/bin/bash", *guard_setup(setup, FAILURE), f"exec {join_words([python, ENTRY])}"]) + "\n"
 
 
 def zip_package() -> bytes:
-    """echelon's source as a zip: the same bytes for the same source."""
+    """Zip echelon's source; the same source gives the same bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(PACKAGE.rglob("*")):

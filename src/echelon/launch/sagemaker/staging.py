@@ -1,6 +1,6 @@
-"""What a job needs in its container: which files are uploaded, which channels bring them, the recipe as it is there.
+"""Stage the inputs of a job: the files to upload, the channels that bring them, and the container's recipe.
 
-The container sees a channel as `/opt/ml/input/data/CHANNEL`. What is local is uploaded below `BUCKET/jobs/JOB`.
+The container sees a channel as `/opt/ml/input/data/CHANNEL`. Local files are uploaded below `BUCKET/jobs/JOB`.
 """
 
 import glob
@@ -20,23 +20,23 @@ from echelon.recipe.render import plain_value, recipe_mapping
 
 DATA_DIR = PurePosixPath("/opt/ml/input/data")
 CHECKPOINT_DIR = PurePosixPath("/opt/ml/checkpoints")
-# Not below the checkpoints, which SageMaker copies to S3: every host makes its own again.
+# Outside the checkpoint folder, which SageMaker copies to S3; every host prepares its own data.
 PREPARED_DIR = PurePosixPath("/opt/ml/prepared")
 CODE_CHANNEL = "echelon"
 _TEMPLATE = "chat_template.jinja"
 _MAX_ADDRESS = 1024
-# A version, as in `web-v1.2`, is part of a folder's name.
+# Excludes versions, as in `web-v1.2`, which are part of a folder's name.
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
 
 InputMode = Literal["File", "FastFile"]
 
 
-_PAIR = (".idx", ".bin")  # of a dataset of Megatron's
+_PAIR = (".idx", ".bin")  # the two files of a Megatron dataset
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One object in S3. `source` is a file of this machine, or what makes the bytes; `shown` names it for people."""
+    """One object in S3. `source` is a local file, or a function that returns the bytes; `shown` is for display."""
 
     address: str
     source: Path | Callable[[], bytes]
@@ -45,7 +45,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Channel:
-    """A prefix in S3 that the container sees as a folder: copied there first (File), or streamed (FastFile)."""
+    """A prefix in S3 that the container sees as a folder: copied before training (File), or streamed (FastFile)."""
 
     name: str
     address: str
@@ -54,23 +54,23 @@ class Channel:
 
 @dataclass(frozen=True)
 class Staging:
-    """The recipe of the container, its channels, and what is uploaded for them."""
+    """The container's recipe, its channels and the uploads."""
 
     recipe: Recipe
     channels: tuple[Channel, ...]
     uploads: tuple[Upload, ...]
 
     def render_uploads(self) -> str:
-        """A line for each object: what it is made of, and its address."""
+        """A line for each object: its source and its address."""
         return "".join(f"{upload.shown} -> {upload.address}\n" for upload in self.uploads)
 
 
 def job_prefix(job: JobSpec) -> str:
-    """Where a job's own files are in S3. Raises ConfigError where the recipe names no bucket."""
+    """The S3 prefix of a job's files. Raises ConfigError if the recipe sets no bucket."""
     bucket = job.recipe.launch.sagemaker.bucket
     if bucket is None:
         raise ConfigError(
-            "launch.sagemaker.bucket is not set, and the job's files go there; write it like s3://bucket/prefix."
+            "launch.sagemaker.bucket is not set; it receives the job's files; write it like s3://bucket/prefix."
         )
     return f"{bucket}/jobs/{job.name}"
 
@@ -81,9 +81,9 @@ def run_dir(recipe: Recipe) -> PurePosixPath:
 
 
 def stage_job(job: JobSpec, recipe: Recipe) -> Staging:
-    """Stage a job whose recipe is `recipe`: the one launched, with what `distribution` added.
+    """Stage a job. `recipe` is the launched recipe with the changes of `distribution`.
 
-    Raises ConfigError naming the key of a file that is not there, or of a channel that cannot be.
+    Raises ConfigError with the key of a missing file or an invalid channel.
     """
     stage = _Stage(job)
     plain = recipe_mapping(recipe)
@@ -110,7 +110,7 @@ def stage_job(job: JobSpec, recipe: Recipe) -> Staging:
 
 @dataclass
 class _Stage:
-    """Channels and uploads, as they come together."""
+    """Collects channels and uploads."""
 
     job: JobSpec
     channels: dict[str, Channel] = field(default_factory=dict)
@@ -123,17 +123,17 @@ class _Stage:
         for name, address in self._settings.channels.items():
             key = f"launch.sagemaker.channels.{name}"
             if not re.fullmatch(r"[A-Za-z0-9.\-_]{1,64}", name):
-                raise ConfigError(f"{key}: a channel's name has 1 to 64 letters, digits, '.', '_' and '-'; rename it.")
+                raise ConfigError(f"{key}: use 1 to 64 letters, digits, '.', '_' and '-' in a channel's name.")
             self._place_remote(key, address, name, self._settings.input_mode)
 
     def add_code(self, recipe: str, requirements: str) -> None:
-        """What the container's entry needs, in a channel of its own."""
+        """Add the files of the container's entry point, in their own channel."""
         settings = self.job.recipe.launch
         made: list[tuple[str, str, Callable[[], bytes]]] = [
             ("recipe.yaml", "the recipe", recipe.encode),
-            ("requirements.txt", "what echelon needs besides torch", requirements.encode),
-            ("enter.py", "the container's entry", bundle.read_entry),
-            ("echelon.zip", "echelon itself", bundle.zip_package),
+            ("requirements.txt", "echelon's requirements without torch", requirements.encode),
+            ("enter.py", "the container's entry point", bundle.read_entry),
+            ("echelon.zip", "echelon's source", bundle.zip_package),
         ]
         if needs_shell(settings):
             made.append(("start.sh", "launch.setup", bundle.render_start(settings.setup, settings.python).encode))
@@ -142,7 +142,7 @@ class _Stage:
         ]
 
     def place_source(self, key: str, source: SourceConfig, channel: str) -> dict[str, Any]:
-        """A source of text as the container sees it, under the name that metrics call it here."""
+        """A data source with its path in the container, and the same name in metrics."""
         plain: dict[str, Any] = plain_value(source)
         if source.format != "hub" and source.path != "python-stdlib":
             plain["path"] = self._place(f"{key}.path", source.path, channel, self._settings.input_mode)
@@ -153,20 +153,20 @@ class _Stage:
         return plain
 
     def place_model(self, key: str, name: str, channel: str) -> str:
-        """A model's or a tokenizer's folder as the container sees it; a hub id stays one."""
+        """The container's path of a model or tokenizer folder; a hub id is unchanged."""
         local = self.job.workdir / Path(name).expanduser()
         if not local.exists() and not name.startswith(("s3://", "/", ".", "~")):
             self._refuse_hub(f"{key}={name}")
             return name
         if (local / "checkpoints").is_dir() and not (local / "config.json").is_file():
             raise ConfigError(
-                f"{key}={name} is a run, with all its checkpoints; write its model with `echelon export {name} OUT` "
-                f"and give {key}=OUT."
+                f"{key}={name} is a run folder with all its checkpoints; write its model with `echelon export {name} "
+                f"OUT`, and set {key}=OUT."
             )
         return self._place(key, name, channel, "File")
 
     def place_template(self, template: str) -> str:
-        """A template's file goes with the code; a template itself, or the name of one, stays."""
+        """The container's path of a template file, uploaded with the code; other templates are unchanged."""
         local = self.job.workdir / Path(template).expanduser()
         if is_template(template) or not local.is_file():
             return template
@@ -181,7 +181,7 @@ class _Stage:
             known = [str(DATA_DIR / name) for name in self._settings.channels]
             if not any(str(each) in known for each in (inside, *inside.parents)):
                 raise ConfigError(
-                    f"{key}={path} is in no channel of the container; name its channel in launch.sagemaker.channels, "
+                    f"{key}={path} is not in a channel of the container; add its channel to launch.sagemaker.channels, "
                     f"which has {', '.join(self._settings.channels) or 'none'}."
                 )
             return path
@@ -192,15 +192,15 @@ class _Stage:
         return str(DATA_DIR / channel / rest)
 
     def _place_remote(self, key: str, address: str, channel: str, mode: InputMode) -> str:
-        """A file, a folder or a glob in S3: the channel is the folder, or the one file.
+        """Add a channel for a file, a folder or a glob in S3; returns its path in the container.
 
-        SageMaker takes all that begins with a channel's address, so a folder's ends in a slash: else `books` would
-        bring `books-old` too.
+        SageMaker copies every object that starts with a channel's address, so a folder's address ends in a slash:
+        otherwise `books` would include `books-old`.
         """
         plain = address.rstrip("/")
         if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", plain) or len(address) >= _MAX_ADDRESS:
             raise ConfigError(
-                f"{key}={address} is no address in S3 of less than {_MAX_ADDRESS} characters; write it like "
+                f"{key}={address} is not an S3 address of less than {_MAX_ADDRESS} characters; write it like "
                 "s3://bucket/prefix."
             )
         if glob.has_magic(plain):
@@ -210,7 +210,7 @@ class _Stage:
         folder, _, name = plain.rpartition("/")
         suffix = PurePosixPath(name).suffix
         if folder != "s3:/" and _FILE_SUFFIX.fullmatch(suffix) and not address.endswith("/"):
-            # Of Megatron's pair one file is named, and the other lies beside it.
+            # A Megatron dataset is a pair of files in one folder, of which the recipe names one.
             self._add_channel(key, channel, f"{folder}/" if suffix in (".idx", ".bin") else plain, mode)
             return str(DATA_DIR / channel / name)
         self._add_channel(key, channel, f"{plain}/", mode)
@@ -219,23 +219,23 @@ class _Stage:
     def _add_channel(self, key: str, name: str, address: str, mode: InputMode) -> None:
         if name in self.channels:
             raise ConfigError(
-                f"{key}: the job has a channel {name} already, of launch.sagemaker.channels or echelon's own; give "
-                "that one another name."
+                f"{key}: the job already has a channel {name}, from launch.sagemaker.channels or echelon itself; "
+                "rename that channel."
             )
         self.channels[name] = Channel(name, address, mode)
 
     def _refuse_hub(self, what: str) -> None:
         if self._settings.network_isolation:
             raise ConfigError(
-                f"{what} is on the hub, and launch.sagemaker.network_isolation=true keeps the container from it; "
-                "download it and give its folder, or an s3:// address."
+                f"{what} is on the hub, which launch.sagemaker.network_isolation=true blocks; download it and set its "
+                "folder or an s3:// address."
             )
 
 
 def _list_local(key: str, path: str, workdir: Path) -> tuple[list[tuple[Path, str]], str]:
-    """The files a path means, each with its name in the channel, and the path's own name there.
+    """The local files of a path, each with its name in the channel, and the path's name in the channel.
 
-    The last part of the path stays, so that text is called in the container what it is called here.
+    The last part of the path is kept, so that a source has the same name in the container.
     """
     local = workdir / Path(path).expanduser()
     if local.is_dir():
@@ -250,14 +250,14 @@ def _list_local(key: str, path: str, workdir: Path) -> tuple[list[tuple[Path, st
         files, name = [(file, file.name) for file in pair] if all(map(Path.is_file, pair)) else [], local.name
     if not files:
         raise ConfigError(
-            f"{key}={path}: there is no file at it, seen from {workdir}; give a file or folder of this machine, an "
-            "s3:// address, or /opt/ml/input/data/CHANNEL with launch.sagemaker.channels."
+            f"{key}={path}: not found from {workdir}; give a file or folder on this machine, an s3:// address, or "
+            "/opt/ml/input/data/CHANNEL with launch.sagemaker.channels."
         )
     return files, name
 
 
 def _list_matches(pattern: str, workdir: Path) -> tuple[list[tuple[Path, str]], str]:
-    """The files that a pattern matches, each with its name below the pattern's folder, and the rest of the pattern."""
+    """The files that match a glob, each with its path below the glob's fixed folder, and the rest of the glob."""
     folder, rest = _split_glob(pattern)
     found = sorted(glob.glob(pattern, root_dir=workdir, recursive=True))
     files = [(workdir / name, Path(name).relative_to(folder).as_posix()) for name in found]
@@ -265,7 +265,7 @@ def _list_matches(pattern: str, workdir: Path) -> tuple[list[tuple[Path, str]], 
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Every file below a folder but hidden ones, sorted, with its path below it."""
+    """Every file below a folder except hidden ones, sorted, with its relative path."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in name.parts):
@@ -273,7 +273,7 @@ def _walk(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _split_glob(pattern: str) -> tuple[str, str]:
-    """The folder that a pattern searches, and what it looks for there."""
+    """Split a glob into its fixed folder and the rest."""
     parts = pattern.split("/")
     first = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     folder = "/".join(parts[:first]) or ("/" if pattern.startswith("/") else ".")
