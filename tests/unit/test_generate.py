@@ -60,7 +60,7 @@ def test_greedy_sampling_equals_transformers(folder):
             assert text == tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
-def test_sampling_stops_at_the_last_learned_position(folder):
+def test_samples_beyond_the_learned_positions_are_refused(folder):
     if "gpt2" in folder.name:
         words = r"--max-tokens 1024: a prompt of 1 tokens .* the 1024 positions of the model; use --max-tokens 1023 or"
         with pytest.raises(ConfigError, match=words):

@@ -1,4 +1,4 @@
-"""What all machines do after an attempt: one decision from their reports, worked out by hand for each case."""
+"""The common decision of all machines after an attempt, for reports of each kind, compared with decisions by hand."""
 
 import logging
 import socket
@@ -42,7 +42,7 @@ def test_all_done_is_done():
     assert (ending.goes_on, ending.code) == (False, DONE)
 
 
-def test_a_failure_is_restarted_everywhere_from_the_newest_checkpoint_anybody_sees():
+def test_a_failure_restarts_all_from_the_newest_checkpoint_of_any_machine():
     echo = told("a", FAILED, "connection reset", Weight.ECHO, time=1.0, step=None)
     cause = told("b", FAILED, "rank 1 was killed", Weight.CAUSE, time=2.0, step=40)
     ending = decided(echo, cause)
@@ -57,18 +57,18 @@ def test_a_failure_is_restarted_everywhere_from_the_newest_checkpoint_anybody_se
         (told("b", STOPPED, "stopped by budget.max_hours=2 at step 5"), STOPPED),
     ],
 )
-def test_what_would_come_back_ends_all(cause, code):
+def test_a_recurring_failure_ends_all(cause, code):
     ending = decided(told("a", FAILED, "connection reset", Weight.ECHO), cause)
     assert (ending.goes_on, ending.code, ending.message) == (False, code, cause.message)
 
 
-def test_a_hang_beside_a_lost_machine_names_it():
+def test_a_hang_with_a_lost_machine_names_the_machine():
     ending = decided(told("a", FAILED, "step 61 did not end within 5 s"), "b (1f)", restarts=0)
     assert ending.message == "step 61 did not end within 5 s; 1 of 2 machines stopped responding: b (1f)"
 
 
 def test_connections_to_the_coordinator_break_when_it_is_silent():
-    """Whatever else this process has open, such as a pair of sockets without a port."""
+    """Other open sockets, such as a socket pair without a port, are unaffected."""
     pair = socket.socketpair()
     with (
         pair[0],
@@ -92,7 +92,7 @@ def test_restarts_end():
     assert (ending.goes_on, ending.code, ending.message) == (False, FAILED, "rank 1 was killed")
 
 
-def test_a_stop_of_one_machine_stops_a_fixed_job_and_leaves_an_elastic_one_running():
+def test_stopping_one_machine_stops_a_fixed_job_but_not_an_elastic_one():
     saved = [told(host, STOPPED, "stopped by SIGTERM at step 5") for host in "ab"]
     ending = decided(*saved, asked="b")
     assert (ending.goes_on, ending.code) == (False, STOPPED)
@@ -102,14 +102,14 @@ def test_a_stop_of_one_machine_stops_a_fixed_job_and_leaves_an_elastic_one_runni
     assert (ending.goes_on, ending.code) == (False, STOPPED)
 
 
-def test_a_save_nobody_asked_for_is_a_machine_that_came():
-    """torchrun's agents end ranks by SIGTERM when there is another machine."""
+def test_a_save_without_a_request_means_a_new_machine():
+    """torchrun's agents end ranks by SIGTERM when a new machine joins."""
     ending = decided(*(told(host, STOPPED, "stopped by SIGTERM at step 5") for host in "ab"), group=ELASTIC)
     assert (ending.goes_on, ending.restarts, ending.message) == (True, 0, "")
 
 
-def test_a_machine_alone_ends_when_a_rank_of_its_own_was_stopped():
-    """No machine comes to it, so somebody has sent the rank a signal."""
+def test_a_single_machine_ends_when_a_rank_was_stopped():
+    """No machine can join, so a user has sent the rank a signal."""
     stopped = told("a", STOPPED, "stopped by SIGTERM at step 5", step=5)
     ending = decided(stopped, group=THIS_MACHINE)
     assert (ending.goes_on, ending.code, ending.message) == (False, STOPPED, stopped.message)
@@ -125,7 +125,7 @@ def test_a_lost_machine_shrinks_an_elastic_job_and_ends_a_fixed_one():
     assert (ending.goes_on, ending.code, ending.message) == (False, FAILED, "1 of 2 machines stopped responding: b")
 
 
-def test_where_machines_meet():
+def test_the_rendezvous_address():
     assert parse_group("2", "node-1:29400") == HostGroup(2, 2, "node-1", 29400)
     assert parse_group("1:4", "[::1]:29400", "eth0") == HostGroup(1, 4, "::1", 29400, interface="eth0")
     assert parse_group("1", "[::1]:29400").endpoint == "[::1]:29400"
@@ -134,19 +134,19 @@ def test_where_machines_meet():
             parse_group(nodes, rendezvous)
 
 
-def test_this_machine_knows_its_address_and_who_listens():
+def test_addresses_of_this_machine_and_listeners():
     with socket.create_server(("127.0.0.1", 0)) as server:
         group = parse_group("2", f"127.0.0.1:{server.getsockname()[1]}")
         assert not is_coordinator(group)
     assert is_coordinator(group)
-    assert not is_coordinator(parse_group("2", "192.0.2.1:29400"))  # of a network that is for documentation
+    assert not is_coordinator(parse_group("2", "192.0.2.1:29400"))  # from a network reserved for documentation
     assert find_own_address(group) == "127.0.0.1"
     assert find_interface("127.0.0.1") in ("lo", None)
     with pytest.raises(ConfigError, match="--interface nothere0 has no address"):
         find_own_address(parse_group("2", "127.0.0.1:29400", "nothere0"))
 
 
-def test_slurm_tells_who_meets_where():
+def test_the_group_from_slurm():
     env = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_JOB_ID": "123456"}
     env |= {"SLURM_STEP_NODELIST": "gpu[07-08],login", "SLURM_PROCID": "1"}
     assert launch_role(env) == "agent"
@@ -156,8 +156,8 @@ def test_slurm_tells_who_meets_where():
     )
 
 
-def test_sagemaker_tells_who_meets_where():
-    """algo-10 comes after algo-2."""
+def test_the_group_from_sagemaker():
+    """algo-10 is sorted after algo-2."""
     env = {"SM_HOSTS": '["algo-10", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_NETWORK_INTERFACE_NAME": "eth0"}
     assert launch_role(env) == "agent"
     group = find_host_group(env)
@@ -167,7 +167,7 @@ def test_sagemaker_tells_who_meets_where():
     assert find_host_group({"SM_CURRENT_HOST": "algo-1"}).shares_files
 
 
-def test_a_name_that_comes_later_is_waited_for(monkeypatch, caplog):
+def test_a_name_that_resolves_later_is_waited_for(monkeypatch, caplog):
     """A pod's name resolves when the pod has its address."""
     caplog.set_level(logging.INFO, "echelon")
     known, asked = socket.getaddrinfo, []

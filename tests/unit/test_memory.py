@@ -1,4 +1,4 @@
-"""The memory model against bytes measured on real models, and against states worked out by hand."""
+"""The memory estimate, compared with bytes measured on real models and with states computed by hand."""
 
 import weakref
 from dataclasses import replace
@@ -41,14 +41,14 @@ MODELS = {
 
 
 class Held:
-    """What autograd holds of a tensor: alive for as long as the graph needs it."""
+    """A tensor saved by autograd, alive as long as the graph needs it."""
 
     def __init__(self, tensor):
         self.tensor = tensor
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts distinct storages autograd keeps, leaving out those of the module's parameters and of cast weights."""
+    """Counts distinct storages kept by autograd, except those of parameters and cast weights."""
 
     def __init__(self, model):
         self.held = weakref.WeakSet()
@@ -87,7 +87,7 @@ def count_saved_bytes(model, autocast):
     saved = SavedBytes(model)
     with saved, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         outputs = model(input_ids=torch.zeros(BATCH, SEQUENCE, dtype=torch.long), use_cache=False)
-    assert outputs is not None  # alive until it is counted
+    assert outputs is not None  # kept alive until it is counted
     return saved.total
 
 
@@ -112,7 +112,7 @@ def test_activations_are_within_ten_percent_of_measured(name, mode):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "gpt2"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_full_checkpointing_keeps_layer_inputs_and_redoes_one_layer(name, autocast):
+def test_full_checkpointing_keeps_layer_inputs_and_recomputes_one_layer(name, autocast):
     config = MODELS[name]
     depth = "n_layer" if name == "gpt2" else "num_hidden_layers"
     kept = measure_saved_bytes(config, autocast, checkpointing="full")
@@ -159,7 +159,7 @@ ADAPTERS = {
     [("llama", adapter) for adapter in ADAPTERS]
     + [(name, "lora") for name in ("qwen3", "gemma", "gemma2", "gpt2", "gpt2-dropout")],
 )
-def test_activations_beside_an_adapter_are_within_ten_percent_of_measured(name, adapter, mode):
+def test_activations_with_an_adapter_are_within_ten_percent_of_measured(name, adapter, mode):
     config, adapter = MODELS[name], ADAPTERS[adapter]
     precision = Precision() if mode == "fp32" else BF16
     measured = count_saved_bytes(build_adapted(config, adapter, precision, cast=mode == "cast"), mode == "autocast")
@@ -181,21 +181,21 @@ OUTSIDE = LLAMA_PARAMETERS - 4 * LLAMA_LAYER
     ("plan", "parameters", "gradients", "optimizer"),
     [
         (ParallelPlan("ddp", dp_replicate=4), 4 * LLAMA_PARAMETERS, 4 * LLAMA_PARAMETERS, 8 * LLAMA_PARAMETERS),
-        # autocast: a bf16 copy of everything but the input table
+        # autocast: a bf16 copy of everything except the input embedding
         (
             ParallelPlan("ddp", dp_replicate=4, precision=BF16),
             4 * LLAMA_PARAMETERS + 2 * (LLAMA_PARAMETERS - 6400),
             4 * LLAMA_PARAMETERS,
             8 * LLAMA_PARAMETERS,
         ),
-        # a quarter of each state; the gathered bf16 parameters whole
+        # a quarter of each state; full gathered bf16 parameters
         (
             ParallelPlan("zero2", dp_shard=4, reduce_gradients="each", precision=BF16),
             LLAMA_PARAMETERS + 2 * LLAMA_PARAMETERS,
             LLAMA_PARAMETERS,
             2 * LLAMA_PARAMETERS,
         ),
-        # accumulating, ZeRO-1 holds whole fp32 gradients until the last microbatch
+        # with accumulation, ZeRO-1 keeps full fp32 gradients until the last microbatch
         (
             ParallelPlan("zero1", dp_shard=4, num_microbatches=2, precision=BF16),
             LLAMA_PARAMETERS + 2 * LLAMA_PARAMETERS,
@@ -208,7 +208,7 @@ OUTSIDE = LLAMA_PARAMETERS - 4 * LLAMA_LAYER
             LLAMA_PARAMETERS,
             2 * LLAMA_PARAMETERS,
         ),
-        # offloaded, only what is gathered stays on the device
+        # with offloading, only gathered weights are on the device
         (
             ParallelPlan(
                 "fsdp",
@@ -262,7 +262,7 @@ def test_bf16_masters_halve_parameters_and_gradients_and_need_no_copies(precisio
     assert (estimate.parameters, estimate.gradients) == (2 * LLAMA_PARAMETERS, 2 * LLAMA_PARAMETERS)
 
 
-def test_fp16_needs_what_bf16_does():
+def test_fp16_needs_as_much_as_bf16():
     shape = build_shape(MODELS["llama"])
     for sharding in ({"dp_replicate": 2}, {"dp_shard": 2}):
         fp16, bf16 = (ParallelPlan("x", precision=precision, **sharding) for precision in (FP16, BF16))
@@ -271,8 +271,8 @@ def test_fp16_needs_what_bf16_does():
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"])
 @pytest.mark.parametrize("master_weights", ["fp32", "bf16_kahan"])
-def test_optimizer_state_is_within_five_percent_of_the_real_one(name, master_weights):
-    """But for Adafactor's statistics, which are left out: here they are 4 % of what AdamW keeps."""
+def test_optimizer_state_is_within_five_percent_of_measured(name, master_weights):
+    """Except for Adafactor's statistics, which are not estimated: here they are 4 % of AdamW's state."""
     model = small_model("llama", hidden_size=256, intermediate_size=512)
     precision = KAHAN if master_weights == "bf16_kahan" else Precision()
     model.to(getattr(torch, precision.param))
@@ -285,14 +285,14 @@ def test_optimizer_state_is_within_five_percent_of_the_real_one(name, master_wei
 def test_logits_never_exceed_three_chunks():
     shape = replace(build_shape(MODELS["llama"]), vocab_size=128256, hidden_size=0)
     plan = ParallelPlan("ddp", micro_batch_size=8)
-    # 256 MiB / (4 * 128256) = 523 tokens a chunk; a short batch is smaller than a chunk
+    # 256 MiB / (4 * 128256) = 523 tokens per chunk; a short batch is smaller than a chunk
     assert estimate_memory(shape, plan, 8192).logits == 3 * 523 * 128256 * 4
     assert estimate_memory(shape, replace(plan, micro_batch_size=1), 100).logits == 3 * 100 * 128256 * 4
 
 
 @pytest.mark.parametrize("vocab_size", [100, 128256])
-def test_the_peak_is_the_loss_or_the_first_layer_that_is_redone(vocab_size):
-    """A chunk of logits is gone when the first layer is redone; the gradient of the head is not."""
+def test_the_peak_is_the_loss_or_the_first_recomputed_layer(vocab_size):
+    """When the first layer is recomputed, the chunk of logits is freed, but not the gradient of the head."""
     shape = replace(build_shape(MODELS["llama"]), vocab_size=vocab_size)
     plan = ParallelPlan("ddp", micro_batch_size=1, activation_checkpointing="full")
     estimate = estimate_memory(shape, plan, 100)

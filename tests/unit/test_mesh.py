@@ -1,4 +1,4 @@
-"""How ranks are arranged under four plans, rank by rank, against tables written by hand. No communication."""
+"""The arrangement of ranks under four plans, compared with tables written by hand. No communication."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from echelon.planner.plan import ParallelPlan
 
 @dataclass(frozen=True)
 class Expected:
-    """What each rank should get, by rank."""
+    """The expected groups and meshes of each rank."""
 
     plan: ParallelPlan
     data_size: int
@@ -75,7 +75,7 @@ TABLES = {
 
 
 def build_as(rank, plan):
-    """What a rank of the plan gets, its groups and meshes as lists of ranks, and how many groups were made."""
+    """The groups and meshes of a rank, as lists of ranks, and the number of groups created."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
     try:
         meshes = build_mesh(plan, "cpu")
@@ -113,12 +113,12 @@ PLANS = {
     "ddp": (ParallelPlan("ddp", dp_replicate=4), 0),
     "fsdp": (ParallelPlan("fsdp", dp_shard=4), 0),
     "offloaded": (ParallelPlan("fsdp", cpu_offload=True), 0),
-    "hsdp": (ParallelPlan("hsdp", dp_replicate=2, dp_shard=2), 2),  # of 4: one of copies, one of shards
+    "hsdp": (ParallelPlan("hsdp", dp_replicate=2, dp_shard=2), 2),  # with 4 ranks: one group of replicas, one of shards
 }
 
 
 @pytest.mark.parametrize(("plan", "num_groups"), PLANS.values(), ids=PLANS)
-def test_data_parallelism_takes_no_group_that_it_does_not_need(plan, num_groups):
+def test_data_parallelism_creates_no_unneeded_groups(plan, num_groups):
     _, ranks, made = build_as(0, plan)
     assert ranks["loss"] == list(range(plan.world_size))
     assert made == num_groups

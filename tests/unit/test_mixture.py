@@ -1,4 +1,4 @@
-"""Mixtures: exact shares, each source at its own pace, any position at once."""
+"""Mixtures: exact shares, separate epochs per source, any position in constant time."""
 
 import json
 import time
@@ -36,7 +36,7 @@ def sources_of(ids, sizes=SIZES):
         ((123456789, 987654321), (111111, 888889)),
     ],
 )
-def test_slots_are_the_shares_in_the_smallest_table(weights, slots):
+def test_slots_equal_the_shares_in_the_smallest_table(weights, slots):
     assert divide_slots(weights) == slots
 
 
@@ -46,7 +46,7 @@ def test_a_source_without_a_slot_is_refused():
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS, (1, 1, 1), (3, 1, 7)])
-def test_shares_are_exact_and_each_source_passes_at_its_own_pace(weights):
+def test_shares_are_exact_and_each_source_has_its_own_epochs(weights):
     order = MixtureOrder(SIZES, weights, seed=5)
     num_slots, rounds = sum(order.slots), 3
     ids = order.sample_ids(0, rounds * num_slots)
@@ -58,13 +58,13 @@ def test_shares_are_exact_and_each_source_passes_at_its_own_pace(weights):
         assert epochs.shape[0] >= 5
         assert np.array_equal(np.sort(epochs, axis=1), np.tile(np.arange(size), (epochs.shape[0], 1)))
         assert not np.array_equal(epochs[0], epochs[1])
-        # the n-th use of a source is the n-th of a permutation drawn from (seed, source, epoch)
+        # the n-th use of a source is entry n of a permutation drawn from (seed, source, epoch)
         for epoch in (0, 4):
             key = (branch_seed(5, 1 + source), epoch)
             assert epochs[epoch].tolist() == Permutation(size, key).apply(np.arange(size)).tolist()
 
 
-def test_any_position_is_found_at_once():
+def test_any_position_takes_constant_time():
     order = MixtureOrder(SIZES, WEIGHTS, seed=1)
     whole = order.sample_ids(0, 5000)
     for start, count in ((0, 1), (999, 2), (1234, 777), (4999, 1), (17, 0)):
@@ -97,7 +97,7 @@ def test_uses_are_counted():
 
 
 def test_values_are_frozen():
-    """A change of these values changes the data order of every mixture that exists: never edit them."""
+    """A change of these values would change the data order of every existing mixture: never edit them."""
     near = [62, 79, 30, 110, 74, 111, 94, 93, 95, 112, 96, 113]
     assert MixtureOrder(SIZES, WEIGHTS, seed=0).sample_ids(0, 12).tolist() == near
     far = [893234933951, 1000000004, 96446277, 636671439991, 1000000006]
@@ -106,7 +106,7 @@ def test_values_are_frozen():
 
 
 def test_neighbours_are_mixed():
-    """No stretch of 100 positions is far from the shares: the table is shuffled, not laid out in blocks."""
+    """Any 100 consecutive positions are close to the shares: the table is shuffled, not in blocks."""
     sources = sources_of(MixtureOrder(SIZES, WEIGHTS, seed=3).sample_ids(0, 10_000)).reshape(100, 100)
     for source, share in enumerate(WEIGHTS):
         counts = (sources == source).sum(axis=1)
@@ -143,7 +143,7 @@ def test_a_mixture_reads_the_samples_of_its_sources(tmp_path):
         assert np.array_equal(tokens, own.inputs[0]) and np.array_equal(targets, own.labels[0])
         text = bytes(tokens.astype(np.uint8))
         assert words[source] in text or len(text.strip(b"\0")) < 32
-    # 250 steps of 8 are two rounds of the table
+    # 250 steps of 8 are two passes through the table
     lines = describe_mixture(recipe, data)
     assert lines[0] == (
         f"mixture: notes 50.00%; {sizes[0]} sequences an epoch, 1,000 in the run: {1000 / sizes[0]:.2f} epochs"
@@ -153,14 +153,14 @@ def test_a_mixture_reads_the_samples_of_its_sources(tmp_path):
     ]  # fmt: skip
 
 
-def test_shares_that_a_table_cannot_hold_are_said(tmp_path):
+def test_shares_that_a_table_cannot_represent_are_reported(tmp_path):
     recipe = load_mixture(tmp_path, "data.train.0.weight=0.123456789")
     first, *_ = describe_mixture(recipe, prepare_data(recipe))
     # 0.123456789 / 0.623456789
     assert first.startswith("mixture: notes 19.8020% (by its weight 19.801980%); ")
 
 
-def test_one_source_with_a_weight_is_no_mixture(tmp_path):
+def test_one_source_with_a_weight_is_not_a_mixture(tmp_path):
     recipe = load_text(tmp_path, SMALL, "data.train.0.weight=3", "train.steps=null", "train.epochs=2")[0]
     assert not recipe.data.is_mixture
     assert isinstance(build_order(recipe, TokenDataset([], 8)).num_samples, int)
@@ -175,7 +175,7 @@ def test_one_source_with_a_weight_is_no_mixture(tmp_path):
         (["data.train=[{path: x/a, weight: 2}, y/a]"], "data.train.1 has the name 'a', as data.train.0"),
     ],
 )  # fmt: skip
-def test_what_a_mixture_cannot_have(tmp_path, overrides, message):
+def test_settings_that_a_mixture_refuses(tmp_path, overrides, message):
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, SMALL, *overrides)
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Slurm's lists of machines, against names written out by hand."""
+"""Slurm's host lists, compared with names written by hand."""
 
 import pytest
 
@@ -31,6 +31,6 @@ def test_names(text, names):
 
 
 @pytest.mark.parametrize("text", ["n[1-3", "n]1[", "n[]", "n[3-1]", "n[a-b]", "n[1-2-3]", "n[1,,2]", "n[[1]]", "n 1"])
-def test_what_is_no_list_is_named(text):
+def test_an_invalid_list_is_named(text):
     with pytest.raises(ConfigError, match=r"is not a (Slurm node list|node range)"):
         expand_nodelist(text)

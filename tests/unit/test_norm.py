@@ -1,4 +1,4 @@
-"""The global norm, against values worked out by hand."""
+"""The global norm, compared with values by hand."""
 
 import pytest
 import torch
@@ -6,20 +6,20 @@ import torch
 from echelon.optimizer import clip_gradients, global_norm
 
 
-def test_global_norm_is_the_norm_of_everything_joined():
+def test_global_norm_equals_the_norm_of_the_concatenation():
     tensors = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]]), torch.tensor([12.0])]
     assert global_norm(tensors).item() == pytest.approx(13.0)
 
 
-def test_a_large_gradient_is_not_off():
-    """GPT-2's embedding, 50257 by 768: against fp64. The norm that PyTorch takes of it on a CPU is off by 1e-4."""
+def test_the_norm_of_a_large_gradient_is_exact():
+    """GPT-2's embedding, 50257 by 768, compared with fp64. PyTorch's norm of it on a CPU has an error of 1e-4."""
     gradient = torch.randn(50257, 768, generator=torch.Generator().manual_seed(0))
     exact = torch.linalg.vector_norm(gradient.double()).item()
     assert global_norm([gradient]).item() == pytest.approx(exact, rel=2e-6)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_clipping_is_that_of_torch(max_norm):
+def test_clipping_equals_torch(max_norm):
     generator = torch.Generator().manual_seed(0)
     ours = [torch.randn(shape, generator=generator) for shape in ((3, 4), (5,), (2, 2, 2))]
     theirs = [torch.nn.Parameter(torch.zeros_like(each)) for each in ours]
@@ -32,6 +32,6 @@ def test_clipping_is_that_of_torch(max_norm):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
 
 
-def test_gradients_in_bf16_are_added_up_in_fp32():
-    """Of as many ones each further one would be rounded away in bf16."""
+def test_bf16_gradients_are_summed_in_higher_precision():
+    """In bf16, adding one more 1 to so many would have no effect."""
     assert global_norm([torch.ones(400, 400, dtype=torch.bfloat16)]).item() == 400.0

@@ -1,4 +1,4 @@
-"""Each optimizer against the library's own in a plain loop, and against values worked by hand."""
+"""Each optimizer compared with its library in a plain loop, and with values by hand."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def backward(model, step):
 
 
 def train_ours(config, master_weights="fp32", rates=RATES, model=None):
-    """The losses of a few steps, and the model after them."""
+    """Train a few steps with echelon's optimizer; return the losses and the model."""
     model = small_model("llama", seed=1) if model is None else model
     optimizer = build_optimizer(model, config, master_weights, seed=0)
     losses = []
@@ -35,7 +35,7 @@ def train_ours(config, master_weights="fp32", rates=RATES, model=None):
 
 
 def train_theirs(build, decay_by_hand=0.0):
-    """The same with the library's optimizers, made from [(parameters, weight decay)] by `build(members)`."""
+    """The same with the library's optimizers, built from [(parameters, weight decay)] by `build(members)`."""
     model = small_model("llama", seed=1)
     members = find_members(model, OptimConfig(learning_rate=1.0))
     optimizers = build(members)
@@ -84,10 +84,10 @@ def largest_difference(left, right):
 
 
 @pytest.mark.parametrize("name", LIBRARY)
-def test_equals_the_librarys_own(name):
+def test_equals_the_library(name):
     losses, model = train_ours(OptimConfig(name=name, learning_rate=1.0))
     expected, library_model = train_theirs(*LIBRARY[name])
-    # Muon's bf16 iterations enlarge roundings, so of it the losses are compared here, and one matrix below.
+    # Muon's bf16 iterations amplify rounding, so only its losses are compared here, and one matrix below.
     assert losses == pytest.approx(expected, abs=2e-4 if name == "muon" else 2e-5)
     assert name == "muon" or largest_difference(model, library_model) <= 2e-6
     start = small_model("llama", seed=1)
@@ -95,7 +95,7 @@ def test_equals_the_librarys_own(name):
 
 
 @pytest.mark.parametrize("shape", [(48, 20), (20, 48), (33, 33)])
-def test_muon_moves_a_matrix_as_the_librarys_own(shape):
+def test_muon_updates_a_matrix_like_the_library(shape):
     theirs = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     library = torch.optim.Muon([theirs], weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     model = one_layer(theirs.detach().clone())
@@ -127,7 +127,7 @@ def test_orthogonalize_is_newton_schulz_and_sets_singular_values_near_one():
 
 
 def one_layer(weight):
-    """A model that is one matrix in one layer."""
+    """A model with one matrix in one layer."""
     model = torch.nn.Module()
     model.config = type("Config", (), {"model_type": "none"})()
     layer = torch.nn.Linear(*reversed(weight.shape), bias=False)
@@ -137,7 +137,7 @@ def one_layer(weight):
 
 
 def one_parameter(values, gradients, config):
-    """Weights and state after some steps on one matrix of one row."""
+    """Weights and state after some steps on a matrix with one row."""
     model = one_layer(torch.tensor([values]))
     (layer,) = model.layers
     optimizer = build_optimizer(model, config, "fp32", seed=0)
@@ -210,7 +210,7 @@ def test_a_step_that_does_not_commit_changes_nothing(name, master_weights):
     assert any(not torch.equal(value, before[key]) for key, value in tensors.items())
 
 
-def test_a_multiplier_multiplies_each_steps_rate():
+def test_a_multiplier_scales_the_rate_of_each_step():
     config = OptimConfig(name="sgd", learning_rate=1.0, weight_decay=0.0, momentum=0.0)
     slowed = config.model_copy(update={"learning_rate_multipliers": {"*.0.*": 0.25, "lm_head*": 0.0}})
     (_, plain), (_, ours), start = (

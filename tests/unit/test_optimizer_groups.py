@@ -44,7 +44,7 @@ def test_no_decay_is_by_role():
     assert "transformer.h.0.mlp.c_fc.bias" in decaying(model, no_decay=["norms"])
 
 
-def test_muon_is_for_the_matrices_of_the_layers_alone():
+def test_muon_is_used_only_for_matrices_in_layers():
     optimizer = build_optimizer(small_model("llama"), config(name="muon"), "fp32", seed=0)
     by_muon = {slot.name for group in optimizer.groups if isinstance(group.rule, Muon) for slot in group.slots}
     kinds = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -52,7 +52,7 @@ def test_muon_is_for_the_matrices_of_the_layers_alone():
     assert by_muon == {f"model.layers.{layer}.{kind}.weight" for layer in (0, 1) for kind in kinds}
 
 
-def test_the_first_glob_that_matches_counts():
+def test_the_first_matching_glob_is_used():
     model = small_model("llama")
     multipliers = {"*layers.0.*": 0.5, "*layers*": 2.0, "*embed_tokens*": 0.0}
     factors = {
@@ -64,7 +64,7 @@ def test_the_first_glob_that_matches_counts():
     assert factors["lm_head.weight"] == 1.0
 
 
-def test_a_glob_without_a_match_is_refused_with_names_near_it():
+def test_a_glob_without_a_match_is_refused_with_similar_names():
     names = [name for name, _ in small_model("llama").named_parameters()]
     check_groups(names, config(learning_rate_multipliers={"*embed_tokens*": 0.1}))
     with pytest.raises(ConfigError) as caught:

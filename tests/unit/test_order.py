@@ -1,4 +1,4 @@
-"""The keyed bijection: a bijection, the same for ever, and well shuffled."""
+"""The keyed bijection is a bijection, has fixed values, and shuffles well."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def mix_one(word: int) -> int:
 
 
 def permute_one(index: int, size: int, seed: int, epoch: int) -> int:
-    """The same bijection on Python's integers, one value at a time."""
+    """The same bijection with Python integers, one value at a time."""
     state = mix_one(mix_one((seed + GOLDEN) & WORD) ^ epoch)
     half = max(3, ((size - 1).bit_length() + 1) // 2)
     mask = 2**half - 1
@@ -51,7 +51,7 @@ def test_agrees_with_a_scalar_implementation(size):
 
 
 def test_values_are_frozen():
-    """A change of these values changes the data order of every run that exists: never edit them."""
+    """A change of these values would change the data order of every existing run: never edit them."""
     assert Permutation(10, (0, 0)).apply(np.arange(10)).tolist() == [5, 7, 0, 1, 9, 3, 6, 8, 2, 4]
     assert Permutation(10, (0, 1)).apply(np.arange(10)).tolist() == [7, 1, 0, 4, 6, 9, 5, 3, 8, 2]
     large = [444992, 385536, 743751, 912021, 763556, 348962]
@@ -62,7 +62,7 @@ def test_values_are_frozen():
 
 
 def test_every_sample_is_equally_likely_at_every_position():
-    """10 samples, 20,000 epochs: 100 cells of 2,000, 81 degrees of freedom, so 145 is five deviations out."""
+    """10 samples, 20,000 epochs: 100 cells of 2,000, 81 degrees of freedom, so 145 is five deviations above."""
     ids = SampleOrder(10, seed=5).sample_ids(0, 200_000).reshape(20_000, 10)
     counts = np.zeros((10, 10), dtype=np.int64)
     for position in range(10):
@@ -71,14 +71,14 @@ def test_every_sample_is_equally_likely_at_every_position():
 
 
 def test_all_orders_of_four_samples_are_equally_likely():
-    """24 orders, 23 degrees of freedom: 57 is five deviations out."""
+    """24 orders, 23 degrees of freedom: 57 is five standard deviations above."""
     ids = SampleOrder(4, seed=1).sample_ids(0, 96_000).reshape(24_000, 4)
     _, counts = np.unique(ids, axis=0, return_counts=True)
     assert counts.size == 24
     assert chi_square(counts) < 57
 
 
-def test_neighbours_are_unrelated():
+def test_neighbours_are_uncorrelated():
     size = 100_003
     out = Permutation(size, (0, 0)).apply(np.arange(size))
     bound = 4.5 / np.sqrt(size)
@@ -89,7 +89,7 @@ def test_neighbours_are_unrelated():
 
 
 @pytest.mark.parametrize("other", [(0, 1), (1, 0), (1, 1), (2**32, 0)])
-def test_other_seeds_and_epochs_give_unrelated_orders(other):
+def test_other_seeds_and_epochs_give_independent_orders(other):
     size = 100_003
     first = Permutation(size, (0, 0)).apply(np.arange(size))
     second = Permutation(size, other).apply(np.arange(size))
@@ -97,7 +97,7 @@ def test_other_seeds_and_epochs_give_unrelated_orders(other):
     assert abs(np.corrcoef(first, second)[0, 1]) < 4.5 / np.sqrt(size)
 
 
-def test_huge_sizes_take_no_memory():
+def test_huge_sizes_need_no_memory():
     size = 2**45 + 17
     indices = np.array([0, 1, 2**44, size - 1])
     out = Permutation(size, (0, 0)).apply(indices)
@@ -108,7 +108,7 @@ def test_huge_sizes_take_no_memory():
     assert far[1] == Permutation(size, (0, 3)).apply(np.array([0]))[0]
 
 
-def test_order_runs_on_into_the_next_epoch():
+def test_order_continues_into_the_next_epoch():
     order = SampleOrder(7, seed=3)
     ids = order.sample_ids(0, 28)
     for epoch in range(4):

@@ -1,4 +1,4 @@
-"""Folding the endings of ranks into one exit code and one message."""
+"""One exit code and one message from the endings of all ranks."""
 
 import signal
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_all_done():
     assert find_cause([DONE_0, DONE_1], [], LOGS).outcome == Outcome(DONE)
 
 
-def test_killed_rank_wins_over_its_peers_echo():
+def test_a_killed_rank_takes_precedence_over_its_peers_failures():
     echo = RankOutcome(0, FAILED, "rank 0 failed: Connection closed by peer", 5.0, secondary=True)
     deaths = [ProcessDeath(0, 122, 1, 5.0), ProcessDeath(1, 123, -signal.SIGKILL, 5.0)]
     outcome = find_cause([echo], deaths, LOGS).outcome
@@ -37,7 +37,7 @@ def test_killed_rank_wins_over_its_peers_echo():
     assert outcome.message.endswith("see runs/x/logs/rank-00001.log")
 
 
-def test_earliest_cause_wins():
+def test_the_earliest_cause_is_reported():
     first = RankOutcome(1, FAILED, "rank 1 failed: ValueError: seven", 5.0)
     later = RankOutcome(0, FAILED, "rank 0 failed: RuntimeError: other", 6.0)
     echo = RankOutcome(2, FAILED, "echo", 4.0, secondary=True)
@@ -45,7 +45,7 @@ def test_earliest_cause_wins():
     assert find_cause([later, first, echo], deaths, LOGS).outcome == Outcome(FAILED, first.message)
 
 
-def test_the_agents_own_kills_explain_nothing():
+def test_kills_by_the_agent_are_not_causes():
     cause = RankOutcome(1, FAILED, "rank 1 failed: ValueError: seven", 5.0)
     deaths = [ProcessDeath(1, 101, 1, 5.0), ProcessDeath(0, 100, -signal.SIGKILL, 36.0)]
     assert find_cause([cause], deaths, LOGS).outcome.message == cause.message
@@ -53,7 +53,7 @@ def test_the_agents_own_kills_explain_nothing():
     assert find_cause([cause], deaths, LOGS).outcome.message == cause.message
 
 
-def test_abort_is_named_only_without_a_cause():
+def test_an_abort_is_named_only_without_another_cause():
     abort = ProcessDeath(0, 100, -signal.SIGABRT, 5.0)
     cause = RankOutcome(1, FAILED, "rank 1 failed: ValueError: seven", 5.0)
     assert find_cause([cause], [abort], LOGS).outcome.message == cause.message
@@ -73,12 +73,12 @@ def test_refused_and_stopped_keep_their_code():
     assert find_cause(stopped, [], LOGS).outcome == Outcome(STOPPED, "stopped at step 7")
 
 
-def test_only_an_echo_is_still_a_failure():
+def test_only_a_peers_failure_is_still_a_failure():
     echo = RankOutcome(0, FAILED, "Connection closed by peer", 5.0, secondary=True)
     assert find_cause([echo, DONE_1], [ProcessDeath(0, 1, 1, 5.0)], LOGS).outcome == Outcome(FAILED, echo.message)
 
 
-def test_reports_survive_the_disk(tmp_path):
+def test_reports_round_trip(tmp_path):
     write_outcome(tmp_path, report(1, REFUSED, "no"))
     (tmp_path / "rank-0.json").write_text('{"rank": 0, "co')
     [outcome] = read_outcomes(tmp_path)
@@ -86,7 +86,7 @@ def test_reports_survive_the_disk(tmp_path):
     assert is_peer_leaving(tmp_path)
 
 
-def test_what_counts_as_an_echo():
+def test_errors_caused_by_a_lost_peer():
     gloo = RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242")
     assert is_secondary(gloo)
     assert is_secondary(ConnectionResetError(104, "Connection reset by peer"))

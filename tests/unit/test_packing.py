@@ -1,4 +1,4 @@
-"""Moments in 8 bits against torchao's, and the optimizer on them against torchao's AdamW8bit."""
+"""8-bit moments compared with torchao, and the optimizer compared with torchao's AdamW8bit."""
 
 import numpy as np
 import pytest
@@ -17,13 +17,13 @@ def random(*shape, seed=0):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_code_is_that_of_the_paper(signed):
+def test_the_code_equals_that_of_the_paper(signed):
     assert code_values(signed) == pytest.approx(torchao_codes.create_dynamic_map(signed))
     assert len(set(code_values(signed))) == 256
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_codes_and_scales_are_torchaos(signed):
+def test_codes_and_scales_equal_torchao(signed):
     values = random(32, 2 * BLOCK) if signed else random(32, 2 * BLOCK).square()
     codes, scales = pack(values, signed)
     scaled, expected_scales = torchao_codes.scale_tensor(values, BLOCK)
@@ -37,7 +37,7 @@ def test_codes_and_scales_are_torchaos(signed):
 
 @pytest.mark.parametrize("width", [3, BLOCK - 1, BLOCK, BLOCK + 1, 700])
 @pytest.mark.parametrize("signed", [True, False])
-def test_a_value_comes_back_as_the_nearest_code_of_its_block(width, signed):
+def test_a_value_decodes_to_the_nearest_code_of_its_block(width, signed):
     values = random(5, width, seed=width) if signed else random(5, width, seed=width).square()
     codes, scales = pack(values, signed)
     assert codes.dtype == torch.uint8 and codes.shape == values.shape and scales.shape == (5, num_blocks(width))
@@ -51,19 +51,19 @@ def test_a_value_comes_back_as_the_nearest_code_of_its_block(width, signed):
             assert np.allclose(back[row, start : start + BLOCK], nearest, rtol=2e-2, atol=1e-7 * scale)
 
 
-def test_zero_is_kept_and_nothing_divides_by_it():
+def test_zeros_are_kept_without_division_by_zero():
     codes, scales = pack(torch.zeros(2, 300), signed=True)
     assert torch.equal(unpack(codes, scales, signed=True), torch.zeros(2, 300))
 
 
-def test_rows_are_packed_alone_so_that_sharding_changes_nothing():
+def test_rows_are_packed_separately_so_sharding_has_no_effect():
     values = random(7, 300)
     whole, parts = pack(values, signed=True), [pack(values[:3], signed=True), pack(values[3:], signed=True)]
     for index in (0, 1):
         assert torch.equal(whole[index], torch.cat([part[index] for part in parts]))
 
 
-def test_a_matrix_moves_as_under_torchaos_adamw8bit():
+def test_a_matrix_updates_like_torchaos_adamw8bit():
     from torchao.optim.adam import single_param_adam
     from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -73,7 +73,7 @@ def test_a_matrix_moves_as_under_torchaos_adamw8bit():
     optimizer = build_optimizer(model, OptimConfig(name="adamw_8bit", learning_rate=1.0), "fp32", seed=0)
     for step in range(1, 6):
         gradient, rate = random(*shape, seed=step), torch.tensor(1e-2)
-        # What AdamW8bit.step() compiles for each parameter.
+        # The function that AdamW8bit.step() compiles for each parameter.
         arguments = (torch.tensor(float(step)), *moments, None, rate, 0.9, 0.95, 0.1, 1e-8, True, False)
         single_param_adam(theirs, gradient, *arguments)
         model.layers[0].weight.grad = gradient

@@ -1,4 +1,4 @@
-"""How wide microbatches are, and that their width changes nothing else."""
+"""The width of microbatches, and that it changes nothing else."""
 
 import itertools
 
@@ -14,7 +14,7 @@ LENGTHS = [3, 9, 17, 30]
 
 
 def packed(width=30):
-    """Rows of these lengths, the rest of each padding."""
+    """Rows of these lengths, padded at the end."""
     places = np.arange(width)
     filled = np.array([places < length for length in LENGTHS])
     labels = np.where(filled, 7, NO_LABEL).astype(np.int64)
@@ -36,14 +36,14 @@ class Packed:
     [
         (Padding(), [0], 8),
         (Padding(), [1, 2], 24),
-        (Padding(), [3], 30),  # no more than there is
+        (Padding(), [3], 30),  # at most the available length
         (Padding(multiple=12), [1], 24),
         (Padding(multiple=16), [3], 32),
         (Padding(is_equal=True), [0], 30),
         (Padding(is_equal=True, multiple=16), [0], 32),
     ],
 )
-def test_of_sequences_that_end_in_padding(padding, rows, width):
+def test_width_of_sequences_with_padding(padding, rows, width):
     samples = set_width(packed(), np.array(rows), padding)
     assert samples.inputs.shape == samples.labels.shape == samples.documents.shape == (len(rows), width)
     for row, length in enumerate(LENGTHS[each] for each in rows):
@@ -52,7 +52,7 @@ def test_of_sequences_that_end_in_padding(padding, rows, width):
 
 
 @pytest.mark.parametrize(("multiple", "width"), [(1, 30), (8, 32)])
-def test_of_a_text_that_fills_its_sequences(multiple, width):
+def test_width_of_full_sequences(multiple, width):
     text = Samples(np.ones((2, 30), np.int64), np.ones((2, 30), np.int64))
     samples = set_width(text, padding=Padding(multiple=multiple))
     assert samples.inputs.shape == (2, width) and samples.documents is None
@@ -65,7 +65,7 @@ def batches(padding, rank):
         return list(itertools.islice(loader, 2))
 
 
-def test_ranks_and_microbatches_can_be_of_one_width_and_count_the_same():
+def test_a_common_width_over_ranks_and_microbatches_keeps_the_counts():
     widths = {}
     for padding in (Padding(), Padding(is_equal=True, multiple=4)):
         fed = [batch for rank in range(2) for batch in batches(padding, rank)]

@@ -28,7 +28,7 @@ LLAMA_13B = build_shape(
 
 
 def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None, adapter=FULL, **train):
-    """The part of a Recipe that plans are made from."""
+    """The parts of a Recipe that determine a plan."""
     if isinstance(parallel, dict):
         mapping = {"dp_replicate": None, "dp_shard": None, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "cpu_offload": False}
         parallel = SimpleNamespace(**{**mapping, "reshard_after_forward": None, "reduce_gradients": None, **parallel})
@@ -165,7 +165,7 @@ def build_ramped(start, size, increment, tokens=False, **train):
 
 
 def test_every_size_of_a_ramp_divides_or_is_named():
-    # shares of 4, 8, 12 and 16 on 2 ranks: the largest size that divides them all
+    # shares of 4, 8, 12 and 16 on 2 ranks: the largest size that divides all of them
     plan = resolve_plan(build_ramped(8, 32, 8), TINY, cpus(2))
     assert (plan.micro_batch_size, plan.num_microbatches) == (4, 4)
     assert any("dividing every size of the ramp" in line for line in plan.why)
@@ -189,12 +189,12 @@ def test_micro_batch_auto_obeys_the_cap_and_the_memory():
     plan = resolve_plan(build_recipe("ddp", sequence_len=1024), TINY, cpus(2))
     assert (plan.micro_batch_size, plan.num_microbatches) == (8, 4)
     assert any("micro_batch_size auto: 8 of the 32" in line and "8192" in line for line in plan.why)
-    # of 96 / 2 = 48 at 128 tokens all 48 would do (6144 tokens); 72 of 144 / 2 at most 36
+    # 96 / 2 = 48 sequences of 128 tokens: all 48 fit (6144 tokens); of 144 / 2 = 72, at most 36
     assert resolve_plan(build_recipe("ddp", batch=96), TINY, cpus(2)).micro_batch_size == 48
     assert resolve_plan(build_recipe("ddp", batch=144), TINY, cpus(2)).micro_batch_size == 36
     # a sequence longer than the cap is still one sequence
     assert resolve_plan(build_recipe("ddp", sequence_len=10000), TINY, cpus(2)).micro_batch_size == 1
-    # little memory: fewer. One token of a TINY layer needs about 4 kB, so 4096 tokens exceed 30 MB and 1024 do not
+    # less memory: a token of a TINY layer needs about 4 kB, so 4096 tokens exceed 30 MB and 1024 do not
     small = resolve_plan(build_recipe("ddp"), TINY, cpus(2, gigabytes=0.03))
     assert 1 <= small.micro_batch_size < resolve_plan(build_recipe("ddp"), TINY, cpus(2)).micro_batch_size
 
@@ -204,26 +204,26 @@ def auto_strategy(devices, **recipe):
 
 
 def test_auto_takes_the_first_that_fits():
-    # fp32 states of 8.03 B parameters: 128 GB whole, and 15 GB of bf16 copies; B200 has 162 GB usable. A microbatch
+    # fp32 states of 8.03 B parameters: 128 GB, and 15 GB of bf16 copies; B200 has 162 GB usable. A microbatch
     # keeps 4096 tokens * 32 layers * (26 * 4096 + 4 * 5120 + 8 * 14336) bytes = 32 GB, unless it is recomputed.
     assert auto_strategy("8xB200", activation_checkpointing="full").strategy == "ddp"
     assert auto_strategy("8xB200").strategy == "zero1"
-    # H200, 127 GB usable: 16 + 16 + 96/8 = 44 GB; with one microbatch ZeRO-1 holds no whole gradients
+    # H200, 127 GB usable: 16 + 16 + 96/8 = 44 GB; with one microbatch ZeRO-1 keeps no full gradients
     assert auto_strategy("8xH200", batch=8, micro_batch_size=1).strategy == "zero1"
-    # H100, 72 GB usable, 8 microbatches: ZeRO-1 adds 32 GB of whole gradients, ZeRO-2 does not
+    # H100, 72 GB usable, 8 microbatches: ZeRO-1 adds 32 GB of full gradients, ZeRO-2 does not
     plan = auto_strategy("8xH100", micro_batch_size=1, activation_checkpointing="full")
     assert plan.strategy == "zero2"
     for line, words in zip(plan.why, ("ddp needs", "zero1 needs", "zero2, the first"), strict=False):
         assert words in line
-    # 13.0 B parameters, 36 GB usable: 26 GB gathered beside 208/16 = 13 GB is too much; without it 208/8 = 26 GB fits
+    # 13.0 B parameters, 36 GB usable: 26 GB gathered plus 208/16 = 13 GB is too much; 208/8 = 26 GB sharded fits
     recipe = build_recipe(sequence_len=4096, micro_batch_size=1, activation_checkpointing="full")
     assert resolve_plan(recipe, LLAMA_13B, parse_devices("16xA100-40")).strategy == "hsdp"
     assert resolve_plan(recipe, LLAMA_13B, parse_devices("8xA100-40")).strategy == "fsdp"
     assert auto_strategy("1xB200", activation_checkpointing="full").strategy == "ddp"
 
 
-def test_auto_knows_that_frozen_weights_need_neither_gradients_nor_moments():
-    """8 billion parameters on four GPUs of 40 GB: whole with an adapter, sharded without."""
+def test_auto_counts_no_gradients_or_moments_of_frozen_weights():
+    """8 billion parameters on four GPUs with 40 GB: replicated with an adapter, sharded without."""
     shape = build_shape(
         {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -236,7 +236,7 @@ def test_auto_knows_that_frozen_weights_need_neither_gradients_nor_moments():
         resolve_plan(build_recipe(activation_checkpointing="full"), shape, cluster)
 
 
-def test_auto_refuses_with_numbers_and_never_recomputes_by_itself():
+def test_auto_refuses_with_numbers_and_never_enables_checkpointing():
     recipe = {"sequence_len": 8192, "micro_batch_size": 1, "cluster": parse_devices("8xA100-40"), "shape": LLAMA_8B}
     refusal(
         PlanError, "nothing fits A100-40", "ddp needs", "zero1 needs", "fsdp needs", "36.0 GB available",
@@ -244,7 +244,7 @@ def test_auto_refuses_with_numbers_and_never_recomputes_by_itself():
     )  # fmt: skip
 
 
-def test_a_requested_strategy_is_refused_only_when_its_states_cannot_fit():
+def test_a_requested_strategy_is_refused_only_if_its_states_do_not_fit():
     refusal(
         PlanError, "parallel=ddp", "80.0 GB", "Set parallel=fsdp (needs", "use more devices",
         parallel="ddp", shape=LLAMA_8B, cluster=parse_devices("8xH100"),
@@ -267,12 +267,12 @@ def test_precision_and_compile():
     refusal(ConfigError, "train.precision=fp8", "not built", precision="fp8")
 
 
-def test_learned_positions_end():
+def test_sequences_beyond_learned_positions_are_refused():
     gpt2 = build_shape({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "n_positions": 100})
     refusal(ConfigError, "data.sequence_len=128", "100", shape=gpt2)
 
 
-def test_plan_json_gives_the_plan_back():
+def test_plan_json_round_trips():
     plan = resolve_plan(build_recipe("hsdp", activation_checkpointing="selective"), TINY, parse_devices("16xH100"))
     content = json.loads(json.dumps(plan.to_dict()))
     assert ParallelPlan.from_dict(content) == plan
@@ -299,12 +299,12 @@ def test_description():
     assert why_line == "why: asked for"
 
 
-def test_a_run_that_goes_on_fills_up_what_the_ranks_cannot_share():
+def test_a_resumed_run_pads_uneven_batches():
     plan = resolve_plan(build_recipe(batch=8), TINY, cpus(3), fill=True)
     assert (plan.dp_size, plan.num_microbatches, plan.micro_batch_size, plan.num_fill) == (3, 1, 3, 1)
     assert plan.global_batch_size == 8 and ParallelPlan.from_dict(plan.to_dict()) == plan
     assert "1 padding sequences (11.1% of the computation is wasted)" in "\n".join(plan.describe())
-    # A micro batch that was given and does not divide becomes the next smaller one that does.
+    # A given micro batch that does not divide is replaced by the next smaller one that does.
     plan = resolve_plan(build_recipe(batch=8, micro_batch_size=4), TINY, cpus(3), fill=True)
     assert (plan.num_microbatches, plan.micro_batch_size, plan.num_fill) == (1, 3, 1)
     assert resolve_plan(build_recipe(batch=2), TINY, cpus(5), fill=True).num_fill == 3

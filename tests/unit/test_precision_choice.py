@@ -1,4 +1,4 @@
-"""What `train.precision: auto` takes: on a CPU what was measured to be faster, and from then on the same."""
+"""`train.precision: auto` on a CPU chooses the precision that is measured to be faster, and a run keeps it."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from echelon.recipe import load_recipe
 
 
 def plan_on_a_cpu(monkeypatch, tmp_path, bf16_flops, fp32_flops):
-    """The plan of a recipe on this machine, of which a core were that fast."""
+    """The plan of a recipe on this machine, with the given measured rates of a core."""
     monkeypatch.setattr(detection, "measure_core_flops", lambda: (bf16_flops, fp32_flops))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     recipe, _ = load_recipe(write_recipe(tmp_path, train={"precision": "auto"}))
@@ -26,7 +26,7 @@ def plan_on_a_cpu(monkeypatch, tmp_path, bf16_flops, fp32_flops):
     ("bf16_flops", "chosen"),
     [(4.7e11, "bfloat16"), (1.5e11, "bfloat16"), (1.49e11, "float32"), (1e11, "float32"), (2e9, "float32")],
 )
-def test_bf16_is_taken_where_it_is_faster_by_a_clear_margin(monkeypatch, tmp_path, bf16_flops, chosen):
+def test_bf16_is_chosen_if_it_is_clearly_faster(monkeypatch, tmp_path, bf16_flops, chosen):
     plan = plan_on_a_cpu(monkeypatch, tmp_path, bf16_flops, 1e11)
     assert plan.precision.compute == chosen
     [reason] = [line for line in plan.why if line.startswith("precision auto")]
@@ -35,14 +35,14 @@ def test_bf16_is_taken_where_it_is_faster_by_a_clear_margin(monkeypatch, tmp_pat
     assert f"at {cores * bf16_flops / 1e9:.0f} GFLOP/s in bf16 and {cores * 100} in fp32" in reason
 
 
-def test_of_a_cpu_that_is_only_named_nothing_is_claimed(tmp_path):
+def test_a_named_cpu_is_not_measured(tmp_path):
     recipe, _ = load_recipe(write_recipe(tmp_path, train={"precision": "auto"}))
     plan = resolve_plan(recipe, check_model(recipe).shape, parse_devices("2xcpu"))
     assert plan.precision.compute == "float32"
     assert any("is measured on the training machine" in line for line in plan.why)
 
 
-def test_the_measurement_leaves_the_threads_alone_and_is_made_once():
+def test_the_measurement_keeps_the_thread_count_and_runs_once():
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -54,7 +54,7 @@ def test_the_measurement_leaves_the_threads_alone_and_is_made_once():
 
 
 @pytest.mark.parametrize("began_in_bf16", [True, False])
-def test_a_run_goes_on_in_the_precision_it_began_in(monkeypatch, tmp_path, began_in_bf16):
+def test_a_resumed_run_keeps_its_precision(monkeypatch, tmp_path, began_in_bf16):
     monkeypatch.chdir(tmp_path)
     path = write_recipe(tmp_path, train={"precision": "auto"})
     slow, fast = (
@@ -70,7 +70,7 @@ def test_a_run_goes_on_in_the_precision_it_began_in(monkeypatch, tmp_path, began
 
     expected = "bfloat16" if began_in_bf16 else "float32"
     assert prepare(cluster).precision.compute == expected
-    # The plan is another one, and what is measured now would choose the other precision for it.
+    # The plan changes, and a new measurement would choose the other precision.
     changed = prepare(other, "parallel=zero1")
     assert changed.strategy == "zero1" and changed.precision.compute == expected
     assert prepare(other, "run.name=anew").precision.compute != expected

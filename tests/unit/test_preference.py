@@ -1,4 +1,4 @@
-"""DPO against its formula on plain `transformers` models, one answer at a time."""
+"""DPO compared with its formula on plain `transformers` models, one answer at a time."""
 
 import copy
 
@@ -25,7 +25,7 @@ from watch import Watch
 
 LENGTH = 40
 PROMPT = 3
-PAIRS = {(0, 0): (8, 6), (0, 2): (5, 9), (1, 0): (11, 10)}  # (row, document of the chosen): lengths of both answers
+PAIRS = {(0, 0): (8, 6), (0, 2): (5, 9), (1, 0): (11, 10)}  # (row, document of the chosen one): lengths of both
 
 
 def pair_batch():
@@ -48,7 +48,7 @@ def pair_batch():
 
 
 def answer_score(model, batch, row, document):
-    """The oracle: log p(answer | prompt) of one answer, alone, by the model's own logits."""
+    """The reference: log p(answer | prompt) of a single answer, from the model's logits."""
     tokens = batch.input_ids[row][batch.documents[row] == document]
     logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
     scores = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
@@ -56,7 +56,7 @@ def answer_score(model, batch, row, document):
 
 
 def margins_by_hand(model, reference, batch):
-    """log-ratio of the chosen answer less that of the rejected one, of each pair."""
+    """For each pair, the log-ratio of the chosen answer minus that of the rejected one."""
     margins = []
     for row, chosen in PAIRS:
         growth = []
@@ -92,7 +92,7 @@ def module_of(model, reference):
     ],
     ids=["sigmoid", "smoothed", "ipo", "soft-capped"],
 )
-def test_loss_and_gradients_are_those_of_the_formula(family, objective, monkeypatch):
+def test_loss_and_gradients_equal_the_formula(family, objective, monkeypatch):
     monkeypatch.setattr(echelon.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 7)
     model, reference, batch = small_model(family), small_model(family, seed=1), pair_batch()
     loss = module_of(model, reference)(batch, objective.loss_sum)
@@ -132,7 +132,7 @@ def test_evaluation_reports_rewards():
     assert whole.reward_margin == pytest.approx((3 * result.reward_margin - 2.0) / 4)
 
 
-def test_pairs_without_labels_count_nothing_and_reach_every_parameter():
+def test_pairs_without_labels_count_zero_and_reach_every_parameter():
     model, batch = small_model("llama"), pair_batch()
     masked = Microbatch(**vars(batch) | {"labels": torch.full_like(batch.labels, IGNORE)})
     loss = module_of(model, small_model("llama", seed=1))(masked, DPO(0.1, "ipo").loss_sum)
@@ -142,7 +142,7 @@ def test_pairs_without_labels_count_nothing_and_reach_every_parameter():
 
 
 def test_the_reference_is_the_model_without_its_adapter():
-    """In training mode, with dropout: the reference has none, and nothing of the model is changed by asking it."""
+    """In training mode with dropout, the reference has none, and computing it does not change the model."""
     peft = pytest.importorskip("peft")
     base, batch = small_model("llama"), pair_batch()
     config = peft.LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -166,7 +166,7 @@ def test_the_reference_is_the_model_without_its_adapter():
 
 
 @pytest.mark.parametrize("family", EXTRA)
-def test_log_probabilities_are_those_of_the_models_own_logits(family, monkeypatch):
+def test_log_probabilities_equal_those_of_the_models_logits(family, monkeypatch):
     monkeypatch.setattr(echelon.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 10)
     model, (inputs, labels) = small_model(family, tied=True), random_batch()
     weights = torch.randn(labels.shape, generator=torch.Generator().manual_seed(2))
@@ -186,7 +186,7 @@ def test_log_probabilities_are_those_of_the_models_own_logits(family, monkeypatc
 
 
 @pytest.mark.parametrize("trains_head", [True, False])
-def test_log_probabilities_never_hold_all_logits(trains_head, monkeypatch):
+def test_log_probabilities_never_keep_all_logits(trains_head, monkeypatch):
     """Vocabulary 2048, 512 tokens, chunks of 32; a frozen head of 16 x 2048 gets no gradient either."""
     monkeypatch.setattr(echelon.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 32 if trains_head else 2)
     hidden = torch.randn(2, 256 if trains_head else 8, 16, requires_grad=True)
@@ -199,7 +199,7 @@ def test_log_probabilities_never_hold_all_logits(trains_head, monkeypatch):
 
 
 def test_bf16_trains_every_parameter():
-    """Under autocast a cast of a weight may be kept; one made for the reference must not serve the trained pass."""
+    """Autocast may cache a cast weight; one cached for the reference must not be used in the trained pass."""
     model, batch = small_model("llama"), pair_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = module_of(model, copy.deepcopy(model))(batch, DPO(0.1).loss_sum)
@@ -215,7 +215,7 @@ def test_an_adapter_that_changes_the_reference_is_refused(tmp_path):
         load_text(tmp_path, SMALL, "objective.name=dpo", "adapter={method: lora, init: pissa}")
 
 
-def test_a_run_that_cannot_be_is_refused_before_any_worker_starts(tmp_path, monkeypatch):
+def test_an_invalid_run_is_refused_before_any_worker_starts(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("Two answers to one prompt. " * 200)
     paths = [f"data.train={tmp_path / 'text.txt'}", f"run.dir={tmp_path / 'run'}", "data.prepare_workers=1"]
 

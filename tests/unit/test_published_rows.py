@@ -1,4 +1,4 @@
-"""What `make parity-table` keeps: a run that was killed goes on, parts are disjoint, and the page is what is kept."""
+"""The results of `make parity-table`: a killed run resumes, parts are disjoint, and the page shows the results."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def test_rows_are_read_back_and_the_last_one_counts(tmp_path):
     assert read_measured([tmp_path / "absent.jsonl"]) == []
 
 
-def test_a_run_goes_on_behind_a_torn_line(tmp_path):
+def test_a_run_resumes_after_a_partial_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     begin(path, MACHINE)
     append(path, MEASURED)
@@ -43,7 +43,7 @@ def test_parts_are_disjoint_and_complete():
     assert sum(map(len, parts)) == len(NAMES) and set().union(*parts) == set(NAMES)
 
 
-def test_what_stands_there_is_left_out_unless_it_was_red_or_of_other_source():
+def test_existing_rows_are_skipped_unless_failed_or_of_other_source():
     names = [*NAMES, MEASURED.name]
     assert choose_rows(names, [MEASURED], "abc", (1, 1)) == set(NAMES)
     assert choose_rows(names, [replace(MEASURED, equal=False)], "abc", (1, 1)) == set(names)
@@ -51,7 +51,7 @@ def test_what_stands_there_is_left_out_unless_it_was_red_or_of_other_source():
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "a/b"])
-def test_what_is_no_part_is_refused(text):
+def test_an_invalid_part_is_refused(text):
     assert parse_part("4/4") == (4, 4)
     with pytest.raises(ValueError):
         parse_part(text)

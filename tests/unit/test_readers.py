@@ -1,4 +1,4 @@
-"""Every format against files that other libraries, or the bytes of its definition, made."""
+"""Every format, on files written by other libraries or byte by byte from the definition."""
 
 import csv
 import gzip
@@ -22,7 +22,7 @@ IDS = [list(range(index % 7, 40 + index % 50)) for index in range(200)]
 
 
 def read(path: Path | str, piece_bytes: int = 1000, reading: Reading = Reading(), **fields: object) -> list[object]:  # noqa: B008
-    """Content of the records, text decoded and ids as lists, and the places of broken ones."""
+    """The content of the records, as text or lists of ids, and the positions of broken ones."""
     found = []
     for file in list_files(Source("data.train.0", str(path), **fields)):
         for span in cut_file(file, piece_bytes):
@@ -44,13 +44,13 @@ def compress(path: Path, suffix: str) -> Path:
     half = len(data) // 2
     pack = gzip.compress if suffix == ".gz" else zstandard.ZstdCompressor().compress
     target = path.with_name(path.name + suffix)
-    # Two members, as `cat a.gz b.gz` and parallel compressors leave them.
+    # Two members, as from `cat a.gz b.gz` and parallel compressors.
     target.write_bytes(pack(data[:half]) + pack(data[half:]))
     return target
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_compressed_lines_and_text_are_what_they_were(tmp_path, suffix):
+def test_compressed_lines_and_text_round_trip(tmp_path, suffix):
     lines = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in TEXTS])
     assert read(compress(lines, suffix)) == TEXTS
     path = tmp_path / "long.txt"
@@ -65,7 +65,7 @@ def test_compressed_lines_and_text_are_what_they_were(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_damaged_compressed_file_loses_its_end_and_says_where(tmp_path, suffix):
+def test_a_damaged_compressed_file_loses_its_end_and_reports_the_position(tmp_path, suffix):
     path = compress(write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in TEXTS]), suffix)
     path.write_bytes(path.read_bytes()[:-200])
     found = read(path)
@@ -77,7 +77,7 @@ def test_a_damaged_compressed_file_loses_its_end_and_says_where(tmp_path, suffix
     assert found[-1].startswith(f"{path}:{len(kept) + 1} ")
 
 
-def test_a_broken_line_of_a_compressed_file_has_its_number(tmp_path):
+def test_a_broken_line_of_a_compressed_file_is_numbered(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in TEXTS])
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:123], b"{\n", *lines[123:]]))
@@ -99,7 +99,7 @@ def test_rows_of_a_table_with_quoted_line_ends(tmp_path, suffix):
         read(path, fields={"text": "body"})
 
 
-def test_rows_that_are_short_or_not_utf8_are_named_by_their_line(tmp_path):
+def test_short_or_non_utf8_rows_are_reported_by_line(tmp_path):
     path = tmp_path / "x.csv"
     path.write_bytes(b'\xef\xbb\xbfid,text\n1,one\n2\n\n3,"th\nree"\n4,caf\xe9\n5,\n6,six\n')
     assert read(path) == [
@@ -111,7 +111,7 @@ def test_rows_that_are_short_or_not_utf8_are_named_by_their_line(tmp_path):
     ]
 
 
-def test_a_table_in_a_folder_is_read_by_rows_if_it_has_the_column(tmp_path):
+def test_a_table_in_a_folder_is_read_as_rows_if_it_has_the_column(tmp_path):
     (tmp_path / "a.csv").write_text("text\none\ntwo\n")
     (tmp_path / "b.csv").write_text("year,price\n1999,3\n")
     write_jsonl(tmp_path / "c.jsonl", [{"text": "three"}])
@@ -165,7 +165,7 @@ def test_spans_of_columns_can_be_read_in_any_order(tmp_path, kind):
         assert found == TEXTS[span.start : span.stop]
 
 
-def test_rows_without_text_and_files_that_are_none(tmp_path):
+def test_rows_without_text_and_invalid_files(tmp_path):
     raw = pa.array([b"one", b"caf\xe9", None, b"", b"two"], pa.binary())
     column = pa.Array.from_buffers(pa.string(), 5, raw.buffers())
     path = write_arrow(tmp_path / "x.arrow", pa.table({"text": column}), "file")
@@ -233,7 +233,7 @@ def test_a_stream_of_ids_has_a_document_up_to_each_separator(tmp_path, kind, pie
         if record.is_first:
             documents.append([])
             digests.append(record.digest or digest_document([record.content]))
-        assert not record.ends  # nothing is put into the stream
+        assert not record.ends  # nothing is added to the stream
         documents[-1] += record.content.tolist()
     expected = [[5, 1, 2, 0], [3, 0], [0], [*range(1, 700), 0], [9]]
     assert documents == expected
@@ -250,7 +250,7 @@ def test_rows_of_an_array_are_documents(tmp_path):
         assert read(tmp_path / "x.npy", piece_bytes) == np.arange(60).reshape(20, 3).tolist()
 
 
-def test_files_that_hold_no_ids_are_refused(tmp_path):
+def test_files_without_ids_are_refused(tmp_path):
     path = tmp_path / "x.npy"
     np.save(path, np.array([1.5]))
     with pytest.raises(DataError, match=r"x\.npy is not an integer array"):
@@ -270,7 +270,7 @@ def test_files_that_hold_no_ids_are_refused(tmp_path):
 def write_megatron(
     prefix: Path, sequences: list[list[int]], bounds: list[int], code: int = 8, kind: str = "<u2"
 ) -> None:
-    """By hand, from the definition: header, lengths, byte offsets, document bounds."""
+    """Write a Megatron file from the definition: header, lengths, byte offsets, document bounds."""
     arrays = [np.array(sequence, dtype=kind).tobytes() for sequence in sequences]
     prefix.with_suffix(".bin").write_bytes(b"".join(arrays))
     offsets = np.cumsum([0, *map(len, arrays)])[:-1]
@@ -287,7 +287,7 @@ def write_megatron(
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
-def test_megatrons_documents_are_made_of_sequences(tmp_path, code, kind):
+def test_megatrons_documents_consist_of_sequences(tmp_path, code, kind):
     write_megatron(tmp_path / "x", [[1, 2], [3], [4, 5, 6], [], [7]], [0, 2, 3, 4, 5], code, kind)
     documents = [[1, 2, 3], [4, 5, 6], [7]]
     for name in ("x.idx", "x.bin", "x"):
@@ -319,7 +319,7 @@ def test_a_damaged_megatron_index_is_refused(tmp_path, change, problem):
         read(tmp_path / "x.bin", format="megatron")
 
 
-def test_formats_by_name_and_what_they_are_not(tmp_path):
+def test_formats_by_suffix_and_mismatches(tmp_path):
     path = write_jsonl(tmp_path / "x.txt", [{"text": "one"}])
     assert read(path) == ['{"text": "one"}\n']
     assert read(path, format="jsonl") == ["one"]

@@ -1,4 +1,4 @@
-"""Other tools' spellings are read as ours, with a note; two spellings of one key are refused."""
+"""Other tools' spellings of keys are accepted with a message; two spellings of one key are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ def translated(data: dict[str, Any]) -> dict[str, Any]:
     return draft.data
 
 
-def test_a_share_of_warm_up_has_two_spellings(tmp_path: Path) -> None:
+def test_a_warm_up_fraction_has_two_spellings(tmp_path: Path) -> None:
     for spelling in ("warmup_ratio", "warmup_steps"):  # the second since `transformers` 5
         recipe, notes = load_text(tmp_path, f"{spelling}: 0.03\n" + SMALL)
         assert (recipe.optim.warmup_fraction, recipe.optim.warmup_steps) == (0.03, 0)
@@ -68,7 +68,7 @@ seed: 42
     assert (recipe.train.log_every, recipe.train.eval_every) == (5, 50)
     assert (recipe.checkpoint.every_steps, recipe.checkpoint.keep_last) == (200, 2)
     assert (recipe.track, recipe.model.attn_implementation) == (("tensorboard",), None)
-    assert len(notes) == len(text.splitlines()) - 1  # one for each key; `datasets` has two lines
+    assert len(notes) == len(text.splitlines()) - 1  # one message per key; `datasets` has two lines
     where = tmp_path / "recipe.yaml"
     assert f"{where}, line 12: per_device_train_batch_size: 2 is read as train.micro_batch_size: 2." in notes
     assert f"{where}, line 10: fp16: false is read as train.precision left unset." in notes
@@ -125,11 +125,11 @@ def test_spellings(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     assert translated(theirs) == ours
 
 
-def test_our_own_keys_need_no_note(tmp_path: Path) -> None:
+def test_echelons_own_keys_give_no_message(tmp_path: Path) -> None:
     assert load_text(tmp_path, SMALL + "parallel: fsdp\ncheckpoint: {every_steps: 5}\n")[1] == []
 
 
-def test_overrides_may_use_them_too(tmp_path: Path) -> None:
+def test_overrides_may_use_aliases(tmp_path: Path) -> None:
     recipe, notes = load_text(tmp_path, SMALL, "lr=1e-2", "parallel=zero3", "num_train_epochs=2")
     assert (recipe.optim.learning_rate, recipe.parallel) == (0.01, "fsdp")
     assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0)
@@ -166,6 +166,6 @@ def test_the_override_of_a_key_without_a_meaning_is_refused(tmp_path: Path) -> N
 def test_every_alias_leads_to_a_key_and_hides_none() -> None:
     keys = recipe_keys(Recipe)
     assert set(ALIASES.values()) <= set(keys)
-    # `adapter` and `optim` are sections, and other tools' names for one key of theirs.
+    # `adapter` and `optim` are sections here, and single keys in other tools.
     assert set(ALIASES) & set(keys) == {"adapter", "optim"}
     assert not set(NO_EQUIVALENT) & (set(keys) | set(ALIASES))

@@ -1,4 +1,4 @@
-"""Which keys differ, and which differences keep a run from being resumed."""
+"""Differences between recipes, and which of them prevent a resume."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def blocked(folder: Path, before: list[str], after: list[str]) -> list[str]:
     return [difference.key for difference in blocking_differences(old, new)]
 
 
-def test_differences_are_dotted_leaves_in_the_order_of_the_recipe(tmp_path: Path) -> None:
+def test_differences_are_dotted_keys_in_recipe_order(tmp_path: Path) -> None:
     old, _ = load_text(tmp_path)
     overrides = ("optim.betas=[0.9, 0.99]", "train.tokens=640", "data.train.0.fields={text: body}")
     new, _ = load_text(tmp_path, SMALL, *overrides, "model.config.num_hidden_layers=2")
@@ -49,7 +49,7 @@ def test_what_a_resumed_run_may_change(tmp_path: Path, override: str) -> None:
      "train.activation_checkpointing=full", "train.compile=false", "data.validation_fraction=0.1",
      "data.train.0.weight=2", "optim.schedule=linear"],
 )  # fmt: skip
-def test_what_it_may_not(tmp_path: Path, override: str) -> None:
+def test_what_a_resumed_run_may_not_change(tmp_path: Path, override: str) -> None:
     assert blocked(tmp_path, [], [override]) == [override.partition("=")[0]]
 
 
@@ -62,10 +62,10 @@ def test_what_it_may_not(tmp_path: Path, override: str) -> None:
         ("train.epochs=2", "train.epochs=1", True),
         ("train.steps=10", "train.tokens=5120", False),  # 10 steps of 8 sequences of 64
         ("train.steps=10", "train.tokens=4608", True),  # 9 steps
-        ("train.steps=10", "train.epochs=50", True),  # not the recipe's to know
+        ("train.steps=10", "train.epochs=50", True),  # not known from the recipe
     ],
 )
-def test_a_run_may_grow_and_not_shrink(tmp_path: Path, before: str, after: str, is_blocked: bool) -> None:
+def test_a_run_may_become_longer_but_not_shorter(tmp_path: Path, before: str, after: str, is_blocked: bool) -> None:
     assert bool(blocked(tmp_path, [before], [after])) is is_blocked
 
 
@@ -73,7 +73,7 @@ def test_a_longer_run_does_not_excuse_another_difference(tmp_path: Path) -> None
     assert blocked(tmp_path, [], ["train.steps=200", "optim.eps=1e-6"]) == ["optim.eps"]
 
 
-def test_a_mixture_and_a_ramp_stay_what_they_are(tmp_path: Path) -> None:
+def test_a_mixture_and_a_ramp_may_not_change(tmp_path: Path) -> None:
     before = [
         "data.train=[{path: a, weight: 1}, {path: b}]",
         "train.batch_ramp={from: 4, over_tokens: 1e6, increment: 2}",

@@ -1,4 +1,4 @@
-"""Whole files of other tools become recipes that load, and no key of them vanishes without a word."""
+"""Complete files of other tools become recipes that load, and no key is dropped silently."""
 
 import json
 from pathlib import Path
@@ -215,7 +215,7 @@ def recipe_of(result: Imported) -> Recipe:
 
 
 def leaves(value: Any, path: str = "") -> list[str]:
-    """The dotted names of everything in a file that is not a mapping; a list of mappings is entered too."""
+    """The dotted names of all values in a file that are not mappings; lists of mappings are traversed."""
     if isinstance(value, dict) and value:
         return [leaf for key, item in value.items() for leaf in leaves(item, f"{path}.{key}" if path else str(key))]
     if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -262,7 +262,7 @@ def test_axolotl(tmp_path: Path) -> None:
     assert (recipe.data.chat_template, recipe.data.eot_tokens) == (None, ("<|eot_id|>",))
     assert (recipe.data.validation_fraction, recipe.data.sequence_len, recipe.data.packing) == (0.05, 4096, True)
     assert recipe.data.on_overlong == "drop"
-    # 2 a device x 4 x 8 devices; 4 epochs of 1600 sequences are 100 steps, 25 an epoch
+    # 2 per device x 4 x 8 devices; 4 epochs of 1600 sequences are 100 steps, 25 per epoch
     assert (recipe.global_batch_size, recipe.train.micro_batch_size, recipe.train.epochs) == (64, 2, 4)
     assert (recipe.optim.warmup_fraction, recipe.train.evals_per_epoch, recipe.checkpoint.saves_per_epoch) == (
         0.1,
@@ -286,7 +286,7 @@ def test_llamafactory(tmp_path: Path) -> None:
     assert result.tool == "llamafactory"
     assert (recipe.model.trust_remote_code, recipe.model.attn_implementation) == (True, "flash_attention_2")
     adapter = recipe.adapter
-    # LLaMA-Factory's lora_alpha is twice the rank where it is not given
+    # LLaMA-Factory's lora_alpha is twice the rank by default
     assert (adapter.method, adapter.r, adapter.alpha, adapter.dropout) == ("qlora", 8, 16, 0)
     assert (adapter.target_modules, adapter.double_quant) == (("q_proj", "v_proj"), False)
     first, second = recipe.data.train
@@ -318,7 +318,7 @@ def test_trl(tmp_path: Path) -> None:
     assert (recipe.data.validation, recipe.data.validation_fraction, recipe.train.eval_every) == ((), 0, None)
     assert (recipe.data.packing, recipe.data.sequence_len, recipe.data.train_on) == (True, 2048, "assistant")
     assert (recipe.train.steps, recipe.train.epochs, recipe.global_batch_size) == (1000, None, 128)
-    # shares of 1000 steps
+    # fractions of 1000 steps
     assert (recipe.checkpoint.every_steps, recipe.checkpoint.keep_last) == (100, 1)
     assert recipe.optim.warmup_fraction == 0.03
     assert (recipe.optim.name, recipe.optim.betas) == ("adamw_8bit", (0.9, 0.95))
@@ -332,11 +332,11 @@ def test_dpo(tmp_path: Path) -> None:
     assert (recipe.objective.name, recipe.objective.beta, recipe.objective.loss) == ("dpo", 0.3, "ipo")
     assert (recipe.adapter.method, recipe.train.precision, recipe.data.chat_template) == ("full", "fp16", "chatml")
     assert (recipe.train.steps, recipe.data.packing) == (100, False)
-    # a value the file leaves out is the tool's, not echelon's
+    # a missing value gets the tool's default, not echelon's
     assert (recipe.optim.learning_rate, recipe.optim.schedule, recipe.optim.weight_decay) == (5e-5, "linear", 0.0)
 
 
-def test_what_training_arguments_write_themselves(tmp_path: Path) -> None:
+def test_the_output_of_training_arguments(tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
     written = TrainingArguments(
@@ -353,7 +353,7 @@ def test_what_training_arguments_write_themselves(tmp_path: Path) -> None:
     assert any("has no data" in note for note in result.notes)
 
 
-def test_groups_of_arguments_are_taken_apart(tmp_path: Path) -> None:
+def test_groups_of_arguments_are_separated(tmp_path: Path) -> None:
     text = """\
 model_args: {model_name_or_path: some/model}
 training_args: {learning_rate: 1.0e-4, max_steps: 10, per_device_train_batch_size: 4}
@@ -417,14 +417,14 @@ def test_a_key_of_axolotl(tmp_path: Path, extra: str, key: str, value: object) -
     assert found == value
 
 
-def test_what_is_empty_does_not_vanish(tmp_path: Path) -> None:
+def test_empty_values_are_reported(tmp_path: Path) -> None:
     text = BASE + "special_tokens: {}\nlr_scheduler_kwargs: {}\nfsdp_config: {}\ntest_datasets: []\ntokens: []\n"
     (line,) = (note for note in imported(tmp_path, text).notes if note.startswith("off or default"))
     for name in ("special_tokens", "lr_scheduler_kwargs", "fsdp_config", "test_datasets", "tokens"):
         assert name in line
 
 
-def test_a_share_of_an_unknown_run_that_no_key_can_say_is_told(tmp_path: Path) -> None:
+def test_a_fraction_of_an_unknown_run_is_reported(tmp_path: Path) -> None:
     result = imported(tmp_path, BASE + "logging_steps: 0.1\n")
     assert [entry.name for entry in result.entries if entry.fate == "lost"] == ["logging_steps"]
     assert any("is limited to 100 steps" in note for note in result.notes)
@@ -437,19 +437,19 @@ def test_plain_text_of_llamafactory(tmp_path: Path) -> None:
     data = recipe_of(imported(tmp_path, text)).data
     (source,) = data.train
     assert (source.path, source.format, source.fields) == ("books.jsonl", "auto", {"text": "body"})
-    assert (data.packing, data.document_mask) == (True, "auto")  # one stream of texts, there as here
+    assert (data.packing, data.document_mask) == (True, "auto")  # joined texts in both tools
     assert recipe_of(imported(tmp_path, text + "packing: false\n")).data.packing is False
 
 
-def test_degrees_say_how_many_devices_there_were(tmp_path: Path) -> None:
+def test_degrees_determine_the_number_of_devices(tmp_path: Path) -> None:
     recipe = recipe_of(imported(tmp_path, BASE + "dp_shard_size: 4\ndp_replicate_size: 2\n"))
     assert recipe.global_batch_size == 8
     assert (recipe.parallel.dp_shard, recipe.parallel.dp_replicate) == (4, 2)
 
 
 @pytest.mark.parametrize("name", ["axolotl", "llamafactory"])
-def test_a_value_of_any_kind_is_carried_told_or_refused_in_words(tmp_path: Path, name: str) -> None:
-    """What no tool would take is a ConfigError, never a traceback."""
+def test_a_value_of_any_type_is_converted_reported_or_refused(tmp_path: Path, name: str) -> None:
+    """A value that no tool accepts gives a ConfigError, never a traceback."""
     given = yaml.safe_load(FILES[name])
     for key in given:
         for odd in ("x", [1]):
@@ -476,7 +476,7 @@ def test_refusals(tmp_path: Path, name: str, text: str, complaint: str) -> None:
         imported(tmp_path, text, name)
 
 
-def test_the_command_writes_the_recipe_and_says_the_rest(tmp_path: Path) -> None:
+def test_the_command_writes_the_recipe_and_reports_the_rest(tmp_path: Path) -> None:
     (tmp_path / "file.yaml").write_text(AXOLOTL)
     out = tmp_path / "recipe.yaml"
     done = CliRunner().invoke(app, ["import", str(tmp_path / "file.yaml"), str(out), "--devices", "8"])
