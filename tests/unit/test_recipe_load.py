@@ -39,7 +39,7 @@ def test_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("train", ["some/path", "[some/path]", "{path: some/path}", "[{path: some/path}]"])
-def test_shorthands_of_a_source(tmp_path: Path, train: str) -> None:
+def test_shorthands_for_a_source(tmp_path: Path, train: str) -> None:
     recipe, _ = load_text(tmp_path, SMALL.replace("[{path: text.txt}]", train))
     assert [source.path for source in recipe.data.train] == ["some/path"]
 
@@ -89,7 +89,7 @@ def test_a_recipe_is_frozen_and_hashes_by_content(tmp_path: Path) -> None:
                                       "data.validation=x.txt", "train.eval_every=null", "train.tokens=2e9",
                                       "model.config.rope={a: [1, {b: null}], '2': 'no'}", "run.name='2e9'",
                                       "model.checkpoint='1e5'", "checkpoint.async=false"])  # fmt: skip
-def test_a_rendered_recipe_loads_as_an_equal_one(tmp_path: Path, override: str) -> None:
+def test_a_rendered_recipe_loads_as_an_equal_recipe(tmp_path: Path, override: str) -> None:
     recipe, _ = load_text(tmp_path, SMALL, override)
     again, notes = load_text(tmp_path, render_recipe(recipe))
     assert again == recipe and hash(again) == hash(recipe)
@@ -154,12 +154,12 @@ def test_a_rendered_recipe_loads_as_an_equal_one(tmp_path: Path, override: str) 
          "not a whole number of sequences of data.sequence_len=64; use 64."),
     ],
 )  # fmt: skip
-def test_a_wrong_value_gets_one_clear_message(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_an_invalid_value_gets_one_clear_message(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in SMALL
     assert message_of(tmp_path, SMALL.replace(old, new)).startswith(message)
 
 
-def test_every_wrong_key_has_a_line_of_its_own(tmp_path: Path) -> None:
+def test_every_invalid_key_has_its_own_line(tmp_path: Path) -> None:
     text = SMALL.replace("steps: 100", "steps: 0").replace("small", "a b")
     lines = message_of(tmp_path, text).splitlines()
     assert [line.split(": ")[1].split("=")[0] for line in lines] == ["run.name", "train.steps"]
@@ -186,7 +186,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(tmp_path: Path, old: str, ne
     assert message_of(tmp_path, SMALL.replace(old, new)) == message
 
 
-def test_what_is_not_a_recipe_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recipe_is_refused(tmp_path: Path) -> None:
     assert "is empty; make a recipe" in message_of(tmp_path, "# nothing\n")
     assert "is not a recipe: it must be a mapping" in message_of(tmp_path, "- a\n")
     with pytest.raises(ConfigError, match="does not exist; name a recipe file"):
@@ -199,7 +199,7 @@ def test_what_is_not_a_recipe_is_refused(tmp_path: Path) -> None:
         load_recipe(path)
 
 
-def test_a_section_left_empty_means_its_defaults(tmp_path: Path) -> None:
+def test_an_empty_section_gets_its_defaults(tmp_path: Path) -> None:
     recipe, _ = load_text(tmp_path, SMALL + "checkpoint:\n#  every_steps: 5\n")
     assert recipe.checkpoint.every_steps == 100
 

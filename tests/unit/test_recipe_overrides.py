@@ -1,4 +1,4 @@
-"""`key=value` words win over the file, under the same rules."""
+"""`key=value` overrides take precedence over the file, under the same rules."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_values_are_yaml(tmp_path: Path) -> None:
     assert recipe.train.steps == 2000
 
 
-def test_an_override_makes_the_sections_it_needs(tmp_path: Path) -> None:
+def test_an_override_creates_the_sections_it_needs(tmp_path: Path) -> None:
     recipe, _ = load_text(
         tmp_path, SMALL, "checkpoint.keep_last=1", "parallel.dp_shard=2", "tokenizer.train.vocab_size=300"
     )
@@ -54,7 +54,7 @@ def test_an_override_inside_the_model_config_keeps_the_rest_of_it(tmp_path: Path
     assert recipe.model.config == {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
 
 
-def test_the_last_of_two_equal_keys_wins(tmp_path: Path) -> None:
+def test_the_last_of_two_equal_keys_is_used(tmp_path: Path) -> None:
     assert load_text(tmp_path, SMALL, "train.steps=5", "train.steps=6")[0].train.steps == 6
 
 
@@ -99,7 +99,7 @@ def test_counts_of_tokens_may_have_a_suffix(tmp_path: Path) -> None:
         (["optim.warmup_steps=101"], "command line: optim.warmup_steps=101 is more than the 100 steps"),
     ],
 )
-def test_a_wrong_override_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_an_invalid_override_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, SMALL, *overrides)
     assert str(caught.value).startswith(message)

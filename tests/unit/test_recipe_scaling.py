@@ -1,4 +1,4 @@
-"""A recipe from two numbers: the size is met, what was published is near, and the recipe runs."""
+"""Recipes for a model size and number of tokens: the size matches, values are near published ones, recipes load."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,7 @@ SIZES = [round(10 ** (7 + exponent / 12)) for exponent in range(47)] + [70_000_0
 
 
 @pytest.mark.parametrize("params", SIZES)
-def test_the_shape_meets_the_number_within_three_percent(tmp_path: Path, params: int) -> None:
+def test_the_shape_matches_the_size_within_three_percent(tmp_path: Path, params: int) -> None:
     scaled = scale_recipe(params, None)
     recipe, notes = load_text(tmp_path, render_scaled(scaled, "a"))
     assert notes == [] and recipe.model.config is not None
@@ -55,7 +55,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_it_is_near_what_was_published(name: str) -> None:
+def test_values_are_near_published_ones(name: str) -> None:
     params, tokens, layers, width, batch, rate = PUBLISHED[name]
     scaled = scale_recipe(round(params), round(tokens))
     shape = scaled.shape
@@ -63,13 +63,13 @@ def test_it_is_near_what_was_published(name: str) -> None:
     assert shape.hidden_size == pytest.approx(width, rel=0.25)
     if "GPT-3" in name:
         assert 0.7 < scaled["global_batch_tokens"] / batch < 1.5
-    else:  # LLaMA's and Pythia's batches are larger, and LLaMA's rates higher
+    else:  # LLaMA and Pythia have larger batches, and LLaMA higher learning rates
         assert 0.24 < scaled["global_batch_tokens"] / batch <= 2
     assert 0.3 < scaled["learning_rate"] / rate < 2
 
 
 @pytest.mark.parametrize(("params", "sequences"), [(7e9, 2304), (67e9, 4608)])
-def test_the_batch_law_gives_the_batches_of_its_paper(params: float, sequences: int) -> None:
+def test_the_batch_law_gives_the_batches_of_the_paper(params: float, sequences: int) -> None:
     # DeepSeek LLM 7B and 67B: 2e12 tokens in batches of 2304 and 4608 sequences of 4096 (arXiv:2401.02954, table 2).
     assert best_batch_tokens(6 * params * 2e12) == pytest.approx(sequences * 4096, rel=0.06)
 
@@ -83,14 +83,14 @@ def test_short_runs_have_smaller_batches_and_shorter_warm_ups() -> None:
     assert short["learning_rate"] == pytest.approx(0.003239 - 0.0001395 * 16.12, abs=5e-5)  # ln 1e7 = 16.118
 
 
-def test_one_number_gives_the_other() -> None:
+def test_a_missing_number_is_derived() -> None:
     assert scale_recipe(1_000_000_000, None)["tokens"] == 20_000_000_000
     scaled = scale_recipe(None, 7_000_000_000)
     assert scaled.shape.num_parameters == pytest.approx(350e6, rel=0.03)
     assert "as Chinchilla found best" in scaled.notes[0]
 
 
-def test_far_from_chinchilla_is_said() -> None:
+def test_a_ratio_far_from_chinchilla_is_reported() -> None:
     assert scale_recipe(1_000_000_000, 20_000_000_000).notes == ()
     assert "found a larger model on fewer tokens" in scale_recipe(1_000_000_000, 1_000_000_000_000).notes[0]
     assert "found a smaller model on more" in scale_recipe(1_000_000_000, 2_000_000_000).notes[0]
@@ -105,12 +105,12 @@ def test_counts(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "many", "1.3x", "-1b", "1e", "b", "1e400"])
-def test_what_is_no_count_is_refused(text: str) -> None:
+def test_an_invalid_count_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--params .* is not a count; write it like 1.3b, 350m or 2e9\.$"):
         parse_count("--params", text)
 
 
-def test_out_of_range_is_refused() -> None:
+def test_a_size_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigError, match="--params 10k is out of range; use 1m to 1t"):
         scale_recipe(10_000, None)
     with pytest.raises(ConfigError, match="--tokens 10 is out of range"):
@@ -121,7 +121,7 @@ def test_out_of_range_is_refused() -> None:
         scale_recipe(10_000_000, None, 256_000)
 
 
-def test_a_vocabulary_of_ones_own() -> None:
+def test_another_vocabulary() -> None:
     scaled = scale_recipe(350_000_000, None, 50257)
     assert scaled["vocab_size"] == 50257 and scaled.shape.vocab_size == 50304
     assert scaled.shape.num_parameters == pytest.approx(350e6, rel=0.03)

@@ -1,4 +1,4 @@
-"""The JSON schema, the generated reference, the starter and the recipes that are shipped."""
+"""The JSON schema, the generated reference, the starter recipe and the shipped recipes."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # The top-level keys of the public contract.
 CONTRACT = ["run", "model", "tokenizer", "adapter", "data", "objective", "train", "optim", "parallel", "checkpoint",
             "evaluate", "fault", "sync", "engine", "track", "launch", "profile", "budget"]  # fmt: skip
-ADDED = ["mlflow", "wandb"]  # settings of trackers, beside `track`
+ADDED = ["mlflow", "wandb"]  # settings of trackers, in addition to `track`
 
 
 def test_the_schema_has_every_key_with_a_description() -> None:
@@ -64,7 +64,7 @@ def test_the_starter_loads(tmp_path: Path, name: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_recipes_load_without_notes(path: Path) -> None:
+def test_shipped_recipes_load_without_messages(path: Path) -> None:
     assert load_recipe(path)[1] == []
 
 
@@ -86,7 +86,7 @@ def test_the_recipe_package_imports_fast_and_without_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_a_rendered_recipe_hides_secrets_unless_asked() -> None:
+def test_a_rendered_recipe_redacts_secrets_by_default() -> None:
     recipe = Recipe.model_validate({
         "run": {"name": "a"}, "model": {"checkpoint": "gpt2"}, "data": {"train": "x"}, "optim": {"learning_rate": 1},
         "train": {"steps": 1, "global_batch_size": 1}, "launch": {"env": {"HF_TOKEN": "hf_abc"}},

@@ -1,4 +1,4 @@
-"""What is not built is refused by name, value and what is possible; what is built passes."""
+"""A feature that is not built is refused with key, value and alternatives; built features pass."""
 
 from pathlib import Path
 
@@ -59,22 +59,22 @@ def test_each_row_refuses_a_value(tmp_path: Path, row: Unbuilt) -> None:
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, SMALL, override)
     assert " is not built yet; possible now: " in str(caught.value)
-    # The key as the user writes it: with the entry's number, in a list.
+    # The key as the user writes it, with the index of a list entry.
     assert str(caught.value).startswith(row.key.replace("[]", ".0") + "=")
 
 
-def test_the_message_states_key_value_and_what_is_possible(tmp_path: Path) -> None:
+def test_the_message_states_key_value_and_alternatives(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, SMALL, "train.precision=fp8")
     assert str(caught.value) == "train.precision=fp8 is not built yet; possible now: auto, fp32, bf16 and fp16."
 
 
 @pytest.mark.parametrize("override", BUILT)
-def test_what_is_built_passes(tmp_path: Path, override: str) -> None:
+def test_built_features_pass(tmp_path: Path, override: str) -> None:
     check_built(load_text(tmp_path, SMALL, override)[0])
 
 
-def test_rows_name_keys_of_the_recipe_once() -> None:
+def test_each_row_names_a_recipe_key_once() -> None:
     keys = [row.key for row in UNBUILT]
     assert len(set(keys)) == len(keys)
     assert set(keys) <= set(recipe_keys(Recipe))

@@ -1,4 +1,4 @@
-"""YAML scalars as YAML 1.2 reads them, lines, duplicate keys, and text that cannot be read."""
+"""YAML 1.2 scalars, line numbers, duplicate keys, and invalid text."""
 
 import math
 
@@ -46,27 +46,27 @@ def test_scalars(text: str, value: object) -> None:
 @pytest.mark.parametrize(
     "value", ["2e9", "no", "1:30", "010", "null", "", "<<", "x: y", "0.5", "true", "é", 1e-8, 5, None]
 )
-def test_rendered_values_mean_the_same_to_both_versions_of_yaml(value: object) -> None:
+def test_rendered_values_are_equal_in_both_versions_of_yaml(value: object) -> None:
     text = render_yaml({"key": value})
     assert parse_yaml(text, "here")[0] == {"key": value}
     assert yaml.safe_load(text) == {"key": value}
 
 
-def test_every_key_knows_its_line() -> None:
+def test_every_key_has_its_line() -> None:
     origins = parse_yaml("a:\n  b: 1\n  c:\n  - x\n  - d: 2\n", "f.yaml")[1]
     assert origins["a", "b"] == "f.yaml, line 2"
     assert origins["a", "c", 0] == "f.yaml, line 4"
     assert origins["a", "c", 1, "d"] == "f.yaml, line 5"
 
 
-def test_a_merged_mapping_is_read_and_not_shared() -> None:
+def test_a_merged_mapping_is_copied() -> None:
     value = parse_yaml("a: &x {b: {c: 1}}\nd: {<<: *x, e: 2}\nf: *x\n", "f.yaml")[0]
     assert value == {"a": {"b": {"c": 1}}, "d": {"b": {"c": 1}, "e": 2}, "f": {"b": {"c": 1}}}
     value["a"]["b"]["c"] = 5
     assert value["d"]["b"]["c"] == value["f"]["b"]["c"] == 1
 
 
-# Each list holds the one before it eight times: a billion entries in nine lines.
+# Each list contains the previous one eight times: a billion entries in nine lines.
 BOMB = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(97 + level)}: &{chr(97 + level)} [{','.join([f'*{chr(96 + level)}'] * 8)}]\n" for level in range(1, 9)
 )
@@ -94,7 +94,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
         ("a: 1\n---\nb: 2\n", "f.yaml, line 2: this is not valid YAML"),
     ],
 )
-def test_bad_text_is_refused_with_its_line(text: str, message: str) -> None:
+def test_invalid_text_is_refused_with_its_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_yaml(text, "f.yaml")
     assert str(caught.value).startswith(message)

@@ -1,4 +1,4 @@
-"""Which records are examples, of which format, and that every kind of file hands them out whole."""
+"""The detection of example records and their format, and reading them from every kind of file."""
 
 import csv
 import gzip
@@ -26,7 +26,7 @@ ALPACA = [{"instruction": "Say ü", "input": "", "output": "ü"}, {"instruction"
 
 
 def read(path: Path, piece_bytes: int = 500, **options) -> list[object]:
-    """Contents of the records, and the places of broken ones."""
+    """The contents of the records, and the positions of broken ones."""
     found = []
     for file in list_files(Source("data.train.0", str(path), **options)):
         for span in cut_file(file, piece_bytes):
@@ -36,7 +36,7 @@ def read(path: Path, piece_bytes: int = 500, **options) -> list[object]:
 
 
 def write(path: Path, records: list[object]) -> Path:
-    """Records as the file that the suffix names."""
+    """Write records to a file of the format of the suffix."""
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
     elif path.suffix == ".json":
@@ -59,7 +59,7 @@ def write(path: Path, records: list[object]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.json.gz", "x.parquet", "x.arrow"])
-def test_every_kind_of_file_hands_out_examples(tmp_path, name):
+def test_every_kind_of_file_yields_examples(tmp_path, name):
     path = write(tmp_path / name, RECORDS)
     assert read(path) == [{"messages": TALK}] * 50
     (file,) = list_files(Source("data.train.0", str(path)))
@@ -70,14 +70,14 @@ def test_every_kind_of_file_hands_out_examples(tmp_path, name):
     assert len(positions) == 50
 
 
-def test_columns_that_no_format_has_are_not_read(tmp_path):
+def test_columns_of_no_format_are_not_read(tmp_path):
     path = write(tmp_path / "x.parquet", [{**record, "blob": "x" * 100} for record in RECORDS])
     (file,) = list_files(Source("data.train.0", str(path)))
     assert file.fields.columns(["id", "blob", "messages", "tools"]) == ("messages", "tools")
 
 
-def test_fields_that_only_other_rows_have_are_not_there(tmp_path):
-    """A table gives every call the arguments of all others, null; so does a streamed dataset."""
+def test_fields_that_only_other_rows_have_are_absent(tmp_path):
+    """A table, or a streamed dataset, adds the arguments of all other tool calls as null."""
     calls = [{"function": {"name": "f", "arguments": {name: 1}}} for name in ("a", "b")]
     records = [{"messages": [*TALK, {"role": "assistant", "tool_calls": [call]}]} for call in calls]
     (tmp_path / "hub").mkdir()
@@ -87,7 +87,7 @@ def test_fields_that_only_other_rows_have_are_not_there(tmp_path):
         assert [each["messages"][2]["tool_calls"] for each in found] == [[call] for call in calls]
 
 
-def test_csv_holds_texts(tmp_path):
+def test_csv_contains_texts(tmp_path):
     path = write(tmp_path / "x.csv", ALPACA)
     assert read(path) == ALPACA
     path.write_text("prompt,completion\na,b\nc\n\nd,\udce9\n", errors="surrogateescape")
@@ -125,7 +125,7 @@ def test_fields_under_other_names(tmp_path):
     assert read(path, fields={"input_ids": "ids", "labels": "targets"}) == [{"input_ids": [1, 2], "labels": [-100, 2]}]
 
 
-def test_the_recipe_says_what_records_are(tmp_path):
+def test_the_recipe_sets_the_format_of_records(tmp_path):
     both = write(tmp_path / "x.jsonl", [{"text": "plain", "prompt": "a", "completion": "b"}])
     assert read(both) == [b"plain"]
     assert read(both, format="prompt_completion") == [{"prompt": "a", "completion": "b"}]
@@ -143,7 +143,7 @@ def test_the_recipe_says_what_records_are(tmp_path):
         read(write(tmp_path / "x.parquet", RECORDS), format="alpaca")
 
 
-def test_json_files_are_text_but_for_arrays_of_known_records(tmp_path):
+def test_json_files_are_text_except_arrays_of_known_records(tmp_path):
     config = tmp_path / "config.json"
     for text in ('{"messages": []}', '[{"name": "x"}]', "[1, 2]", "[]", "not JSON"):
         config.write_text(text)
@@ -151,7 +151,7 @@ def test_json_files_are_text_but_for_arrays_of_known_records(tmp_path):
     alpaca = write(tmp_path / "alpaca.json", ALPACA)
     assert read(alpaca) == ALPACA
     assert read(write(tmp_path / "text.json", [{"text": "one"}, {"text": "two"}])) == [b"one", b"two"]
-    # A folder with other text is source code, where every file is text; a format says otherwise.
+    # A folder with other text is source code, so every file is text, unless a format is given.
     (tmp_path / "a.py").write_text("1")
     assert alpaca.read_bytes() in read(tmp_path)
     folder = tmp_path / "folder"
@@ -182,7 +182,7 @@ def test_arrays_are_read_an_element_at_a_time(tmp_path, piece, monkeypatch):
         ('[{"prompt": "a", "completion": "b"}, ' + "[" * 100_000, "cannot be read"),
     ],
 )
-def test_damaged_arrays_give_what_comes_before_the_damage(tmp_path, text, problem):
+def test_damaged_arrays_yield_the_elements_before_the_damage(tmp_path, text, problem):
     (tmp_path / "x.json").write_text(text)
     good, broken = read(tmp_path / "x.json")
     assert good == {"prompt": "a", "completion": "b"}
@@ -190,21 +190,21 @@ def test_damaged_arrays_give_what_comes_before_the_damage(tmp_path, text, proble
     assert problem in broken
 
 
-def test_no_array_at_all(tmp_path):
+def test_a_file_without_an_array(tmp_path):
     (tmp_path / "x.json").write_text('{"prompt": "a", "completion": "b"}')
     (broken,) = read(tmp_path / "x.json", format="prompt_completion")
     assert "it is not an array of records" in broken
     assert not list(ArrayReader().cut(list_files(Source("k", str(write(tmp_path / "e.json", [])), "json"))[0]))
 
 
-def test_examples_are_told_apart_by_what_they_hold():
+def test_examples_are_distinguished_by_their_content():
     one, same, other = {"a": [1], "b": "x"}, {"b": "x", "a": [1]}, {"a": [2], "b": "x"}
     assert hash_for_split(one) == hash_for_split(same) != hash_for_split(other)
     assert digest_document([one]) == digest_document([same]) != digest_document([other])
     assert digest_document([{}]) != digest_document([b"{}"])
 
 
-def test_tokenizers_are_trained_on_the_texts_of_examples(tmp_path):
+def test_tokenizers_are_trained_on_the_text_of_examples(tmp_path):
     path = write(tmp_path / "x.jsonl", [{"messages": [*TALK, {"role": "user", "content": "\ud800!"}]}])
     source = Source("data.train.0", str(path))
     files = list_files(source)
@@ -214,7 +214,7 @@ def test_tokenizers_are_trained_on_the_texts_of_examples(tmp_path):
     assert list(describe_examples([entry])) == [f"data.train.0: records of the format messages, in {path}"]
 
 
-def test_records_carry_their_place(tmp_path):
+def test_records_have_their_position(tmp_path):
     path = write(tmp_path / "x.jsonl", RECORDS[:3])
     (file,) = list_files(Source("data.train.0", str(path)))
     found = [each for span in cut_file(file) for each in read_records(span, Reading())]
@@ -234,6 +234,6 @@ def test_records_carry_their_place(tmp_path):
         ("fields: {text: ''}", "fields.text is empty"),
     ],
 )
-def test_fields_that_mean_nothing_are_refused(tmp_path, source, message):
+def test_unknown_fields_are_refused(tmp_path, source, message):
     with pytest.raises(ConfigError, match=message):
         load_text(tmp_path, SMALL, f"data.train=[{{path: x, {source}}}]")

@@ -1,4 +1,4 @@
-"""What a recovery cost is measured part by part, told once, and only where something was lost."""
+"""The cost of a recovery is measured in parts and reported once, only if something was lost."""
 
 import json
 import time
@@ -17,11 +17,11 @@ def folder(tmp_path):
     return folder
 
 
-def test_a_restart_is_told_once_with_its_parts(folder, monkeypatch, caplog):
+def test_a_restart_is_reported_once_with_its_parts(folder, monkeypatch, caplog):
     told = {"ended_at": time.time() - 12, "detection_seconds": 0.25}
     monkeypatch.setenv(RESTART_VARIABLE, json.dumps(told))
     watch = RecoveryWatch(folder)
-    folder.rows.cut_metrics(20)  # what was there before counts
+    folder.rows.cut_metrics(20)  # the earlier rows count
     watch.loaded()
     watch.stepped(21)
     watch.stepped(22)
@@ -33,8 +33,8 @@ def test_a_restart_is_told_once_with_its_parts(folder, monkeypatch, caplog):
     assert line.endswith("; 6 steps lost")
 
 
-def test_under_echelons_agent_what_went_on_since_a_restart_counts(folder, monkeypatch):
-    """A machine came after the restart that the agent told of: torchrun has started all anew, and tells nothing."""
+def test_under_echelons_agent_training_since_a_restart_counts(folder, monkeypatch):
+    """A machine joined after the reported restart: torchrun has restarted all ranks without a report."""
     monkeypatch.setenv(RESTART_VARIABLE, json.dumps({"ended_at": time.time() - 50, "detection_seconds": 0.25}))
     monkeypatch.setenv(HOST_VARIABLE, "somewhere")
     end = find_last_end(folder.metrics_path)
@@ -43,7 +43,7 @@ def test_under_echelons_agent_what_went_on_since_a_restart_counts(folder, monkey
     assert find_last_end(folder.metrics_path).detection_seconds == 0.25
 
 
-def test_under_torchrun_it_counts_from_the_last_sign_of_life(folder, monkeypatch, caplog):
+def test_under_torchrun_it_counts_from_the_last_activity(folder, monkeypatch, caplog):
     monkeypatch.delenv(RESTART_VARIABLE, raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     watch = RecoveryWatch(folder)
@@ -53,7 +53,7 @@ def test_under_torchrun_it_counts_from_the_last_sign_of_life(folder, monkeypatch
     assert json.loads(folder.events_path.read_text())["detection_seconds"] is None
 
 
-def test_a_start_by_hand_says_nothing(folder, monkeypatch, caplog):
+def test_a_start_by_hand_reports_nothing(folder, monkeypatch, caplog):
     for name in (RESTART_VARIABLE, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     RecoveryWatch(folder).stepped(27)

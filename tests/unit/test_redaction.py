@@ -1,4 +1,4 @@
-"""What looks like a secret and what does not, wherever it stands; and where it must then not arrive."""
+"""The detection of secrets in any position, and the outputs that must not contain them."""
 
 import json
 import random
@@ -24,12 +24,12 @@ LETTERS, HEX = string.ascii_letters + string.digits, "0123456789abcdef"
 
 
 def draw(characters: str, length: int, seed: int = 0) -> str:
-    """Text as a service draws its keys. No service ever gave one of these away: they are made here."""
+    """A random key in the format of a service. These keys are generated here; no service issued them."""
     return "".join(random.Random(f"{characters}{length}{seed}").choices(characters, k=length))
 
 
 AWS = draw(LETTERS + "/+", 37) + "a1Z"
-# Keys that their own look gives away.
+# Keys that are recognised by their format.
 KEYS = {
     "hugging face": "hf_" + draw(LETTERS, 34),
     "hugging face, an organisation's": "api_org_" + draw(LETTERS, 34),
@@ -51,7 +51,7 @@ KEYS = {
     "private key": "-----BEGIN RSA PRIVATE KEY-----\n" + draw(LETTERS, 64) + "\n-----END RSA PRIVATE KEY-----",
 }
 
-# A line of text, and what of it is secret.
+# A line of text, and its secret.
 LINES = [
     ("huggingface-cli login --token {}", "hf_shorter1"),
     ("hf auth login --token={}", "hunter22"),
@@ -85,7 +85,7 @@ LINES = [
     ("password: {}", draw(LETTERS, 20)),
 ]  # fmt: skip
 
-# Text in which nothing is secret.
+# Text without a secret.
 PLAIN = [
     "export HF_TOKEN=$(cat /run/token)", "TOKEN=`x`", "GOOGLE_APPLICATION_CREDENTIALS=/run/key", "A=1 B=token",
     "export WANDB_API_KEY=$KEY", 'export TOKEN="${TOKEN}"', "curl -H \"Authorization: Bearer $TOKEN\" https://host/x",
@@ -107,7 +107,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_key_is_found_wherever_it_stands(key):
+def test_a_key_is_found_in_any_position(key):
     secret = KEYS[key]
     for around in ("{}", "echo {}", "x={} y", '{{"a": "{}"}}', "[{}]", "'{}'", "https://host/?x={}", "say {}."):
         text = around.format(secret)
@@ -117,13 +117,13 @@ def test_a_key_is_found_wherever_it_stands(key):
 
 
 @pytest.mark.parametrize(("line", "secret"), LINES)
-def test_a_secret_in_a_line_is_hidden_and_the_rest_stays(line, secret):
+def test_a_secret_in_a_line_is_redacted_and_the_rest_is_kept(line, secret):
     assert redact_text(line.format(secret)) == line.format("***")
     assert redact_text(line.format("***")) == line.format("***")
 
 
 @pytest.mark.parametrize("text", PLAIN)
-def test_what_names_no_secret_stays(text):
+def test_text_without_a_secret_is_unchanged(text):
     assert redact_text(text) == text
     assert redact({"note": text}) == {"note": text}
 
@@ -152,7 +152,7 @@ def test_names_of_keys():
 
 
 def test_random_draws():
-    """Keys of any length under telling names are hidden; names made of words, sizes and versions never are."""
+    """Keys of any length with a suggestive name are redacted; names of words, sizes and versions never are."""
     drawn = random.Random(7)
     words = ["llama", "Mistral", "chat", "v2", "7b", "8x7B", "2024", "instruct", "final", "step", "GPTQ", "q4", "tiny"]
     for _ in range(2000):
@@ -167,14 +167,14 @@ def test_random_draws():
         assert redact({"DATA_KEY": path, "checkpoint": path}) == {"DATA_KEY": path, "checkpoint": path}
 
 
-def test_long_text_takes_no_long_time():
+def test_long_text_is_fast():
     for piece in ("login ", "curl -u ", "key ", "{token: ", "://a:", "a-", "wandb login ", "eyJ", "sk-a", 'token="'):
-        redact_text(piece * 20_000)  # a pattern that goes back and forth would take minutes
+        redact_text(piece * 20_000)  # a backtracking pattern would take minutes
 
 
-def test_shipped_recipes_and_pages_hold_none():
+def test_shipped_recipes_and_pages_contain_no_secrets():
     for path in [*ROOT.glob("recipes/**/*.yaml"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]:
-        if path.name == "security.md":  # shows some
+        if path.name == "security.md":  # shows examples
             continue
         text = path.read_text()
         assert redact_text(text) == text, path
@@ -182,7 +182,7 @@ def test_shipped_recipes_and_pages_hold_none():
             assert not list(find_secrets(yaml.safe_load(text)))
 
 
-def test_a_rendered_recipe_hides_secrets_wherever_they_stand(tmp_path):
+def test_a_rendered_recipe_redacts_secrets_under_any_key(tmp_path):
     recipe, _ = load_text(
         tmp_path, DEMO, f"launch.env={{MY_PAT: {KEYS['github']}}}",
         f"launch.setup={json.dumps(['wandb login ' + draw(HEX, 40)])}", f"evaluate.prompts=['{KEYS['aws']} is']",
@@ -195,7 +195,7 @@ def test_a_rendered_recipe_hides_secrets_wherever_they_stand(tmp_path):
     assert isinstance(again, Recipe) and render_recipe(again) == text
 
 
-def test_errors_and_tracebacks_show_none(tmp_path):
+def test_errors_and_tracebacks_show_no_secrets(tmp_path):
     with pytest.raises(ConfigError) as refused:
         load_text(tmp_path, DEMO, f"train.steps={KEYS['openai']}")
     assert KEYS["openai"] not in str(refused.value) and "train.steps=***" in str(refused.value)
@@ -226,7 +226,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("key", REFUSED)
-def test_a_launch_refuses_by_key_and_shows_nothing(tmp_path, key, target):
+def test_a_launch_refuses_a_secret_by_key_without_its_value(tmp_path, key, target):
     override, secret = REFUSED[key]
     recipe, _ = load_text(tmp_path, DEMO, override.format(secret), f"launch.to={target}")
     with pytest.raises(ConfigError, match=rf"^{key} looks like a secret, and launch\.to={target} writes") as refused:
@@ -248,7 +248,7 @@ def test_the_command_refuses_before_anything_is_rendered(tmp_path, monkeypatch):
     assert all(line in "".join(texts.values()) for line in fine)
 
 
-def test_a_sweep_writes_none_down_and_goes_on(tmp_path):
+def test_a_sweep_stores_no_secret_and_resumes(tmp_path):
     (tmp_path / "demo.yaml").write_text(DEMO)
     path = tmp_path / "sweep.yaml"
     path.write_text(

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: S3 over real HTTP on loopback, and files; no training, no processes."""
+"""Checkpoints in an object store: S3 over local HTTP, and files; without training or processes."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ checkpoint: {{remote: '{url}', keep_last: 2}}
 
 @pytest.fixture(scope="module")
 def server():
-    """One server for all tests; each test has an address of its own."""
+    """One server for all tests; each test has its own address."""
     server = ObjectServer()
     with pytest.MonkeyPatch.context() as patch:
         for key, value in server.environment.items():
@@ -49,7 +49,7 @@ def server():
 
 @pytest.fixture
 def url(tmp_path):
-    """An empty address among files."""
+    """An empty `file://` address."""
     return f"file://{tmp_path}/store/run"
 
 
@@ -60,7 +60,7 @@ def s3_url(server, tmp_path):
 
 
 class Machine:
-    """A run folder as a machine has it, with what a run there would say and note."""
+    """The run folder of a machine, with the messages and events of a run."""
 
     def __init__(self, folder, url, recipe=RECIPE, fresh=False):
         self.lines, self.events = LogLines().lines, []
@@ -84,7 +84,7 @@ class Machine:
         self.run.rows.append_event(event, **fields)
 
     def save(self, step, keep=None, content=b"weights"):
-        """Train to a step and save there, as the trainer and the store do."""
+        """Emulate training up to a step, and save."""
         with self.run.metrics_path.open("a") as file:
             file.write(json.dumps({"kind": "train", "step": step, "loss": step / 7}) + "\n")
         return self.uploader.offer(self.publish(step, content), keep)
@@ -99,7 +99,7 @@ class Machine:
         return checkpoint
 
     def settle(self):
-        """Wait until the uploader has nothing left to do."""
+        """Wait until the uploader is idle."""
         deadline = time.monotonic() + 30
         while not self.uploader.is_done():
             assert time.monotonic() < deadline, self.lines
@@ -123,17 +123,17 @@ def wait_until(condition):
 
 
 @pytest.mark.parametrize("address", ["url", "s3_url"])
-def test_another_machine_goes_on_where_this_one_was_lost(address, request, tmp_path):
+def test_another_machine_resumes_the_run_of_a_lost_one(address, request, tmp_path):
     url = request.getfixturevalue(address)
     first = Machine(tmp_path / "one", url)
     for step in (10, 20, 30):
         first.save(step)
         first.settle()
     with first.run.metrics_path.open("a") as file:
-        file.write(json.dumps({"kind": "train", "step": 31}) + "\n")  # not saved, so not there
+        file.write(json.dumps({"kind": "train", "step": 31}) + "\n")  # not saved, so not uploaded
     assert first.found() == [20, 30] and first.events == [("upload", 10), ("upload", 20), ("upload", 30)]
     name = read_run_name(first.run)
-    # Nothing but markers, what they name, and whose it is.
+    # Only markers, the files they name, and run.json.
     sizes = ObjectStore(url).sizes(name)
     assert sorted(path for path in sizes if "/" not in path) == ["step-00000020.json", "step-00000030.json"]
     assert len({path.partition("/")[0] for path in sizes if "/" in path}) == 2
@@ -146,14 +146,14 @@ def test_another_machine_goes_on_where_this_one_was_lost(address, request, tmp_p
         assert (checkpoint.path / path.name).read_bytes() == path.read_bytes()
     assert second.rows() == [10, 20, 30]
     assert {path.name for path in second.run.path.iterdir()} >= {"recipe.yaml", "plan.json", "events.jsonl"}
-    # The first one was only cut off, and goes on: it may not publish any more.
+    # The first machine was only disconnected and continues: it may not publish any more.
     first.save(40)
     wait_until(lambda: first.events[-1][0] == "upload_failed")
     assert "another process has resumed this run" in first.lines[-1] and first.found() == [20, 30]
     second.save(40, content=b"other")
     second.settle()
     assert second.found() == [30, 40]
-    # As a kill in the middle of the download's end leaves it.
+    # As after a kill during the last step of the download.
     (tmp_path / "three").mkdir()
     (tmp_path / "three" / "metrics.jsonl").write_text('{"step": 1}\n')
     third = Machine(tmp_path / "three", url)
@@ -161,7 +161,7 @@ def test_another_machine_goes_on_where_this_one_was_lost(address, request, tmp_p
     assert (third.run.checkpoints_dir / "step-00000040" / "__0_0.distcp").read_bytes().startswith(b"other")
 
 
-def test_damage_is_noticed_and_the_one_before_is_taken(url, tmp_path):
+def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(url, tmp_path):
     first = Machine(tmp_path / "one", url)
     for step in (10, 20):
         first.save(step)
@@ -177,13 +177,13 @@ def test_damage_is_noticed_and_the_one_before_is_taken(url, tmp_path):
     second = Machine(tmp_path / "two", url)
     assert [each.step for each in find_checkpoints(second.run.checkpoints_dir)] == [10] and second.rows() == [10]
     assert any("Passing over a damaged checkpoint" in line and "step-00000020" in line for line in second.lines)
-    # Written again, it takes the place of the damaged one.
+    # A new save replaces the damaged one.
     second.save(20)
     second.settle()
     assert [damaged for _, damaged in describe_remote(second.run.path, verify=True)] == [False, False]
 
 
-def test_a_marker_says_nothing_about_other_places(tmp_path):
+def test_a_marker_cannot_name_other_locations(tmp_path):
     url = f"file://{tmp_path}/store"
     first = Machine(tmp_path / "one", url)
     first.save(10)
@@ -204,18 +204,18 @@ def test_a_marker_says_nothing_about_other_places(tmp_path):
     marker.write_text(json.dumps(values)[:40])
     with pytest.raises(CheckpointError, match="None of the checkpoints in"):
         Machine(tmp_path / "two", url)
-    # What an unreadable marker may name is not swept.
+    # Files that an unreadable marker may name are not removed.
     first.remote().sweep(read_run_name(first.run))
     marker.write_text(json.dumps(values))
     assert first.found() == [10]
 
 
-def test_a_server_that_dies_in_an_upload_leaves_no_half(server, s3_url, tmp_path, monkeypatch):
+def test_a_server_that_dies_during_an_upload_leaves_no_partial_checkpoint(server, s3_url, tmp_path, monkeypatch):
     monkeypatch.setattr(upload, "_FIRST_DELAY_SECONDS", 0.05)
     first = Machine(tmp_path / "one", s3_url)
     first.save(10)
     first.settle()
-    for sent in (0, 3, 5):  # of five files and the marker
+    for sent in (0, 3, 5):  # out of five files and the marker
         server.fail_after = sent
         first.save(20 + sent)
         wait_until(lambda: server.fail_after < 0 and first.uploader.is_failing)
@@ -225,13 +225,13 @@ def test_a_server_that_dies_in_an_upload_leaves_no_half(server, s3_url, tmp_path
         first.settle()
         assert first.found()[-1] == 20 + sent
     sent = [path for method, path in server.requests if method == "PUT" and "/step-00000023-" in path]
-    assert [path.rpartition("/")[2] for path in sent].count("__0_0.distcp") == 1  # what had arrived is not sent again
+    assert [path.rpartition("/")[2] for path in sent].count("__0_0.distcp") == 1  # files that arrived are not resent
     said = [line for line in first.lines if "could not be uploaded" in line]
     assert len(said) == 3 and len([line for line in first.lines if "work again" in line]) == 3
     assert not any("the-secret" in line or "AKIA" in line for line in first.lines)
 
 
-def test_uploads_never_hold_up_a_run_that_saves_faster(server, s3_url, tmp_path, monkeypatch):
+def test_uploads_never_delay_a_run_that_saves_faster(server, s3_url, tmp_path, monkeypatch):
     monkeypatch.setattr(upload, "_FIRST_DELAY_SECONDS", 0.2)
     first = Machine(tmp_path / "one", s3_url)
     server.stop()
@@ -239,7 +239,7 @@ def test_uploads_never_hold_up_a_run_that_saves_faster(server, s3_url, tmp_path,
     held = [first.save(step) for step in (10, 20, 30)]
     assert time.monotonic() - began < 1
     wait_until(lambda: first.uploader.is_failing)
-    # What is under way and what waits must not be removed here.
+    # Checkpoints being uploaded or queued must not be removed locally.
     assert 30 in held[-1] and len(held[-1]) <= 2
     server.start()
     first.settle()
@@ -247,7 +247,7 @@ def test_uploads_never_hold_up_a_run_that_saves_faster(server, s3_url, tmp_path,
     assert "checkpoint: uploads to" in first.lines[-1]
 
 
-def test_a_dead_server_delays_the_end_no_longer_than_asked(server, s3_url, tmp_path, monkeypatch):
+def test_a_dead_server_delays_the_end_only_up_to_the_limit(server, s3_url, tmp_path, monkeypatch):
     first = Machine(tmp_path / "one", s3_url)
     server.stop()
     first.save(10)
@@ -260,7 +260,7 @@ def test_a_dead_server_delays_the_end_no_longer_than_asked(server, s3_url, tmp_p
     assert first.uploader.wait(0.0)  # the end of a run gives up
     server.start()
     first.settle()
-    # A finished run's next start sends what an outage kept.
+    # The next start of a finished run uploads what an outage prevented.
     second = Machine(tmp_path / "two", s3_url)
     assert second.rows() == [10]
     second.publish(20)
@@ -275,7 +275,7 @@ def test_a_start_without_the_server(server, s3_url, tmp_path):
         with pytest.raises(EchelonError, match="start the same command again when the server answers") as caught:
             Machine(tmp_path / "two", s3_url)
         assert caught.value.exit_code == 1
-        for fresh in (False, True):  # it has no checkpoint either
+        for fresh in (False, True):  # it has no local checkpoint either
             with pytest.raises(EchelonError, match="start the same command again"):
                 Machine(tmp_path / "one", s3_url, fresh=fresh)
         assert not list(tmp_path.glob("one.old*"))
@@ -298,7 +298,7 @@ def test_an_address_belongs_to_one_run(url, tmp_path):
     other = Machine(tmp_path / "three", f"{url}-b")
     with pytest.raises(ConfigError, match="holds the checkpoints of another run than the one in"):
         Machine(other.run.path, url)
-    # Afresh, and the old one stays where it is.
+    # A fresh start keeps the old checkpoints.
     name = read_run_name(first.run)
     again = Machine(tmp_path / "one", url, fresh=True)
     assert again.state == "new" and read_run_name(again.run) != name
@@ -312,12 +312,12 @@ def test_an_address_belongs_to_one_run(url, tmp_path):
             Machine(tmp_path / "two", url)
 
 
-def test_a_lost_or_damaged_disk_gets_the_newer_one_back(url, tmp_path):
+def test_a_lost_or_damaged_disk_is_restored_from_the_newer_checkpoint(url, tmp_path):
     first = Machine(tmp_path / "one", url)
     for step in (10, 20):
         first.save(step)
         first.settle()
-    assert not Machine(tmp_path / "one", url).lines  # what is here is as new
+    assert not Machine(tmp_path / "one", url).lines  # the local checkpoint is as new
     path = first.run.checkpoints_dir / "step-00000020" / "__0_0.distcp"
     content = bytearray(path.read_bytes())
     content[700] ^= 1
@@ -332,9 +332,9 @@ def test_a_lost_or_damaged_disk_gets_the_newer_one_back(url, tmp_path):
     assert not Machine(tmp_path / "one", url).lines
 
 
-def test_the_best_one_is_kept_and_made_up_for(url, tmp_path):
+def test_the_best_checkpoint_is_kept_and_uploaded_later(url, tmp_path):
     first = Machine(tmp_path / "one", url)
-    first.publish(5)  # saved while uploads were behind, and left out
+    first.publish(5)  # saved while uploads were behind, and skipped
     for step in (10, 20, 30):
         first.save(step, keep=5)
         first.settle()
@@ -344,7 +344,7 @@ def test_the_best_one_is_kept_and_made_up_for(url, tmp_path):
     assert first.found() == [30, 40]
 
 
-def test_a_killed_upload_is_swept_by_the_next_start(tmp_path):
+def test_files_of_a_killed_upload_are_removed_by_the_next_start(tmp_path):
     url = f"file://{tmp_path}/store"
     first = Machine(tmp_path / "one", url)
     first.save(10)
@@ -358,7 +358,7 @@ def test_a_killed_upload_is_swept_by_the_next_start(tmp_path):
     assert not half.exists() and second.found() == [10] and not second.events  # nothing was sent twice
 
 
-def test_a_bundle_holds_no_more_than_it_should(tmp_path):
+def test_a_bundle_contains_only_allowed_files(tmp_path):
     url = f"file://{tmp_path}/store"
     first = Machine(tmp_path / "one", url)
     (first.run.path / "trackers").mkdir()
@@ -387,7 +387,7 @@ def test_a_bundle_holds_no_more_than_it_should(tmp_path):
         ("simplecache::s3://bucket/run", "must be one address with its protocol"),
     ],
 )
-def test_addresses_that_are_refused(address, message, tmp_path):
+def test_refused_addresses(address, message, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.format(folder=tmp_path, url=address))
     with pytest.raises(ConfigError, match=message) as caught:
@@ -395,7 +395,7 @@ def test_addresses_that_are_refused(address, message, tmp_path):
     assert "secret" not in str(caught.value)
 
 
-def test_protocols_that_are_not_there(monkeypatch):
+def test_missing_protocols(monkeypatch):
     with pytest.raises(ConfigError, match="fsspec knows no protocol nowhere"):
         ObjectStore("nowhere://bucket/run")
     monkeypatch.setitem(object_store._EXTRAS, "oss", ("oss", "ossfs"))
@@ -411,7 +411,7 @@ def test_no_secret_gets_into_a_message():
     )
 
 
-def test_the_thread_outlives_whatever_a_client_raises(tmp_path, monkeypatch):
+def test_the_thread_survives_any_client_error(tmp_path, monkeypatch):
     monkeypatch.setattr(upload, "_FIRST_DELAY_SECONDS", 0.05)
     first = Machine(tmp_path / "one", f"file://{tmp_path}/store")
     calls = iter([RuntimeError("odd"), ObjectStoreError("refused", "refused")])

@@ -1,4 +1,4 @@
-"""What agents of several machines unpickle, where their stores listen, and what is no store at all."""
+"""The rendezvous of several machines: unpickling, addresses of stores, and ports of other programs."""
 
 import base64
 import logging
@@ -26,7 +26,7 @@ from hostile import hostile_pickle
 
 @pytest.fixture
 def store(monkeypatch):
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the agents have it
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the agents use it
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 
 
@@ -36,8 +36,8 @@ def build_handler(store, backend=TOGETHER, **options):
     return get_rendezvous_handler(RendezvousParameters(min_nodes=2, max_nodes=2, **place, **options))
 
 
-def test_agents_that_meet_unpickle_the_classes_of_torch_alone(store):
-    """The state of the torch that is installed passes: two agents meet, and each learns what the other wrote."""
+def test_agents_unpickle_only_classes_of_torch(store):
+    """The state of the installed torch passes: two agents complete a rendezvous and read each other's state."""
     handlers = [build_handler(store, local_addr=name) for name in ("a", "b")]
     with ThreadPoolExecutor() as pool:
         met = list(pool.map(lambda each: each.next_rendezvous(), handlers))
@@ -47,7 +47,7 @@ def test_agents_that_meet_unpickle_the_classes_of_torch_alone(store):
 
 
 @pytest.mark.parametrize("moment", ["before", "while they work"])
-def test_a_hostile_state_is_refused_and_not_run(store, tmp_path, moment):
+def test_a_malicious_state_is_refused_and_not_executed(store, tmp_path, moment):
     handlers = [build_handler(store, local_addr=name) for name in ("a", "b")]
     if moment == "while they work":
         with ThreadPoolExecutor() as pool:
@@ -58,7 +58,7 @@ def test_a_hostile_state_is_refused_and_not_run(store, tmp_path, moment):
         handlers[0].next_rendezvous()
     assert not (tmp_path / "pwned").exists()
     pickle.loads(payload)
-    assert (tmp_path / "pwned").exists()  # the attack itself works
+    assert (tmp_path / "pwned").exists()  # without protection, the attack works
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_hostile_state_is_refused_and_not_run(store, tmp_path, moment):
     [pickle.dumps(datetime.now(UTC)), b"no pickle", b"", pickle.dumps({"a": {1}})],
     ids=["another class", "no pickle", "nothing", "a dictionary"],
 )
-def test_what_is_no_state_is_refused(state):
+def test_an_invalid_state_is_refused(state):
     with pytest.raises(RendezvousStateError):
         check_state(state, "a:29400")
 
@@ -87,12 +87,12 @@ def test_a_store_listens_at_one_address():
         assert found.getsockname()[0] == "127.0.0.1"
         with pytest.raises(OSError, match="already in use"):
             listen_at("127.0.0.1", found.getsockname()[1])
-    assert listen_at("203.0.113.9", 0) is None  # of a network that is for documentation
+    assert listen_at("203.0.113.9", 0) is None  # from a network reserved for documentation
     assert listen_at("localhost", 0, admits_loopback=False) is None
 
 
-def test_the_coordinator_listens_where_the_others_look_for_it():
-    """Or, where its own name means loopback here, or somebody else outside, at the interface that they talk over."""
+def test_the_coordinator_listens_where_the_others_connect():
+    """If its own name resolves to loopback or to another machine, it listens on the interface that the others use."""
     with open_coordinator(HostGroup(2, 2, "127.0.0.2", 0)) as found:
         assert found.getsockname()[0] == "127.0.0.2"
     with open_coordinator(HostGroup(2, 2, "127.0.0.2", 0, interface="lo")) as found:
@@ -104,7 +104,7 @@ def test_the_coordinator_listens_where_the_others_look_for_it():
 
 
 def serve(behave):
-    """A program that is no store, at a port of its own, until its listener is closed."""
+    """Run a program that is not a store on a free port, until its listener is closed."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def run():
@@ -129,7 +129,7 @@ SILENT = []
 
 
 @pytest.mark.parametrize("behave", [SILENT.append, socket.socket.close, answer_in_http])
-def test_a_port_that_another_program_has_is_told_in_one_message(behave, monkeypatch, capfd, caplog):
+def test_a_port_used_by_another_program_is_reported_in_one_message(behave, monkeypatch, capfd, caplog):
     caplog.set_level(logging.INFO, "echelon")
     monkeypatch.setattr(meeting, "_PATIENCE", timedelta(seconds=0.5))
     with serve(behave) as server:
@@ -144,6 +144,6 @@ def test_a_port_that_another_program_has_is_told_in_one_message(behave, monkeypa
     assert caplog.messages == [] and capfd.readouterr() == ("", "")
 
 
-def test_a_store_is_known_as_one(store):
+def test_a_store_is_recognised(store):
     with socket.create_connection(("127.0.0.1", store.port), 10) as line:
         assert answers_as_store(line)

@@ -1,4 +1,4 @@
-"""The hash of weights against a second implementation, and who is named."""
+"""The hash of weights compared with a second implementation, and which rank is named."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ WORD = 2**64 - 1
 
 
 def mix(value):
-    """SplitMix64's finalizer on Python's whole numbers."""
+    """SplitMix64's finalizer with Python integers."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD
     return value ^ (value >> 31)
@@ -19,7 +19,7 @@ def mix(value):
 @pytest.mark.parametrize(
     ("dtype", "word"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float64, torch.int64)]
 )
-def test_is_that_of_a_scalar_implementation(monkeypatch, dtype, word):
+def test_equals_a_scalar_implementation(monkeypatch, dtype, word):
     monkeypatch.setattr(replicas, "_CHUNK", 7)
     tensor = torch.randn(5, 6, dtype=dtype).T
     bits = [int(each) & WORD for each in tensor.contiguous().flatten().view(word)]
@@ -27,7 +27,7 @@ def test_is_that_of_a_scalar_implementation(monkeypatch, dtype, word):
     assert int(hash_bits(tensor)) & WORD == expected & WORD
 
 
-def test_every_single_bit_counts_and_so_does_the_place():
+def test_every_bit_and_position_changes_the_hash():
     tensor = torch.randn(40)
     known = {int(hash_bits(tensor))}
     for place in (0, 17, 39):

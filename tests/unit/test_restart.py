@@ -1,4 +1,4 @@
-"""Which failures are restarted, how often, and what is said when one is not."""
+"""Which failures are restarted, how often, and the message if one is not."""
 
 from echelon.errors import CheckpointError, ConfigError, LaunchError, TrainingError
 from echelon.runs.run_folder import RunFolder
@@ -23,8 +23,8 @@ def test_up_to_the_limit():
     )
 
 
-def test_the_same_failure_again_and_again_ends_it():
-    """Whoever it strikes first; a checkpoint in between is progress."""
+def test_a_recurring_failure_ends_the_job():
+    """On any rank; a checkpoint in between counts as progress."""
     restarts = Restarts(100)
     steps = [None, None, 10, 10, 20, 20, 20]
     endings = [restarts.refuse(killed(number % 2, number), step) for number, step in enumerate(steps)]
@@ -35,14 +35,14 @@ def test_the_same_failure_again_and_again_ends_it():
     )
 
 
-def test_words_when_the_same_failure_used_up_the_limit():
+def test_the_message_when_a_recurring_failure_reaches_the_limit():
     restarts = Restarts(1)
     restarts.refuse(killed(0), None)
     ending = restarts.refuse(killed(1), None)
     assert ending.message.endswith("=1 is reached; the same failure occurred again without a new checkpoint")
 
 
-def test_what_would_come_back_is_not_restarted():
+def test_failures_that_would_recur_are_not_restarted():
     ending = Outcome(FAILED, "step 2: loss=nan", final=True)
     assert Restarts(3).refuse(ending, 1) == ending
     assert Restarts(0).refuse(killed(0), 1) == killed(0)
@@ -55,7 +55,7 @@ def test_what_would_come_back_is_not_restarted():
     assert is_final(ConfigError("x"))
 
 
-def test_a_restart_forgets_reports_and_hears_of_a_stop(tmp_path):
+def test_a_restart_clears_reports_and_notices_a_stop(tmp_path):
     folder = RunFolder(tmp_path)
     folder.create()
     for path in (folder.stop_path, folder.death_path, folder.outcomes_dir / "rank-0.json"):

@@ -15,8 +15,8 @@ def bits_of(tensor, name, seed, step):
     return random_bits(local_places(tensor), tensor.device, name, seed, step)
 
 
-def test_rounds_to_a_neighbour_with_the_chances_its_nearness_gives():
-    low, high = 1.0, 1.0 + 2**-7  # neighbours in bf16
+def test_rounds_to_a_neighbour_with_probability_by_distance():
+    low, high = 1.0, 1.0 + 2**-7  # adjacent bf16 numbers
     for share in (0.1, 0.5, 0.9):
         values = torch.full((100, 400), low + share * (high - low))
         rounded = round_stochastically(values, bits_of(values, "w", seed=0, step=3)).float()
@@ -25,7 +25,7 @@ def test_rounds_to_a_neighbour_with_the_chances_its_nearness_gives():
         assert (rounded == high).float().mean().item() == pytest.approx(share, abs=0.01)
 
 
-def test_what_bf16_can_hold_is_kept():
+def test_bf16_numbers_are_unchanged():
     values = torch.randn(50, 50).bfloat16().float()
     assert torch.equal(round_stochastically(values, bits_of(values, "w", 0, 0)).float(), values)
 
@@ -36,7 +36,7 @@ def test_bits_are_spread_and_differ_by_step_parameter_and_seed():
         assert bits.min() >= 0 and bits.max() < 2**16
         counts = np.bincount(bits.flatten().numpy() >> 12, minlength=16)
         assert np.abs(counts - 384).max() < 100, "16 bins of 384 each, a standard deviation of 19"
-        # neighbours along each dim, and other draws, are not alike
+        # neighbours along each dim, and other draws, are uncorrelated
         others = [bits.roll(1, 0), bits.roll(1, 1), *draws[:index]]
         for other in others:
             correlation = np.corrcoef(bits.flatten().numpy(), other.flatten().numpy())[0, 1]
@@ -44,7 +44,7 @@ def test_bits_are_spread_and_differ_by_step_parameter_and_seed():
 
 
 def distance_after(master_weights, steps=300, dtype=torch.bfloat16):
-    """How far weights of 1 get with steps of 1e-4 each, far below half a place of bf16 at 1 (2^-9)."""
+    """The change of weights of 1 by steps of 1e-4, far below half the spacing of bf16 at 1 (2^-9)."""
     model = one_layer(torch.ones(8, 64, dtype=dtype))
     optimizer = build_optimizer(
         model, OptimConfig(name="lion", learning_rate=1.0, weight_decay=0.0), master_weights, seed=0
@@ -65,5 +65,5 @@ def test_small_updates_count_where_plain_bf16_stalls():
     kahan = distance_after("bf16_kahan")
     assert (kahan - exact).abs().max() <= 2**-9, "each as near as bf16 can be"
     stochastic = distance_after("bf16_stochastic")
-    # each number is a random walk of places of 2^-8; 512 of them have the right mean
+    # each number is a random walk with steps of 2^-8; the mean of 512 of them is right
     assert stochastic.mean().item() == pytest.approx(0.03, abs=0.003)

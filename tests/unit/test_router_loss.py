@@ -1,4 +1,4 @@
-"""The router loss: DeepSeek-V3's formula, whatever shares a microbatch, and its difference from transformers' own."""
+"""The router loss: DeepSeek-V3's formula under any microbatches, and its difference from transformers'."""
 
 import copy
 from dataclasses import replace
@@ -57,15 +57,15 @@ def random_logits(*shape, seed=0):
 
 
 @pytest.mark.parametrize("scores", [softmax, torch.sigmoid])
-def test_a_sequence_is_deepseeks_formula(scores):
+def test_a_sequence_equals_deepseeks_formula(scores):
     logits = random_logits(1, 13)
     router = Router("gate", 0, CHOSEN, scores)
     sequences = number_sequences(torch.ones(1, 13, dtype=torch.bool), torch.ones(1, 13), None)
     assert balance_sum(logits, router, sequences).item() / 13 == pytest.approx(deepseek(logits[0], scores), rel=1e-6)
 
 
-def test_documents_and_padding_are_told_apart():
-    """Rows of two documents and padding: each document weighs its targets, and padding is in none of them."""
+def test_documents_and_padding_are_separate():
+    """Rows of two documents and padding: each document is weighted by its targets, and padding is excluded."""
     logits = random_logits(2, 12)
     documents = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3, [0] * 12])
     weights = torch.zeros(2, 12)
@@ -77,11 +77,11 @@ def test_documents_and_padding_are_told_apart():
 
 
 def test_the_difference_from_transformers_in_numbers():
-    """One sequence and one router: theirs is K times ours. With more of either theirs pools what ours keeps apart."""
+    """For one sequence and one router, theirs is K times ours. With several, theirs pools them; ours does not."""
     one = random_logits(1, 16)
     ours = deepseek(one[0], softmax)
     assert load_balancing_loss_func((one[0],), EXPERTS, CHOSEN).item() == pytest.approx(CHOSEN * ours, rel=1e-6)
-    # Two sequences, each of which wants experts of its own: together they are in balance, one by one they are not.
+    # Two sequences that use different experts: balanced together, but not individually.
     low, high = torch.full((2, 16, EXPERTS), -8.0)
     low[:, :4], high[:, 4:] = random_logits(16)[:, :4], random_logits(16, seed=1)[:, 4:]
     theirs = load_balancing_loss_func((torch.cat([low, high]),), EXPERTS, CHOSEN).item()
@@ -127,8 +127,8 @@ def same(left, right, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_sums_and_gradients_are_those_of_the_models_own_logits(family):
-    """Against the logits that transformers itself records, with autograd through the formula written out."""
+def test_sums_and_gradients_equal_those_of_the_models_logits(family):
+    """Compared with the logits that transformers records, and autograd through the explicit formula."""
     model, loss = moe(family)
     batch = packed()
     ours = gradients(model, loss, [batch])
@@ -164,7 +164,7 @@ def test_microbatches_change_nothing():
 
 
 def test_a_preference_pair_counts_once():
-    """Its two documents share its weight by their labelled tokens; a pair without a label has none."""
+    """The weight of a pair is distributed over its two documents by labelled tokens; a pair without labels has none."""
     inputs, _ = random_batch(1, 24)
     documents = torch.tensor([[0] * 8 + [1] * 4 + [2] * 4 + [3] * 4 + [-1] * 4])
     labels = torch.full_like(inputs, IGNORE)
@@ -177,17 +177,17 @@ def test_a_preference_pair_counts_once():
     assert weights.sum() == DPO(0.1).count(batch) == 1
 
 
-def test_whose_field_it_is_decides_the_strength():
+def test_the_strength_depends_on_the_config_field():
     _, theirs = moe("mixtral", router_aux_loss_coef=0.02)
     assert theirs.strength == pytest.approx(0.02 * 2)
     model = build_on_meta(load_config(small_config("mixtral", router_aux_loss_coef=0.0)))
     assert choose_router_loss(model, model) == RouterChoice(None, None)
-    model.config.aux_loss_alpha = 0.001  # as stands in DeepSeek's own config.json
+    model.config.aux_loss_alpha = 0.001  # as in DeepSeek's own config.json
     assert find_coefficient(model.config) == ("aux_loss_alpha", 0.001)
     assert choose_router_loss(model, model).loss.strength == pytest.approx(0.001 * 2)  # two layers
 
 
-def test_scores_are_those_the_router_weights_by():
+def test_scores_equal_the_weights_of_the_router():
     fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
     deep = {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2}
     deep |= {"n_group": 1, "topk_group": 1, **fields}
@@ -199,8 +199,8 @@ def test_scores_are_those_the_router_weights_by():
     assert find_routers(build_on_meta(load_config(small_config("llama")))) == []
 
 
-def test_training_it_spreads_the_tokens():
-    """Twenty steps with and without it, from a router that sends nearly all tokens to the same two experts."""
+def test_training_with_it_balances_the_experts():
+    """Twenty steps with and without it, starting with a router that sends nearly all tokens to the same two experts."""
     balances = []
     for strength in (0.0, 1.0):
         model, loss = moe()
@@ -220,8 +220,8 @@ def test_training_it_spreads_the_tokens():
     assert balances[1] < 1.1 < 1.3 < balances[0], balances
 
 
-def test_what_cannot_be_trained_is_said():
-    """Frozen routers, a family whose routers nobody can find, and a dense model whose config has the field."""
+def test_an_untrained_router_loss_is_reported():
+    """Frozen routers, a family whose routers are not found, and a dense model whose config has the field."""
     skeleton = build_on_meta(load_config(small_config("mixtral")))
     frozen = copy.deepcopy(skeleton).requires_grad_(False)
     assert "the adapter leaves the routers as they are" in choose_router_loss(skeleton, frozen).line

@@ -39,7 +39,7 @@ def build_recipe(directory, steps=10, learning_rate=1e-3, log_every=1):
 
 
 def leave_run(directory, finished=False, **changes):
-    """A run folder as a run leaves it; its lock is free."""
+    """Write the run folder of an ended run; its lock is free."""
     folder = RunFolder(directory)
     folder.create()
     write_text(folder.recipe_path, render_recipe(build_recipe(directory, **changes)))
@@ -61,7 +61,7 @@ def test_same_recipe_resumes(tmp_path):
     assert (opened.state, opened.differences) == ("resumed", ())
 
 
-def test_harmless_change_resumes_and_is_shown(tmp_path, caplog):
+def test_allowed_change_resumes_and_is_shown(tmp_path, caplog):
     leave_run(tmp_path / "run")
     opened = open_run(build_recipe(tmp_path / "run", steps=20, log_every=5), fresh=False)
     assert opened.state == "resumed"
@@ -87,7 +87,7 @@ def test_fresh_moves_the_old_run_aside(tmp_path):
     assert (tmp_path / "run.old-1" / "recipe.yaml").exists()
 
 
-def test_finished_run_says_so_unless_steps_are_raised(tmp_path, caplog):
+def test_finished_run_is_reported_unless_steps_are_raised(tmp_path, caplog):
     leave_run(tmp_path / "run", finished=True)
     assert open_run(build_recipe(tmp_path / "run"), fresh=False).state == "finished"
     assert "has finished" in caplog.messages[0]
@@ -103,7 +103,7 @@ def test_unreadable_recipe_of_a_run_is_refused(tmp_path):
         open_run(build_recipe(tmp_path / "run"), fresh=False)
 
 
-def test_foreign_folder_is_never_taken(tmp_path):
+def test_a_folder_that_is_not_a_run_is_never_used(tmp_path):
     (tmp_path / "thesis.tex").write_text("precious")
     for fresh in (False, True):
         with pytest.raises(ConfigError, match=r"thesis\.tex"):
@@ -142,7 +142,7 @@ def test_metrics_are_cut_at_the_checkpoint(tmp_path):
     assert kept == [{"kind": "train", "step": 1}, {"kind": "train", "step": 2}, {"kind": "eval", "step": 2}]
     assert folder.rows.cut_metrics(2) == 0
     folder.samples_path.write_text('{"step": 1}\n{"step": 2}\n')
-    assert folder.rows.cut_metrics(2, owes_evaluation=True) == 2  # it is made again, and so are its samples
+    assert folder.rows.cut_metrics(2, owes_evaluation=True) == 2  # the evaluation is repeated, and so are its samples
     assert json.loads(folder.metrics_path.read_text().splitlines()[-1]) == {"kind": "train", "step": 2}
     assert folder.samples_path.read_text() == '{"step": 1}\n'
     assert RunFolder(tmp_path / "none").rows.cut_metrics(2) == 0
@@ -157,7 +157,7 @@ def test_events_are_lines_with_a_time(tmp_path):
     assert abs(first["time"] - time.time()) < 60
 
 
-def test_newest_step_ignores_what_is_not_published(tmp_path):
+def test_newest_step_ignores_unpublished_checkpoints(tmp_path):
     folder = leave_run(tmp_path / "run")
     assert folder.newest_step() is None
     for name in ("step-00000010", "step-00000200", ".step-00000300.tmp", "step-old"):
@@ -182,8 +182,8 @@ def test_prepared_path_is_remembered(tmp_path):
     assert folder.text.read_prepared_path() == (tmp_path / "prepared").resolve()
 
 
-def test_lines_that_are_no_rows_are_passed_over_and_named(tmp_path):
-    """None of them ends in a traceback, whatever reads the file: the fuzz damages them all."""
+def test_invalid_lines_are_skipped_and_reported(tmp_path):
+    """The fuzz tests check that no reader of these files raises a traceback."""
     folder = leave_run(tmp_path / "run")
     assert folder.rows.describe_bad_lines() == [] and folder.rows.read_events() == ()
     good = {"time": 1.0, "event": "start", "step": 0}
@@ -200,7 +200,7 @@ def test_lines_that_are_no_rows_are_passed_over_and_named(tmp_path):
     bad += [b'{"time": 1.0, "event": "rollback", "step": 1}', b'{"time": NaN, "event": "start"}']
     bad += [b'{"time": 1, "event": "start", "step": -1}', b'{"time": 1' + b"0" * 400 + b', "event": "start"}', b""]
     lines = [json.dumps(good).encode(), *bad, json.dumps(good).encode()]
-    folder.events_path.write_bytes(b"\n".join(lines) + b'\n{"time": 1.0, "eve')  # the last line is being written
+    folder.events_path.write_bytes(b"\n".join(lines) + b'\n{"time": 1.0, "eve')  # the last line is still being written
     assert folder.rows.read_events() == (good, good)
     [line] = folder.rows.describe_bad_lines()
     assert line == f"{folder.events_path}: passing over line 2 and 12 more, which cannot be read"
@@ -210,7 +210,7 @@ def test_lines_that_are_no_rows_are_passed_over_and_named(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["null", "[]", "5", '"x"', "{}", "", "{", '{"prepared": 5}', '{"prepared": null}'])
-def test_documents_of_another_type_are_damaged_ones(tmp_path, content):
+def test_documents_of_another_type_count_as_damaged(tmp_path, content):
     folder = leave_run(tmp_path / "run")
     folder.data_path.write_text(content)
     with pytest.raises(DataError, match=r"data\.json does not say which text the run reads"):
@@ -246,7 +246,7 @@ def git(*words):
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A repository of one file as the working directory."""
+    """A git repository with one file, as the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     git("init", "-q")
@@ -256,7 +256,7 @@ def repository(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_commit_is_noted_and_whether_files_differ(repository):
+def test_the_commit_and_modified_files_are_recorded(repository):
     commit = git("rev-parse", "HEAD")
     assert describe_environment(os.environ)["git_revision"] == commit
     (repository / "new.txt").write_text("untracked")
@@ -268,8 +268,8 @@ def test_the_commit_is_noted_and_whether_files_differ(repository):
 
 
 @pytest.mark.parametrize("trap", ["core.fsmonitor", "hook", "filter.x.clean", "filter.x.process", "included", "fetch"])
-def test_a_strangers_repository_runs_nothing(repository, trap):
-    """Its configuration names a program, which leaves a file behind where git runs it."""
+def test_an_untrusted_repository_executes_nothing(repository, trap):
+    """Its configuration names a program that would create a file if git ran it."""
     sprung = repository / "sprung"
     program = repository / "program.sh"
     program.write_text(f"#!/bin/sh\ntouch {sprung}\nexit 1\n")
@@ -277,7 +277,7 @@ def test_a_strangers_repository_runs_nothing(repository, trap):
     commit = git("rev-parse", "HEAD")
     if trap == "hook":
         shutil.copy(program, repository / ".git" / "hooks" / "post-index-change")
-    elif trap == "fetch":  # an object that is missing is fetched from where the repository says
+    elif trap == "fetch":  # a missing object would be fetched from the configured remote
         git("config", "remote.origin.url", f"ext::{program}")
         git("config", "remote.origin.promisor", "true")
         git("config", "protocol.ext.allow", "always")
@@ -290,20 +290,20 @@ def test_a_strangers_repository_runs_nothing(repository, trap):
         if trap == "included":
             (repository / ".git" / "config").rename(repository / "theirs")
             (repository / ".git" / "config").write_text(f"[include]\npath = {repository / 'theirs'}\n")
-    os.utime(repository / "a.txt", (1, 1))  # so that it must be compared
+    os.utime(repository / "a.txt", (1, 1))  # so that git must compare it
     assert describe_environment(os.environ)["git_revision"] in (commit, f"{commit}-dirty")
     assert not sprung.exists()
     subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, timeout=60, check=False)
-    assert sprung.exists()  # plain git is caught
+    assert sprung.exists()  # plain git runs the program
 
 
 NOBODY = 65534
-# Where the test's own folders, which are root's alone, are not in the way.
+# A place where the test's own folders, which only root can enter, are not in the path.
 READ = "import os, sys; os.setgid({id}); os.setuid({id}); print(*(os.access(p, os.R_OK) for p in sys.argv[1:]))"
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_run_job_and_sweep_folders_are_their_owners_alone(tmp_path, umask):
+def test_run_job_and_sweep_folders_are_private_to_their_owner(tmp_path, umask):
     recipe = build_recipe(tmp_path / "runs" / "tiny")
     run, sweep = RunFolder(recipe.run.dir), SweepFolder(tmp_path / "sweeps" / "s")
     job = JobSpec("tiny-1", recipe, tmp_path / "jobs" / "tiny-1", tmp_path)
@@ -317,7 +317,7 @@ def test_run_job_and_sweep_folders_are_their_owners_alone(tmp_path, umask):
         sweep.unlock()
     for folder in (run.path, job.folder, sweep.path):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o777 & ~umask  # holds nothing but names
+        assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o777 & ~umask  # contains only names
 
 
 def test_a_folder_that_exists_keeps_its_mode(tmp_path):
@@ -329,7 +329,7 @@ def test_a_folder_that_exists_keeps_its_mode(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
-def test_nobody_else_reads_them():
+def test_other_users_cannot_read_them():
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         place = Path(folder)
         place.chmod(0o755)
@@ -347,7 +347,7 @@ def test_nobody_else_reads_them():
         assert told.stdout.split() == ["True", "False", "False", "False", "False"]
 
 
-def test_unwritable_place_is_one_message():
+def test_an_unwritable_location_is_one_message():
     with pytest.raises(ConfigError, match=r"run\.dir=/dev/null/run"):
         open_run(build_recipe(Path("/dev/null/run")), fresh=False)
 

@@ -1,4 +1,4 @@
-"""The inside of a SageMaker container, without one: its contract, the failure file, exit codes, quoting."""
+"""The code inside a SageMaker container, tested without one: files, the failure file, exit codes, quoting."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from echelon.recipe import load_recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.supervise.outcome import Outcome
 
-# As real jobs log it, but for the order of hosts, which is nowhere promised.
+# As real jobs log it, except for the order of hosts, which is not guaranteed.
 RESOURCES = {
     "current_host": "algo-10",
     "current_instance_type": "ml.p4d.24xlarge",
@@ -74,7 +74,7 @@ def test_reads_the_files_of_a_real_job(base):
     ]
 
 
-def test_believes_a_toolkit_where_the_files_are_absent(tmp_path):
+def test_uses_the_variables_of_a_toolkit_without_the_files(tmp_path):
     told = {
         "SM_HOSTS": '["algo-2", "algo-1"]',
         "SM_CURRENT_HOST": "algo-2",
@@ -96,7 +96,7 @@ def test_believes_a_toolkit_where_the_files_are_absent(tmp_path):
         ('{"hosts": ["algo-1"], "current_host": "algo-3"}', "'algo-3', which is not among algo-1"),
     ],
 )
-def test_refuses_files_of_another_shape(base, text, said):
+def test_refuses_files_of_another_format(base, text, said):
     (base / "input" / "config" / "resourceconfig.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
         container.read_container(base, {})
@@ -109,7 +109,7 @@ def test_refuses_a_run_folder_that_ends_with_the_container(base):
     assert f"set run.dir={base}/checkpoints/tiny" in str(refused.value)
 
 
-def test_tells_training_its_hosts_and_efa(base, tmp_path, caplog):
+def test_passes_hosts_and_efa_to_training(base, tmp_path, caplog):
     caplog.set_level(logging.INFO, "echelon")
     found = container.read_container(base, {})
     assert container.find_variables(found, {"HF_HOME": "/data"}, tmp_path) == {
@@ -129,7 +129,7 @@ def test_tells_training_its_hosts_and_efa(base, tmp_path, caplog):
     assert caplog.messages == ["container: EFA, RDMAV_FORK_SAFE=1"]
 
 
-def test_files_of_the_hub_go_where_there_is_most_room(base, tmp_path, monkeypatch, caplog):
+def test_hub_files_are_stored_where_there_is_most_space(base, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "echelon")
     found = container.read_container(base, {})
     room = {base: 20, tmp_path: 500}
@@ -156,7 +156,7 @@ def test_waits_for_names(monkeypatch, caplog):
         container._await_names(["algo-3"], 0.0)
 
 
-def test_a_missing_channel_is_named_where_it_is_missing(base):
+def test_a_missing_channel_is_named_with_its_host(base):
     data = {"train": [{"path": str(base / "input" / "data" / "train")}], "sequence_len": 32}
     write_recipe(base, data=data, run={"name": "tiny", "dir": str(base / "checkpoints" / "tiny")})
     with pytest.raises(ConfigError) as refused:
@@ -165,13 +165,13 @@ def test_a_missing_channel_is_named_where_it_is_missing(base):
     assert f"data.train.0.path={place}: there is no {place} in the container of algo-10" in str(refused.value)
 
 
-def test_trains_with_the_processes_the_recipe_asks_for(base):
+def test_trains_with_the_number_of_processes_of_the_recipe(base):
     recipe, _ = load_recipe(write_recipe(base, launch={"nproc_per_node": 2}))
     argv = container.train_command(recipe, Path("a 'b' $c\n.yaml"))
     assert argv == [sys.executable, "-m", "echelon", "train", "a 'b' $c\n.yaml", "--nproc", "2"]
 
 
-def test_the_cause_is_the_last_thing_said_under_echelons_name():
+def test_the_cause_is_the_last_message_of_echelon():
     said = ["echelon: a note", "W1122 something", "echelon: rank 1: the loss is not finite", "  at step 7", ""]
     assert container.find_message(said) == "rank 1: the loss is not finite\n  at step 7"
     assert container.find_message(["Traceback", "ModuleNotFoundError: torch"]) == "ModuleNotFoundError: torch"
@@ -180,7 +180,7 @@ def test_the_cause_is_the_last_thing_said_under_echelons_name():
 
 @pytest.fixture
 def restored():
-    """Handlers of signals, which a container takes for good."""
+    """Restores the signal handlers, which a container replaces permanently."""
     before = {each: signal.getsignal(each) for each in enter.STOP_SIGNALS}
     yield
     for each, handler in before.items():
@@ -219,7 +219,7 @@ def test_exit_codes(ended, code):
     assert container.translate(ended) == Outcome(code, ended.message)
 
 
-def test_a_silent_end_is_not_left_without_a_word():
+def test_a_silent_exit_still_gives_a_message():
     assert "code 1" in container.translate(Outcome(1)).message
 
 
@@ -242,7 +242,7 @@ def test_records_are_kept_and_weights_are_not(tmp_path):
     container.keep_records(RunFolder(tmp_path / "none"), tmp_path / "nothing", 0, True)
 
 
-def test_event_files_follow_the_run(tmp_path):
+def test_event_files_are_copied_during_the_run(tmp_path):
     board = tmp_path / "tensorboard" / "events.1"
     board.parent.mkdir()
     board.write_text("a")
@@ -260,7 +260,7 @@ def test_the_failure_file_keeps_the_first_cause_in_1024_characters(tmp_path):
     assert text == "é" * 1023 + "…"
 
 
-def test_an_error_nobody_foresaw_shows_no_secret(base, monkeypatch, capfd):
+def test_an_unexpected_error_shows_no_secret(base, monkeypatch, capfd):
     def fail(*_):
         raise RuntimeError("401 from https://me:word@host")
 
@@ -277,7 +277,7 @@ def test_an_error_nobody_foresaw_shows_no_secret(base, monkeypatch, capfd):
     assert "in fail" in told.err and "me:word" not in told.out + told.err
 
 
-def test_asks_pip_for_what_is_missing_alone(monkeypatch):
+def test_installs_only_missing_packages(monkeypatch):
     here = {"torch": "2.11.0a0+nv25", "pyyaml": "6.0.2", "numpy": "2.0"}
     monkeypatch.setattr(enter, "_find_installed", lambda name: here.get(name.lower()))
     lines = ["# needed", "", "--extra-index-url https://example.org", "torch>=2.11,<2.14", "PyYAML>=6", "numpy==2.0.0"]
@@ -297,7 +297,7 @@ def pack(base, version):
     return channel
 
 
-def test_takes_the_images_echelon_of_the_same_version_and_else_the_one_sent(base, monkeypatch, capfd):
+def test_uses_the_images_echelon_only_in_the_same_version(base, monkeypatch, capfd):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "before")
     enter.make_importable(pack(base, "1.0"))
@@ -312,7 +312,7 @@ def test_takes_the_images_echelon_of_the_same_version_and_else_the_one_sent(base
 
 
 def start_entry(base, **pipes):
-    """`enter.py` as a process, with the container's files elsewhere."""
+    """Start `enter.py` as a process, with the container's files in another folder."""
     script = f"import sys\nfrom pathlib import Path\nsys.path[:0] = [{str(Path(enter.__file__).parent)!r}]\n"
     script += f"import enter\nsys.exit(enter.main(Path({str(base)!r})))"
     return subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, **pipes)
@@ -332,7 +332,7 @@ def test_a_failing_pip_is_the_cause(base):
     assert "No matching distribution" in failure_of(base)
 
 
-def test_a_stop_while_pip_works_ends_both(base, tmp_path, monkeypatch):
+def test_a_stop_while_pip_runs_ends_both(base, tmp_path, monkeypatch):
     (pack(base, "1.0") / "requirements.txt").write_text("no-such-package-of-echelon\n")
     (tmp_path / "pip").mkdir()
     (tmp_path / "pip" / "__init__.py").touch()
@@ -347,8 +347,8 @@ def test_a_stop_while_pip_works_ends_both(base, tmp_path, monkeypatch):
         os.kill(pip, 0)
 
 
-def test_process_one_hands_signals_on_collects_orphans_and_passes_the_code(base):
-    """With a stand-in for echelon: what matters here is who gets a signal, and what becomes of a code."""
+def test_process_one_forwards_signals_reaps_orphans_and_passes_the_code(base):
+    """With a stub for echelon, to test only signals and exit codes."""
     channel = pack(base, "1.0")
     stand_in = """
 import os, signal, sys, time
@@ -393,8 +393,8 @@ def run(base, env):
     )
 
 
-def test_old_pythons_read_the_entry():
-    """The image's Python may be older than echelon's: then the entry has to be able to say so."""
+def test_old_pythons_can_parse_the_entry_script():
+    """The image's Python may be too old for echelon; the entry script must be able to report that."""
     import ast
 
     ast.parse(Path(enter.__file__).read_text(), feature_version=(3, 10))

@@ -1,4 +1,4 @@
-"""The SDK's dictionaries of distribution, and what each becomes."""
+"""The SDK's `distribution` dictionaries and their conversion."""
 
 import json
 import re
@@ -16,7 +16,7 @@ P4D = "launch.sagemaker.instance_type=ml.p4d.24xlarge"
 
 
 def submit(tmp_path, distribution, *overrides):
-    # JSON is YAML, and leaves the text of a dictionary as Python has it
+    # JSON is YAML, so the text of a dictionary can be used unchanged
     return build_submission(make_job(tmp_path, f"launch.sagemaker.distribution={json.dumps(distribution)}", *overrides))
 
 
@@ -47,7 +47,7 @@ SMDDP = {"smdistributed": {"dataparallel": {"enabled": True}}}
         (smp(V1, sdp_reduce_bucket_size=5e8, sdp_max_live_parameters=10**9), "auto"),
     ],
 )
-def test_what_the_plan_becomes(tmp_path, distribution, parallel):
+def test_the_resulting_plan(tmp_path, distribution, parallel):
     # Two machines of four GPUs.
     plan = submit(tmp_path, distribution, "launch.nodes=2").staging.recipe.parallel
     if isinstance(parallel, dict):
@@ -64,14 +64,14 @@ def test_settings_of_the_library_are_keys_of_the_recipe(tmp_path):
     assert (recipe.train.precision, recipe.optim.max_grad_norm) == ("fp16", 0.5)
 
 
-def test_each_parameter_has_a_line(tmp_path):
+def test_each_parameter_has_a_message(tmp_path):
     parameters = {"hybrid_shard_degree": 4, "random_seed": 7, "allow_empty_shards": True}
     lines = submit(tmp_path, smp(V2, **parameters)).lines
     assert [sum(f"{name}" in line for line in lines) for name in parameters] == [1, 1, 1]
     assert any("hybrid_shard_degree=4 -> parallel=fsdp" in line for line in lines)
 
 
-def test_mpi_starts_as_many_processes_and_passes_its_variables_on(tmp_path):
+def test_mpi_sets_processes_and_variables(tmp_path):
     options = "-verbose -x NCCL_DEBUG=VERSION -x 'NOTE=two words' -x PATH"
     submission = submit(tmp_path, {"mpi": {"enabled": True, "processes_per_host": 2, "custom_mpi_options": options}})
     assert submission.staging.recipe.launch.nproc_per_node == 2
@@ -131,12 +131,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("distribution", "overrides", "words"), REFUSED, ids=[row[2][:40] for row in REFUSED])
-def test_refused_by_name_with_the_way_on(tmp_path, distribution, overrides, words):
+def test_refused_by_name_with_an_alternative(tmp_path, distribution, overrides, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         submit(tmp_path, distribution, *overrides)
 
 
-def test_the_plan_that_is_checked_is_the_one_that_will_run(tmp_path, monkeypatch):
+def test_the_checked_plan_is_the_one_that_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = make_job(
         tmp_path, "launch.nodes=2", text=f"{RECIPE}    distribution: {json.dumps(smp(V2, hybrid_shard_degree=0))}"
@@ -144,6 +144,6 @@ def test_the_plan_that_is_checked_is_the_one_that_will_run(tmp_path, monkeypatch
     assert any(line.startswith("plan: fsdp on 8 x A10G") for line in check_job(job).lines)
 
 
-def test_lines_reach_the_user(tmp_path):
+def test_messages_reach_the_user(tmp_path):
     job = make_job(tmp_path, text=RECIPE + "    distribution: {pytorchddp: {enabled: true}}\n")
     assert any("parallel=ddp over NCCL" in line for line in SageMakerLauncher().check(job))

@@ -1,4 +1,4 @@
-"""What is sent to SageMaker, to the byte and by the API's own model; and what is refused before."""
+"""The request to SageMaker, compared byte for byte and with the API's model; and what is refused before."""
 
 import io
 import json
@@ -67,7 +67,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_sent_is_known_to_the_byte(tmp_path, name):
+def test_the_request_equals_the_golden_file(tmp_path, name):
     job = make_job(tmp_path, *CASES[name])
     texts = SageMakerLauncher().render(job)
     texts = {file: text.replace(str(tmp_path), "HERE") for file, text in texts.items()}
@@ -79,14 +79,14 @@ def test_what_is_sent_is_known_to_the_byte(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_api_takes_it(tmp_path, name):
+def test_the_request_is_valid_for_the_api(tmp_path, name):
     request = build_submission(make_job(tmp_path, *CASES[name])).request
     shape = api().operation_model("CreateTrainingJob").input_shape
     assert faults(request, shape) == []
     assert faults({**request, "RoleArn": "me"}, shape)  # the comparison can fail
 
 
-def test_a_volume_has_a_size_and_a_key_where_there_is_one(tmp_path):
+def test_a_type_with_a_volume_has_a_size_and_a_key(tmp_path):
     key = "arn:aws:kms:us-west-2:111122223333:key/0a1b"
     settings = (f"launch.sagemaker.kms_key={key}", "launch.sagemaker.instance_type=ml.m5.large")
     request = build_submission(make_job(tmp_path, *settings, "launch.sagemaker.volume_gb=500")).request
@@ -99,7 +99,7 @@ def api():
 
 
 def faults(value, shape, place="") -> list[str]:
-    """Where a value is not what the published model of the API says: names, types, lengths, patterns, ranges."""
+    """Violations of the published model of the API: names, types, lengths, patterns, ranges."""
     found = []
     if shape.type_name == "structure":
         found += [f"{place}.{name} is unknown" for name in value if name not in shape.members]
@@ -123,12 +123,12 @@ def faults(value, shape, place="") -> list[str]:
     return found
 
 
-def test_every_machine_of_the_catalogue_is_one_of_the_api():
+def test_every_type_of_the_catalogue_is_in_the_api():
     resources = api().operation_model("CreateTrainingJob").input_shape.members["ResourceConfig"]
     assert set(INSTANCES) <= set(resources.members["InstanceType"].enum)
 
 
-def test_metrics_are_read_from_the_lines_that_training_prints():
+def test_metric_patterns_match_the_lines_of_training():
     row = {
         "step": 7, "loss": 10.25, "grad_norm": 0.125, "learning_rate": 3e-4, "tokens_per_second": 1234567.8,
         "mfu": 0.4212, "memory_peak_bytes": 3 * 2**30, "data_wait_seconds": 0.01, "step_seconds": 1.0, "skipped": False,
@@ -145,7 +145,7 @@ def test_metrics_are_read_from_the_lines_that_training_prints():
         "train:data_wait_percent": 1.0, "train:cost_usd": 1.25,
     }  # fmt: skip
     assert read_metrics(evaluation) == {"eval:loss": 2.5, "eval:perplexity": 12.18}
-    # What is not known is a dash, and gives no point; other lines give none at all.
+    # An unknown value is a dash and gives no data point; other lines give none.
     unknown = render_step({**row, "loss": -0.5, "grad_norm": float("nan"), "mfu": None, "cost_usd": None}, 9, None)
     absent = {"train:grad_norm", "train:mfu_percent", "train:cost_usd"}
     assert read_metrics(unknown).keys() == read_metrics(line).keys() - absent
@@ -167,7 +167,7 @@ def test_the_container_gets_echelon_itself_and_what_it_needs():
     assert bundle.zip_package() == bundle.zip_package()
 
 
-def test_requirements_are_those_of_the_project():
+def test_requirements_equal_those_of_the_project():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert ["torch", *bundle.CORE] == [re.sub("^torch.*", "torch", name) for name in project["dependencies"]]
     for extra, names in bundle.EXTRAS.items():
@@ -185,7 +185,7 @@ def test_requirements_follow_the_recipe(tmp_path):
     assert plain == "".join(f"{name}\n" for name in bundle.CORE)
 
 
-def test_what_a_user_writes_is_text_and_nothing_else(tmp_path):
+def test_user_text_is_never_interpreted(tmp_path):
     job = make_job(tmp_path, 'launch.setup=["printf \'%s\' \\"$X\\""]', "launch.python=/opt/my env/bin/python")
     submission = build_submission(job)
     assert submission.request["AlgorithmSpecification"]["ContainerEntrypoint"] == ["bash", bundle.START]
@@ -201,15 +201,15 @@ def test_what_a_user_writes_is_text_and_nothing_else(tmp_path):
     assert ran.stdout == f"a  'b' $c 1 {bundle.ENTRY}\n"
 
 
-def test_a_template_in_the_recipe_goes_with_it(tmp_path):
-    """Also one that is longer than any path can be."""
+def test_a_template_in_the_recipe_is_sent_with_it(tmp_path):
+    """This includes a template that is longer than any path."""
     text = "{% for message in messages %}" + "{{ message['content'] }}" * 300 + "{% endfor %}"
     staging = build_submission(make_job(tmp_path, f"data.chat_template={json.dumps(text)}")).staging
     assert staging.recipe.data.chat_template == text
 
 
 def test_paths_of_the_container(tmp_path):
-    """Folders, globs, pairs of Megatron's, models and templates: each where the container will have it."""
+    """Folders, globs, Megatron pairs, models and templates get their paths in the container."""
     for name in ("ids.bin", "ids.idx", "chat.jinja", "base/config.json", "base/model.safetensors", "base/.cache/x"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text("x")
@@ -257,14 +257,14 @@ def test_paths_of_the_container(tmp_path):
         ("s3://corpora/ids/en.idx", "s3://corpora/ids/", "/en.idx"),
     ],
 )
-def test_a_channel_has_what_its_address_names_and_no_neighbours(tmp_path, address, channel, path):
+def test_a_channel_contains_only_what_its_address_names(tmp_path, address, channel, path):
     job = make_job(tmp_path, f"data.train={address}", f"launch.sagemaker.channels={{more: {address}}}")
     staging = build_submission(job).staging
     assert {each.address for each in staging.channels if each.name != "echelon"} == {channel}
     assert staging.recipe.data.train[0].path == f"/opt/ml/input/data/train{path}"
 
 
-def test_an_address_that_is_none_is_refused_by_its_key_without_its_secret(tmp_path):
+def test_an_invalid_address_is_refused_by_key_without_its_secret(tmp_path):
     for key in ("bucket", "checkpoint_uri"):
         with pytest.raises(
             ConfigError, match=rf"command line: launch\.sagemaker\.{key}=s3://\*\*\*@b/x is not"
@@ -273,13 +273,13 @@ def test_an_address_that_is_none_is_refused_by_its_key_without_its_secret(tmp_pa
         assert "word" not in str(refused.value)
 
 
-def test_folders_of_this_machine_are_said_to_be_others_there(tmp_path):
+def test_replaced_local_folders_are_reported(tmp_path):
     lines = build_submission(make_job(tmp_path, "run.dir=/data/run", "data.prepared_dir=/data/prepared")).lines
     assert "run.dir=/data/run is for this machine; in the container it is /opt/ml/checkpoints/small" in lines
     assert any(line.startswith("data.prepared_dir=/data/prepared is for this machine") for line in lines)
 
 
-def test_hub_ids_and_the_standard_library_stay_what_they_are(tmp_path):
+def test_hub_ids_and_the_standard_library_are_unchanged(tmp_path):
     text = RECIPE.replace("config: {model_type: llama, hidden_size: 64}", "checkpoint: some/model")
     recipe = build_submission(make_job(tmp_path, "data.train=python-stdlib", text=text)).staging.recipe
     assert (recipe.model.checkpoint, recipe.data.train[0].path) == ("some/model", "python-stdlib")
@@ -316,7 +316,7 @@ def test_an_image_that_is_too_old_is_refused(tmp_path, name, lack):
         build_submission(make_job(tmp_path, f"launch.sagemaker.image={image}"))
 
 
-def test_the_oldest_versions_are_those_that_pip_is_told():
+def test_the_oldest_versions_equal_those_of_the_package():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={'.'.join(map(str, OLDEST_PYTHON))}"
     assert any(each.startswith(f"torch>={'.'.join(map(str, OLDEST_TORCH))},") for each in project["dependencies"])
@@ -383,7 +383,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_refused_here_and_not_after_minutes_there(tmp_path, words):
+def test_invalid_requests_are_refused_before_submission(tmp_path, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         SageMakerLauncher().check(make_job(tmp_path, *REFUSED[words]))
 
@@ -395,13 +395,13 @@ def test_a_run_is_not_uploaded_as_a_model(tmp_path):
         SageMakerLauncher().check(make_job(tmp_path, text=text))
 
 
-def test_the_region_is_the_accounts_where_the_recipe_has_none(tmp_path, monkeypatch):
+def test_the_default_region_is_that_of_the_account(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
     submission = build_submission(make_job(tmp_path, "launch.sagemaker.region=null"))
     assert ".ecr.eu-central-1." in submission.request["AlgorithmSpecification"]["TrainingImage"]
 
 
-def test_rendering_needs_nothing_of_amazon(tmp_path):
+def test_rendering_needs_no_aws_package(tmp_path):
     program = (
         "import sys, echelon.launch.sagemaker; print({'boto3', 'botocore', 'sagemaker', 'torch'} & {*sys.modules})"
     )
@@ -410,7 +410,7 @@ def test_rendering_needs_nothing_of_amazon(tmp_path):
     assert isinstance(find_launcher("sagemaker"), SageMakerLauncher)
 
 
-def test_the_recipe_of_the_container_is_the_one_launched_but_for_its_paths(tmp_path):
+def test_the_recipe_of_the_container_differs_only_in_paths(tmp_path):
     job = make_job(tmp_path)
     (tmp_path / "there").mkdir()
     there, _ = load_text(tmp_path / "there", SageMakerLauncher().render(job)["container-recipe.yaml"])
@@ -419,7 +419,7 @@ def test_the_recipe_of_the_container_is_the_one_launched_but_for_its_paths(tmp_p
     assert json.loads(SageMakerLauncher().render(job)["request.json"]) == build_submission(job).request
 
 
-def test_what_only_the_container_sees_is_not_looked_for_here(tmp_path, monkeypatch):
+def test_paths_of_the_container_are_not_checked_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = RECIPE.replace("config: {model_type: llama, hidden_size: 64}", "checkpoint: s3://models/llama")
     checked = check_job(make_job(tmp_path, text=text))

@@ -1,4 +1,4 @@
-"""A job handed over to a server that speaks AWS's protocols, read at the wire; then asked for, read and stopped."""
+"""A job submitted to a server with AWS's protocols, compared on the wire; then status, logs and stop."""
 
 import io
 import json
@@ -46,14 +46,14 @@ def server():
 
 @pytest.fixture
 def aws(server, monkeypatch):
-    """What a user's environment has; the address is that of the server."""
+    """The environment of a user, with the address of the local server."""
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
 def wire(monkeypatch):
-    """The operations asked of AWS with their bodies, as they left."""
+    """The requested AWS operations with their bodies, as sent."""
     sent = []
     made = boto3.Session.__init__
 
@@ -67,7 +67,7 @@ def wire(monkeypatch):
     return sent
 
 
-def test_a_job_from_launch_to_its_log(tmp_path, monkeypatch, aws, wire):
+def test_a_job_from_launch_to_log(tmp_path, monkeypatch, aws, wire):
     monkeypatch.chdir(tmp_path)
     s3 = boto3.client("s3", region_name="us-west-2")
     s3.create_bucket(Bucket="my-bucket", CreateBucketConfiguration={"LocationConstraint": "us-west-2"})
@@ -106,7 +106,7 @@ def test_a_job_from_launch_to_its_log(tmp_path, monkeypatch, aws, wire):
 
 
 def check_request(request):
-    """Field by field, against what the recipe says, worked by hand."""
+    """Compare each field with values derived from the recipe by hand."""
     assert request.pop("TrainingJobName") == "small-1"
     algorithm = request.pop("AlgorithmSpecification")
     metrics = {each["Name"]: each["Regex"] for each in algorithm.pop("MetricDefinitions")}
@@ -160,7 +160,7 @@ def check_request(request):
 
 def check_log(launcher, record):
     logs = boto3.client("logs", region_name="us-west-2")
-    assert list(launcher.logs(record, False)) == []  # nothing has been logged in this region yet
+    assert list(launcher.logs(record, False)) == []  # no logs in this region yet
     logs.create_log_group(logGroupName=LOG_GROUP)
     now = int(time.time() * 1000)
     for host, lines in (("algo-1", ["step 1/2  loss 5.5\n", "step 2/2  loss 5.0\n"]), ("algo-2", ["waiting\n"])):
@@ -170,11 +170,11 @@ def check_log(launcher, record):
         logs.put_log_events(**stream, logEvents=events)
     expected = ["algo-2  waiting", "step 1/2  loss 5.5", "step 2/2  loss 5.0"]
     assert sorted(launcher.logs(record, False)) == expected
-    assert sorted(launcher.logs(record, True)) == expected  # it has ended, so there is nothing to wait for
+    assert sorted(launcher.logs(record, True)) == expected  # the job has ended, so the command does not wait
 
 
 def test_following_shows_each_line_once_until_the_end(monkeypatch, aws):
-    """Between two looks a line comes that is older than those shown: another machine's."""
+    """Between two polls a line of another machine arrives that is older than those shown."""
     logs = boto3.client("logs", region_name="eu-west-1")
     logs.create_log_group(logGroupName=LOG_GROUP)
     now = int(time.time() * 1000)
@@ -193,7 +193,7 @@ def test_following_shows_each_line_once_until_the_end(monkeypatch, aws):
     assert next(states, None) is None
 
 
-def test_what_aws_refuses_is_one_sentence(tmp_path, monkeypatch, aws):
+def test_a_refusal_of_aws_is_one_message(tmp_path, monkeypatch, aws):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LaunchError, match=r"uploading the job's files \(NoSuchBucket\).*create the bucket first"):
         SageMakerLauncher().submit(make_job(tmp_path, "launch.sagemaker.bucket=s3://no-such-bucket"))
@@ -206,7 +206,7 @@ def test_what_aws_refuses_is_one_sentence(tmp_path, monkeypatch, aws):
     assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
 
 
-def test_a_local_run_of_the_same_name_is_not_taken_for_the_job(tmp_path, monkeypatch, capsys):
+def test_a_local_run_of_the_same_name_is_not_the_job(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     job = make_job(tmp_path)
     folder = RunFolder(job.recipe.run.dir)
@@ -221,7 +221,7 @@ def test_a_local_run_of_the_same_name_is_not_taken_for_the_job(tmp_path, monkeyp
     assert capsys.readouterr().out == "small-1  sagemaker  running  InProgress\n"
 
 
-def test_a_file_that_is_gone_by_now_is_one_sentence(tmp_path, aws):
+def test_a_file_removed_before_upload_is_one_message(tmp_path, aws):
     with pytest.raises(LaunchError, match=r"uploading the job's files failed: .*No such file.*/gone"):
         Service("us-west-2").upload([Upload("s3://bucket/x", tmp_path / "gone", "gone")], None)
 
@@ -233,7 +233,7 @@ def test_a_file_that_is_gone_by_now_is_one_sentence(tmp_path, aws):
         ClientError({"Error": {"Code": "ResourceInUse", "Message": "names must be unique"}}, "CreateTrainingJob"),
     ],
 )
-def test_a_job_whose_answer_was_lost_can_be_found(monkeypatch, aws, lost):
+def test_a_job_whose_response_was_lost_can_be_found(monkeypatch, aws, lost):
     def call(client, name, given):
         raise lost
 
@@ -243,7 +243,7 @@ def test_a_job_whose_answer_was_lost_can_be_found(monkeypatch, aws, lost):
 
 
 def test_a_cancelled_job_is_asked_to_stop(monkeypatch, aws):
-    """moto has no StopTrainingJob: the call is answered where botocore would send it."""
+    """moto lacks StopTrainingJob, so the call is intercepted where botocore would send it."""
     asked = []
     monkeypatch.setattr(
         "botocore.client.BaseClient._make_api_call", lambda client, name, given: asked.append((name, given))
@@ -252,7 +252,7 @@ def test_a_cancelled_job_is_asked_to_stop(monkeypatch, aws):
     assert asked == [("StopTrainingJob", {"TrainingJobName": "small-1"})]
 
 
-def test_without_boto3_it_says_what_to_install(tmp_path, monkeypatch):
+def test_without_boto3_the_message_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
     with pytest.raises(ConfigError, match=r"pip install 'echelon\[sagemaker\]'"):
         SageMakerLauncher().submit(make_job(tmp_path))
@@ -286,7 +286,7 @@ def test_states(primary, secondary, state, code):
     assert status.detail == (primary if secondary in ("", primary) else f"{primary}, {secondary}")
 
 
-def test_what_was_billed_and_why_it_failed():
+def test_billed_time_and_reason_of_a_failure():
     answer = {
         "TrainingJobStatus": "Failed",
         "SecondaryStatus": "Failed",
@@ -302,7 +302,7 @@ def test_what_was_billed_and_why_it_failed():
     assert status.detail == (
         "Failed: AlgorithmError: parallel.tp=3 does not divide num_heads=8, exit code: 2: spot saved 75%"
     )
-    # Two machines for a quarter of an hour, at 7.09 dollars an hour in that region.
+    # Two machines for a quarter of an hour, at $7.09 per hour in that region.
     assert (status.billed_hours, round(status.billed_usd, 6)) == (0.5, 3.545)
     assert read_status(answer, "eu-west-1").billed_usd is None
     assert read_status(answer, "eu-west-1", usd_per_hour=6.0).billed_usd == 3.0

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate, against values worked out by hand."""
+"""Learning-rate schedules, compared with values by hand."""
 
 import pytest
 
@@ -20,16 +20,16 @@ def rates(num_steps, batches=EIGHT, **config):
     return [rate(step) for step in range(num_steps + 1)]
 
 
-def test_cosine_worked_out_by_hand():
+def test_cosine_by_hand():
     rate = rates(11, warmup_steps=4)
     assert rate[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert rate[4] == pytest.approx(1.0)  # the cosine begins at the peak
+    assert rate[4] == pytest.approx(1.0)  # the cosine starts at the peak
     assert rate[7] == pytest.approx(0.55)  # half way: the mean of peak and floor
-    assert rate[10] == rate[11] == pytest.approx(0.1)  # the last step, and any beyond it: the floor
+    assert rate[10] == rate[11] == pytest.approx(0.1)  # the last step, and any after it: the floor
 
 
 def test_cosine_in_steps_is_frozen():
-    """Runs resume bit for bit across versions: never edit the values."""
+    """Runs resume bit for bit across versions: never change these values."""
     rate = build_schedule(OptimConfig(learning_rate=3e-4, warmup_steps=7, min_learning_rate_fraction=0.07), 100, EIGHT)
     assert [rate(step).hex() for step in (0, 6, 7, 33, 50, 99)] == FROZEN
 
@@ -39,26 +39,26 @@ def test_no_warmup_starts_at_the_peak():
         assert rates(10, schedule=schedule, learning_rate=2.0)[0] == 2.0
 
 
-def test_each_fall_worked_out_by_hand():
+def test_each_decay_by_hand():
     warm = {"warmup_steps": 2, "min_learning_rate_fraction": 0.2}
-    # 7 steps, 2 of warm-up: the last begins 4 behind it, so the share fallen is 0, 1/4, 1/2, 3/4, 1
+    # 7 steps, 2 of warm-up: the last one is 4 steps later, so the progress is 0, 1/4, 1/2, 3/4, 1
     assert rates(7, schedule="linear", **warm)[1:] == pytest.approx([1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
     assert rates(7, schedule="constant", **warm) == [0.5, 1, 1, 1, 1, 1, 1, 1]
-    # (1 - share)^2 of the 0.8 above the floor: 0.45, 0.2, 0.05
+    # (1 - progress)^2 of the 0.8 above the floor: 0.45, 0.2, 0.05
     assert rates(7, schedule="polynomial", **warm)[2:] == pytest.approx([1, 0.65, 0.4, 0.25, 0.2, 0.2])
     cubic = rates(7, schedule="polynomial", polynomial_power=3.0, **warm)
     assert cubic[4] == pytest.approx(0.2 + 0.8 / 8)
     # sqrt(2/2), sqrt(2/8); sqrt(2/72) = 1/6 is below the floor
     root = rates(80, schedule="inverse_sqrt", **warm)
     assert (root[0], root[1], root[2], root[8], root[72]) == pytest.approx((0.5, 1, 1, 0.5, 0.2))
-    # the last 4 of 10 steps fall by sqrt(1/4), sqrt(1/2), sqrt(3/4), 1
+    # the last 4 of 10 steps decrease by sqrt(1/4), sqrt(1/2), sqrt(3/4), 1
     stable = rates(10, schedule="wsd", decay_fraction=0.4, **warm)
     falls = [0.2 + 0.8 * (1 - share**0.5) for share in (0.25, 0.5, 0.75, 1)]
     assert stable == pytest.approx([0.5, 1, 1, 1, 1, 1, *falls, 0.2])
     assert stable[1:6] == [1.0] * 5
 
 
-def test_tokens_and_steps_are_the_same_course_where_the_batch_is_constant():
+def test_tokens_and_steps_agree_with_a_constant_batch():
     for schedule in ("cosine", "linear", "constant", "inverse_sqrt", "polynomial", "wsd"):
         by_steps = rates(50, schedule=schedule, warmup_steps=5)
         by_tokens = rates(50, schedule=schedule, schedule_unit="tokens", warmup_tokens=5 * 8 * 64)
@@ -66,11 +66,11 @@ def test_tokens_and_steps_are_the_same_course_where_the_batch_is_constant():
 
 
 def test_tokens_follow_the_ramp():
-    # stretches of 20 tokens: steps of 1, 1, 2, 3, 4, 4, ... sequences of 10
+    # stages of 20 tokens: steps of 1, 1, 2, 3, 4, 4, ... sequences of 10
     ramp = ramp_batch(1, 4, 1, over_tokens=60, sequence_len=10)
     assert [ramp.first_token(step) for step in range(7)] == [0, 10, 20, 40, 70, 110, 150]
     rate = rates(6, ramp, schedule="linear", schedule_unit="tokens", warmup_tokens=30, min_learning_rate_fraction=0.0)
-    # the warm-up takes 10, 20 and then all 30 of 30 tokens; from there it is 80 to the begin of the last step
+    # the warm-up covers 10, 20 and then all 30 tokens; from there it is 80 to the start of the last step
     assert rate[:6] == pytest.approx([1 / 3, 2 / 3, 1, 1 - 10 / 80, 1 - 40 / 80, 0])
 
 
@@ -79,10 +79,10 @@ def test_a_fraction_of_the_run_is_warm_up():
     by_fraction = rates(10, schedule="linear", warmup_fraction=0.25)
     assert by_fraction == rates(10, schedule="linear", warmup_steps=3)
     assert by_fraction[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
-    # as a decimal: in binary, 0.07 * 100 is a little more than 7
+    # in decimal: in binary, 0.07 * 100 is a little more than 7
     assert find_warmup(OptimConfig(learning_rate=1, warmup_fraction=0.07), 100, EIGHT) == 7
     assert rates(10, warmup_fraction=0.0) == rates(10)
-    # in tokens, of the tokens: half of the 150 that 6 steps feed under this ramp
+    # in tokens, a fraction of the tokens: half of the 150 that 6 steps feed under this ramp
     ramp = ramp_batch(1, 4, 1, over_tokens=60, sequence_len=10)
     tokens = OptimConfig(learning_rate=1, schedule_unit="tokens", warmup_fraction=0.5)
     assert (ramp.first_token(6), find_warmup(tokens, 6, ramp)) == (150, 75)
@@ -111,7 +111,7 @@ def fault(steps=100, **config):
     return find_fault(OptimConfig(learning_rate=1.0, **config), steps, EIGHT)
 
 
-def test_what_does_not_fit_the_run_is_told():
+def test_settings_that_do_not_fit_the_run_are_refused():
     assert fault(warmup_steps=100) is None
     assert fault(warmup_steps=101) == (
         "optim.warmup_steps=101 is more than the 100 steps of the whole run; use at most 100."
@@ -153,13 +153,13 @@ def test_what_does_not_fit_the_run_is_told():
         (["optim.schedule_unit=tokens", "optim.warmup_tokens=1e9"], "more than the 51200 tokens of the whole run"),
     ],
 )
-def test_a_recipe_refuses_them(tmp_path, overrides, message):
+def test_a_recipe_with_such_settings_is_refused(tmp_path, overrides, message):
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, SMALL, *overrides)
     assert message in str(caught.value)
 
 
-def test_the_rates_are_said_before_the_start():
+def test_the_rates_are_printed_before_the_start():
     config = OptimConfig(learning_rate=1e-3, warmup_steps=4, min_learning_rate_fraction=0.1)
     assert render_schedule(config, 21, EIGHT) == (
         "schedule: cosine over 21 steps, warm-up over 4 steps: 2.50e-04 at step 1, 9.91e-04 at step 6, "

@@ -1,4 +1,4 @@
-"""Samples on disk and their packs: what is stored, cut, left out, packed, read back, and refused when damaged."""
+"""Samples on disk and their packs: storage, truncation, dropping, packing, reading, and refusal of damage."""
 
 import dataclasses
 import hashlib
@@ -69,7 +69,7 @@ def read_all(prepared: PreparedData):
 
 
 def pack_one_by_one(sizes: list[int], room: int) -> list[int]:
-    """What is left in each pack, ascending: the rule as it is defined, a sample at a time."""
+    """The free space of each pack, ascending, by the definition of the rule, one sample at a time."""
     left: list[int] = []
     for size in sorted(sizes, reverse=True):
         fitting = [index for index, free in enumerate(left) if free >= size]
@@ -92,18 +92,18 @@ def test_best_fit_is_the_rule_applied_one_sample_at_a_time(room):
 
 
 def test_best_fit_by_hand():
-    # 6 and 7 open packs of 4 and 3 left; the 4 fits the first, the 3 the second; 2 + 2 + 1 share a third.
+    # 6 and 7 open packs with 4 and 3 free; 4 goes into the first, 3 into the second; 2 + 2 + 1 share a third.
     assert best_fit(np.array([2, 6, 3, 7, 4, 1, 2]), 10).tolist() == [2, 1, 0, 0, 1, 2, 2]
 
 
-# What is stored and read
+# Storing and reading
 
 
 def test_documents_and_labels_by_hand(tmp_path, caplog):
     prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", FOUR)))
     assert prepared.apart and prepared.manifest.documents_each == 1
     samples = read_all(prepared)
-    # The fourth feeds 9 positions and is cut to 8; 5 and 3 fill a pack; the one of 1 has a pack of its own.
+    # The fourth takes 9 positions and is cut to 8; 5 and 3 fill a pack; the one of 1 has its own pack.
     assert [bytes(row.tolist()).rstrip(b"\0") for row in samples.inputs] == [b"hijklmno", b"abcqrstu", b"x"]
     assert samples.labels.tolist() == [
         [_, _, *b"klmnop"],
@@ -130,7 +130,7 @@ def test_without_packing_each_sample_has_its_own_sequence(tmp_path):
     assert samples.documents is not None and set(samples.documents.flat) == {0, -1}
 
 
-def test_what_does_not_fit_is_dropped_or_refused(tmp_path, caplog):
+def test_samples_that_are_too_long_are_dropped_or_refused(tmp_path, caplog):
     path = write_records(tmp_path / "x.jsonl", FOUR)
     dropped = prepare(build_spec(tmp_path, path, on_overlong="drop"))
     assert [record.labelled.samples for record in dropped.manifest.streams["train"]] == [3]
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_dropped_or_refused(tmp_path, caplog):
     assert prepare(build_spec(tmp_path, path, on_overlong="refuse", sequence_len=9)).train.num_samples == 2
 
 
-def test_a_sample_without_a_label_is_left_out_and_counted(tmp_path, caplog):
+def test_a_sample_without_a_label_is_dropped_and_counted(tmp_path, caplog):
     records = [*FOUR, *pairs(("long prompt", "x"), ("no completion", ""))]
     prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", records)))
     (record,) = prepared.manifest.streams["train"]
@@ -151,7 +151,7 @@ def test_a_sample_without_a_label_is_left_out_and_counted(tmp_path, caplog):
         prepare(build_spec(tmp_path, only))
 
 
-def test_the_longer_documents_of_a_pair_give_way():
+def test_the_longer_document_of_a_pair_is_cut():
     assert fit_lengths((9,), 8) == (9,)
     assert fit_lengths((10,), 8) == (9,)
     assert fit_lengths((4, 9), 8) == (4, 6)  # 3 positions of 3, 5 of the 8
@@ -160,7 +160,7 @@ def test_the_longer_documents_of_a_pair_give_way():
     assert fit_lengths((2, 7), 8) == (2, 7)
 
 
-def test_a_pair_stays_together_chosen_even_and_rejected_odd(tmp_path):
+def test_a_pair_shares_a_pack_with_chosen_even_and_rejected_odd(tmp_path):
     records = [{"prompt": "p", "chosen": "c" * n, "rejected": "r" * m} for n, m in ((1, 2), (4, 1), (2, 2), (9, 1))]
     prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", records), sequence_len=9))
     assert prepared.manifest.documents_each == 2
@@ -206,14 +206,14 @@ def test_every_sample_is_in_one_pack_and_held_out_by_its_content(tmp_path):
     assert len(trained) + len(validated) == 400 and {*trained, *validated} == texts
     filled = [len(text) - 1 for text in trained]
     assert prepared.train.num_samples <= 1.02 * -(-sum(filled) // 200)
-    # A record's side does not depend on the others, nor on their order.
+    # Whether a record is held out does not depend on other records or their order.
     fewer = write_records(tmp_path / "y.jsonl", records[200:][::-1])
     other = prepare(build_spec(tmp_path, fewer, sequence_len=200, validation_fraction=0.1))
     again = texts_of(other.validation[0].dataset, np.arange(other.validation[0].dataset.num_samples))
     assert again and set(again) <= set(validated)
 
 
-def test_copies_and_broken_records_are_left_out(tmp_path):
+def test_copies_and_broken_records_are_removed(tmp_path):
     records = [*FOUR, FOUR[1], {"prompt": "p", "completion": 5}]
     path = write_records(tmp_path / "x.jsonl", records)
     prepared = prepare(build_spec(tmp_path, path, deduplicate=True, max_broken_fraction=0.5))
@@ -222,7 +222,7 @@ def test_copies_and_broken_records_are_left_out(tmp_path):
     assert record.broken[0].endswith("x.jsonl:6 has no text in `completion`")
 
 
-def test_a_mixture_shares_out_packs_and_mixes_none(tmp_path):
+def test_a_mixture_weights_packs_without_mixing_their_samples(tmp_path):
     paths = [write_records(tmp_path / f"{seed}.jsonl", many(50, seed)) for seed in (1, 2)]
     prepared = prepare(build_spec(tmp_path, *paths, sequence_len=150, mixture=True))
     parts = prepared.train.parts
@@ -238,7 +238,7 @@ def test_a_mixture_shares_out_packs_and_mixes_none(tmp_path):
         assert set(texts_of(part, np.arange(part.num_samples))) == own
 
 
-# Going on
+# Resuming
 
 
 def big_spec(folder: Path, name: str, workers: int) -> PrepareSpec:
@@ -255,7 +255,7 @@ def checksums(prepared: PreparedData) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in prepared.path.glob("*.bin")}
 
 
-def test_the_same_bytes_from_any_number_of_workers_and_after_being_stopped(tmp_path, monkeypatch):
+def test_the_same_bytes_from_any_number_of_workers_and_after_a_stop(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize, "PIECE_BYTES", 2**16)
     monkeypatch.setattr(tokenize, "cut_file", partial(cut_file, piece_bytes=2**16))
     lines = [json.dumps(record) for record in many(2000)]
@@ -292,7 +292,7 @@ def test_the_same_bytes_from_any_number_of_workers_and_after_being_stopped(tmp_p
     assert (resumed.manifest, checksums(resumed)) == (whole.manifest, expected)
 
 
-def test_what_decides_the_samples_is_in_the_key(tmp_path, monkeypatch):
+def test_the_key_covers_everything_that_determines_the_samples(tmp_path, monkeypatch):
     path = write_records(tmp_path / "x.jsonl", FOUR)
     specs = [build_spec(tmp_path, path, **changes) for changes in (
         {}, {"sequence_len": 9}, {"packing": False}, {"on_overlong": "drop"},
@@ -320,7 +320,7 @@ def test_damaged_samples_are_refused(tmp_path):
         path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
         with pytest.raises(DataError, match="was altered"):
             open_prepared(prepared.path, 8, verify=True)
-        if "lengths" not in path.name:  # which only preparing reads
+        if "lengths" not in path.name:  # read only by preparation
             with pytest.raises(DataError, match="was altered"):
                 read_all(open_prepared(prepared.path, 8))
         path.write_bytes(content)
@@ -344,7 +344,7 @@ def test_damaged_samples_are_refused(tmp_path):
     refuse("some sources hold samples, and some do not")
 
 
-# What is fed
+# Batches
 
 
 @pytest.fixture
@@ -358,7 +358,7 @@ def load(data: PreparedData, steps: int, rank: int = 0, ranks: int = 1, micro: i
         return [next(loader) for _ in range(steps)]
 
 
-def test_common_padding_is_trimmed_and_the_hash_knows_nothing_of_it(tmp_path):
+def test_common_padding_is_trimmed_without_effect_on_the_hash(tmp_path):
     path = write_records(tmp_path / "x.jsonl", many(41))
     packed = prepare(build_spec(tmp_path, path, sequence_len=301, packing=False))
     whole = load(packed, 4)
@@ -385,15 +385,15 @@ def test_common_padding_is_trimmed_and_the_hash_knows_nothing_of_it(tmp_path):
 
 
 def in_order(batch):
-    """The samples of a step by their places in the global batch."""
+    """The samples of a step by position in the global batch."""
     places, ids = (
         np.concatenate([getattr(each, name) for each in batch.microbatches]) for name in ("batch_indices", "sample_ids")
     )
     return ids[np.argsort(places)]
 
 
-def test_sequences_of_about_one_length_share_a_microbatch(tmp_path):
-    """What is fed beside the tokens is what the rows of a microbatch differ by, and no more than it has to be."""
+def test_sequences_of_similar_length_share_a_microbatch(tmp_path):
+    """Padding is only the difference in length within a microbatch, and it is minimal."""
     path = write_records(tmp_path / "x.jsonl", many(41))
     packed = prepare(build_spec(tmp_path, path, sequence_len=301, packing=False))
     order = SampleOrder(packed.train.num_samples, seed=3)
@@ -408,7 +408,7 @@ def test_sequences_of_about_one_length_share_a_microbatch(tmp_path):
     assert in_order(batch).tolist() == order.sample_ids(0, 12).tolist()
 
 
-def test_an_epoch_feeds_each_pack_once_in_the_order_of_the_seed(packed):
+def test_an_epoch_feeds_each_pack_once_in_a_seeded_order(packed):
     num_packs = packed.train.num_samples
     batches = load(packed, -(-num_packs // 6))
     fed = np.concatenate([in_order(batch) for batch in batches])[:num_packs]
@@ -416,14 +416,14 @@ def test_an_epoch_feeds_each_pack_once_in_the_order_of_the_seed(packed):
     assert len(texts_of(packed.train, fed)) == 41
 
 
-def test_without_a_mask_padding_is_still_none_of_the_tokens(packed):
+def test_without_a_mask_padding_is_still_not_counted_as_tokens(packed):
     plain = open_prepared(packed.path, 301, document_mask=False)
     for batch, kept_apart in zip(load(plain, 2), load(packed, 2), strict=True):
         assert all(each.documents is None and each.position_ids is None for each in batch.microbatches)
         assert (batch.num_tokens, batch.hash) == (kept_apart.num_tokens, kept_apart.hash)
 
 
-def test_texts_are_kept_apart_at_their_separators(tmp_path):
+def test_texts_are_separated_at_their_separators(tmp_path):
     train_tokenizer(["a b c"], 257).save_pretrained(tmp_path / "tokenizer")
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in ("abc", "d", "efgh")))
@@ -445,7 +445,7 @@ def test_texts_are_kept_apart_at_their_separators(tmp_path):
             prepare(dataclasses.replace(spec, **changes))
 
 
-def test_texts_without_packing_are_samples_of_their_own(tmp_path):
+def test_texts_without_packing_are_separate_samples(tmp_path):
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("abc", "d", "efghijklmn")))
     prepared = prepare(build_spec(tmp_path, tmp_path / "x.jsonl", packing=False, sequence_len=4))
     assert isinstance(prepared.train, TokenDataset) is False

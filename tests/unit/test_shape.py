@@ -49,7 +49,7 @@ def meta_model(config):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("config", odd_configs(), ids=lambda config: config["model_type"])
-def test_counts_equal_the_model_transformers_builds(config, tied):
+def test_counts_equal_the_model_of_transformers(config, tied):
     config = {**config, "tie_word_embeddings": tied}
     model, shape = meta_model(config), build_shape(config)
     layers = model.base_model.h if config["model_type"] == "gpt2" else model.base_model.layers
@@ -65,7 +65,7 @@ def test_counts_equal_the_model_transformers_builds(config, tied):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2"])
-def test_left_out_fields_take_the_defaults_of_transformers(model_type):
+def test_missing_fields_have_the_defaults_of_transformers(model_type):
     config = {"model_type": model_type}
     shape = build_shape(config)
     assert shape.num_parameters == sum(p.numel() for p in meta_model(config).parameters())
@@ -85,7 +85,7 @@ def test_flops_of_llama3_8b():
 def test_flops_of_gpt2_small():
     shape = build_shape({"model_type": "gpt2"})
     assert shape.num_parameters == 124_439_808
-    # The tied head stays in N, the 1024 * 768 positions do not: 6 * 123653376 + 12 * 12 * 768 * 1024
+    # N includes the tied head, but not the 1024 * 768 positions: 6 * 123653376 + 12 * 12 * 768 * 1024
     assert shape.flops_per_token(1024) == 741_920_256 + 113_246_208
 
 
@@ -111,13 +111,13 @@ def test_flops_of_gpt2_small():
         ({"model_type": "olmo2", "hidden_size": "wide"}, ["olmo2", "hidden_size"]),
     ],
 )
-def test_bad_configs_are_refused_by_name(config, words):
+def test_invalid_configs_are_refused_by_name(config, words):
     with pytest.raises(ConfigError) as caught:
         build_shape(config)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_vocab_size_is_the_tokenizers_rounded_up_or_the_given_one():
+def test_vocab_size_is_given_or_the_tokenizers_rounded_up():
     assert resolve_vocab_size({}, 257)[0] == 320
     assert resolve_vocab_size({}, 256)[0] == 256
     size, line = resolve_vocab_size({"vocab_size": 300}, 257)
@@ -134,8 +134,8 @@ def test_known_families_need_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_experts_that_a_token_passes_by_cost_nothing():
-    """Worked by hand: two layers of 8 experts of three 64 by 32 matrices, of which a token goes to 2."""
+def test_experts_that_a_token_does_not_use_cost_nothing():
+    """By hand: two layers with 8 experts of three 64 by 32 matrices, 2 of which a token uses."""
     shape = build_shape(small_config("qwen3_moe"))
     experts = 2 * 8 * 3 * 64 * 32
     assert shape.num_expert_parameters == experts and shape.num_idle_parameters == experts * 6 // 8

@@ -1,4 +1,4 @@
-"""What is handed to Slurm, byte for byte, and what the script does with every ending, its commands played by stubs."""
+"""The scripts for Slurm, byte for byte, and their reaction to every exit, with stubs for commands."""
 
 import shlex
 import subprocess
@@ -34,7 +34,7 @@ FULL = [
 
 @pytest.fixture
 def make(tmp_path):
-    """A job of the recipe with overrides, in a folder of its own."""
+    """Create a job of the recipe with overrides, in a new folder."""
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
 
@@ -54,7 +54,7 @@ def make(tmp_path):
         ("slurm-array.sbatch", lambda make: render_array([make(name=f"demo-{each}") for each in (1, 2, 3)], 2)),
     ],
 )
-def test_scripts_are_these(make, golden, text):
+def test_scripts_equal_the_golden_files(make, golden, text):
     assert text(make) == (GOLDEN / golden).read_text(encoding="utf-8")
 
 
@@ -76,12 +76,12 @@ def test_scripts_are_these(make, golden, text):
         ("fault.notice_seconds=70000", "fault.notice_seconds=70000: .* use 65475 or less"),
     ],
 )
-def test_what_slurm_would_refuse_is_refused_here(make, override, message):
+def test_requests_that_slurm_would_refuse_are_refused(make, override, message):
     with pytest.raises(ConfigError, match=message):
         SlurmLauncher().check(make(override))
 
 
-def test_gpus_and_memory_are_asked_for_once(make):
+def test_gpus_and_memory_are_requested_once(make):
     gres = "launch.slurm.options={gres: 'gpu:h100:8'}"
     with pytest.raises(ConfigError, match=r"options\.gres=gpu:h100:8: .* already requests 8 GPUs per machine"):
         SlurmLauncher().check(make("launch.nproc_per_node=8", gres))
@@ -97,7 +97,7 @@ def test_time_is_whole_minutes(hours, text):
     assert format_time(hours) == text
 
 
-def test_jobs_of_an_array_ask_for_the_same(make):
+def test_jobs_of_an_array_must_request_the_same(make):
     with pytest.raises(ConfigError, match="demo-2 differs from demo-1"):
         render_array([make(), make("launch.nodes=2", name="demo-2")], 1)
     with pytest.raises(ConfigError, match="3 of 1 jobs at a time"):
@@ -105,7 +105,7 @@ def test_jobs_of_an_array_ask_for_the_same(make):
 
 
 class Stage:
-    """The batch script on a machine without Slurm: `srun` ends as told, `scontrol` knows a state and notes requeues."""
+    """Runs the batch script without Slurm: the fake `srun` exits as set, `scontrol` has a state, records requeues."""
 
     def __init__(self, folder, job):
         self.folder, self.job_folder, self.run = folder, folder / "jobs/demo-1", folder / "runs/demo"
@@ -115,7 +115,7 @@ class Stage:
         (self.job_folder / "job.sbatch").write_text(SlurmLauncher().render(job)["job.sbatch"])
 
     def start(self, code, message="", state="RUNNING"):
-        """Run the script once: its exit code, the code it left behind, and whether it asked for a requeue."""
+        """Run the script once; return its exit code, the code it wrote, and whether it requested a requeue."""
         event = f'{{"event": "signal", "message": "{message}"}}'
         srun = f"echo {shlex.quote(event)} >> {shlex.quote(str(self.run / 'events.jsonl'))}; exit {code}"
         note = shlex.quote(str(self.folder / "asked"))
@@ -139,7 +139,7 @@ def stage(tmp_path, make):
     return Stage(folder, make(workdir=folder))
 
 
-def test_stop_by_a_signal_is_requeued_while_it_gets_further(stage):
+def test_a_job_stopped_by_a_signal_is_requeued_while_it_makes_progress(stage):
     (stage.checkpoints / "step-00000010").mkdir()
     assert stage.start(3, "stopped by SIGUSR1 at step 10") == (3, None, True)
     (stage.checkpoints / "step-00000020").mkdir()
@@ -147,7 +147,7 @@ def test_stop_by_a_signal_is_requeued_while_it_gets_further(stage):
     assert stage.start(3, "stopped by SIGUSR1 at step 20") == (3, "3", False)
 
 
-def test_start_that_was_too_short_to_save_anything_is_repeated_once(stage):
+def test_a_start_too_short_for_a_save_is_repeated_once(stage):
     assert stage.start(143) == (3, None, True)
     assert stage.start(138) == (3, "3", False)
 
@@ -160,10 +160,10 @@ def test_start_that_was_too_short_to_save_anything_is_repeated_once(stage):
         (2, "", "RUNNING"),
         (3, "budget.max_hours is spent", "RUNNING"),
         (3, "stopped by SIGINT at step 10", "RUNNING"),
-        (3, "stopped by SIGTERM at step 10", "COMPLETING"),  # scancel, or preemption: Slurm knows what follows
+        (3, "stopped by SIGTERM at step 10", "COMPLETING"),  # scancel, or preemption: Slurm decides what follows
     ],
 )
-def test_other_endings_are_final(stage, code, message, state):
+def test_other_exits_are_final(stage, code, message, state):
     assert stage.start(code, message, state) == (code, str(code), False)
 
 
@@ -178,7 +178,7 @@ def test_job_without_requeue_ends_with_its_code(tmp_path, make):
     assert stage.start(3, "stopped by SIGUSR1 at step 10") == (3, "3", False)
 
 
-def test_what_slurm_answers_and_what_it_forgot(tmp_path, monkeypatch):
+def test_states_that_slurm_reports_or_has_forgotten(tmp_path, monkeypatch):
     record = JobRecord("demo-1", "slurm", "7", "runs/demo", 0.0, tmp_path)
     launcher = SlurmLauncher()
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Snapshots over a process group of one: the newest of memory and disk, and failures that cost nothing."""
+"""Snapshots in a process group of one: the newest of memory and disk, and failures without consequences."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def group(tmp_path):
     dist.destroy_process_group()
 
 
-def test_the_newer_one_counts(tmp_path):
+def test_the_newer_one_is_used(tmp_path):
     disk = CheckpointStore(tmp_path / "disk", 3, True)
     snapshots = Snapshots(tmp_path / "memory", 2)
     assert [step for step in range(1, 7) if snapshots.is_due(step)] == [2, 4, 6]
@@ -35,7 +35,7 @@ def test_the_newer_one_counts(tmp_path):
     assert found["a"].tolist() == [4.0, 4.0, 4.0]
 
 
-def test_without_memory_there_are_none(tmp_path):
+def test_without_shared_memory_there_are_no_snapshots(tmp_path):
     snapshots = Snapshots(None, 2)
     assert not snapshots.is_due(2) and snapshots.newest() is None
     snapshots.rehearse({"a": torch.zeros(3)})
@@ -56,7 +56,7 @@ def test_failures_end_the_snapshots_and_not_the_run(tmp_path, monkeypatch, caplo
     snapshots.close()
 
 
-def test_too_little_memory_is_said_before_training(tmp_path):
+def test_too_little_memory_is_refused_before_training(tmp_path):
     snapshots = Snapshots(tmp_path / "memory", 5)
     with pytest.raises(CheckpointError, match=r"checkpoint.snapshot_every_steps=5: .* leave this key out"):
         snapshots.rehearse({"a": torch.zeros(1, device="meta").expand(2**50)})

@@ -1,4 +1,4 @@
-"""Verdicts worked by hand: the rules are few, and each has a step here that it alone decides."""
+"""Decisions about steps, compared with values by hand: each rule is decisive in at least one step here."""
 
 import json
 import math
@@ -40,13 +40,13 @@ def test_after_a_bad_step_nothing_is_applied_until_the_host_has_acted():
     assert judge_all(judge, [1.0]) == [GOOD]
 
 
-def test_skip_goes_on_until_there_are_too_many_in_a_row():
+def test_skip_continues_until_too_many_consecutive_bad_steps():
     judge = StepJudge(FaultConfig(on_bad_step="skip", max_bad_steps=2), CPU)
     found = judge_all(judge, [NAN, 1.0, math.inf, NAN, 1.0])
     assert found == [(False, True, 1), GOOD, (False, True, 1), (False, True, 2), (False, False, 2)]
 
 
-def test_an_overflow_is_not_bad_and_breaks_no_row():
+def test_an_overflow_is_not_bad_and_does_not_reset_the_count():
     skip = FaultConfig(on_bad_step="skip")
     assert judge_all(StepJudge(skip, CPU), [NAN, 1.0], scale=1.0) == [(False, False, 0), GOOD]
     judge = StepJudge(skip, CPU)
@@ -55,13 +55,13 @@ def test_an_overflow_is_not_bad_and_breaks_no_row():
     assert judge_all(judge, [NAN], scale=0.5) == [(False, True, 2)]
 
 
-def test_a_suppressed_step_is_bad_but_calls_nobody():
+def test_a_suppressed_step_is_bad_but_triggers_no_action():
     judge = StepJudge(FaultConfig(on_bad_step="rollback"), CPU)
     assert judge_all(judge, [1.0, 1.0, 1.0], suppressed={1}) == [GOOD, (False, True, 1), GOOD]
 
 
 def test_spikes_by_hand():
-    """Window 3, factor 4. The median is judged over applied norms alone, and the first three are free."""
+    """Window 3, factor 4. The median is taken over applied norms only, and the first three are not judged."""
     judge = StepJudge(FaultConfig(on_bad_step="skip", max_bad_steps=9, spike_factor=4.0, spike_window=3), CPU)
     norms = [1.0, 100.0, 2.0, 8.0, 9.0, 33.0, 36.0]
     # medians: of 1 100 2: 2, so 8 is not above; of 100 2 8: 8; of 2 8 9: 8, so 33 is; of the same again: so is 36
@@ -71,7 +71,7 @@ def test_spikes_by_hand():
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
-def test_what_is_saved_decides_alike(cut):
+def test_a_restored_judge_decides_alike(cut):
     fault = FaultConfig(on_bad_step="skip", max_bad_steps=9, spike_factor=1.5, spike_window=4)
     norms = [1.0, 1.1, 0.1 + 0.2, 1.2, 1.7, NAN, 1.6, 2.0, NAN, NAN, 1.0]
     whole = judge_all(StepJudge(fault, CPU), norms)
@@ -82,7 +82,7 @@ def test_what_is_saved_decides_alike(cut):
     assert {commit for commit, _, _ in whole} == {True, False}
 
 
-def test_another_window_keeps_the_newest_norms_and_an_old_checkpoint_has_none():
+def test_a_new_window_keeps_the_newest_norms_and_old_checkpoints_have_none():
     judge = StepJudge(FaultConfig(spike_factor=2.0, spike_window=2), CPU)
     judge.load_state_dict({"in_a_row": 1, "norms": [5.0, 6.0, 7.0]})
     assert judge.state_dict() == {"in_a_row": 1, "norms": [6.0, 7.0]}
@@ -90,7 +90,7 @@ def test_another_window_keeps_the_newest_norms_and_an_old_checkpoint_has_none():
     assert judge.state_dict() == {"in_a_row": 0, "norms": []}
 
 
-def test_suppressed_steps_stand_in_the_state_and_in_the_events(tmp_path):
+def test_suppressed_steps_are_in_the_state_and_in_the_events(tmp_path):
     state = TrainState(step=4).suppressing([7]).suppressing([3, 7])
     assert state.suppressed == (3, 7)
     assert TrainState.from_dict(json.loads(json.dumps(state.to_dict()))) == state

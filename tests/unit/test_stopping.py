@@ -1,4 +1,4 @@
-"""A stop request: taken while the main thread is away, told apart from its echo, ended by a second one."""
+"""Stop requests: received while the main thread is busy, separate from their echo, forced by a second one."""
 
 import signal
 import subprocess
@@ -25,7 +25,7 @@ time.sleep(30)
 
 @pytest.fixture
 def listener(tmp_path):
-    """A process that listens, and the file of its launcher's word."""
+    """A process that listens for stop requests, and the stop file of its launcher."""
     word = tmp_path / "stop"
     process = subprocess.Popen([sys.executable, "-c", LISTENER, str(word)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "listening\n"
@@ -35,7 +35,7 @@ def listener(tmp_path):
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_asks_and_a_second_one_ends(listener, number):
+def test_a_signal_requests_a_stop_and_a_second_one_ends_the_process(listener, number):
     process, _ = listener
     process.send_signal(number)
     flags = [*(float(each == number) for each in STOP_SIGNALS), 0.0, 0.0]
@@ -48,7 +48,7 @@ def test_a_signal_asks_and_a_second_one_ends(listener, number):
     assert process.wait(5) == 7
 
 
-def test_the_word_of_a_launcher_asks_once(listener):
+def test_the_stop_file_requests_a_stop_once(listener):
     process, word = listener
     word.write_text("SIGUSR1")
     assert process.stdout.readline().startswith("asked SIGUSR1")
@@ -56,7 +56,7 @@ def test_the_word_of_a_launcher_asks_once(listener):
     assert process.poll() is None, "the file that stays was taken for a second request"
 
 
-def test_ranks_agree_on_a_signal_that_any_of_them_got(tmp_path):
+def test_ranks_agree_on_a_signal_that_any_of_them_received(tmp_path):
     asked, others = StopRequest(), [StopRequest(), StopRequest()]
     asked.ask("SIGINT")
     sums = [sum(each) for each in zip(*(stop.flags() for stop in (asked, *others)), strict=True)]

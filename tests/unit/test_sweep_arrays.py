@@ -1,4 +1,4 @@
-"""Trials that are submitted together: which sweeps do so, what is taken over, started again, refused."""
+"""Trials submitted as an array: which sweeps use one, adoption after a kill, restarts, refusals."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ ALL = [f"{number:03d}" for number in range(6)]
 
 @dataclass
 class StubArrays(StubLauncher):
-    """The same at a target that takes many jobs at once; it refuses those that are more than `most`."""
+    """A stub target that accepts arrays of at most `most` jobs."""
 
     most: int = 100
     arrays: list[tuple[int, int]] = field(default_factory=list)
@@ -73,7 +73,7 @@ RATES = {"optim.learning_rate": {"low": 1e-4, "high": 1e-2}, "optim.weight_decay
         ({"sampler": "grid"}, {"fault.notice_seconds": [10, 20]}, 1, "and fault.notice_seconds is searched"),
     ],
 )
-def test_who_goes_together(
+def test_which_sweeps_use_an_array(
     here: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], search: Any, at_once: int, why: str
 ) -> None:
     (here / "recipe.yaml").write_text(SMALL)
@@ -112,7 +112,7 @@ def test_a_killed_sweep_adopts_its_array(here: Path, monkeypatch: pytest.MonkeyP
     assert launcher.arrays == [(6, 2)] and launcher.submitted == ALL
 
 
-def test_what_is_left_of_an_array_is_another(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_of_an_array_is_another_array(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = StubArrays(1, holds=True)
     with pytest.raises(Killed):
         run(here, monkeypatch, launcher)
@@ -126,9 +126,7 @@ def test_what_is_left_of_an_array_is_another(here: Path, monkeypatch: pytest.Mon
     assert json.loads(Path("sweeps/lr/jobs/005-2/job.json").read_text())["id"] == "005"
 
 
-def test_beside_an_array_only_as_many_are_started_again_as_there_is_room(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_wait_for_free_slots_of_an_array(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = StubArrays(1, holds=True)
     with pytest.raises(Killed):
         run(here, monkeypatch, launcher)
@@ -150,7 +148,7 @@ def test_beside_an_array_only_as_many_are_started_again_as_there_is_room(
     ending, results, _ = run(here, monkeypatch, launcher)
     assert ending == Ending("done") and [each["state"] for each in results["trials"]] == ["done"] * 6
     assert launcher.arrays == [(6, 2)] and launcher.submitted == ["000", "003", "005"]
-    assert {count for name, count in under_way if name != "004"} == {0}  # two under way leave no room
+    assert {count for name, count in under_way if name != "004"} == {0}  # two running trials leave no slot
     assert under_way[-1] == ("004", 3)
 
 
@@ -162,7 +160,7 @@ def test_a_refused_array_goes_one_by_one(here: Path, monkeypatch: pytest.MonkeyP
     assert "jobs: one by one, since the array was refused: Slurm refused `sbatch`: too many." in lines
 
 
-def test_a_target_that_takes_no_job_is_no_failure_of_the_trials(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_refuses_all_jobs_fails_no_trial(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = StubArrays(most=0)
     with pytest.raises(LaunchError, match="Invalid partition"):
         run(here, monkeypatch, launcher, RANDOM, sampler="random", trials=5, parallel=9)
@@ -189,7 +187,7 @@ def test_a_trial_that_the_recipe_refuses_fails_alone(here: Path, monkeypatch: py
     ]
 
 
-def test_more_trials_than_an_array_takes_go_in_several(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_trials_are_split_into_several_arrays(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_MOST_AT_ONCE", 4)
     launcher = StubArrays()
     ending, _, _ = run(here, monkeypatch, launcher)

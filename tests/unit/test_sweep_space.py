@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""A sweep file becomes the values to try, each tried on the recipe before anything runs, or one message."""
+"""A sweep file becomes values that are checked against the recipe before anything runs, or one error."""
 
 from pathlib import Path
 
@@ -97,12 +97,12 @@ def test_steps_are_exact_decimals(tmp_path: Path) -> None:
         ("model.config.rope_theta", "{low: 0.5, high: 64}", False),
     ],
 )
-def test_whole_numbers_are_the_recipes_own(tmp_path: Path, key: str, values: str, whole: bool) -> None:
+def test_ranges_of_whole_number_keys_are_whole_numbers(tmp_path: Path, key: str, values: str, whole: bool) -> None:
     [dimension] = space_of(tmp_path, f"{{{key}: {values}}}").dimensions
     assert dimension.whole is whole
 
 
-def test_values_reach_the_recipe_whatever_is_in_them(tmp_path: Path) -> None:
+def test_values_with_any_characters_reach_the_recipe(tmp_path: Path) -> None:
     path = 'it\'s $HOME "and"\n: more'
     space = space_of(tmp_path, "{optim.betas: [[0.9, 0.95]], optim.learning_rate: [1e-5]}")
     recipe = space.recipe({"optim.betas": [0.8, 0.9], "optim.learning_rate": 1e-5, "data.train.0.path": path})

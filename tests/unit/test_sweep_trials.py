@@ -1,4 +1,4 @@
-"""A sweep through a launcher that only pretends to train: what is started, resumed, pruned, refused and reported."""
+"""A sweep with a fake launcher: trials that are started, resumed, pruned, refused and reported."""
 
 import csv
 import json
@@ -58,7 +58,7 @@ def test_a_killed_sweep_adopts_its_jobs(here: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(launcher.submitted) == [f"{number:03d}" for number in range(6)]
 
 
-def test_jobs_killed_with_their_sweep_go_on_with_their_values(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_killed_with_their_sweep_resume_with_their_values(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = values_of(run(here, monkeypatch, StubLauncher(), RANDOM, sampler="random", trials=4, name="whole")[1])
     launcher = StubLauncher(2, holds=True)
     with pytest.raises(Killed):
@@ -73,7 +73,7 @@ def test_jobs_killed_with_their_sweep_go_on_with_their_values(here: Path, monkey
 @pytest.mark.parametrize(
     ("cut", "torn"), [(b'"op_code":4,', b""), (b'"op_code":5,', b'{"op_co')], ids=["no trial", "no value"]
 )
-def test_a_trial_half_asked_for_is_asked_for_again(
+def test_a_partially_recorded_trial_gets_the_same_values(
     here: Path, monkeypatch: pytest.MonkeyPatch, cut: bytes, torn: bytes
 ) -> None:
     _, expected, _ = run(here, monkeypatch, StubLauncher())
@@ -89,7 +89,7 @@ def test_a_trial_half_asked_for_is_asked_for_again(
     assert values_of(results) == values_of(expected)
 
 
-def test_a_failing_trial_is_one_of_many(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_trial_does_not_affect_the_others(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message = "train.loss=nan is no number."
     launcher = StubLauncher(fails=lambda recipe: message if recipe.optim.learning_rate > 5e-3 else None)
     ending, results, lines = run(here, monkeypatch, launcher)
@@ -116,7 +116,7 @@ def test_a_trial_that_does_worse_is_pruned(here: Path, monkeypatch: pytest.Monke
 
     def submit(job: JobSpec) -> Submitted:
         answer = original(job)
-        if loss_of(job.recipe) > 1:  # still under way when it is looked at
+        if loss_of(job.recipe) > 1:  # still running when its status is read
             first.states[answer.id] = JobStatus("running")
         return answer
 
@@ -129,7 +129,7 @@ def test_a_trial_that_does_worse_is_pruned(here: Path, monkeypatch: pytest.Monke
     assert first.cancelled == ["001"] and "trial 1 pruned" in lines
 
 
-def test_a_stopped_sweep_leaves_its_trials_to_the_next(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_sweep_is_resumed_by_the_next(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher, stop = StubLauncher(holds=True), StopWord()
     original = launcher.status
 
@@ -143,21 +143,21 @@ def test_a_stopped_sweep_leaves_its_trials_to_the_next(here: Path, monkeypatch: 
     assert sorted(launcher.cancelled) == ["000", "001"]
     assert [each["state"] for each in results["trials"]] == ["unfinished"] * 2
     launcher.holds, launcher.status = False, original  # type: ignore[method-assign]
-    # A job stopped before training began leaves with 1: that is no failure of the trial either.
+    # A job stopped before training begins exits with 1, which is not a failure of the trial either.
     launcher.states["001"] = JobStatus("failed", "exit code 1", 1)
     ending, results, _ = run(here, monkeypatch, launcher)
     assert ending == Ending("done") and [each["state"] for each in results["trials"]] == ["done"] * 6
     assert len(launcher.submitted) == 8
 
 
-def test_a_job_that_the_dead_sweep_could_not_note_is_waited_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_the_killed_sweep_did_not_record_is_waited_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(["run.dir=x is in use by a live run (pid 3); wait for it."])
     launcher = StubLauncher(fails=lambda recipe: next(answers, None))
     _, results, _ = run(here, monkeypatch, launcher)
     assert [each["state"] for each in results["trials"]] == ["done"] * 6 and len(launcher.submitted) == 7
 
 
-def test_another_sweep_is_refused_and_a_longer_one_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_sweep_is_refused_and_a_longer_one_resumes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(here, monkeypatch, StubLauncher(), RANDOM, sampler="random", trials=2)
     other = {"optim.learning_rate": {"low": 1e-4, "high": 2e-2, "log": True}}
     with pytest.raises(ConfigError, match=r"search.optim.learning_rate: .*high: 0.01.* -> .*high: 0.02"):
@@ -172,7 +172,7 @@ def test_another_sweep_is_refused_and_a_longer_one_goes_on(here: Path, monkeypat
     assert longer.submitted == ["002"] and len(results["trials"]) == 3
 
 
-def test_a_live_sweep_holds_its_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_sweep_locks_its_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(here, monkeypatch, StubLauncher())
     folder = check_sweep(Path("sweep.yaml")).folder
     folder.lock()
@@ -184,7 +184,7 @@ def test_a_live_sweep_holds_its_folder(here: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "sampler", ["qmc", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tpe", "cmaes", "gp"))]
 )
-def test_every_sampler_goes_on_after_a_kill(here: Path, monkeypatch: pytest.MonkeyPatch, sampler: str) -> None:
+def test_every_sampler_resumes_after_a_kill(here: Path, monkeypatch: pytest.MonkeyPatch, sampler: str) -> None:
     search = {**RANDOM, "optim.weight_decay": {"low": 0.0, "high": 0.5}}
     settings = {"sampler": sampler, "trials": 12, "parallel": 1}
     expected = values_of(run(here, monkeypatch, StubLauncher(), search, name="whole", **settings)[1])
@@ -197,14 +197,14 @@ def test_every_sampler_goes_on_after_a_kill(here: Path, monkeypatch: pytest.Monk
     assert len({str(values) for values in expected.values()}) == 12
 
 
-def test_shares_of_a_machine() -> None:
+def test_slots_of_a_machine() -> None:
     cores = tuple(range(7))
     assert [_share(cores, index, 3) for index in range(3)] == [(0, 1), (2, 3), (4, 5, 6)]
     assert [_share((0, 1), index, 3) for index in range(3)] == [(0,), (1,), (0,)]
     assert _share((), 0, 2) == ()
 
 
-def test_gpus_are_shared_as_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_assigned_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
@@ -218,7 +218,7 @@ def test_gpus_are_shared_as_they_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         share_machine(3)
 
 
-def test_no_two_trials_share_a_remote_place(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_trials_share_a_remote_address(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(here, monkeypatch, StubLauncher(), text=f"{SMALL}checkpoint: {{remote: file:///backup}}\n")
     paths = [*sorted(Path("sweeps/lr/jobs").glob("*/recipe.yaml"))[:2], Path("sweeps/lr/best.yaml")]
     names = [load_recipe(path)[0].checkpoint.remote for path in paths]

@@ -1,4 +1,4 @@
-"""Multiple-choice tasks: likelihoods against a plain loop, accuracies worked by hand, lm-eval where it is installed."""
+"""Multiple-choice tasks: likelihoods compared with a plain loop, accuracies by hand, and lm-eval if installed."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ EXAMPLES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An HF folder of a small random model, far from uniform."""
+    """An HF folder with a small random model, far from uniform."""
     path = tmp_path_factory.mktemp("model")
     train_tokenizer([TEXT], 300).save_pretrained(path)
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def plain_scores(folder):
     return scores
 
 
-def test_accuracies_are_those_of_a_plain_loop(folder, task):
+def test_accuracies_equal_those_of_a_plain_loop(folder, task):
     scores = plain_scores(folder)
     answers = [0, 1, 0, 1]
     sizes = {
@@ -110,7 +110,7 @@ def test_the_border_of_context_and_choice(folder):
 
 
 def test_standard_errors_by_hand():
-    # mean 1/4, variance (3 * 1/16 + 9/16) / 3 = 1/4, of the mean 1/16.
+    # mean 1/4, variance (3 * 1/16 + 9/16) / 3 = 1/4, variance of the mean 1/16.
     assert standard_error([True, False, False, False]) == pytest.approx(0.25)
     assert standard_error([True]) is None
 
@@ -147,7 +147,7 @@ def test_files_without_examples_are_refused(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
-def test_without_lm_eval_its_extra_is_named(folder):
+def test_without_lm_eval_the_message_names_its_extra(folder):
     from echelon.inference.harness import evaluate_with_harness
 
     with pytest.raises(ConfigError, match=r"pip install 'echelon\[lm-eval\]'"):
@@ -168,7 +168,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
-def test_lm_eval_finds_the_same(folder, tmp_path, monkeypatch):
+def test_lm_eval_gives_the_same_results(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     from echelon.inference.harness import evaluate_with_harness
 

@@ -1,4 +1,4 @@
-"""Templates that ask for all time and memory: each is ended, in the one way that every command goes."""
+"""Templates that use unlimited time or memory are ended, with one message in every command."""
 
 import json
 import mmap
@@ -52,13 +52,13 @@ optim: {learning_rate: 1e-3}
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Half a second of computing instead of ten, and a quarter of the memory."""
+    """Lower the limits to half a second of CPU time instead of ten, and a quarter of the memory."""
     monkeypatch.setattr(limits, "CPU_SECONDS", 0.5)
     monkeypatch.setattr(limits, "MEMORY_BYTES", 2**27)
 
 
 @pytest.mark.parametrize("what", GREEDY)
-def test_a_greedy_template_is_ended(patient, what):
+def test_a_template_that_exceeds_a_limit_is_ended(patient, what):
     text, why = GREEDY[what]
     before = resource.getrlimit(resource.RLIMIT_AS)
     template = ChatTemplate(text, {}, name="data.chat_template=evil.jinja")
@@ -71,13 +71,13 @@ def test_a_greedy_template_is_ended(patient, what):
 @pytest.mark.parametrize(
     "text", ["{% for i in x %}" * 30 + "{% endfor %}" * 30, "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"]
 )
-def test_a_template_that_python_cannot_run_is_a_message(text):
+def test_a_template_that_raises_an_error_is_one_message(text):
     with pytest.raises(Exception, match="cannot be rendered by the chat template"):
         ChatTemplate(text, {}).render(TALK)
 
 
-def test_one_that_is_greedy_on_a_single_record_stops_there(patient):
-    """No record is at fault that is left out in its stead, however large a share may be broken."""
+def test_a_template_that_exceeds_a_limit_on_one_record_stops_there(patient):
+    """The record does not count as broken, whatever fraction of broken records is allowed."""
     text = NAMED_TEMPLATES["chatml"].text + "{% if messages[0].content == 'now' %}" + NESTED + "{% endif %}"
     template = ChatTemplate(text, {})
     assert template.render(TALK).text
@@ -90,7 +90,7 @@ def test_long_conversations_are_rendered():
     assert len(ChatTemplate(NAMED_TEMPLATES["chatml"].text, {}).render(long).text) > 10_000_000
 
 
-def test_a_process_that_has_grown_since_it_was_measured_is_measured_again(patient):
+def test_the_memory_of_a_grown_process_is_measured_again(patient):
     assert run_limited(lambda: 1) == 1
     with mmap.mmap(-1, 2 * limits.MEMORY_BYTES):  # within the second
         assert run_limited(lambda: len(bytes(limits.MEMORY_BYTES // 4))) == limits.MEMORY_BYTES // 4
@@ -99,7 +99,7 @@ def test_a_process_that_has_grown_since_it_was_measured_is_measured_again(patien
     assert len(bytes(2 * limits.MEMORY_BYTES)) == 2 * limits.MEMORY_BYTES
 
 
-def test_in_another_thread_there_is_no_clock_and_nothing_breaks():
+def test_rendering_in_another_thread_works_without_a_time_limit():
     found = []
     thread = threading.Thread(target=lambda: found.append(run_limited(lambda: "rendered")))
     thread.start()
@@ -117,7 +117,7 @@ def test_chat_names_the_model(patient, tmp_path):
 
 
 def test_the_command_refuses_it_by_key_and_place(tmp_path):
-    """Also where only a record far from the first one, in a process that tokenizes, brings it to light."""
+    """Also if only a late record, in a tokenizing process, exceeds the limit."""
     greedy = "{% if messages[0].content == 'now' %}{{ messages[0].content * 10**10 }}{% endif %}"
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     (tmp_path / "t.jinja").write_text(NAMED_TEMPLATES["chatml"].text + greedy)
@@ -153,8 +153,8 @@ with stops_told():
 """
 
 
-def test_a_signal_ends_it_meanwhile():
-    """As it ends the commands that render in their own process: echelon data, prepare and train."""
+def test_a_signal_during_rendering_ends_the_command():
+    """This concerns the commands that render in their own process: echelon data, prepare and train."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""Machines by ssh: what is run there, byte for byte, what is refused, and a job's life through a stand-in for ssh."""
+"""Machines by ssh: the commands, byte for byte, refusals, and the life of a job with a fake ssh."""
 
 import json
 import os
@@ -18,13 +18,13 @@ from recipe_samples import DEMO
 
 GOLDEN = Path(__file__).with_name("golden") / "torchrun"
 RECIPE = DEMO + "launch: {to: torchrun, nodes: 2, torchrun: {hosts: [a, b]}}\n"
-# Runs here what ssh would run there: through a shell, which takes the words apart.
+# Runs on this machine what ssh would run remotely: through a shell, which splits the command into words.
 SSH = """#!/bin/sh
 while [ "$1" != -- ]; do shift; done
 [ "$2" = unreachable ] && printf 'Warning: something\\nssh: connect to host unreachable: No route\\n' >&2 && exit 255
 exec sh -c "$3"
 """
-# In place of Python: notes what reaches it, then works until it is told to stop.
+# A fake Python: records its arguments, then runs until it is stopped.
 TRAINING = """#!/bin/bash
 printf '%s\\n' "$@" "$ODD" "$PWD" >> words
 trap 'echo saved; exit 3' TERM
@@ -43,7 +43,7 @@ def make(workdir, *overrides, name="demo-20300102-030405"):
 
 @pytest.fixture
 def shared(tmp_path, monkeypatch):
-    """A working directory with an awkward name, which "both machines" see, and programs in place of the real ones."""
+    """A working directory with an awkward name that "both machines" see, with fake programs."""
     folder = tmp_path / "it's shared"
     folder.mkdir()
     for name, text in (("ssh", SSH), ("training", TRAINING)):
@@ -99,7 +99,7 @@ def await_end(pid):
         ),
     ],
 )  # fmt: skip
-def test_what_is_run(name, overrides):
+def test_the_rendered_commands(name, overrides):
     texts = TorchrunLauncher().render(make("/work dir", *overrides))
     assert list(texts) == ["start.sh", "agent.sh", "by-hand.txt"]
     for file, text in texts.items():
@@ -121,17 +121,17 @@ def test_what_is_run(name, overrides):
         ("launch.torchrun.workdir=shared", "is not an absolute path"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(override, words):
+def test_invalid_jobs_are_refused_before_anything_starts(override, words):
     with pytest.raises(ConfigError, match=words):
         TorchrunLauncher().check(make("/work", override))
 
 
-def test_a_range_takes_fewer_hosts_than_its_most():
+def test_a_range_accepts_fewer_hosts_than_its_maximum():
     lines = TorchrunLauncher().check(make("/work", "launch.nodes='1:4'"))
     assert lines[0] == "2 hosts, which must share /work; rendezvous at a:29400"
 
 
-def test_a_job_lives_and_ends_and_awkward_words_arrive_as_they_are(shared):
+def test_a_job_runs_to_its_end_and_awkward_arguments_arrive_unchanged(shared):
     program = shared.parent / "bin" / "training"
     record = submit(make(shared, f"launch.python={program}", f"launch.env={{ODD: {json.dumps(ODD)}}}"))
     folder = shared / record.folder
@@ -147,7 +147,7 @@ def test_a_job_lives_and_ends_and_awkward_words_arrive_as_they_are(shared):
         TorchrunLauncher().cancel(record)
 
 
-def test_cancelling_asks_every_machine_and_the_code_is_noted(shared):
+def test_cancelling_signals_every_machine_and_the_code_is_recorded(shared):
     record = submit(make(shared, f"launch.python={shared.parent / 'bin' / 'training'}"))
     for host in "ab":
         await_lines(shared / record.folder / f"host-{host}.log", 1)
@@ -156,12 +156,12 @@ def test_cancelling_asks_every_machine_and_the_code_is_noted(shared):
     assert list(TorchrunLauncher().logs(record, follow=False)) == ["a | begun", "a | saved", "b | begun", "b | saved"]
 
 
-def test_a_setup_that_fails_is_a_job_that_failed(shared):
+def test_a_failing_setup_is_a_failed_job(shared):
     record = submit(make(shared, "launch.setup=['exit 9']"))
     assert await_state(record, "failed").exit_code == 9
 
 
-def test_a_machine_that_is_not_reached_ends_what_has_started_elsewhere(shared):
+def test_an_unreachable_machine_ends_the_agents_on_the_others(shared):
     job = make(shared, "launch.torchrun.hosts=[a, unreachable]", f"launch.python={shared.parent / 'bin' / 'training'}")
     with pytest.raises(LaunchError) as raised:
         submit(job)
@@ -177,8 +177,8 @@ def test_a_machine_that_does_not_share_the_folder_is_named(shared):
         submit(job)
 
 
-def test_rendered_lines_are_lines_of_a_shell():
-    """Each line of start.sh is the very words that `submit` runs."""
+def test_rendered_lines_are_valid_shell_lines():
+    """Each line of start.sh has exactly the arguments that `submit` runs."""
     job = make("/work dir", "launch.torchrun.user=me")
     for line, host in zip(TorchrunLauncher().render(job)["start.sh"].splitlines(), "ab", strict=True):
         words = shlex.split(line)

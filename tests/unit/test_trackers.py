@@ -1,4 +1,4 @@
-"""Trackers against the stores they really write: MLflow's SQLite, read back by its client, and W&B's offline files."""
+"""Trackers with real stores: MLflow's SQLite, read by its client, and W&B's offline files."""
 
 import json
 import struct
@@ -18,7 +18,7 @@ LONG = "x" * 7000
 
 
 def build_run(folder, *overrides):
-    """A run folder as `echelon train` leaves it before its first step, and its recipe."""
+    """A run folder in the state before the first step of `echelon train`, and its recipe."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe, _ = load_text(folder, SMALL, f"run.dir={folder / 'runs' / 'small'}", *overrides)
     run = RunFolder(recipe.run.dir)
@@ -40,18 +40,18 @@ def train_rows(start, stop):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """One folder of runs with one SQLite store: making its tables takes seconds."""
+    """One folder of runs with a shared SQLite store, because creating its tables takes seconds."""
     return tmp_path_factory.mktemp("store")
 
 
 @pytest.fixture
 def no_store(monkeypatch):
-    """The environment of a machine on which nobody set a store."""
+    """An environment without a configured store."""
     for name in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_mlflow_holds_the_run_once_however_often_it_is_opened(store, no_store):
+def test_mlflow_stores_the_run_once_however_often_it_is_opened(store, no_store):
     from mlflow import MlflowClient
 
     from echelon.reporting.trackers.mlflow import Mlflow
@@ -61,7 +61,7 @@ def test_mlflow_holds_the_run_once_however_often_it_is_opened(store, no_store):
     first = Mlflow(recipe, run)
     opened = first.open("key-1", {})
     assert opened.held["train"] == 0 and f"sqlite:///{store}/runs/mlflow.db" in opened.where
-    # More rows than one request may hold, a row with sets, and a batch that comes twice after a lost answer.
+    # More rows than fit in a request, a row with sets, and a batch that is sent twice after a lost response.
     first.send(train_rows(1, 700))
     sets = {"sets": {"code": {"loss": 2.5}}}
     first.send([{"kind": "eval", "step": 699, "loss": 3.0, **sets}])
@@ -81,7 +81,7 @@ def test_mlflow_holds_the_run_once_however_often_it_is_opened(store, no_store):
     assert (found.info.status, found.info.run_name) == ("FINISHED", recipe.run.name)
     params = found.data.params
     assert params["model.config.hf_token"] == "***" and params["model.config.note"] == LONG[:6000]
-    assert params["train.steps"] == str(recipe.train.steps)  # MLflow lets no parameter change
+    assert params["train.steps"] == str(recipe.train.steps)  # MLflow parameters cannot change
     [dataset] = found.inputs.dataset_inputs
     assert dataset.dataset.digest == found.data.tags["echelon.data_digest"] == run.text.read_data_digest()
     assert {each.path for each in client.list_artifacts(found.info.run_id)} == {
@@ -95,12 +95,12 @@ def test_another_key_is_another_run(store, no_store):
 
     recipe, run = build_run(store, "mlflow.system_metrics=false")
     tracker = Mlflow(recipe, run)
-    assert tracker.open("key-2", {"train": 5}).held["train"] == 0  # the store is asked, not the ledger
+    assert tracker.open("key-2", {"train": 5}).held["train"] == 0  # the store decides, not the ledger
     tracker.finish(done=False)
     assert tracker._client.get_run(tracker._run_id).info.status == "FAILED"
 
 
-def test_the_tracking_uri_is_the_recipes_then_the_environments_then_beside_the_run(tmp_path, monkeypatch):
+def test_the_tracking_uri_comes_from_recipe_environment_or_run_folder(tmp_path, monkeypatch):
     from echelon.reporting.trackers.mlflow import find_tracking_uri
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://one:1")
@@ -113,7 +113,7 @@ def test_the_tracking_uri_is_the_recipes_then_the_environments_then_beside_the_r
     assert find_tracking_uri(recipe, run.path) == f"sqlite:///{tmp_path}/runs/mlflow.db"
 
 
-def test_parameters_have_names_and_lengths_that_mlflow_takes():
+def test_parameters_have_names_and_lengths_that_mlflow_accepts():
     from echelon.reporting.trackers.mlflow import flatten
 
     values = {"a": {"b": [1, "x"], "empty": {}}, r"layers\.[0-9]+": 2.0, "n" * 300: None, "t": True}
@@ -151,7 +151,7 @@ def test_wandb_keeps_one_run_in_files_across_resumes(tmp_path, no_store):
 
 
 def read_wandb(path):
-    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format, blocks of 32 KiB in which each
+    """Read the records of a .wandb file: a header of 7 bytes, then LevelDB's log format, blocks of 32 KiB in which each
     piece has a checksum, a length and a kind (1 whole, 2 first, 3 middle, 4 last)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -180,7 +180,7 @@ def read_history(record):
         (["track=[wandb]", "wandb.mode=online"], "wandb.mode: offline"),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_start(tmp_path, no_store, monkeypatch, overrides, words):
+def test_invalid_tracker_settings_are_refused_before_the_start(tmp_path, no_store, monkeypatch, overrides, words):
     monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
     recipe, _ = load_text(tmp_path, SMALL, *overrides)
     with pytest.raises(ConfigError, match=words) as caught:
@@ -196,7 +196,7 @@ def test_a_missing_package_is_refused_with_the_extra_that_installs_it(tmp_path, 
         check_trackers(recipe)
 
 
-def test_a_command_that_tracks_nothing_imports_no_tracker(tmp_path):
+def test_commands_without_tracking_import_no_tracker(tmp_path):
     import subprocess
 
     code = (

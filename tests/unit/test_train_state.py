@@ -1,11 +1,11 @@
-"""What a run remembers of its evaluations."""
+"""The state of a run about its evaluations."""
 
 import math
 
 from echelon.training.state import TrainState
 
 
-def test_the_best_and_the_patience() -> None:
+def test_the_best_loss_and_early_stopping() -> None:
     state = TrainState(step=10).evaluated(3.0)
     assert (state.best_loss, state.best_step, state.evaluations_since_best) == (3.0, 10, 0)
     worse = state.advanced(1, 1).evaluated(3.0).evaluated(math.nan)
@@ -16,11 +16,11 @@ def test_the_best_and_the_patience() -> None:
     assert TrainState().evaluated(math.inf).best_step is None
 
 
-def test_losses_of_another_set_say_nothing() -> None:
+def test_losses_of_another_set_are_not_compared() -> None:
     state = TrainState(step=10).evaluated(3.0).evaluated(4.0)
     assert state.judged_by(None) == state
     assert state.judged_by("code") == TrainState(step=10, best_set="code")
 
 
-def test_a_checkpoint_from_before_evaluations_were_remembered() -> None:
+def test_an_old_checkpoint_without_evaluation_state() -> None:
     assert TrainState.from_dict({"step": 3, "tokens": 9, "target_tokens": 8}) == TrainState(3, 9, 8)

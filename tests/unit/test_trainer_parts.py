@@ -1,4 +1,4 @@
-"""The trainer stays a loop: few parts, and every attribute of one is declared where it is made."""
+"""The trainer has few parts, and every attribute is declared in a constructor."""
 
 import ast
 import inspect
@@ -12,7 +12,7 @@ def test_the_trainer_has_few_parts():
     assert len(fields(training_step.TrainingStep)) <= 14
 
 
-def test_no_attribute_is_born_outside_of_the_constructor():
+def test_no_attribute_is_created_outside_the_constructor():
     for module in (accounting, pauses, saving, trainer, training_step):
         for node in ast.parse(inspect.getsource(module)).body:
             if isinstance(node, ast.ClassDef):
@@ -21,7 +21,7 @@ def test_no_attribute_is_born_outside_of_the_constructor():
 
 
 def assigned(kind):
-    """The attributes of `self` that any method assigns, and those of the constructor and the class."""
+    """The attributes of `self` that methods assign, and those declared in the constructor or the class."""
     born, declared = set(), {each.target.id for each in kind.body if isinstance(each, ast.AnnAssign)}
     for method in kind.body:
         if isinstance(method, ast.FunctionDef):

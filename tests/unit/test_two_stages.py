@@ -1,4 +1,4 @@
-"""Two stages of one model in one process, the objective on the second one: loss and gradients are the whole model's."""
+"""Two stages of a model in one process, with the objective on the second: loss and gradients equal the full model's."""
 
 import copy
 
@@ -18,7 +18,7 @@ LAYERS = {"llama": "num_hidden_layers", "gpt2": "n_layer"}
 
 
 class NoPositions(nn.Module):
-    """GPT-2 adds positions to what it is given, which the first stage has done already."""
+    """GPT-2 adds position embeddings to its input, which the first stage has already done."""
 
     def forward(self, position_ids):
         return torch.zeros(1)
@@ -29,7 +29,7 @@ def backbone_of(model):
 
 
 def cut(model, start, stop):
-    """A copy of the model with these layers alone, the final norm only after the last one."""
+    """A copy of the model with only these layers, and the final norm only after the last layer."""
     stage = copy.deepcopy(model)
     backbone, layers = backbone_of(stage), find_layers(stage)
     name = next(name for name, module in backbone.named_children() if module is layers)
@@ -44,7 +44,7 @@ def cut(model, start, stop):
 
 
 def whole_names(stage, start):
-    """The gradients of a stage by the whole model's names."""
+    """The gradients of a stage, with the parameter names of the whole model."""
     layers = find_layers(stage)
     prefix = next(name for name, module in stage.named_modules() if module is layers)
     found = {}
@@ -59,7 +59,7 @@ def whole_names(stage, start):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", LAYERS)
-def test_an_objective_on_the_last_stage_is_that_of_the_whole_model(family, tied):
+def test_an_objective_on_the_last_stage_equals_the_whole_model(family, tied):
     model = small_model(family, tied, **{LAYERS[family]: 4})
     inputs, labels = random_batch()
     ids = np.arange(len(inputs))
@@ -86,7 +86,7 @@ def test_an_objective_on_the_last_stage_is_that_of_the_whole_model(family, tied)
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
-def test_what_was_given_is_asked_for_once_and_serves_every_reading():
+def test_hidden_states_are_computed_once_for_all_outputs():
     model = small_model("llama")
     inputs, labels = random_batch()
     ids = np.arange(len(inputs))

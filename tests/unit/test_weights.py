@@ -1,4 +1,4 @@
-"""Initial weights and reading of checkpoints, against transformers itself."""
+"""Initial weights and loading of checkpoints, compared with transformers."""
 
 import json
 
@@ -18,7 +18,7 @@ from families import EXTRA, small_config, small_model
 
 
 @pytest.mark.parametrize("family", EXTRA)
-def test_buffers_and_statistics_are_those_of_transformers(family):
+def test_buffers_and_statistics_equal_transformers(family):
     ours = small_model(family)
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(load_config(small_config(family)))
@@ -28,7 +28,7 @@ def test_buffers_and_statistics_are_those_of_transformers(family):
         assert parameter.std(unbiased=False).item() == pytest.approx(expected.std(unbiased=False).item(), rel=0.1), name
 
 
-def test_weights_depend_on_seed_and_name_alone():
+def test_weights_depend_only_on_seed_and_name():
     one, same, other = small_model("llama", seed=1), small_model("llama", seed=1), small_model("llama", seed=2)
     deep = small_model("llama", seed=1, num_hidden_layers=4)
     for name, parameter in one.named_parameters():
@@ -55,7 +55,7 @@ def materialised(folder):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral", "gemma"])
-def test_a_saved_model_is_read_as_transformers_reads_it(family, tied, tmp_path):
+def test_a_saved_model_loads_as_in_transformers(family, tied, tmp_path):
     saved = small_model(family, tied, seed=5)
     saved.save_pretrained(tmp_path, max_shard_size="100KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
@@ -96,7 +96,7 @@ def test_pickled_weights_are_refused(tmp_path):
 
 
 def test_damaged_weights_are_refused_by_training_and_evaluation(tmp_path):
-    """Whole numbers in place of weights, and an index that names another folder's files; a name that is gone."""
+    """Integers in place of weights, an index that names files of another folder, and a missing name."""
     model = small_model("llama")
     tensors = {name: value.detach().clone() for name, value in model.named_parameters()}
     model.config.save_pretrained(tmp_path)
@@ -106,7 +106,7 @@ def test_damaged_weights_are_refused_by_training_and_evaluation(tmp_path):
     with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.layers\.0.* is stored as I32"):
         load_pretrained(*materialised(tmp_path), tmp_path)
     save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=f"lack the weight {name}"):  # transformers would make it up
+    with pytest.raises(ConfigError, match=f"lack the weight {name}"):  # transformers would initialize it randomly
         load_target(tmp_path, torch.device("cpu"))
     for files in ({name: "../model.safetensors"}, {name: "model.bin"}, {name: None}, []):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
@@ -115,7 +115,7 @@ def test_damaged_weights_are_refused_by_training_and_evaluation(tmp_path):
 
 
 def last_stage(folder):
-    """A tied model without its embedding and its first layer, as a pipeline's last rank holds it, and its skeleton."""
+    """A tied model without embedding and first layer, as on the last rank of a pipeline, and its skeleton."""
     config = load_config(str(folder))
     skeleton, model = build_on_meta(config), build_on_meta(config)
     model.model.embed_tokens, model.model.layers[0] = torch.nn.Identity(), torch.nn.Identity()
@@ -123,8 +123,8 @@ def last_stage(folder):
 
 
 @pytest.mark.parametrize("source", ["seed", "folder"])
-def test_a_stage_has_the_weights_of_the_whole_and_no_other(source, tmp_path, monkeypatch):
-    """Also its head, which is tied to an embedding that is on another stage."""
+def test_a_stage_has_exactly_its_weights_of_the_whole_model(source, tmp_path, monkeypatch):
+    """This includes its head, which is tied to an embedding on another stage."""
     whole = small_model("llama", tied=True, seed=5)
     whole.save_pretrained(tmp_path)
     model, skeleton = last_stage(tmp_path)
