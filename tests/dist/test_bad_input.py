@@ -87,10 +87,10 @@ REFUSALS = [
     (["tokenizer=someone/nothing"], ["tokenizer=someone/nothing", "cannot be reached", "Give a folder"]),
     (["model.config.vocab_size=100"], ["model.config.vocab_size=100", "256 ids", "use 256 or more"]),
     (["model.checkpoint=small"], ["model.checkpoint=small has a vocabulary of 128", "256 ids", "remove the key tokenizer"]),
-    (["model.checkpoint=nope"], ["model.checkpoint=nope", "no folder here", "Give a folder"]),
+    (["model.checkpoint=nope"], ["model.checkpoint=nope", "there is no such folder", "Give a folder"]),
     (["model.checkpoint=no_text"], ["model.checkpoint=no_text", "no model.safetensors"]),
     (["run.dir=text.txt/run"], ["run.dir=text.txt/run", "Not a directory", "choose a folder you can write to"]),
-    (["run.dir=no_text_either"], ["run.dir=no_text_either", "holds files but no run", "choose a new folder"]),
+    (["run.dir=no_text_either"], ["run.dir=no_text_either", "contains files but no run", "choose a new folder"]),
     (["parallel={dp_shard: 8}", "--nproc", "2"], ["dp_shard 8 needs 8 processes", "there are 2", "2 x 1 or 1 x 2"]),
     (["parallel=hsdp", "--nproc", "3"], ["parallel=hsdp", "needs an even number of processes", "not 3", "use 2 or 4"]),
     (["model.config.model_type=lama"], ["model.config.model_type='lama'", "did you mean llama"]),
@@ -156,8 +156,8 @@ def test_eval_generate_and_export_refuse_unusable_folders(echelon, run):
         assert_refused(echelon(name, "bare", *rest), 2, "bare is n", "recipe.yaml")
     assert_refused(echelon("generate", run.path, "--prompt", ""), 2, "--prompt ''", "at least one")
     assert_refused(echelon("eval", run.path, "--data", "nope.txt"), 2, "--data nope.txt", "no such file")
-    assert_refused(echelon("export", run.path, Path("runs")), 2, "is not an empty folder", "give a new one")
-    assert_refused(echelon("export", run.path, "text.txt"), 2, "text.txt", "give a new one")
+    assert_refused(echelon("export", run.path, Path("runs")), 2, "is not an empty folder", "choose a new folder")
+    assert_refused(echelon("export", run.path, "text.txt"), 2, "text.txt", "choose a new folder")
     assert_refused(echelon("export", run.path, "out", "--dtype", "int8"), 2, "--dtype int8", "fp32, bf16, fp16")
 
     newest = run.checkpoints_dir / "step-00000006"
@@ -215,7 +215,7 @@ def test_existing_run(echelon, run):
     ending = echelon(*more)
     assert ending.code == 0, ending
     assert "run: changed train.steps: 6 -> 8" in ending.out
-    assert "Passing over a damaged checkpoint" in ending.out and "Resuming from step-00000003" in ending.out
+    assert "Skipping a damaged checkpoint" in ending.out and "Resuming from step-00000003" in ending.out
     rows = read_lines(run.metrics_path)
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
     assert run.is_finished()

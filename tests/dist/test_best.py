@@ -109,10 +109,10 @@ def check_choice_of_checkpoints(echelon, run, evals):
     ("overrides", "words"),
     [
         (["evaluate.select_by=other"], "evaluate.select_by=other: no validation set has this name; use one of validation"),
-        (["checkpoint.keep_best=true", "data.validation_fraction=0"], "checkpoint.keep_best goes with evaluations"),
-        (["evaluate.early_stopping=2"], "evaluate.early_stopping needs evaluations on the way"),
-        (["evaluate.prompts=['']"], "evaluate.prompts: '' holds no token"),
-        (["evaluate.prompts=[abc]", "evaluate.prompt_tokens=30"], "longer than data.sequence_len=32"),
+        (["checkpoint.keep_best=true", "data.validation_fraction=0"], "checkpoint.keep_best requires evaluations"),
+        (["evaluate.early_stopping=2"], "evaluate.early_stopping requires evaluations during training"),
+        (["evaluate.prompts=['']"], "evaluate.prompts: '' contains no token"),
+        (["evaluate.prompts=[abc]", "evaluate.prompt_tokens=30"], "exceeds data.sequence_len=32"),
     ],
 )
 def test_invalid_evaluation_settings_are_refused(echelon, tmp_path, overrides, words):

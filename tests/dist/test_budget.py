@@ -36,8 +36,8 @@ def test_a_budget_ends_a_run_and_a_higher_one_resumes_it(echelon, tmp_path):
     step = run.newest_step()
     assert step is not None and 0 < step < STEPS
     assert f"stopped by budget.max_usd=1 at step {step}, saved in " in first.err
-    assert first.err.rstrip().endswith("raise it to go on")
-    assert "cost: $3600/h (budget.usd_per_hour); the hours are unknown until steps are measured" in first.out
+    assert first.err.rstrip().endswith("raise it to continue")
+    assert "cost: $3600/h (budget.usd_per_hour); the duration is unknown until steps are measured" in first.out
     rows = train_rows(run)
     assert rows[-1]["step"] == step
     # The command runs in this process, which is older than the call.
@@ -52,7 +52,7 @@ def test_a_budget_ends_a_run_and_a_higher_one_resumes_it(echelon, tmp_path):
 
     raised = echelon(*COMMAND, "budget.max_usd=1000")
     assert raised.code == 0, raised
-    assert "at this run's pace" in raised.out and " cost $" in raised.out and " of ~$" in raised.out
+    assert "at this run's speed" in raised.out and " cost $" in raised.out and " of ~$" in raised.out
     costs = [row["cost_usd"] for row in train_rows(run)]
     assert costs == sorted(costs) and costs[-1] > used["usd"] + 1
     assert echelon(*COMMAND, "run.dir=runs/whole").code == 0

@@ -102,7 +102,7 @@ def test_events_also_detect_other_text(echelon, run):
     run.events_path.write_text("")
     refused = echelon(*COMMAND, "train.steps=8")
     assert refused.code == 2 and refused.err.count("\n") == 1
-    assert "data.json does not say which text the run reads" in refused.err
+    assert "data.json: cannot read which text the run uses" in refused.err
 
 
 def test_a_folder_in_place_of_a_file_is_named(echelon, run):
@@ -110,13 +110,13 @@ def test_a_folder_in_place_of_a_file_is_named(echelon, run):
         aside = path.rename(path.with_name("aside"))
         path.mkdir()
         refused = echelon(*COMMAND, "train.steps=8")
-        assert refused.code == 2 and f"{path.name} is a folder, where the run keeps a file" in refused.err
+        assert refused.code == 2 and f"{path.name} is a folder, but must be a file of the run" in refused.err
         path.rmdir()
         aside.rename(path)
     shutil.rmtree(run.logs_dir)
     run.logs_dir.touch()
     refused = echelon(*COMMAND, "train.steps=8")
-    assert refused.code == 2 and "logs is a file, where the run keeps a folder" in refused.err
+    assert refused.code == 2 and "logs is a file, but must be a folder of the run" in refused.err
 
 
 def test_removing_the_run_folder_during_preparation_ends_the_start(tmp_path, monkeypatch):
@@ -129,7 +129,7 @@ def test_removing_the_run_folder_during_preparation_ends_the_start(tmp_path, mon
         return True
 
     monkeypatch.setattr(writing.logger, "filters", [remove_run])
-    with pytest.raises(EchelonError, match=r"run\.dir=runs/tiny was removed or moved while the run went on") as told:
+    with pytest.raises(EchelonError, match=r"run\.dir=runs/tiny was removed or moved during the run") as told:
         prepare_run(recipe, False, lambda: detect_cluster(1), {})
     assert told.value.exit_code == 1
 
@@ -148,7 +148,7 @@ def test_removing_the_run_folder_ends_the_run_immediately(echelon, tmp_path):
     remove(run)
     ending = finish(job, 60)
     assert ending.code == 1 and ending.err.count("\n") == 1, ending
-    assert "run.dir=runs/tiny was removed or moved while the run went on" in ending.err
+    assert "run.dir=runs/tiny was removed or moved during the run" in ending.err
     assert "restart 1 of" not in ending.out
     assert list(run.checkpoints_dir.glob("step-*")) == []
 
@@ -163,4 +163,4 @@ def test_rank_0_reports_a_removed_run_folder_under_another_launcher(echelon, tmp
         remove(run)
         ending = finish(job, 60)
     assert ending.code == 1
-    assert "echelon: run.dir=runs/tiny was removed or moved while the run went on" in ending.out + ending.err
+    assert "echelon: run.dir=runs/tiny was removed or moved during the run" in ending.out + ending.err

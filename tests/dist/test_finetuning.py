@@ -215,7 +215,7 @@ def check_refusals(echelon, run, folder):
     assert ending.code == 2 and "model.checkpoint=./nowhere: no such folder" in ending.err, ending
     shutil.move(folder / "base", folder / "elsewhere")
     for ending in (echelon("export", run.path, "again", "--merge"), echelon("eval", run.path)):
-        assert ending.code == 2 and "model.checkpoint=base: " in ending.err and "no folder" in ending.err, ending
+        assert ending.code == 2 and "model.checkpoint=base: " in ending.err and "no such folder" in ending.err, ending
     assert not Path("again").exists()
     shutil.move(folder / "elsewhere", folder / "base")
 
@@ -236,7 +236,7 @@ def test_qlora_merges_onto_the_dequantized_weights(echelon, tmp_path):
     assert given["tokens"] == own["tokens"] and given["loss"] == pytest.approx(own["loss"], abs=1e-6)
     assert own["loss"] == pytest.approx(last_loss(run), abs=1e-4)
     ending = echelon("eval", run.export_dir, "--data", "held.jsonl")
-    assert ending.code == 2 and "holds an adapter without the model beside it; give the run" in ending.err
+    assert ending.code == 2 and "contains an adapter without its base model; give the run" in ending.err
     check_new_rows(run, base, tied=False)
     ids = torch.tensor([[300, *range(5, 40), 301, 7]])
     expected = logits_of(load_run_model(run.path, torch.device("cpu")), ids)
@@ -325,4 +325,4 @@ def test_preferences_move_an_adapter(echelon, base, tmp_path):
     model, _ = load_as_the_card_says(run.export_dir)
     torch.testing.assert_close(logits_of(model, ids), logits_of(load_run_model(run.path, torch.device("cpu")), ids))
     ending = echelon("eval", "base", "--data", "pairs.jsonl")
-    assert ending.code == 2 and "only a run with objective.name=dpo is measured on such" in ending.err
+    assert ending.code == 2 and "only a run with objective.name=dpo can be evaluated on" in ending.err

@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_is_skipped_reported_and_removed(echelon, tmp_path)
     assert ending.code == 1 and "changed after it was written" in ending.err and not Path("out").exists()
     ending = echelon(*train)
     assert ending.code == 0, ending
-    assert ending.out.count("Passing over a damaged checkpoint") == 2 and "Resuming from step-00000002" in ending.out
+    assert ending.out.count("Skipping a damaged checkpoint") == 2 and "Resuming from step-00000002" in ending.out
     assert equal_tensors(tensors_of(run.path, 6), straight) and train_rows(run) == rows
     # The skipped checkpoint was written again.
     assert echelon("checkpoint", "verify", run.path).out.count("whole") == 3
@@ -105,7 +105,7 @@ def check_pruning(echelon, run):
     ending = echelon(*prune, "1")
     assert ending.code == 0, ending
     assert ending.out.splitlines() == [
-        "removed .writing-00000007: a killed process left it half-done",
+        "removed .writing-00000007: a killed process left it incomplete",
         "removed step-00000002",
         "removed step-00000006: damaged: the contents of __0_0.distcp changed after it was written",
         "kept step-00000004",
@@ -113,7 +113,7 @@ def check_pruning(echelon, run):
     assert [path.name for path in run.checkpoints_dir.iterdir()] == ["step-00000004"]
     flip_a_byte(run.checkpoints_dir / "step-00000004" / "__0_0.distcp")
     ending = echelon(*prune, "1")
-    assert ending.code == 1 and "None of the checkpoints" in ending.err and steps_of(run) == [4]
+    assert ending.code == 1 and "All checkpoints in" in ending.err and steps_of(run) == [4]
     for command in (["verify"], ["prune", "--keep", "1"]):
         ending = echelon("checkpoint", *command, run.path.parent)
         assert ending.code == 2 and "is not a run folder" in ending.err
@@ -149,9 +149,9 @@ def test_a_disk_that_fills_up_during_training(echelon, tmp_path):
         filler = fill(disk)
         ending = finish(job, seconds=120)
         assert ending.code == 1 and ending.err.count("echelon: ") == 1, ending
-        assert "The checkpoint step-" in ending.err and "it was the third failure in a row" in ending.err
-        assert "the last good one is step-00000" in ending.err and "make room" in ending.err
-        assert ending.out.count("it is tried again") == 2 and "(failure 3 of 3)" in ending.out
+        assert "The checkpoint step-" in ending.err and "it was the third consecutive failure" in ending.err
+        assert "the last good one is step-00000" in ending.err and "free space" in ending.err
+        assert ending.out.count("it will be retried") == 2 and "(failure 3 of 3)" in ending.out
         good = steps_of(run)[-1]
         assert not list(run.checkpoints_dir.glob(".*"))
         filler.unlink()
@@ -164,7 +164,7 @@ def test_a_disk_that_fills_up_during_training(echelon, tmp_path):
         filler.unlink()
         ending = finish(job, seconds=120)
         assert ending.code == 0 and f"Resuming from step-{good:08d}" in ending.out, ending
-        assert "could not be written" in ending.out and "(failure 1 of 3; it is tried again)" in ending.out
+        assert "could not be written" in ending.out and "(failure 1 of 3; it will be retried)" in ending.out
         events = read_lines(run.events_path)
         failed = failures(run)[-1]
         assert "full" in failed["reason"] and failed["step"] > good
@@ -234,7 +234,7 @@ def rehearse_on(rank, world_size, folder, culprit):
 def test_ranks_agree_on_a_test_save(workers, tmp_path, culprit):
     messages = workers.run(rehearse_on, 3, str(tmp_path), culprit)
     assert len(set(messages)) == 1
-    assert f"rank {culprit}: {os.strerror(errno.EDQUOT)}" in messages[0] and "make room" in messages[0]
+    assert f"rank {culprit}: {os.strerror(errno.EDQUOT)}" in messages[0] and "free space" in messages[0]
     assert not list(tmp_path.iterdir())
 
 
@@ -255,7 +255,7 @@ def test_any_rank_can_find_the_damage(workers, tmp_path):
         ranks = workers.run(newest_on, 3, str(folder))
         assert [step for step, _ in ranks] == [1, 1, 1]
         [line] = [line for _, lines in ranks for line in lines]
-        assert "Passing over" in line and f"the contents of {name} changed" in line
+        assert "Skipping" in line and f"the contents of {name} changed" in line
     assert [step for step, _ in workers.run(newest_on, 3, str(tmp_path / "good"))] == [2, 2, 2]
 
 

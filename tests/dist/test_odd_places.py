@@ -61,5 +61,5 @@ def test_best_is_refused_without_a_recorded_best_checkpoint(echelon, tmp_path):
     assert echelon("train", "recipe.json", "--nproc", "1").code == 0
     run = RunFolder(tmp_path / "runs" / "tiny")
     assert not [row for row in read_lines(run.metrics_path) if row["kind"] == "eval"]
-    with pytest.raises(ConfigError, match=r"no evaluation of this run says which is best; .* has steps 3, 6"):
+    with pytest.raises(ConfigError, match=r"this run has no evaluation, so no checkpoint is best; .* has steps 3, 6"):
         checkpoint_of(run.path, "best")

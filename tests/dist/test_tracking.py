@@ -65,9 +65,9 @@ def test_one_tracking_run_across_a_resume_with_a_registered_model(echelon, tmp_p
     os.truncate(run.checkpoints_dir / "step-00000004" / ".metadata", 10)
     ending = echelon("train", "recipe.json", "train.steps=7", "--nproc", "1")
     assert ending.code == 0 and "Resuming from step-00000003" in ending.out
-    assert "track: mlflow keeps steps 4 to 4 as they were" in ending.out
+    assert "track: mlflow keeps the values of steps 4 to 4 from" in ending.out
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
-    assert f"look with: mlflow ui --backend-store-uri {uri}" in ending.out
+    assert f"to view it: mlflow ui --backend-store-uri {uri}" in ending.out
 
     client = open_client(uri)
     [found] = client.search_runs([client.get_experiment_by_name("echelon").experiment_id])
@@ -104,8 +104,8 @@ def test_an_absent_server_does_not_stop_training(echelon, tmp_path):
     ending = finish(start("train", "recipe.json", "--nproc", "1", MLFLOW_TRACKING_URI=address))
     assert ending.code == 0, ending
     [line] = [line for line in ending.out.splitlines() if "mlflow fails" in line]
-    assert "training goes on" in line and "***@127.0.0.1" in line
-    assert "track: mlflow is missing 4 of 4 rows; the same command sends them again" in ending.out
+    assert "training continues" in line and "***@127.0.0.1" in line
+    assert "track: mlflow is missing 4 of 4 rows; run the same command again to send them" in ending.out
     assert len(read_lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")) == 4
     files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
     assert SECRET not in ending.out + ending.err
@@ -192,11 +192,11 @@ def test_killing_the_server_during_a_run_loses_nothing(echelon, tmp_path, server
     rows = read_lines(run.metrics_path)
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 1201))
     if not returns:
-        assert "track: mlflow lacks" in ending.out and "the same command sends them again" in ending.out
+        assert "track: mlflow is missing" in ending.out and "run the same command again to send them" in ending.out
         server.start()
-    if "track: mlflow lacks" in ending.out:  # also if the server is too slow to accept all rows before the run ends
+    if "track: mlflow is missing" in ending.out:  # also if the server is too slow to accept all rows before the run ends
         ending = echelon("train", "recipe.json")
-    assert ending.code == 0 and "track: mlflow lacks" not in ending.out, ending
+    assert ending.code == 0 and "track: mlflow is missing" not in ending.out, ending
 
     client = open_client(server.uri)
     [found] = client.search_runs([client.get_experiment_by_name("echelon").experiment_id])

@@ -157,7 +157,7 @@ class StoredFiles:
             saved = load_newest(self._store, self._snapshots, self._contents, self.runtime)
         assert saved is not None
         found = {"state": digest(asdict(saved))} | {name: digest(tensors[name]) for name in tensors}
-        if "Passing over" in (line := "\n".join(told.lines)):
+        if "Skipping" in (line := "\n".join(told.lines)):
             assert found == self._earlier, "an earlier checkpoint, and not as it was"
             raise PassedOver(line)
         return found

@@ -117,4 +117,4 @@ def test_a_machine_that_cannot_download_ends_the_job_on_all(models, tmp_path):
     assert codes == [2, 2], "\n".join(outputs)
     for output in outputs:
         said = [line for line in output.splitlines() if line.startswith("echelon: ")]
-        assert len(said) == 1 and f"model.checkpoint={NAME}: the hub does not accept the token on node-2" in said[0]
+        assert len(said) == 1 and f"model.checkpoint={NAME}: the hub rejects the token on node-2" in said[0]

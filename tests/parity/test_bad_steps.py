@@ -221,13 +221,13 @@ def test_too_many_in_a_row_end_the_run_with_a_diagnosis(workers, text, tmp_path,
     message = pool.raised[0]
     assert message.startswith("step 6: loss=nan and gradient norm=nan, and both must be finite"), message
     assert "the last of 3 bad steps in a row (fault.max_bad_steps)" in message
-    assert f"First not finite, when its batch is run again: the output of {CORRUPT}" in message
+    assert f"the first non-finite value was the output of {CORRUPT}" in message
     # The weight broke on rank 0: its replicas have their own, the other shards are gathered from it.
-    assert ("on rank 0 alone" in message) == (row.parallel == "ddp" and row.ranks == 2)
+    assert ("only on rank 0" in message) == (row.parallel == "ddp" and row.ranks == 2)
     assert [each[-1] for each in rows] == [False] * 3 + [True] * 3
     event = events(tmp_path, "bad_step")[-1]
     assert event["action"] == "stop" and event["first_nonfinite"] in message
-    assert event["num_samples"] == (4 if "on rank 0 alone" in message else 8)
+    assert event["num_samples"] == (4 if "only on rank 0" in message else 8)
     assert f"Samples {', '.join(map(str, event['sample_ids']))}." in message
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 

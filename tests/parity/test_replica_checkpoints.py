@@ -114,4 +114,4 @@ def needed_bytes(rank, world_size, folder):
 
 def test_the_disk_must_hold_what_any_rank_has(workers, tmp_path):
     for message in workers.run(needed_bytes, 2, str(tmp_path)):
-        assert f"one takes about {4 * 2**50:,} bytes" in message
+        assert f"a checkpoint needs about {4 * 2**50:,} bytes" in message

@@ -78,7 +78,7 @@ def test_the_rank_is_named_before_anything_is_saved(workers, text, tmp_path, row
 def test_between_checkpoints(workers, text, tmp_path):
     pool = Workers(workers, flipping=0)
     train(pool, checked(with_ranks(Row("ddp"), 4), every=5, every_steps=100), tmp_path, text, steps=8)
-    assert all(each.startswith("after step 5: rank 0 holds other weights than rank 1, 2, 3") for each in pool.raised)
+    assert all(each.startswith("after step 5: rank 0 has other weights than rank 1, 2, 3") for each in pool.raised)
 
 
 @pytest.mark.parametrize("row", [with_ranks(Row("ddp"), 2), with_ranks(Row("hsdp"), 4)], ids=str)

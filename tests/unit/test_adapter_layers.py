@@ -281,7 +281,7 @@ def test_a_file_that_differs_from_the_trained_weights_is_refused(tmp_path, monke
         save({**tensors, name: tensors[name] + 1}, *rest, **options)
 
     monkeypatch.setattr(folder, "save_file", flipped)
-    with pytest.raises(CheckpointError, match="is not what was trained"):
+    with pytest.raises(CheckpointError, match="differs from the trained values"):
         write_adapter(tmp_path / "adapter", content, None, tmp_path / "model", "")
     assert not (tmp_path / "adapter").exists() and len(list(tmp_path.iterdir())) == 1
 
@@ -291,7 +291,7 @@ def test_a_file_that_differs_from_the_trained_weights_is_refused(tmp_path, monke
     [
         ("llama", {"target_modules": ("q_porj",)}, "no linear layer named 'q_porj'; did you mean q_proj?"),
         ("llama", {"r": 60, "init": "pissa"}, "adapter.r=60: "),
-        ("llama", {"r": 500}, "adapter.r=500 is more than any layer's rank can be: "),
+        ("llama", {"r": 500}, "adapter.r=500 exceeds the rank of every target layer; "),
         ("gpt2", {"method": "qlora"}, "no plain linear layers"),
     ],
 )
@@ -315,7 +315,8 @@ def test_plain_names():
 def test_a_missing_package_is_named(monkeypatch, absent, method, extra):
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(
-        ConfigError, match=rf"adapter.method={method} needs {absent}, .* pip install 'echelon\[{extra}\]'"
+        ConfigError,
+        match=rf"adapter.method={method} requires the package {absent}, .* pip install 'echelon\[{extra}\]'",
     ):
         check_packages(AdapterConfig(method=method))
 
@@ -371,6 +372,6 @@ def test_new_tokens_need_no_adapter_where_all_rows_are_trained():
 
 def test_a_name_that_matches_no_module_is_refused():
     model = build_on_meta(load_config(small_config("llama")))
-    for name, message in (("embed_token", "did you mean embed_tokens"), ("self_attn", "use some of")):
+    for name, message in (("embed_token", "did you mean embed_tokens"), ("self_attn", "choose from")):
         with pytest.raises(ConfigError, match=f"no module with weights named '{name}'; .*{message}"):
             check_adapter(model, AdapterConfig(method="lora", modules_to_save=(name,)))

@@ -181,7 +181,7 @@ def test_files_of_a_killed_save_are_removed(tmp_path):
 
 def test_other_shapes_and_missing_tensors_are_named(tmp_path):
     folder = save(tmp_path, 1, a=torch.ones(4))
-    with pytest.raises(CheckpointError, match=r"holds a as \(4,\) and the recipe's model has \(5,\)"):
+    with pytest.raises(CheckpointError, match=r"has a with shape \(4,\), and the recipe's model has shape \(5,\)"):
         load_alone(folder, {"a": torch.ones(5)})
     with pytest.raises(CheckpointError, match="has no b"):
         load_alone(folder, {"b": torch.ones(5)})
@@ -202,14 +202,14 @@ def test_a_failed_save_is_reported_and_repeated_and_keeps_earlier_ones(tmp_path,
     assert not store.wait() and not store.wait()
     assert events[-1] == ("save_failed", {"step": 2, "reason": reason})
     assert caplog.messages == [
-        f"The checkpoint step-00000002 could not be written: {reason} (failure 1 of 3; it is tried again)."
+        f"The checkpoint step-00000002 could not be written: {reason} (failure 1 of 3; it will be retried)."
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert [store.agree_on_retry(step) for step in (3, 11, 12, 13)] == [False, False, True, True]
     store.save(12, {"a": torch.ones(4)}, {})
     assert not store.wait()
     assert [store.agree_on_retry(step) for step in (13, 111, 112)] == [False, False, True]
-    with pytest.raises(CheckpointError, match=r"third failure in a row.*last good one is step-00000001; make room"):
+    with pytest.raises(CheckpointError, match=r"third consecutive failure.*last good one is step-00000001; free space"):
         store.save(112, {"a": torch.ones(4)}, {})
         store.wait()
 

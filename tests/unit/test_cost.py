@@ -151,7 +151,7 @@ def test_an_exhausted_budget_is_refused_immediately(folder):
     refuse_used_up(recipe, folder, None, 1)  # a run that has not started
     write_spending(folder, Spending(seconds=3500, reserve_seconds=110, until=5.0))
     with pytest.raises(
-        StoppedError, match=r"^stopped by budget\.max_hours=1: .*used 0\.97 h.*raise it to go on$"
+        StoppedError, match=r"^stopped by budget\.max_hours=1: .*used 0\.97 h.*raise it to continue$"
     ) as told:
         refuse_used_up(recipe, folder, None, 1)
     assert told.value.exit_code == 3
@@ -161,7 +161,7 @@ def test_an_exhausted_budget_is_refused_immediately(folder):
     with pytest.raises(StoppedError, match=r"budget\.max_usd=20: .* 0\.97 h and \$19\.90"):
         refuse_used_up(dollars, folder, Rate(10, "test"), 2)
     folder.spending_path.write_text('{"seconds": "many"}')
-    with pytest.raises(ConfigError, match=r"spending\.json does not say"):
+    with pytest.raises(ConfigError, match=r"spending\.json: cannot read what"):
         read_spending(folder)
 
 
@@ -169,7 +169,7 @@ def test_messages_before_the_start(folder):
     recipe, rate = load("budget.max_hours=3"), Rate(36, "test")
     assert describe_cost(load(), folder, None, 1, 100) == []
     unknown, budget = describe_cost(recipe, folder, rate, 2, 100)
-    assert unknown == "cost: $36/h x 2 machines (test); the hours are unknown until steps are measured"
+    assert unknown == "cost: $36/h x 2 machines (test); the duration is unknown until steps are measured"
     assert budget == "budget: stops with a checkpoint before budget.max_hours=3, all starts counted together"
     rows = [{"kind": "train", "step": step, "step_seconds": 10.0} for step in range(1, 11)]
     folder.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -177,7 +177,7 @@ def test_messages_before_the_start(folder):
     known, budget = describe_cost(recipe, folder, rate, 2, 100)
     # 90 steps of 10 s are 0.25 h: at 2 x 36 dollars, 18
     assert known == (
-        "cost: $36/h x 2 machines (test); the steps left take 0.25 h at this run's pace, $18.00; $14.40 "
+        "cost: $36/h x 2 machines (test); the remaining steps take 0.25 h at this run's speed, $18.00; $14.40 "
         "in 0.20 h so far"
     )
     assert "of which 0.20 h are used" in budget
@@ -221,5 +221,5 @@ def test_a_launch_without_a_price_is_refused_before_anything_is_created(tmp_path
     priced = ["--dry-run", "data.train=text.txt", "budget.max_usd=5", "budget.usd_per_hour=2"]
     result = CliRunner().invoke(app, ["launch", str(DEMO), "--to", "local", *priced])
     assert result.exit_code == 0, result.output
-    assert "cost: $2/h (budget.usd_per_hour); the hours are unknown until steps are measured" in result.output
+    assert "cost: $2/h (budget.usd_per_hour); the duration is unknown until steps are measured" in result.output
     assert "budget: stops with a checkpoint before budget.max_usd=5" in result.output

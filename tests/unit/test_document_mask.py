@@ -149,10 +149,10 @@ def test_untested_families_are_refused():
         with pytest.raises(ConfigError, match=rf"model_type is {family}; set data.document_mask=false"):
             check_document_mask(config, None)
     llama = load_config(small_config("llama"))
-    with pytest.raises(ConfigError, match=r"model.attn_implementation=paged\|sdpa is not known to keep"):
+    with pytest.raises(ConfigError, match=r"model.attn_implementation=paged\|sdpa is not known to support"):
         check_document_mask(llama, "paged|sdpa")
     both = load_config(small_config("gemma3_text", use_bidirectional_attention=True))
-    with pytest.raises(ConfigError, match="attention to the past"):
+    with pytest.raises(ConfigError, match="requires causal attention"):
         check_document_mask(both, None)
     check_document_mask(llama, "flash_attention_2")
 
@@ -162,4 +162,4 @@ def test_the_attention_is_printed():
     assert choose_attention(gemma2, None) == "eager" and "; eager, with a mask" in describe_document_mask(gemma2, None)
     llama = load_config(small_config("llama"))
     assert "; sdpa, with a mask" in describe_document_mask(llama, None)
-    assert "; flash_attention_2, told" in describe_document_mask(llama, "flash_attention_2")
+    assert "; flash_attention_2, with the start of each document" in describe_document_mask(llama, "flash_attention_2")

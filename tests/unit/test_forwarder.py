@@ -123,7 +123,7 @@ def test_an_outage_is_reported_once_and_loses_nothing(run):
     forwarder.close(done=True)
     assert steps(shelf) == list(range(1, 201))
     [failed], [again] = run.said("fails"), run.said("works again and")
-    assert "refused by https://***@host/api" in failed and "198 waiting rows" in again
+    assert "refused by https://***@host/api" in failed and "198 pending rows" in again
     assert "secret" not in "".join(run.lines)
 
 
@@ -143,7 +143,7 @@ def test_missing_rows_are_reported_at_the_end_and_sent_by_the_next_start(run):
     run.start(shelf).close(done=True)
     assert time.monotonic() - started < 2.0
     [line] = run.said("is missing")
-    assert line == "track: shelf is missing 3 of 3 rows; the same command sends them again"
+    assert line == "track: shelf is missing 3 of 3 rows; run the same command again to send them"
     assert not Ledger.read(run.ledger).complete
     shelf.error = None
     run.start(shelf).close(done=True)

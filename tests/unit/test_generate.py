@@ -62,7 +62,9 @@ def test_greedy_sampling_equals_transformers(folder):
 
 def test_samples_beyond_the_learned_positions_are_refused(folder):
     if "gpt2" in folder.name:
-        words = r"--max-tokens 1024: a prompt of 1 tokens .* the 1024 positions of the model; use --max-tokens 1023 or"
+        words = (
+            r"--max-tokens 1024: with a prompt of 1 tokens .* the 1024 positions of the model; use --max-tokens 1023 or"
+        )
         with pytest.raises(ConfigError, match=words):
             texts(folder, ["a"], max_tokens=1024)
 
@@ -118,8 +120,8 @@ def test_files_of_prompts(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x\ny", "id": 3}) + "\n")
     assert read_prompts(tmp_path / "a.jsonl") == [{"prompt": "x\ny", "id": 3}]
     for name, content, words in [
-        ("b.jsonl", '{"prompt": "a"}\n{"text": 1}', "line 2 has no text `prompt`"),
-        ("b.jsonl", "{", "line 1 is not JSON"), ("b.txt", "\n \n", "holds no prompt"), ("b.csv", "x", "give a .txt"),
+        ("b.jsonl", '{"prompt": "a"}\n{"text": 1}', "line 2 has no string `prompt`"),
+        ("b.jsonl", "{", "line 1 is not JSON"), ("b.txt", "\n \n", "contains no prompt"), ("b.csv", "x", "give a .txt"),
     ]:  # fmt: skip
         (tmp_path / name).write_text(content)
         with pytest.raises(ConfigError, match=words):

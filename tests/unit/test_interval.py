@@ -70,7 +70,7 @@ def test_auto_saves_soon_and_then_at_the_best_interval(group) -> None:
     line = interval.learn(110, 5.0, 0.0, group)
     # 186.4 s are 94 steps of 2 s; then 5 of 193 s are 2.6 %, and half of 193 of 3600 s 2.7 %
     assert line is not None and "every 94 steps (3m08s)" in line and "a failure is expected every 1.0 h" in line
-    assert "expected loss 5.3 %: 2.6 % saving, 2.7 % done again" in line
+    assert "expected loss of time 5.3 %: 2.6 % saving, 2.7 % repeated work" in line
     assert next(step for step in range(111, 210) if interval.is_due(step)) == 204
     assert interval.learn(204, 5.1, 3.0, group) is None, "no news"
     assert interval.learn(300, 5.0, 400.0, group) is not None, "a save takes 400 s to be written"

@@ -176,7 +176,7 @@ def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(url, tmp_pat
     assert "step 20  damaged: the contents of __0_0.distcp changed after it was written" in lines[1][0]
     second = Machine(tmp_path / "two", url)
     assert [each.step for each in find_checkpoints(second.run.checkpoints_dir)] == [10] and second.rows() == [10]
-    assert any("Passing over a damaged checkpoint" in line and "step-00000020" in line for line in second.lines)
+    assert any("Skipping a damaged checkpoint" in line and "step-00000020" in line for line in second.lines)
     # A new save replaces the damaged one.
     second.save(20)
     second.settle()
@@ -198,11 +198,11 @@ def test_a_marker_cannot_name_other_locations(tmp_path):
         {"files": []},
     ):
         marker.write_text(json.dumps(changed))
-        with pytest.raises(CheckpointError, match="None of the checkpoints in"):
+        with pytest.raises(CheckpointError, match="All checkpoints in"):
             Machine(tmp_path / "two", url)
         assert not (tmp_path / "two" / "recipe.yaml").exists()
     marker.write_text(json.dumps(values)[:40])
-    with pytest.raises(CheckpointError, match="None of the checkpoints in"):
+    with pytest.raises(CheckpointError, match="All checkpoints in"):
         Machine(tmp_path / "two", url)
     # Files that an unreadable marker may name are not removed.
     first.remote().sweep(read_run_name(first.run))
@@ -272,16 +272,20 @@ def test_a_start_without_the_server(server, s3_url, tmp_path):
     first = Machine(tmp_path / "one", s3_url)
     server.stop()
     try:
-        with pytest.raises(EchelonError, match="start the same command again when the server answers") as caught:
+        with pytest.raises(EchelonError, match="run the same command again when the server answers") as caught:
             Machine(tmp_path / "two", s3_url)
         assert caught.value.exit_code == 1
         for fresh in (False, True):  # it has no local checkpoint either
-            with pytest.raises(EchelonError, match="start the same command again"):
+            with pytest.raises(EchelonError, match="run the same command again"):
                 Machine(tmp_path / "one", s3_url, fresh=fresh)
         assert not list(tmp_path.glob("one.old*"))
         first.publish(10)
         again = Machine(tmp_path / "one", s3_url)
-        assert again.state == "resumed" and "going on from what is in" in again.lines[0] and len(again.lines) == 1
+        assert (
+            again.state == "resumed"
+            and "continuing from the checkpoints in" in again.lines[0]
+            and len(again.lines) == 1
+        )
     finally:
         server.start()
     with pytest.raises(ConfigError, match=r"checkpoint.remote=s3://nobucket/run cannot be used .*its bucket exists"):
@@ -292,23 +296,23 @@ def test_an_address_belongs_to_one_run(url, tmp_path):
     first = Machine(tmp_path / "one", url)
     first.save(10)
     first.settle()
-    with pytest.raises(ConfigError, match=r"holds a run of another recipe:\n  train.global_batch_size: 4 -> 8"):
+    with pytest.raises(ConfigError, match=r"contains a run with another recipe:\n  train.global_batch_size: 4 -> 8"):
         Machine(tmp_path / "two", url, RECIPE.replace("batch_size: 4", "batch_size: 8"))
     assert not find_checkpoints(tmp_path / "two" / "checkpoints")
     other = Machine(tmp_path / "three", f"{url}-b")
-    with pytest.raises(ConfigError, match="holds the checkpoints of another run than the one in"):
+    with pytest.raises(ConfigError, match="contains checkpoints of another run than"):
         Machine(other.run.path, url)
     # A fresh start keeps the old checkpoints.
     name = read_run_name(first.run)
     again = Machine(tmp_path / "one", url, fresh=True)
     assert again.state == "new" and read_run_name(again.run) != name
-    assert again.lines[-1] == f"checkpoint: the old run's checkpoints stay in {url}/{name}"
+    assert again.lines[-1] == f"checkpoint: the checkpoints of the old run remain in {url}/{name}"
     assert [each.step for each in again.remote().find(name)] == [10] and again.found() == []
     store = ObjectStore(url)
     owner = json.loads(store.read("run.json"))
     for content in ([], {**owner, "run": "../other"}):
         store.write("run.json", json.dumps(content).encode())
-        with pytest.raises(CheckpointError, match="is not what echelon writes"):
+        with pytest.raises(CheckpointError, match="was not written by echelon"):
             Machine(tmp_path / "two", url)
 
 
@@ -396,10 +400,10 @@ def test_refused_addresses(address, message, tmp_path):
 
 
 def test_missing_protocols(monkeypatch):
-    with pytest.raises(ConfigError, match="fsspec knows no protocol nowhere"):
+    with pytest.raises(ConfigError, match="fsspec has no protocol nowhere"):
         ObjectStore("nowhere://bucket/run")
     monkeypatch.setitem(object_store._EXTRAS, "oss", ("oss", "ossfs"))
-    with pytest.raises(ConfigError, match=r"needs ossfs, which is not installed; pip install 'echelon\[oss\]'"):
+    with pytest.raises(ConfigError, match=r"requires ossfs, which is not installed; pip install 'echelon\[oss\]'"):
         ObjectStore("oss://bucket/run")
 
 

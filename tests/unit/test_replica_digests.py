@@ -47,4 +47,4 @@ def test_the_rank_that_differs_from_the_majority_is_named_or_both_of_two():
     assert find_odd_ranks({0: same, 1: other}) == (0, 1)
     assert find_odd_ranks({1: third, 3: other, 5: same}) == (1, 3, 5)
     message = describe_differences([Difference((2,), (0, 1, 2), "norm", 1)], 7)
-    assert message.startswith("after step 7: rank 2 holds other weights than rank 0, 1, where all should be equal")
+    assert message.startswith("after step 7: rank 2 has other weights than rank 0, 1, and all must be equal")

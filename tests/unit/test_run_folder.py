@@ -213,12 +213,12 @@ def test_invalid_lines_are_skipped_and_reported(tmp_path):
 def test_documents_of_another_type_count_as_damaged(tmp_path, content):
     folder = leave_run(tmp_path / "run")
     folder.data_path.write_text(content)
-    with pytest.raises(DataError, match=r"data\.json does not say which text the run reads"):
+    with pytest.raises(DataError, match=r"data\.json: cannot read which text the run uses"):
         folder.text.read_prepared_path()
     folder.rows.append_event("start", step=0, prepared=str(tmp_path), digest="d")
     assert (folder.text.read_prepared_path(), folder.text.read_data_digest()) == (tmp_path, "d")
     folder.outcome_path.write_text(content)
-    assert folder.is_finished() and folder.remedy() == "; raise train.steps to go on"
+    assert folder.is_finished() and folder.remedy() == "; raise train.steps to continue"
     folder.outcome_path.write_text('{"outcome": "early_stop"}')
     assert folder.remedy().startswith(" early; raise evaluate.early_stopping")
 

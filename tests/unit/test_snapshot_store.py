@@ -52,11 +52,11 @@ def test_failures_end_the_snapshots_and_not_the_run(tmp_path, monkeypatch, caplo
     for step in range(1, 6):
         if snapshots.is_due(step):
             snapshots.save(step, {"a": torch.zeros(3)}, {"train": {}})
-    assert not snapshots.is_due(6) and caplog.messages[-1].startswith("No more snapshots are taken: ")
+    assert not snapshots.is_due(6) and caplog.messages[-1].startswith("No further snapshots will be taken: ")
     snapshots.close()
 
 
 def test_too_little_memory_is_refused_before_training(tmp_path):
     snapshots = Snapshots(tmp_path / "memory", 5)
-    with pytest.raises(CheckpointError, match=r"checkpoint.snapshot_every_steps=5: .* leave this key out"):
+    with pytest.raises(CheckpointError, match=r"checkpoint.snapshot_every_steps=5: .* remove this key"):
         snapshots.rehearse({"a": torch.zeros(1, device="meta").expand(2**50)})

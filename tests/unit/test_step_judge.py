@@ -107,10 +107,12 @@ def test_the_first_finding_over_ranks_and_microbatches():
     output, gradient = Finding(0, 9, "model.layers.1.mlp"), Finding(2, 0, "model.norm")
     diagnosis = _merge([[(None, [1, 2]), (gradient, [3, 4])], [(output, [5, 6]), (Finding(0, 30, "x"), [7])]])
     assert (diagnosis.finding, diagnosis.ranks, diagnosis.sample_ids) == (output, (1,), (5, 6, 7))
-    assert "the output of model.layers.1.mlp, on rank 1 alone. Samples 5, 6, 7." in diagnosis.describe()
+    assert "the output of model.layers.1.mlp, only on rank 1. Samples 5, 6, 7." in diagnosis.describe()
     nothing = _merge([[(None, list(range(20)))], [(None, [20])]])
     assert nothing.num_samples == 21 and nothing.sample_ids == tuple(range(16))
-    assert nothing.describe().endswith("not finite. Samples " + ", ".join(map(str, range(16))) + " and 5 more.")
+    assert nothing.describe().endswith(
+        "all values were finite. Samples " + ", ".join(map(str, range(16))) + " and 5 more."
+    )
 
 
 @pytest.mark.parametrize(

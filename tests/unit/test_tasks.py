@@ -105,7 +105,7 @@ def test_the_border_of_context_and_choice(folder):
     assert tokenizer.decode(pair.ids) == "the sky   is"
     assert tokenizer.decode(pair.ids[: pair.start]) == "the sky"
     assert cut_left(Scored((1, 2, 3, 4, 5), 3), 3) == Scored((2, 3, 4, 5), 2)
-    with pytest.raises(ConfigError, match="a choice of 4 tokens is longer than the model's 3"):
+    with pytest.raises(ConfigError, match="a choice has 4 tokens, and the model has only 3 positions"):
         cut_left(Scored((1, 2, 3, 4, 5, 6), 2), 3)
 
 
@@ -119,10 +119,10 @@ def test_standard_errors_by_hand():
     ("line", "words"),
     [
         ("{", "line 2 is not JSON"),
-        ("[]", "line 2 needs exactly one text of context, question, prompt"),
-        ('{"context": "a", "prompt": "b", "choices": ["a", "b"], "answer": 0}', "line 2 needs exactly one"),
-        ('{"context": " ", "choices": ["a", "b"], "answer": 0}', "must not be empty"),
-        ('{"context": "a", "choices": ["a"], "answer": 0}', "line 2: `choices` must be a list of two"),
+        ("[]", "line 2: give exactly one of context, question, prompt"),
+        ('{"context": "a", "prompt": "b", "choices": ["a", "b"], "answer": 0}', "line 2: give exactly one"),
+        ('{"context": " ", "choices": ["a", "b"], "answer": 0}', "a string that is not empty"),
+        ('{"context": "a", "choices": ["a"], "answer": 0}', "line 2: `choices` must be a list of at least two"),
         ('{"context": "a", "choices": ["a", ""], "answer": 0}', "none of them empty"),
         ('{"context": "a", "choices": ["a", "b"], "answer": 2}', "line 2: `answer` is 2; .* 0 to 1, or its text"),
         ('{"context": "a", "choices": ["a", "b"], "answer": "c"}', "`answer` is 'c'"),
@@ -140,7 +140,7 @@ def test_broken_lines_are_refused_by_number(tmp_path, line, words):
 
 def test_files_without_examples_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="holds no example"):
+    with pytest.raises(ConfigError, match="contains no example"):
         read_task(tmp_path / "empty.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_task(tmp_path / "none.jsonl")
@@ -196,5 +196,5 @@ def test_lm_eval_gives_the_same_results(folder, tmp_path, monkeypatch):
         assert theirs[name] == pytest.approx(ours[name])
         assert theirs[f"{name}_stderr"] == pytest.approx(ours[f"{name}_stderr"])
     assert 0.1 < ours["acc"] < 0.9 and len({ours[name] for name in ("acc", "acc_norm", "acc_bytes")}) > 1
-    with pytest.raises(ConfigError, match="lm-eval knows no such task"):
+    with pytest.raises(ConfigError, match="lm-eval has no such task"):
         evaluate_with_harness(folder, ["no_such_task_at_all"], tmp_path)

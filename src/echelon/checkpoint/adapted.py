@@ -1,4 +1,4 @@
-"""The model of a run that trained an adapter: the frozen weights as they were, the adapter from a checkpoint."""
+"""Loads the model of a run that trained an adapter: its original frozen weights, and the adapter of a checkpoint."""
 
 import copy
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from echelon.runs.run_folder import RunFolder, is_run
 
 @dataclass(frozen=True)
 class Adapted:
-    """A live model with its adapter, whole, in evaluation mode; `principal` is what a PiSSA adapter began with."""
+    """A loaded model with its adapter, unsharded, in evaluation mode; `principal`: a PiSSA adapter's initial values."""
 
     model: PreTrainedModel
     principal: PrincipalParts
@@ -34,20 +34,20 @@ class Adapted:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What was trained, by name."""
+        """The trained tensors, by name."""
         return {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
 
     def describe(self) -> AdapterContent:
-        """The adapter as PEFT would write it."""
+        """Return the adapter in PEFT's format."""
         return describe_adapter(self.model, self.tensors, self.principal)
 
     def merged(self, names: list[str]) -> dict[str, Tensor]:
-        """Weights of the plain model with the adapter in them, fp32."""
+        """Return weights of the plain model with the adapter merged, fp32."""
         return {name: merged_weight(self.model, name) for name in names}
 
 
 def read_run_recipe(run: Path) -> Recipe:
-    """The recipe a run was started with. Raises ConfigError for a folder that is none."""
+    """Read the recipe of a run. Raises ConfigError if the folder is not a run."""
     if not is_run(run) and not is_model_folder(run):
         raise ConfigError(f"{run} is neither a run folder (recipe.yaml) nor an HF model folder (config.json).")
     require_run(run)
@@ -55,7 +55,7 @@ def read_run_recipe(run: Path) -> Recipe:
 
 
 def run_skeleton(run: Path) -> PreTrainedModel:
-    """The plain model of a run, on meta, from the config that its training wrote; it stops where that learned to."""
+    """Build the plain model of a run, on meta, from the run's config and generation config."""
     folder = run_model_dir(run)
     model = build_on_meta(load_config(str(folder)))
     if (folder / GENERATION_CONFIG_NAME).is_file():
@@ -64,9 +64,9 @@ def run_skeleton(run: Path) -> PreTrainedModel:
 
 
 def fetch_base(run: Path) -> None:
-    """Have on this machine what a run took from the hub, where its model needs that beside a checkpoint.
+    """Download what a run uses from the hub, if its model needs that in addition to a checkpoint.
 
-    For a command, before anything else. Raises as `hub.fetch`.
+    A command calls this first. Raises the errors of `hub.fetch`.
     """
     recipe = read_run_recipe(run) if is_run(run) else None
     if recipe is not None and (recipe.adapter.is_adapter or recipe.objective.name == "dpo"):
@@ -74,18 +74,18 @@ def fetch_base(run: Path) -> None:
 
 
 def fill_first_weights(model: PreTrainedModel, skeleton: PreTrainedModel, run: Path) -> None:
-    """Give a materialised model what the run began with. Names of the hub were fetched before, by `fetch_base`."""
+    """Fill a materialised model with the run's initial weights. Hub models must be downloaded (`fetch_base`)."""
     recipe = read_run_recipe(run)
     commits = find_commits(recipe, read_commits(RunFolder(run)))
     fill_weights(model, skeleton, with_copies(recipe, commits))
 
 
 def load_adapted(run: Path, device: torch.device, which: str | None = None) -> Adapted:
-    """The model of a run's checkpoint (see `checkpoint_of`): fp32, or 4 bits where it was trained so.
+    """Load the model of a run's checkpoint (see `checkpoint_of`): fp32, or 4 bits if it was trained in 4 bits.
 
     Raises:
-        ConfigError: there is no such checkpoint, or the frozen weights are no longer where the recipe says.
-        CheckpointError: something is damaged.
+        ConfigError: there is no such checkpoint, or the frozen weights are not where the recipe says.
+        CheckpointError: a file is damaged.
     """
     recipe, checkpoint = read_run_recipe(run), checkpoint_of(run, which)
     skeleton = run_skeleton(run)

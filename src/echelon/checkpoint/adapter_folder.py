@@ -1,4 +1,4 @@
-"""An adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors, read back before it counts."""
+"""Writes an adapter in PEFT's format, adapter_config.json and adapter_model.safetensors, and verifies it."""
 
 import copy
 import math
@@ -25,26 +25,26 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class AdapterContent:
-    """PEFT's config of an adapter, and its tensors on the CPU under the names of PEFT's files."""
+    """PEFT's config of an adapter, and its tensors on the CPU by their names in PEFT's files."""
 
     config: Any
     tensors: dict[str, Tensor]
 
 
 def write_adapter(out: Path, content: AdapterContent, base: str | None, sidecars: Path, card: str) -> int:
-    """Write an adapter as a folder that PEFT loads, and compare what can be read there with what was given.
+    """Write an adapter as a folder that PEFT loads, read the weights back and compare them.
 
     Args:
         out: replaced if it exists.
-        base: where the frozen weights are: `base_model_name_or_path`.
-        sidecars: a run's model/, for the files of the tokenizer, and what ends an answer.
+        base: location of the frozen weights, for `base_model_name_or_path`.
+        sidecars: a run's model/, for the tokenizer files and generation_config.json.
         card: the text of README.md.
 
     Returns:
-        The bytes of the weights' file.
+        The size of the weights file in bytes.
 
     Raises:
-        CheckpointError: it could not be written, or what is there is not what was given.
+        CheckpointError: the adapter cannot be written, or the weights read back differ.
     """
     config = copy.deepcopy(content.config)
     config.base_model_name_or_path = base
@@ -58,25 +58,27 @@ def write_adapter(out: Path, content: AdapterContent, base: str | None, sidecars
             if path.name not in (MANIFEST, "config.json"):
                 shutil.copyfile(path, writing / path.name)
         (writing / "README.md").write_text(card)
-        (writing / WEIGHTS).chmod(writing.stat().st_mode & 0o666)  # safetensors lets nobody else read
+        (writing / WEIGHTS).chmod(writing.stat().st_mode & 0o666)  # safetensors writes files readable by the owner only
         check_weights(writing / WEIGHTS, content.tensors, "trained")
         if out.exists():
             shutil.rmtree(out)
         writing.rename(out)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"The adapter could not be written to {out}: {error}. Make room there.") from error
+        raise CheckpointError(
+            f"The adapter could not be written to {out}: {error}. Free space, or choose another folder."
+        ) from error
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     return (out / WEIGHTS).stat().st_size
 
 
 def describe_adapter(model: nn.Module, tensors: Mapping[str, Tensor], principal: PrincipalParts) -> AdapterContent:
-    """An adapter as PEFT would write it.
+    """Return an adapter in PEFT's format.
 
     Args:
-        model: the model with its adapter; only names and settings are looked at.
-        tensors: every trained tensor, whole, by its name in the model.
-        principal: what a PiSSA adapter began with; it is taken off again, so that the adapter fits the first weights.
+        model: the model with its adapter; only names and settings are used.
+        tensors: every trained tensor, unsharded, by its name in the model.
+        principal: initial values of a PiSSA adapter, which are subtracted to make the adapter fit the original weights.
     """
     from peft import get_peft_model_state_dict
 
@@ -87,7 +89,7 @@ def describe_adapter(model: nn.Module, tensors: Mapping[str, Tensor], principal:
         names = [f"{layer}.lora_{side}.{ADAPTER}.weight" for side in "AB"]
         tensors[names[0]] = torch.cat([tensors[names[0]], a.to(tensors[names[0]].dtype)], dim=0)
         tensors[names[1]] = torch.cat([tensors[names[1]], -b.to(tensors[names[1]].dtype)], dim=1)
-    if principal:  # twice the rank at the same scale
+    if principal:  # double the rank, keep the scale
         config.r, config.lora_alpha = 2 * config.r, config.lora_alpha * (math.sqrt(2) if config.use_rslora else 2)
     config.inference_mode = True
     named = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=ADAPTER, save_embedding_layers=False)
@@ -101,8 +103,10 @@ def describe_adapter(model: nn.Module, tensors: Mapping[str, Tensor], principal:
 
 
 def _find_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was trained in the place of the plain model's weights, a tied one by each of its names: PEFT has a module of
-    its own for each, which it ties again (`ensure_weight_tying`)."""
+    """Return the weights of the plain model that were trained in full; a tied one by each of its names.
+
+    PEFT creates a module for each name, and ties them again (`ensure_weight_tying`).
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     trained = {id(parameters[name]): tensor for name, tensor in tensors.items() if plain_name(name) is not None}
     return {name: trained[id(each)] for name, each in parameters.items() if id(each) in trained}

@@ -1,4 +1,4 @@
-"""The files of a run folder that a resume needs beside a checkpoint, as one archive that goes with each upload."""
+"""Packs the files of a run folder that a resume needs in addition to a checkpoint, as one archive per upload."""
 
 import zipfile
 from pathlib import Path
@@ -8,7 +8,7 @@ from echelon.runs.run_folder import RunFolder
 from echelon.runs.run_rows import is_row_up_to
 from echelon.stored import whole_lines, write_text
 
-# In the order in which they come back: a folder with a recipe counts as a run, so that is the last.
+# In the order in which they are restored: recipe.yaml comes last, because it makes a folder a run.
 _FILES = (
     "environment.json", "estimate.json", "data.json", "hub.json", "events.jsonl", "spending.json", "plan.json",
     "recipe.yaml",
@@ -18,7 +18,7 @@ _TRACKERS = "trackers"
 
 
 def write_bundle(folder: RunFolder, step: int, path: Path) -> None:
-    """Pack the run's files, and its rows up to a step."""
+    """Write an archive of the run's files, with its metrics and samples up to a step."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         ledgers = sorted(f"{_TRACKERS}/{each.name}" for each in (folder.path / _TRACKERS).glob("*.json"))
         for name in (*_FILES, *ledgers):
@@ -30,17 +30,17 @@ def write_bundle(folder: RunFolder, step: int, path: Path) -> None:
 
 
 def unpack_bundle(path: Path, folder: RunFolder) -> None:
-    """Put the rows back, which replace those that are there, and the other files where they are missing.
+    """Restore metrics and samples, replacing existing ones, and the other files if they are missing.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the archive cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             contents = {name: archive.read(name).decode() for name in archive.namelist()}
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: the run's files in it cannot be read ({error}).") from error
-    # By names of our own: what an archive says decides nothing about other places here.
+        raise CheckpointError(f"{path}: cannot read the run's files in this archive ({error}).") from error
+    # Only fixed names: an archive must not choose other paths on this machine.
     ledgers = sorted(name for name in contents if name == f"{_TRACKERS}/{Path(name).stem}.json")
     if ledgers:
         (folder.path / _TRACKERS).mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def unpack_bundle(path: Path, folder: RunFolder) -> None:
 
 
 def _rows_up_to(path: Path, step: int) -> bytes:
-    """Rows stand in the order of their steps, so only those at the end are looked into."""
+    """Return the rows up to a step. Rows are in the order of their steps, so only the last ones are parsed."""
     lines = list(whole_lines(path.read_bytes()))
     while lines and not is_row_up_to(path.name, lines[-1], step, step):
         lines.pop()

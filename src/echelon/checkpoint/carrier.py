@@ -1,7 +1,7 @@
-"""Checkpoints between machines that share no folder: whole on rank 0's, brought to the others when one is loaded.
+"""Transfers checkpoints between machines without a shared folder: stored on rank 0's, copied to the others to load.
 
-A rank elsewhere writes its file into a folder of its machine's own and sends it to rank 0, which publishes the
-checkpoint as it does on a shared folder. So there is one checkpoint, on one machine, whatever becomes of the others.
+A rank on another machine writes its file to a local folder and sends it to rank 0, which publishes the checkpoint as
+on a shared folder. The checkpoint is therefore complete on one machine, and does not depend on the others.
 """
 
 import shutil
@@ -19,14 +19,13 @@ from echelon.runs.checksums import MANIFEST, find_faults
 from echelon.stored import sync_path
 
 CHUNK_BYTES = 64 * 2**20
-"""What is sent at a time, and what it costs in memory."""
+"""Size of a transferred chunk, and so the memory that a transfer needs."""
 
 
 class Carrier:
-    """Carries files over a gloo group of all ranks. Every method but `writing` and `discard` is collective.
+    """Transfers files over a gloo group of all ranks. Every method except `writing` and `discard` is collective.
 
-    `machine` tells the machines apart; `scratch` is a folder of this one for what is on its way, which other runs do
-    not use.
+    `machine` identifies this machine; `scratch` is a local folder for files in transit, which no other run uses.
     """
 
     def __init__(self, machine: str, scratch: Path, group: dist.ProcessGroup) -> None:
@@ -35,7 +34,7 @@ class Carrier:
         self._group = group
         self._scratch = scratch
         self._elsewhere = [rank for rank, name in enumerate(machines) if name != machines[0]]
-        # One rank of each machine receives for all of it.
+        # One rank of each machine receives files for all its ranks.
         self._firsts = [rank for rank in self._elsewhere if machines.index(machines[rank]) == rank]
         self._receivers = dist.new_group([0, *self._firsts], backend="gloo")
         self.is_here = dist.get_rank() not in self._elsewhere
@@ -43,11 +42,11 @@ class Carrier:
         self.clear()
 
     def writing(self, beside: Path) -> Path:
-        """Where this rank writes what rank 0 will have in `beside`."""
+        """Return the folder in which this rank writes its part of rank 0's folder `beside`."""
         return beside if self.is_here else self._scratch / beside.name
 
     def collect(self, beside: Path) -> str | None:
-        """Send what each rank elsewhere wrote to rank 0, into `beside`. On rank 0: why that failed, if it did."""
+        """Send the files of ranks on other machines to rank 0, into `beside`. Rank 0 returns why that failed, if so."""
         rank, reason = dist.get_rank(), None
         mine = sorted(self.writing(beside).glob(f"__{rank}_*")) if not self.is_here else []
         listed: list[Any] = [None] * dist.get_world_size()
@@ -63,16 +62,16 @@ class Carrier:
         return self.discard(beside, reason)
 
     def discard(self, beside: Path, reason: str | None) -> str | None:
-        """Remove what a rank elsewhere wrote for `beside`; returns `reason`."""
+        """Remove this rank's files for `beside` if it is on another machine; return `reason`."""
         if not self.is_here:
             for path in self.writing(beside).glob(f"__{dist.get_rank()}_*"):
                 path.unlink()
         return reason
 
     def bring(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint as this machine's disk has it, brought from rank 0's where it has not.
+        """Return the checkpoint on this machine's disk, after copying it from rank 0's machine if necessary.
 
-        Raises OSError on the ranks of a machine whose disk has no room.
+        Raises OSError on all ranks if the disk of a machine is full.
         """
         manifest = [(checkpoint.path / MANIFEST).read_bytes() if dist.get_rank() == 0 else b""]
         dist.broadcast_object_list(manifest, src=0, group=self._group)
@@ -88,7 +87,7 @@ class Carrier:
         return checkpoint if mine else Checkpoint(checkpoint.step, copy)
 
     def clear(self) -> None:
-        """Remove what was brought here; every rank has loaded it. Collective."""
+        """Remove the copies on this machine, after every rank has loaded them. Collective."""
         dist.barrier(self._group)
         if dist.get_rank() in self._firsts:
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -102,7 +101,7 @@ class Carrier:
             yield chunk
 
     def _broadcast(self, source: Path, copy: Path, wanted: bool) -> str | None:
-        """All files of a folder of rank 0, to one rank of each other machine. Why this one could not keep them."""
+        """Send all files of a folder of rank 0 to one rank of each other machine. Returns why a write failed here."""
         rank, reason = dist.get_rank(), None
         if rank != 0 and rank not in self._firsts:
             return None
@@ -127,7 +126,7 @@ class Carrier:
 
 
 def _holds(path: Path, manifest: bytes) -> bool:
-    """Whether a folder is the checkpoint of this manifest, whole."""
+    """Whether a folder is an intact copy of the checkpoint with this manifest."""
     with suppress(OSError):
         return (path / MANIFEST).read_bytes() == manifest and not find_faults(path, checksums=True)
     return False
@@ -148,7 +147,7 @@ def _read_chunks(path: Path) -> Iterator[Tensor]:
 
 
 def _write_chunks(path: Path | None, chunks: Iterator[Tensor]) -> str | None:
-    """Write a file from what arrives. Takes all of it, also where the disk does not: the sender must not wait."""
+    """Write a file from received chunks. Receives all of them even if writing fails: the sender must not block."""
     reason = None
     try:
         if path is not None:

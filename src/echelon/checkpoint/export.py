@@ -1,4 +1,4 @@
-"""Exports a run as an HF folder that `transformers` loads, written with bounded memory and read back."""
+"""Exports a run as an HF folder that `transformers` loads, with bounded memory, and verifies the written weights."""
 
 import copy
 import json
@@ -28,13 +28,13 @@ from echelon.stored import write_json
 
 SHARD_BYTES = 4 * 2**30
 TRAINING = "echelon.json"
-"""Of an exported folder: how its model was trained, as far as `echelon eval` goes by it."""
+"""File of an exported folder with the training settings that `echelon eval` uses."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_run_model(run: Path, device: torch.device, which: str | None = None) -> PreTrainedModel:
-    """The live model of a run's checkpoint (see `checkpoint_of`), whole, in evaluation mode."""
+    """Load the model of a run's checkpoint (see `checkpoint_of`), unsharded, in evaluation mode."""
     if read_run_recipe(run).adapter.is_adapter:
         return load_adapted(run, device, which).model
     checkpoint = checkpoint_of(run, which)
@@ -52,15 +52,15 @@ def export_run(
 ) -> Path:
     """Write a checkpoint of a run (see `checkpoint_of`) as an HF folder: config, safetensors, tokenizer, model card.
 
-    Memory stays within one file of weights (4 GiB) whatever the model's size, beside what is `adapted`. The folder
-    appears whole or not at all.
+    Needs memory for one weight file (4 GiB) whatever the model's size, in addition to `adapted`. The folder is created
+    atomically.
 
     Args:
-        adapted: the live model of a run that trained an adapter, which is merged; None for a run that trained all.
+        adapted: the loaded model of a run that trained an adapter, which is merged; None for full training.
 
     Raises:
         ConfigError: `out` exists and is not empty, or the dtype is unknown.
-        CheckpointError: the checkpoint is damaged or lacks a weight, or the folder could not be written.
+        CheckpointError: the checkpoint is damaged or lacks a weight, or the folder cannot be written.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}.")
@@ -84,14 +84,19 @@ def export_run(
             out.rmdir()
         writing.rename(out)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"The export could not be written to {out}: {error}. Give another OUT.") from error
+        raise CheckpointError(
+            f"The export could not be written to {out}: {error}. Free space, or choose another OUT."
+        ) from error
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     return out
 
 
 def export_adapter(run: Path, out: Path, which: str | None = None) -> int:
-    """Write the adapter of a run's checkpoint as PEFT does; the bytes of its weights. Raises as `export_run`."""
+    """Write the adapter of a run's checkpoint in PEFT's format; return the size of its weights in bytes.
+
+    Raises the errors of `export_run`.
+    """
     check_empty(out)
     adapted = load_adapted(run, torch.device("cpu"), which)
     card = render_card(run, adapted.step, is_adapter=True)
@@ -100,9 +105,9 @@ def export_adapter(run: Path, out: Path, which: str | None = None) -> int:
 
 
 def check_empty(out: Path) -> None:
-    """Raise ConfigError for a place that is taken."""
+    """Raise ConfigError if a path exists and is not an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not an empty folder; give a new one.")
+        raise ConfigError(f"{out} exists and is not an empty folder; choose a new folder.")
 
 
 Reader = Callable[[list[str]], dict[str, Tensor]]
@@ -118,7 +123,7 @@ def _write_weights(read: Reader, skeleton: PreTrainedModel, out: Path, dtype: st
         tensors = {name: tensor.to(stored).contiguous() for name, tensor in read(names).items()}
         save_file(tensors, out / file, metadata={"format": "pt"})
         check_weights(out / file, tensors, "written")
-        (out / file).chmod(out.stat().st_mode & 0o666)  # safetensors lets nobody else read
+        (out / file).chmod(out.stat().st_mode & 0o666)  # safetensors writes files readable by the owner only
         weight_map |= dict.fromkeys(names, file)
     if len(groups) > 1:
         size = sum(parameter.numel() * stored.itemsize for parameter in skeleton.parameters())
@@ -146,7 +151,7 @@ def _load_tensors(checkpoint: Path, skeleton: PreTrainedModel, names: list[str])
 
 
 def check_complete(checkpoint: Path, skeleton: PreTrainedModel) -> None:
-    """Whether the checkpoint has exactly the model's weights. Raises CheckpointError."""
+    """Raise CheckpointError if a checkpoint lacks a weight of the model."""
     saved = {
         name.removeprefix("model.")
         for name in read_metadata(checkpoint).state_dict_metadata
@@ -158,7 +163,7 @@ def check_complete(checkpoint: Path, skeleton: PreTrainedModel) -> None:
 
 
 def _write_sidecars(model_dir: Path, out: Path, dtype: str) -> None:
-    """Copy config and tokenizer, with the dtype that the weights were written in."""
+    """Copy config and tokenizer; set the config's dtype to that of the written weights."""
     for path in model_dir.iterdir():
         if path.name == MANIFEST:
             continue

@@ -1,4 +1,4 @@
-"""Filling tensors from a checkpoint, whatever plan wrote it."""
+"""Fills tensors from a checkpoint, whatever plan wrote it."""
 
 import re
 import warnings
@@ -16,17 +16,17 @@ from echelon.distributed.replica_names import match_replicas
 from echelon.errors import CheckpointError, is_disk_full
 from echelon.runs.checksums import check_files
 
-# What torch's writer says, without an errno, when a disk takes only the beginning of a file.
+# Messages of torch's writer, without an errno, when the disk fills up in the middle of a file.
 _CUT_SHORT = re.compile(r"PytorchStreamWriter failed|unexpected pos|file write failed")
 
 
 def fill_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], **options: Any) -> None:
-    """Fill tensors in place, whole or sharded. Collective, unless `options`, which are those of DCP's `load`, say not.
+    """Fill tensors in place, full or sharded. Collective, unless `options` of DCP's `load` contain `no_dist`.
 
-    A replica's own tensors (`replica_names.py`) may come from another number of replicas.
+    Tensors that differ between replicas (`replica_names.py`) may come from another number of replicas.
 
     Raises:
-        CheckpointError: the checkpoint is hostile, lacks a tensor, or holds another shape.
+        CheckpointError: the checkpoint is hostile, lacks a tensor, or has another shape.
     """
     saved = read_metadata(folder).state_dict_metadata
     found = match_replicas(tensors, saved)
@@ -37,8 +37,8 @@ def fill_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], **options: A
         assert isinstance(entry, TensorStorageMetadata)
         if entry.size != tensor.shape:
             raise CheckpointError(
-                f"Checkpoint {folder} holds {name} as {tuple(entry.size)} and the recipe's model has "
-                f"{tuple(tensor.shape)}."
+                f"Checkpoint {folder} has {name} with shape {tuple(entry.size)}, and the recipe's model has shape "
+                f"{tuple(tensor.shape)}; it belongs to another model."
             )
     try:
         load(dict(found), storage_reader=SafeReader(folder), **options)
@@ -47,20 +47,20 @@ def fill_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], **options: A
 
 
 def load_alone(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors, whole or sharded, from a checkpoint: each process reads its own part. Raises CheckpointError."""
+    """Fill tensors, full or sharded, without communication: each process reads its own part. Raises CheckpointError."""
     check_files(folder)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended
         fill_tensors(folder, tensors, no_dist=True)
 
 
 def find_reason(error: BaseException) -> str:
-    """What went wrong on the first rank that failed; DCP wraps the errors of all of them into one of its own."""
+    """Return the reason of the first rank that failed; DCP wraps the errors of all ranks into one exception."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     text = str(error).strip()
     if is_disk_full(error) or "No space left" in text:
         return "No space left on device: the disk is full"
     if _CUT_SHORT.search(text):
-        return "a file was cut short, as on a full disk"
+        return "a file was truncated; the disk may be full"
     return (text.splitlines() or [type(error).__name__])[0]

@@ -23,11 +23,11 @@ from echelon.runs.run_folder import is_run
 
 
 def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Recipe) -> None:
-    """Give a materialised model its first weights, sharded, in 4 bits or beside an adapter as it is.
+    """Fill a materialised model with its initial weights; it may be sharded, quantised or have an adapter.
 
     Args:
-        skeleton: the plain model on meta, untouched by any transform.
-        recipe: with this machine's copies in the place of names of the hub (`hub.with_copies`).
+        skeleton: the plain model on meta, without any transform.
+        recipe: with hub ids replaced by local copies (`hub.with_copies`).
     """
     source, may_grow = recipe.model.checkpoint, bool(recipe.model.new_tokens)
     if source is None:
@@ -41,7 +41,7 @@ def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Reci
 
 @torch.no_grad()
 def _load_from_run(model: PreTrainedModel, skeleton: PreTrainedModel, checkpoint: Path, may_grow: bool) -> None:
-    """Straight into what holds a weight as it is; one at a time, through a whole copy, into what does not."""
+    """Load weights in place; those that are quantised or grown one at a time, through a full copy."""
     saved, places = read_metadata(checkpoint).state_dict_metadata, find_places(model, skeleton)
     vocabulary, direct = vocabulary_names(skeleton), {}
     for name, parameter in skeleton.named_parameters():

@@ -1,8 +1,8 @@
-"""The `checkpoints/` folder of a run: finds, verifies, publishes and removes checkpoints. No torch.
+"""The `checkpoints/` folder of a run: finds, verifies, publishes and removes checkpoints. Does not import torch.
 
-A checkpoint is `step-00000100/`, with a manifest of the size and checksum of each of its files. It gets that name, and
-loses it, in one rename, so that a process may be killed at any moment: what is half-written or half-removed has a
-hidden name, is never read, and is swept by the next start.
+A checkpoint is `step-00000100/`, with a manifest of the size and checksum of each of its files. It gets and loses that
+name in one rename, so that a process may be killed at any time: an incomplete folder has a hidden name, is never read,
+and is removed by the next start.
 """
 
 import hashlib
@@ -28,40 +28,40 @@ class Checkpoint:
     path: Path
 
     def read_state(self) -> dict[str, Any]:
-        """The run's counters at this step: everything of a checkpoint that is not a tensor. Raises CheckpointError."""
+        """Read the run's counters at this step, all content that is not a tensor. Raises CheckpointError."""
         try:
             content = (self.path / STATE).read_bytes()
             if hashlib.sha256(content).hexdigest() != read_json(self.path / MANIFEST)["files"][STATE]["sha256"]:
-                raise ValueError("it changed after it was written")
+                raise ValueError("it was changed after it was written")
             state: dict[str, Any] = parse_json(content)
             if not isinstance(state.get("train"), dict):
                 raise ValueError("it has no counters")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.path / STATE} cannot be used: {error}.") from error
+            raise CheckpointError(f"{self.path / STATE} is unusable: {error}.") from error
         return state
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """The published checkpoints of a run's `checkpoints/`, oldest first. Whether they are whole is not checked here."""
+    """Return the published checkpoints of a run's `checkpoints/`, oldest first, without verifying them."""
     steps = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
     return [Checkpoint(int(path.name.removeprefix("step-")), path) for path in sorted(steps) if path.is_dir()]
 
 
 def list_checkpoints(run: Path) -> list[Checkpoint]:
-    """The published checkpoints of a run folder, oldest first."""
+    """Return the published checkpoints of a run folder, oldest first, without verifying them."""
     return find_checkpoints(run / "checkpoints")
 
 
 def require_run(run: Path) -> None:
-    """Raise ConfigError unless the folder is a run's, or holds checkpoints as a run's does."""
+    """Raise ConfigError unless the folder is a run folder or contains checkpoints like one."""
     if not is_run(run) and not list_checkpoints(run):
         raise ConfigError(f"{run} is not a run folder (it has no recipe.yaml); give one, for example runs/NAME.")
 
 
 def newest_of(run: Path, checksums: bool = False) -> Checkpoint:
-    """A run's newest checkpoint, its contents compared with their checksums if asked.
+    """Return a run's newest checkpoint after checking its files; with `checksums`, also their contents.
 
-    Raises ConfigError where there is none, CheckpointError where it is damaged.
+    Raises ConfigError if there is none, CheckpointError if it is damaged.
     """
     newest = _some_checkpoints(run)[-1]
     try:
@@ -75,10 +75,10 @@ def newest_of(run: Path, checksums: bool = False) -> Checkpoint:
 
 
 def checkpoint_of(run: Path, which: str | None = None) -> Checkpoint:
-    """The checkpoint of a run that a user names, compared with its checksums: newest (the default), best, or a step.
+    """Return the checkpoint that a user chose, after verifying its checksums: newest (the default), best, or a step.
 
-    The best one is that of the lowest evaluation loss, which `checkpoint.keep_best` keeps. Raises ConfigError where
-    there is none, naming those there are; CheckpointError where it is damaged.
+    The best one has the lowest evaluation loss; `checkpoint.keep_best` keeps it. Raises ConfigError if there is none,
+    with the steps that exist; CheckpointError if it is damaged.
     """
     if which is None or which == "newest":
         return newest_of(run, checksums=True)
@@ -88,12 +88,12 @@ def checkpoint_of(run: Path, which: str | None = None) -> Checkpoint:
         step = newest_of(run).read_state()["train"].get("best_step")
         if step is None:
             raise ConfigError(
-                f"--checkpoint best: no evaluation of this run says which is best; {have}. Use newest or one of them, "
-                "or train with train.eval_every and checkpoint.keep_best=true."
+                f"--checkpoint best: this run has no evaluation, so no checkpoint is best; {have}. Use newest or one "
+                "of them, or train with train.eval_every and checkpoint.keep_best=true."
             )
         if step not in steps:
             raise ConfigError(
-                f"--checkpoint best: the lowest evaluation loss was at step {step}, of which no checkpoint was kept; "
+                f"--checkpoint best: the lowest evaluation loss was at step {step}, whose checkpoint was not kept; "
                 f"{have}. Use newest or one of them, or train with checkpoint.keep_best=true."
             )
     elif which.isdecimal() and int(which) in steps:
@@ -113,11 +113,11 @@ def _some_checkpoints(run: Path) -> list[Checkpoint]:
 
 
 def publish(writing: Path, final: Path, state: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    """Complete a written folder and give it its name, so that it is either whole or absent after any crash.
+    """Complete a written folder and rename it to its final name, so that it is complete or absent after any crash.
 
-    `described` has the manifest's entries that are known already; the other files are read here.
-    A checkpoint of that name, from before a resume, is replaced. Between the two renames it has a hidden name, from
-    which `sweep_checkpoints` puts it back; it is removed when the new one is in its place on the disk.
+    `described` has the manifest entries that are already known; the other files are read here.
+    A checkpoint of the same name, from before a resume, is replaced. Between the two renames it has a hidden name, from
+    which `sweep_checkpoints` can restore it; it is removed when the new one is on the disk.
     """
     write_json(writing / STATE, dict(state))
     write_manifest(writing, described)
@@ -125,7 +125,7 @@ def publish(writing: Path, final: Path, state: Mapping[str, Any], described: Map
 
 
 def give_name(writing: Path, final: Path) -> None:
-    """Publish a complete folder whose files are on the disk; one of that name is replaced, as `publish` says."""
+    """Publish a complete folder whose files are flushed to disk; replaces one of that name (see `publish`)."""
     sync_path(writing)
     replaced = final.with_name(f".replaced-{final.name.removeprefix('step-')}")
     if final.exists():
@@ -136,9 +136,9 @@ def give_name(writing: Path, final: Path) -> None:
 
 
 def prune(folder: Path, keep_last: int, keep: Collection[int | None] = (), damaged: Collection[int] = ()) -> None:
-    """Remove what is older than the newest `keep_last` whole checkpoints, but not those of the steps `keep`.
+    """Remove checkpoints older than the newest `keep_last` intact ones, except those of the steps `keep`.
 
-    Whole are those whose files are there in their sizes, without the steps `damaged`, which are known to be not.
+    A checkpoint counts as intact if all its files exist with the right sizes and its step is not in `damaged`.
     """
     checkpoints = find_checkpoints(folder)
     whole = [each.step for each in checkpoints if each.step not in damaged and not find_faults(each.path)]
@@ -149,24 +149,24 @@ def prune(folder: Path, keep_last: int, keep: Collection[int | None] = (), damag
 
 
 def clear_out(folder: Path, keep: int) -> Iterator[str]:
-    """Remove all but the newest `keep` whole checkpoints and the best one; damaged and half-written ones go too.
+    """Remove all but the newest `keep` intact checkpoints and the best one, also damaged and incomplete ones.
 
-    Reads every checkpoint. For the holder of the run's lock. Yields a line about each that is removed, and one about
-    those that stay.
+    Reads every checkpoint. The caller must hold the run's lock. Yields a line for each removed checkpoint, and one
+    with those that were kept.
 
     Raises:
-        CheckpointError: there are checkpoints and none is whole; nothing is removed.
+        CheckpointError: all checkpoints are damaged; nothing is removed.
     """
     found = {checkpoint: find_faults(checkpoint.path, checksums=True) for checkpoint in find_checkpoints(folder)}
     whole = [checkpoint for checkpoint, faults in found.items() if not faults]
     if found and not whole:
         raise CheckpointError(
-            f"None of the checkpoints in {folder} is whole, so none was removed; `echelon checkpoint verify` says what "
-            "is damaged, and what is of no use to you can be deleted by hand."
+            f"All checkpoints in {folder} are damaged, so none was removed; `echelon checkpoint verify` lists the "
+            "damage. Delete those that you do not need by hand."
         )
     kept = _choose_kept(whole, keep)
     for name in sweep_checkpoints(folder):
-        yield f"removed {name}: a killed process left it half-done"
+        yield f"removed {name}: a killed process left it incomplete"
     for checkpoint, faults in found.items():
         if checkpoint not in kept:
             remove(checkpoint)
@@ -175,13 +175,13 @@ def clear_out(folder: Path, keep: int) -> Iterator[str]:
 
 
 def _choose_kept(whole: list[Checkpoint], keep: int) -> list[Checkpoint]:
-    """The newest `keep`, and the one that the newest calls the best; in order."""
+    """Return the newest `keep` checkpoints, and the best one according to the newest; in order."""
     best = whole[-1].read_state()["train"].get("best_step") if whole else None
     return [checkpoint for checkpoint in whole if checkpoint in whole[-keep:] or checkpoint.step == best]
 
 
 def remove(checkpoint: Checkpoint) -> None:
-    """Take a checkpoint away: its name at once, then its files."""
+    """Remove a checkpoint: first rename it to a hidden name, then delete its files."""
     removing = checkpoint.path.with_name(f".removing-{checkpoint.path.name.removeprefix('step-')}")
     shutil.rmtree(removing, ignore_errors=True)
     checkpoint.path.rename(removing)
@@ -189,11 +189,11 @@ def remove(checkpoint: Checkpoint) -> None:
 
 
 def describe_newest(folder: Path) -> str:
-    """The name of the newest checkpoint whose files are there in their sizes, for a message; "none" without one."""
+    """Return the name of the newest checkpoint (see `newest_whole`) for a message; "none" without one."""
     newest = newest_whole(folder)
     return "none" if newest is None else newest.path.name
 
 
 def newest_whole(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint whose files are there in their sizes."""
+    """Return the newest checkpoint whose files all exist with the right sizes."""
     return next((each for each in reversed(find_checkpoints(folder)) if not find_faults(each.path)), None)

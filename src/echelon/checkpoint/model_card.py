@@ -20,17 +20,17 @@ _MODEL_LINES = [
 
 @dataclass(frozen=True)
 class _Environment:
-    """What a card takes from environment.json: versions by package."""
+    """The part of environment.json that a card uses: versions by package."""
 
     packages: dict[str, str]
 
 
 def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str | None = None) -> str:
-    """A model card, with the front matter that the hub reads.
+    """Return a model card, with the front matter that the hub reads.
 
     Args:
-        step: of the checkpoint that is written.
-        comparison: what was measured of a merged model beside its adapter, in a line.
+        step: of the exported checkpoint.
+        comparison: a line with the measured difference between a merged model and the model with its adapter.
     """
     folder = RunFolder(run)
     recipe, _ = load_recipe(folder.recipe_path)
@@ -39,7 +39,7 @@ def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str 
     front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "tags": ["echelon", method]}
     front |= {} if base is None else {"base_model": base}
     kind = "An adapter" if is_adapter else "A model with its adapter merged" if recipe.adapter.is_adapter else "A model"
-    start = f"beginning with {base}" if base is not None else "from newly initialized weights"
+    start = f"starting from {base}" if base is not None else "from newly initialized weights"
     lines = [
         "---", yaml.safe_dump(front, sort_keys=True).strip(), "---", "", f"# {recipe.run.name}", "",
         f"{kind}, trained with echelon by {method}, {start}; step {step:,}.", "",
@@ -64,7 +64,7 @@ def _figure_lines(folder: RunFolder, step: int) -> list[str]:
         if row is not None and row.get("loss") is not None:
             tokens = f", {row['tokens']:,} tokens seen" if row.get("tokens") is not None else ""
             lines.append(f"- {what} loss {row['loss']:.4f} at step {row['step']:,}{tokens}")
-    with suppress(OSError, ValueError):  # a damaged file leaves out what only it knows
+    with suppress(OSError, ValueError):  # without environment.json the card has no versions
         packages = read_as(folder.environment_path, _Environment).packages
         used = [name for name in ("torch", "transformers", "peft", "bitsandbytes") if name in packages]
         versions = ", ".join(f"{name} {packages[name]}" for name in used)
@@ -73,7 +73,7 @@ def _figure_lines(folder: RunFolder, step: int) -> list[str]:
 
 
 def _adapter_lines(recipe: Recipe, folder: RunFolder) -> list[str]:
-    """How PEFT loads an adapter onto what it was trained beside: in 4 bits where that was, grown where that was."""
+    """Return the code to load an adapter with PEFT, with the 4-bit settings and new tokens that it was trained with."""
     adapter, base = recipe.adapter, recipe.model.checkpoint or "the/first/weights"
     kind, first, options = "AutoModelForCausalLM, AutoTokenizer", list[str](), ""
     if is_run(Path(base)):

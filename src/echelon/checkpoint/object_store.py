@@ -1,6 +1,6 @@
-"""Objects under an address such as s3://bucket/run, through fsspec; whatever goes wrong is one plain sentence.
+"""Access to objects under an address such as s3://bucket/run, through fsspec, with one-line error messages.
 
-Credentials come from the environment or from fsspec's own configuration, and are never looked at here.
+Credentials come from the environment or from fsspec's own configuration, and are never read here.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ Kind = Literal["absent", "refused", "failed"]
 
 
 class ObjectStoreError(EchelonError):
-    """An object store could not be used: `absent` is what is not there, `refused` what the request may not have."""
+    """A request to an object store failed. `kind`: `absent` for a missing object, `refused` without permission."""
 
     def __init__(self, message: str, kind: Kind) -> None:
         super().__init__(message)
@@ -30,10 +30,10 @@ class ObjectStoreError(EchelonError):
 
 
 class ObjectStore:
-    """Objects by name, a path below `url`. Every method raises ObjectStoreError, with no secret in its message."""
+    """Objects by name, a path below `url`. Every method raises ObjectStoreError, without secrets in its message."""
 
     def __init__(self, url: str) -> None:
-        """Nothing is asked of the server. Raises ConfigError for a protocol that cannot be used here."""
+        """Makes no request. Raises ConfigError for an unsupported protocol."""
         import fsspec.core
         from fsspec.implementations.local import LocalFileSystem
 
@@ -41,23 +41,23 @@ class ObjectStore:
         protocol = url.partition("://")[0]
         options: dict[str, Any] = {"auto_mkdir": True} if protocol in ("file", "local") else {}
         try:
-            # Listings must be those of now: another process may write here too.
+            # No listing cache: another process may write here too.
             self._system, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         except ImportError:
             extra, package = _EXTRAS.get(protocol, ("", ""))
             remedy = f"pip install 'echelon[{extra}]'" if extra else "install it"
             raise ConfigError(
-                f"checkpoint.remote={url} needs {package or f'the fsspec package of {protocol}'}, which is not "
+                f"checkpoint.remote={url} requires {package or f'the fsspec package for {protocol}'}, which is not "
                 f"installed; {remedy}, or use another address."
             ) from None
         except ValueError:
             raise ConfigError(
-                f"checkpoint.remote={url}: fsspec knows no protocol {protocol}; use s3, gs, file or another one of its."
+                f"checkpoint.remote={url}: fsspec has no protocol {protocol}; use s3, gs, file or another of fsspec's."
             ) from None
         self._is_local = isinstance(self._system, LocalFileSystem)
 
     def read(self, name: str) -> bytes | None:
-        """The content of an object; None where there is none."""
+        """Return the content of an object; None if it does not exist."""
         try:
             with self._plainly():
                 content: bytes = self._system.cat_file(self._path(name))
@@ -68,9 +68,9 @@ class ObjectStore:
             raise
 
     def write(self, name: str, content: bytes) -> None:
-        """Make or replace an object, of text in UTF-8, in one go."""
+        """Create or replace an object, UTF-8 text, atomically."""
         with self._plainly():
-            if self._is_local:  # where a file grows as it is written
+            if self._is_local:  # a local file is not written atomically
                 path = Path(self._path(name))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(path, content.decode())
@@ -78,14 +78,14 @@ class ObjectStore:
                 self._system.pipe_file(self._path(name), content)
 
     def sizes(self, name: str) -> dict[str, int]:
-        """The bytes of every object below a name, by its path below that name."""
+        """Return the size in bytes of every object below a name, by its path relative to it."""
         prefix = self._path(name)
         with self._plainly():
             found = self._system.find(prefix, detail=True)
         return {path[len(prefix) + 1 :]: int(entry["size"]) for path, entry in found.items() if len(path) > len(prefix)}
 
     def upload(self, path: Path, name: str) -> None:
-        """Make or replace an object from a file. The client library checks the transfer where its protocol can."""
+        """Create or replace an object from a file. The client library verifies the transfer if its protocol can."""
         with self._plainly():
             self._system.put_file(str(path), self._path(name))
 
@@ -95,7 +95,7 @@ class ObjectStore:
             self._system.get_file(self._path(name), str(path))
 
     def digest(self, name: str) -> tuple[int, str]:
-        """The number of bytes of an object and their SHA-256: reads all of it."""
+        """Read an object; return its size in bytes and its SHA-256."""
         digest, count = hashlib.sha256(), 0
         with self._plainly(), self._system.open(self._path(name), "rb", block_size=_CHUNK_BYTES) as source:
             while chunk := source.read(_CHUNK_BYTES):
@@ -104,7 +104,7 @@ class ObjectStore:
         return count, digest.hexdigest()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Remove objects; missing ones are not an error."""
         for name in names:
             try:
                 with self._plainly():
@@ -125,18 +125,18 @@ class ObjectStore:
 
     @contextmanager
     def _plainly(self) -> Iterator[None]:
-        """Turn an error into one of ours. Each client library has classes of its own, many of them no OSError."""
+        """Turn an error into ObjectStoreError. Client libraries have their own classes, many of them not OSError."""
         try:
             yield
         except Exception as error:
             if is_disk_full(error):
                 raise
-            # Without its cause: what a library says at length may hold the request, signature and all.
+            # Without the cause: the library's full message may contain the request with its signature.
             raise ObjectStoreError(describe_failure(error), _find_kind(error)) from None
 
 
 def describe_failure(error: BaseException) -> str:
-    """One line about an error of an object store or a disk, without anything that looks like a secret."""
+    """Describe an error of an object store or a disk in one line, without anything that looks like a secret."""
     reason = (str(error).strip().splitlines() or [""])[0]
     reason = redact_text(reason)[:_MAX_REASON]
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
@@ -149,7 +149,7 @@ def _find_kind(error: BaseException) -> Kind:
 
 
 def retried(attempt: Callable[[], None], delays: Iterable[float], wait: Callable[[float], Any]) -> None:
-    """Call `attempt` until the store does not fail, waiting between; the last failure, or a refusal, is raised."""
+    """Call `attempt` until it succeeds, waiting between attempts; raise the last failure, or any refusal."""
     for delay in delays:
         try:
             return attempt()

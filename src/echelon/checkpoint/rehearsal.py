@@ -11,7 +11,7 @@ import torch.distributed as dist
 from echelon.errors import CheckpointError
 from echelon.stored import sync_path
 
-# Beside the tensors: the index of the checkpoint, headers and alignment, what else writes to the disk meanwhile.
+# In addition to the tensors: the checkpoint's index, headers and alignment, and other writes to the disk meanwhile.
 MARGIN_FRACTION = 0.05
 MARGIN_BYTES_PER_TENSOR = 4096
 
@@ -19,19 +19,19 @@ _PROBE_BYTES = 4096
 
 
 def rehearse_save(folder: Path, sizes: Mapping[str, int], group: dist.ProcessGroup, is_here: bool = True) -> None:
-    """Do what a save does, with a small file of each rank, and compare the free space with a checkpoint's size.
+    """Perform the steps of a save with a small file per rank, and compare the free space with a checkpoint's size.
 
-    Collective over `group`. Each rank writes and flushes its file into one hidden folder; rank 0 renames and removes
-    it. Space is that of the file system as this user may use it; of a quota that the file system does not tell of, only
-    one that is used up is noticed.
+    Collective over `group`. Each rank writes and flushes a file in one hidden folder; rank 0 renames and removes the
+    folder. Free space is that available to this user. A quota that the file system does not report is noticed only if
+    it is exhausted.
 
     Args:
-        sizes: the bytes of each whole tensor that this rank holds all or a part of, by name. Of what several ranks
-            have under one name a checkpoint holds one.
-        is_here: whether the folder of this rank's machine is the one that is written to.
+        sizes: the size in bytes of each full tensor of which this rank holds at least a part, by name. A checkpoint
+            stores a name once, even if several ranks have it.
+        is_here: whether this rank's machine has the checkpoint folder.
 
     Raises:
-        CheckpointError: the same on every rank; nothing is left behind.
+        CheckpointError: the same on every rank; no files are left behind.
     """
     writing, final = folder / ".writing-probe", folder / ".removing-probe"
     is_publisher = dist.get_rank(group) == 0
@@ -61,18 +61,18 @@ def rehearse_save(folder: Path, sizes: Mapping[str, int], group: dist.ProcessGro
             for rank, reason in enumerate(reasons):
                 if reason is not None:
                     raise CheckpointError(
-                        f"A checkpoint could not be saved to {folder}: rank {rank}: {reason}. Nothing was trained yet; "
-                        "make room or choose another run.dir, and start the same command again."
+                        f"A checkpoint could not be saved to {folder}: rank {rank}: {reason}. Training has not "
+                        "started; free space or choose another run.dir, and run the same command again."
                     )
     finally:
         if is_publisher:
             for probe in (writing, final):
                 shutil.rmtree(probe, ignore_errors=True)
-        dist.barrier(group)  # none may begin another rehearsal in a folder that is being removed
+        dist.barrier(group)  # no rank may start another rehearsal in a folder that is being removed
 
 
 def _attempt(action: Callable[[], None]) -> str | None:
-    """Why it failed, for all ranks to hear of; None if it did not."""
+    """Return why the action failed, to be shared with all ranks; None if it succeeded."""
     try:
         action()
     except OSError as error:
@@ -88,5 +88,6 @@ def _check_space(folder: Path, sizes: Mapping[str, int]) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
-            f"one takes about {num_bytes:,} bytes, with a margin {needed:,}, and {free:,} are free on this disk"
+            f"a checkpoint needs about {num_bytes:,} bytes ({needed:,} with a margin), and {free:,} are free on this "
+            "disk"
         )

@@ -1,12 +1,12 @@
-"""Checkpoints in an object store: what stands there, and how one is published, found, verified, downloaded, removed.
+"""Checkpoints in an object store: layout, and how to publish, find, verify, download and remove them.
 
-    URL/run.json                          which run the address belongs to, its recipe, and who writes there now
+    URL/run.json                          the run that the address belongs to, its recipe, and the current writer
     URL/RUN/step-00000100.json            the marker: the folder, and the size and checksum of every file in it
-    URL/RUN/step-00000100-1a2b3c4d/       the checkpoint's files, and run.zip: what else a run folder needs
+    URL/RUN/step-00000100-1a2b3c4d/       the checkpoint's files, and run.zip with the other files of the run folder
 
-An object store has no rename, but replaces an object in one go. So the marker is written last, and goes first when a
-checkpoint is removed: without one there is no checkpoint. A step that is saved again gets another folder, and its
-marker is replaced when that one is whole.
+An object store has no rename, but replaces a single object atomically. So the marker is written last, and removed
+first: without a marker there is no checkpoint. A step that is saved again gets a new folder, and its marker is replaced
+when that folder is complete.
 """
 
 import json
@@ -31,7 +31,7 @@ _DOWNLOADS_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose an address is: the run's name there, its recipe as YAML, and the process that writes there now."""
+    """The owner of an address: the run's name there, its recipe as YAML, and the process that currently writes."""
 
     run: str
     recipe: str
@@ -40,7 +40,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class RemoteCheckpoint:
-    """A checkpoint that has a marker. `files` has size and checksum by name; `faults` what a listing showed of it."""
+    """A checkpoint with a marker. `files`: size and checksum by name. `faults`: damage that the listing shows."""
 
     step: int
     folder: str = ""
@@ -49,26 +49,26 @@ class RemoteCheckpoint:
 
     @property
     def name(self) -> str:
-        """The name that its folder has in a run folder."""
+        """The name of its folder in a run folder."""
         return f"step-{self.step:08d}"
 
     def holds(self, checkpoint: Checkpoint) -> bool:
-        """Whether it is a whole copy of this one."""
+        """Whether it is a complete copy of this checkpoint."""
         wanted = describe_files([checkpoint.path / MANIFEST])[MANIFEST]
         return not self.faults and self.files.get(MANIFEST) == wanted
 
 
 @dataclass(frozen=True)
 class _Named:
-    """What remote.json holds."""
+    """The content of remote.json."""
 
     run: str
 
 
 class RemoteRuns:
-    """The runs under one address, of which `run.json` names the one that goes on. Raises ObjectStoreError throughout.
+    """The runs under one address, of which `run.json` names the current one. Every method raises ObjectStoreError.
 
-    Nothing is cached: every call asks the server.
+    Nothing is cached: every call sends requests to the server.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -76,34 +76,34 @@ class RemoteRuns:
         self.url = store.url
 
     def read_owner(self) -> Owner | None:
-        """The run that the address belongs to; None where it is free. Raises CheckpointError for another file there."""
+        """Return the owner of the address; None if it is unused. Raises CheckpointError if run.json is invalid."""
         content = self._store.read(OWNER)
         if content is None:
             return None
         try:
             values = parse_json(content)
             if not _are_plain([str(values["run"])]):
-                raise ValueError("its run has no plain name")
+                raise ValueError("its run is not a plain name")
             return Owner(str(values["run"]), str(values["recipe"]), str(values["writer"]))
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{self.url}/{OWNER} is not what echelon writes ({error}); give an address of the run's own as "
-                "checkpoint.remote, or restore that object."
+                f"{self.url}/{OWNER} was not written by echelon ({error}); set checkpoint.remote to an address that "
+                "nothing else uses, or restore that object."
             ) from error
 
     def claim(self, owner: Owner) -> None:
-        """Make the address this run's, and its writer the only one that may publish."""
+        """Assign the address to this run, and make its writer the only one that may publish."""
         self._store.write(OWNER, _render({"format": FORMAT, **asdict(owner)}))
 
     def find(self, run: str) -> list[RemoteCheckpoint]:
-        """A run's checkpoints, oldest first, with what the listing shows of damage; contents are not read."""
+        """Return a run's checkpoints, oldest first, with damage visible in the listing; contents are not read."""
         sizes = self._store.sizes(run)
         steps = sorted(step for name in sizes if (step := _marked_step(name)) is not None)
         found = ((step, self._store.read(f"{run}/{_marker(step)}")) for step in steps)
         return [_parse(step, content, sizes) for step, content in found if content is not None]
 
     def verify(self, run: str, checkpoint: RemoteCheckpoint) -> list[str]:
-        """What is not as it was written, a phrase for each file: reads every byte and compares it with its checksum."""
+        """Read all files and compare them with their checksums; return one phrase for each damaged file."""
         faults = list(checkpoint.faults)
         for name, entry in ({} if faults else checkpoint.files).items():
             try:
@@ -116,7 +116,7 @@ class RemoteRuns:
         return faults
 
     def download(self, run: str, checkpoint: RemoteCheckpoint, into: Path) -> list[str]:
-        """Write the files, the bundle too, into a folder, and compare them with their checksums; returns the faults."""
+        """Download the files, including the bundle, into a folder and verify their checksums; return the faults."""
         if checkpoint.faults:
             return list(checkpoint.faults)
         into.mkdir(parents=True)
@@ -137,26 +137,27 @@ class RemoteRuns:
     def publish(
         self, run: str, checkpoint: Checkpoint, folder: str, bundle: Path, may_publish: Callable[[], bool]
     ) -> int:
-        """Upload a checkpoint of this machine and write its marker; returns the bytes, 0 if `may_publish` forbade it.
+        """Upload a local checkpoint and write its marker; return its size in bytes, 0 if `may_publish` returned False.
 
-        What an earlier attempt left whole in `folder` is not sent again. `may_publish` is asked before the marker.
+        Complete files of an earlier attempt in `folder` are not sent again. `may_publish` is called before the marker
+        is written.
 
         Raises:
-            CheckpointError: the checkpoint is damaged here, or the server reports other sizes than were sent.
+            CheckpointError: the local checkpoint is damaged, or the server reports other sizes than were sent.
         """
         check_files(checkpoint.path, checksums=True)
         files: dict[str, dict[str, Any]] = dict(json.loads((checkpoint.path / MANIFEST).read_bytes())["files"])
         files |= describe_files([checkpoint.path / MANIFEST])
         files[BUNDLE] = describe_files([bundle])[bundle.name]
         sent = self._store.sizes(f"{run}/{folder}")
-        # One after another: client libraries send the parts of one file side by side, and hold them in memory for it.
+        # One after another: client libraries send the parts of one file in parallel, and hold them in memory.
         for name, entry in files.items():
             if sent.get(name) != entry["bytes"] or name == BUNDLE:
                 self._store.upload(bundle if name == BUNDLE else checkpoint.path / name, f"{run}/{folder}/{name}")
         sent = self._store.sizes(f"{run}/{folder}")
         for name, entry in files.items():
             if sent.get(name) != entry["bytes"]:
-                raise CheckpointError(f"{name} arrived with {sent.get(name, 0)} bytes of {entry['bytes']}")
+                raise CheckpointError(f"only {sent.get(name, 0)} of {entry['bytes']} bytes of {name} were stored")
         if not may_publish():
             self._store.remove_folder(f"{run}/{folder}")
             return 0
@@ -165,9 +166,9 @@ class RemoteRuns:
         return sum(entry["bytes"] for entry in files.values())
 
     def prune(self, run: str, newest: int, keep_last: int, keep: int | None) -> None:
-        """Remove what is older than the newest `keep_last` whole ones up to the step `newest`, but not the step `keep`.
+        """Remove checkpoints older than the newest `keep_last` intact ones up to step `newest`, except step `keep`.
 
-        What is beyond `newest` counts for nothing: it is of a course that a resume has left.
+        Checkpoints beyond `newest` are ignored: they belong to a history that a resume has abandoned.
         """
         found = [each for each in self.find(run) if each.step <= newest]
         whole = [each.step for each in found if not each.faults]
@@ -178,7 +179,7 @@ class RemoteRuns:
         self.sweep(run)
 
     def sweep(self, run: str) -> None:
-        """Remove the files that no marker names, nor one that cannot be read may name. For the only writer."""
+        """Remove files that no marker names, unless an unreadable marker might. Only the writer may call this."""
         markers = self.find(run)
         named = {each.folder for each in markers}
         unread = tuple(f"{each.name}-" for each in markers if not each.folder)
@@ -189,14 +190,14 @@ class RemoteRuns:
 
 
 def write_run_name(folder: RunFolder, run: str) -> None:
-    """Note in a run folder by which name an object store knows it."""
+    """Write the run's name in the object store to the run folder."""
     write_json(folder.remote_path, {"run": run})
 
 
 def read_run_name(folder: RunFolder) -> str | None:
-    """By which name an object store knows this run folder; None when it has none.
+    """Read the run's name in the object store from the run folder; None if it has none.
 
-    Raises ConfigError where its remote.json is damaged: under another name, the run would not find its checkpoints.
+    Raises ConfigError if remote.json is damaged: with another name, the run would not find its checkpoints.
     """
     try:
         return read_as(folder.remote_path, _Named).run
@@ -204,8 +205,8 @@ def read_run_name(folder: RunFolder) -> str | None:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder.remote_path} does not say under which name checkpoint.remote has this run ({error}); write "
-            f'{{"run": "NAME"}} into it, with the name that {OWNER} has at that address.'
+            f"{folder.remote_path}: cannot read the name of this run at checkpoint.remote ({error}); write "
+            f'{{"run": "NAME"}} to it, with the name in {OWNER} at that address.'
         ) from error
 
 
@@ -227,7 +228,7 @@ def _render(values: Mapping[str, Any]) -> bytes:
 
 
 def _parse(step: int, content: bytes, sizes: Mapping[str, int]) -> RemoteCheckpoint:
-    """The checkpoint of a marker, compared with the sizes of a listing."""
+    """Parse a marker, and compare its file sizes with a listing."""
     try:
         values = parse_json(content)
         if values["format"] != FORMAT:
@@ -238,7 +239,7 @@ def _parse(step: int, content: bytes, sizes: Mapping[str, int]) -> RemoteCheckpo
             for name, entry in values["files"].items()
         }
         if values["step"] != step or not _are_plain([folder, *files]) or not {MANIFEST, BUNDLE} <= files.keys():
-            return RemoteCheckpoint(step, faults=("its marker does not fit it",))
+            return RemoteCheckpoint(step, faults=("its marker does not match it",))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return RemoteCheckpoint(step, faults=(f"its marker cannot be read ({error})",))
     faults = []
@@ -252,5 +253,5 @@ def _parse(step: int, content: bytes, sizes: Mapping[str, int]) -> RemoteCheckpo
 
 
 def _are_plain(names: Collection[str]) -> bool:
-    """Whether these are names of files and not paths: what a server says decides nothing about other folders here."""
+    """Whether these are file names and not paths: a server must not choose other folders on this machine."""
     return all(name not in ("", ".", "..") and "\\" not in name and PurePosixPath(name).name == name for name in names)

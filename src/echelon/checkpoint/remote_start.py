@@ -1,5 +1,7 @@
-"""What a start does about `checkpoint.remote`, before any worker: find the run's own there, bring back what is newer
-than what the run folder holds, claim the address. No process group exists yet, however long a download takes."""
+"""Handles `checkpoint.remote` when a run starts: downloads newer checkpoints of the run and claims the address.
+
+This happens before any worker and process group exists, so a long download hits no timeout.
+"""
 
 import logging
 import shutil
@@ -26,21 +28,21 @@ _RETRY_DELAYS_SECONDS = (1.0, 4.0, 15.0)
 
 
 class RemoteStart:
-    """The dealings of one start with the address of `checkpoint.remote`; without one, nothing is done.
+    """The steps of one start that concern `checkpoint.remote`; every method does nothing if the key is not set.
 
-    Errors: ConfigError where the address is another run's or cannot be used at all, EchelonError where the server fails
-    and this start depends on it. A run folder with a whole checkpoint of its own goes on without a server.
+    Raises ConfigError if the address belongs to another run or is unusable, EchelonError if the server fails and the
+    start depends on it. A run folder with an intact local checkpoint continues without the server.
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        """Asks no server. Raises ConfigError for a protocol that cannot be used here."""
+        """Makes no request. Raises ConfigError for an unsupported protocol."""
         self._recipe = recipe
         url = recipe.checkpoint.remote
         self._remote = None if url is None else RemoteRuns(ObjectStore(url))
         self._is_down = False
 
     def reach(self) -> None:
-        """Whether the server answers, before anything is made or moved for a run that starts anew."""
+        """Check that the server answers, before anything is created or moved for a new run."""
         if self._remote is not None:
             try:
                 self._remote.read_owner()
@@ -48,7 +50,7 @@ class RemoteStart:
                 raise self._refusal(error) from None
 
     def bring_back(self, folder: RunFolder) -> None:
-        """Fill a locked run folder from the newest good remote checkpoint, if that is newer than its own newest."""
+        """Download the newest intact remote checkpoint to a locked run folder, if it is newer than the local ones."""
         if self._remote is None:
             return
         is_new = not folder.recipe_path.exists()
@@ -58,8 +60,8 @@ class RemoteStart:
                 return
             if read_run_name(folder) not in ({owner.run, None} if is_new else {owner.run}):
                 raise ConfigError(
-                    f"checkpoint.remote={self._remote.url} holds the checkpoints of another run than the one in "
-                    f"run.dir={folder.path}; give each run an address of its own."
+                    f"checkpoint.remote={self._remote.url} contains checkpoints of another run than run.dir="
+                    f"{folder.path}; use a different address for each run."
                 )
             if is_new:
                 self._refuse_other_recipe(owner)
@@ -69,7 +71,7 @@ class RemoteStart:
             self._go_on_without(folder, error)
 
     def claim(self, folder: RunFolder) -> None:
-        """Write down whose the address is, which also shows whether it can be written to. For a run that starts."""
+        """Write the owner of the address, which also checks write access. For a run that starts."""
         if self._remote is None:
             return
         run = read_run_name(folder) or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
@@ -82,10 +84,10 @@ class RemoteStart:
             self._go_on_without(folder, error)
         write_run_name(folder, run)
         if before is not None and before.run != run:
-            logger.info(f"checkpoint: the old run's checkpoints stay in {self._remote.url}/{before.run}")
+            logger.info(f"checkpoint: the checkpoints of the old run remain in {self._remote.url}/{before.run}")
 
     def send_rest(self, folder: RunFolder) -> None:
-        """Upload a finished run's newest checkpoint, where an outage at its end kept it here."""
+        """Upload a finished run's newest checkpoint, if an outage prevented that when it ended."""
         newest = newest_whole(folder.checkpoints_dir)
         if self._remote is None or self._is_down or newest is None:
             return
@@ -104,28 +106,29 @@ class RemoteStart:
             folder.unlock()
 
     def _go_on_without(self, folder: RunFolder, error: ObjectStoreError) -> None:
-        """A run that has a checkpoint here goes on; another one cannot know what it would begin anew."""
+        """Continue from a local checkpoint. Without one, refuse: the server may have a run that would be repeated."""
         if not folder.recipe_path.exists() or newest_whole(folder.checkpoints_dir) is None:
             raise self._refusal(error) from None
         self._is_down = True
         logger.warning(
-            f"checkpoint: {self._describe(error)}; going on from what is in {folder.path}, and uploads are tried again"
+            f"checkpoint: {self._describe(error)}; continuing from the checkpoints in {folder.path}, and uploads will "
+            "be retried"
         )
 
     def _refusal(self, error: ObjectStoreError) -> EchelonError:
-        told = self._describe(error)
+        description = self._describe(error)
         if error.kind == "failed":
-            return EchelonError(f"{told}; start the same command again when the server answers.")
+            return EchelonError(f"{description}; run the same command again when the server answers.")
         return ConfigError(
-            f"{told}; check the address, that its bucket exists, and that the credentials in the environment may list, "
-            "read, write and delete there."
+            f"{description}; check the address, that its bucket exists, and that the credentials in the environment "
+            "allow to list, read, write and delete objects."
         )
 
     def _describe(self, error: ObjectStoreError) -> str:
         return f"checkpoint.remote={self._recipe.checkpoint.remote} cannot be used ({error})"
 
     def _refuse_other_recipe(self, owner: Owner) -> None:
-        """The rule of an existing run folder, for one whose folder is not here."""
+        """Apply the rule for an existing run folder to a run whose folder is not on this machine."""
         assert self._remote is not None
         with tempfile.TemporaryDirectory(prefix="echelon-") as scratch:
             path = Path(scratch) / "recipe.yaml"
@@ -134,14 +137,14 @@ class RemoteStart:
                 old, _ = load_recipe(path)
             except ConfigError as error:
                 raise ConfigError(
-                    f"checkpoint.remote={self._remote.url} holds a run whose recipe cannot be read ({error}); pass "
-                    "--fresh to leave it where it is and begin another, or choose another address."
+                    f"checkpoint.remote={self._remote.url} contains a run whose recipe cannot be read ({error}); pass "
+                    "--fresh to keep it there and start a new run, or choose another address."
                 ) from error
         if blocking := blocking_differences(old, self._recipe):
             shown = "\n".join(f"  {each.key}: {each.old!r} -> {each.new!r}" for each in blocking)
             raise ConfigError(
-                f"checkpoint.remote={self._remote.url} holds a run of another recipe:\n{shown}\nrestore these keys to "
-                "resume it, pass --fresh to leave it where it is and begin another, or choose another address."
+                f"checkpoint.remote={self._remote.url} contains a run with another recipe:\n{shown}\nrestore these "
+                "keys to resume it, pass --fresh to keep it there and start a new run, or choose another address."
             )
 
     def _fetch_newest(self, folder: RunFolder, run: str, is_new: bool) -> None:
@@ -154,12 +157,12 @@ class RemoteStart:
                 return
         if is_new and found:
             raise CheckpointError(
-                f"None of the checkpoints in {self._remote.url} is whole, and there is none in {folder.path}; pass "
-                "--fresh to begin anew, which leaves them where they are."
+                f"All checkpoints in {self._remote.url} are damaged, and {folder.path} has none; pass --fresh to start "
+                "a new run, which keeps them there."
             )
 
     def _fetch(self, folder: RunFolder, run: str, checkpoint: RemoteCheckpoint) -> bool:
-        """Download one and give it its name, if it is whole; whether it is."""
+        """Download a checkpoint and publish it if it is intact; return whether it is."""
         assert self._remote is not None
         remote, began = self._remote, time.monotonic()
         writing = folder.checkpoints_dir / f".writing-{checkpoint.step:08d}"
@@ -176,9 +179,7 @@ class RemoteStart:
             retried(attempt, _RETRY_DELAYS_SECONDS, time.sleep)
             faults = faults or find_faults(writing)
             if faults:
-                logger.warning(
-                    f"Passing over a damaged checkpoint: {remote.url}, {checkpoint.name}: {'; '.join(faults)}."
-                )
+                logger.warning(f"Skipping a damaged checkpoint: {remote.url}, {checkpoint.name}: {'; '.join(faults)}.")
                 return False
             for path in writing.iterdir():
                 sync_path(path)
@@ -195,20 +196,20 @@ class RemoteStart:
             shutil.rmtree(writing, ignore_errors=True)
         seconds = time.monotonic() - began
         folder.rows.append_event("download", step=checkpoint.step, seconds=seconds, bytes=num_bytes)
-        logger.info(f"Downloaded {checkpoint.name} and compared it with its checksums in {seconds:.1f} s.")
+        logger.info(f"Downloaded {checkpoint.name} and verified its checksums in {seconds:.1f} s.")
         return True
 
 
 def _has_whole_one(folder: RunFolder, step: int) -> bool:
-    """Whether the run folder itself has a whole checkpoint of this step or a later one; unless finished, reads it."""
+    """Whether the run folder has an intact checkpoint of this step or later; verifies checksums unless finished."""
     own = [each for each in find_checkpoints(folder.checkpoints_dir) if each.step >= step]
     return any(not find_faults(each.path, checksums=not folder.is_finished()) for each in reversed(own))
 
 
 def describe_remote(run: Path, verify: bool) -> Iterator[tuple[str, bool]]:
-    """A line for each remote checkpoint of a run folder, and whether that one is damaged; `verify` reads every byte.
+    """Yield a line for each remote checkpoint of a run, and whether it is damaged; `verify` checks all contents.
 
-    Nothing where the run has no `checkpoint.remote`. Raises ObjectStoreError.
+    Yields nothing if the run has no `checkpoint.remote`. Raises ObjectStoreError.
     """
     folder = RunFolder(run)
     name = read_run_name(folder)

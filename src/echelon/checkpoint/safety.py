@@ -1,7 +1,7 @@
 """Reads untrusted DCP checkpoints.
 
-DCP pickles its own `.metadata`, and unpickles it and every entry that is not a tensor. Here the metadata goes through
-an unpickler that admits DCP's own classes only, entries of bytes are refused, and no file outside the folder is opened.
+DCP pickles its own `.metadata`, and unpickles it and every entry that is not a tensor. Here an unpickler that admits
+only DCP's own classes reads the metadata, entries of bytes are refused, and no file outside the folder is opened.
 """
 
 import io
@@ -35,31 +35,31 @@ ADMITTED = {
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # its home since Python 3.13
+    ("pathlib._local", "PosixPath"),  # its module since Python 3.13
 }
 DTYPES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 class MetadataUnpickler(pickle._Unpickler):
-    """Admits the classes that DCP's metadata is made of, and nothing that can run code.
+    """Admits the classes that DCP's metadata consists of, and nothing that can run code.
 
-    The one of pickle's two that is written in Python: the other makes room for as many gigabytes as a file asks for.
+    Based on pickle's pure Python unpickler: the C one allocates as many gigabytes as a file asks for.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raises CheckpointError for every class that is not on the list."""
+        """Return an admitted class. Raises CheckpointError for any other."""
         if (module, name) in ADMITTED or (module == "torch" and name in DTYPES):
             return super().find_class(module, name)
         raise CheckpointError(
-            f"its .metadata names {module}.{name}, which no checkpoint of echelon holds; it was not read"
+            f"its .metadata names {module}.{name}, which no checkpoint of echelon contains; it was not read"
         )
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of a checkpoint folder, checked to describe tensors alone, in files of this folder alone.
+    """Read the metadata of a checkpoint folder; it may only describe tensors, in files of this folder.
 
     Raises:
-        CheckpointError: the metadata is missing, damaged, or holds anything else.
+        CheckpointError: the metadata is missing or damaged, or describes anything else.
     """
     try:
         metadata = MetadataUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
@@ -87,7 +87,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _find_refusal(metadata: Any) -> str | None:
-    """Why what was unpickled is not to be used; None if it may be."""
+    """Return the reason to refuse unpickled metadata; None if it may be used."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, (dict, OrderedDict)):
         return "its .metadata is not DCP's"
     for name, entry in metadata.state_dict_metadata.items():
@@ -100,7 +100,7 @@ def _find_refusal(metadata: Any) -> str | None:
 
 
 class SafeReader(FileSystemReader):
-    """DCP's file reader with the metadata read safely. Tensors are read with `weights_only` by DCP itself."""
+    """DCP's file reader that reads metadata safely. DCP itself reads tensors with `weights_only`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See read_metadata above."""

@@ -1,4 +1,4 @@
-"""Copying a save's tensors, so that training may go on while they are written."""
+"""Copies the tensors of a save, so that training can continue while they are written."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,11 +10,11 @@ _COPIERS = 4
 
 
 class Stager(BlockingAsyncStager):
-    """Copies a save's tensors into the memory of the save before: new memory costs several times what copying does,
-    because every page of it must first be found and cleared. `save` lets the save before end first.
+    """Copies the tensors of a save into the buffers of the previous save, which `save` waits for.
 
-    Without a GPU a few threads copy, since one alone does not get all of the memory's bandwidth. With one, torch's own
-    cache is pinned memory, which copies from it fastest.
+    New buffers would take several times as long as the copy, because every page must first be allocated and cleared.
+    Without a GPU a few threads copy, since a single thread does not reach the memory bandwidth. With a GPU, torch's own
+    cache is pinned memory, the fastest target for device copies.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Saving, verifying and loading checkpoints, on all ranks together.
+"""Saves, verifies and loads checkpoints, on all ranks together.
 
-A checkpoint is written into a hidden folder beside its final place. When every rank's file is complete, rank 0 adds
-`state.json` and a manifest of sizes and checksums, flushes all of it to disk and renames the folder (`folder.py`).
+A checkpoint is written to a hidden folder next to its final path. When every rank's file is complete, rank 0 adds
+`state.json` and a manifest of sizes and checksums, flushes everything to disk and renames the folder (`folder.py`).
 """
 
 import logging
@@ -40,26 +40,26 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Checking a checkpoint longer than this is worth a line.
+# A verification that takes longer than this is logged.
 _LONG_SECONDS = 10.0
-# For how long a failed run awaits its last upload.
+# How long a failed run waits for its last upload.
 _ABANDONED_SECONDS = 3.0
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Where nobody listens."""
+    """Ignore an event."""
 
 
 class CheckpointStore:
-    """Saves a run's checkpoints in the background, one at a time, and keeps the newest few whole ones.
+    """Saves a run's checkpoints in the background, one at a time, and keeps the newest few intact ones.
 
-    Every method is collective. Saves run in a thread, over a gloo group of their own; the tensors are copied before
-    `save` returns. The threads agree on how a save ended, so that every rank does the same about one that failed: it is
-    tried again 10 steps later, then 100, and the third failure in a row is an error.
+    Every method is collective, except `abandon` and `upload_newest`. Saves run in a thread, over a separate gloo group;
+    the tensors are copied before `save` returns. The threads agree on the result of a save, so that every rank handles
+    a failure in the same way: it is retried 10 steps later, then 100, and the third consecutive failure is an error.
 
-    `note` gets the events: `save` when one begins, `publish` when all ranks have written,
-    `checkpoint` when it has its name, `save_failed`. `uploads` is offered every checkpoint. Both on rank 0 alone,
-    also from the thread. `carry` makes what carries files where machines do not share `folder`: then rank 0's has them.
+    `note` receives the events `save` when a save begins, `publish` when all ranks have written, `checkpoint` when it is
+    published, and `save_failed`. `uploads` is offered every checkpoint. Both are used on rank 0 only, also from the
+    thread. `carry` creates the Carrier if machines do not share `folder`; rank 0's machine then stores the checkpoints.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class CheckpointStore:
         self._pending: Future[str | None] | None = None
         self._retries = Retries()
         self._damaged: set[int] = set()
-        # How long the newest save that this rank knows of took until it was published.
+        # Duration of the last published save that this rank knows of.
         self.write_seconds: float | None = None
         if self._is_publisher:
             folder.mkdir(parents=True, exist_ok=True)
@@ -92,30 +92,30 @@ class CheckpointStore:
         dist.barrier(self._group)
 
     def rehearse(self, tensors: Mapping[str, Any], copies: int = 1) -> None:
-        """Try out a save of these tensors with a few bytes, and see whether there is room for `copies`; leaves nothing.
+        """Test a save with a few bytes, and check for the space of `copies` checkpoints; leaves no files.
 
         Raises:
-            CheckpointError: the same on every rank, with the bytes needed and free where they are the reason.
+            CheckpointError: the same on every rank; the message has the bytes needed and free if space is the reason.
         """
-        # A DTensor counts whole.
+        # `numel` of a DTensor is that of the full tensor.
         sizes = {name: copies * tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         is_here = self._carrier is None or self._carrier.is_here
         rehearse_save(self._folder, sizes, self._group, is_here)
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int | None = None) -> None:
-        """Save one checkpoint, and remove what is beyond the newest few.
+        """Save a checkpoint, and remove all but the newest few.
 
         Args:
             tensors: name to tensor or DTensor; nothing else.
             state: JSON values, the same on every rank.
-            keep: a step whose checkpoint stays besides.
+            keep: a step whose checkpoint is also kept.
 
         Raises:
-            CheckpointError: this save, or the one before it, was the third in a row to fail.
+            CheckpointError: this save, or the previous one, was the third consecutive failure.
         """
         self.wait()
-        if self._carrier is None and not self._folder.is_dir():  # DCP would make it again
-            raise self._save_error(f"{self._folder} is gone")
+        if self._carrier is None and not self._folder.is_dir():  # DCP would create it again
+            raise self._save_error(f"{self._folder} no longer exists")
         began = time.monotonic()
         self._retries.begin(step)
         self._tell("save", step)
@@ -127,7 +127,7 @@ class CheckpointStore:
             written = async_save(
                 dict(tensors), storage_writer=writer, async_stager=self._stager, process_group=self._group
             )
-        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             raise self._save_error(find_reason(error)) from error
         logger.debug(f"checkpoint: step {step} is copied after {time.monotonic() - began:.2f} s; writing")
         assert isinstance(written, Future)
@@ -136,24 +136,24 @@ class CheckpointStore:
             self.wait()
 
     def wait(self) -> bool:
-        """Wait until the save under way, if any, is published; False when the newest one failed and is to be repeated.
+        """Wait until a pending save is published; return False if the newest save failed and must be retried.
 
         Raises:
-            CheckpointError: it was the third in a row to fail.
+            CheckpointError: it was the third consecutive failure.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
             reason = pending.result()
             self._retries.end(failed=reason is not None)
             if self._retries.is_exhausted:
-                raise self._save_error(f"{reason}; it was the third failure in a row")
+                raise self._save_error(f"{reason}; it was the third consecutive failure")
         return not self._retries.is_needed
 
     def agree_on_retry(self, step: int) -> bool:
-        """Find out together whether a save failed and is to be repeated after this step. To be called after every step.
+        """Agree on whether a failed save must be retried after this step. Must be called after every step.
 
-        Ranks see a save end at different moments. So 1, 2, 4, 8... steps after one began, and at no other step, they
-        ask each other whether it has ended everywhere: an all-reduce of one number between the hosts.
+        Ranks see a save end at different times. So 1, 2, 4, 8... steps after a save began, and at no other step, an
+        all-reduce of one number on the CPU finds out whether it has ended everywhere.
         """
         if self._pending is not None and self._retries.take_look(step):
             ended = torch.tensor(int(self._pending.done()))
@@ -163,9 +163,9 @@ class CheckpointStore:
         return self._retries.is_due(step)
 
     def close(self, time_left: Callable[[], float] = lambda: math.inf) -> None:
-        """Wait, for the last upload too, and release the thread; no rank leaves while rank 0 is at the upload.
+        """Wait for the pending save and upload, and release the thread. No rank returns before rank 0's upload ends.
 
-        `time_left` is asked again and again: the upload is awaited until it is 0 on some rank.
+        `time_left` is polled: the wait for the upload ends when it is 0 on any rank.
         """
         self.wait()
         self._publisher.shutdown()
@@ -177,13 +177,13 @@ class CheckpointStore:
             self._uploads.tell_unfinished()
 
     def abandon(self) -> None:
-        """After a failure, on each rank by itself: give the upload under way a moment, and say what is left of it."""
+        """After a failure, wait briefly for the current upload, and log what is not uploaded. Not collective."""
         if self._uploads is not None:
             self._uploads.wait(_ABANDONED_SECONDS)
             self._uploads.tell_unfinished()
 
     def upload_newest(self, step: int, keep: int | None) -> None:
-        """On rank 0: have the checkpoint that a start goes on from uploaded, unless the object store holds it."""
+        """On rank 0, upload the checkpoint that a start resumes from, unless the store has it. Not collective."""
         if self._uploads is not None and step:
             self._uploads.offer(Checkpoint(step, self._folder / f"step-{step:08d}"), keep, if_missing=True)
 
@@ -191,12 +191,12 @@ class CheckpointStore:
         return self._uploads is None or self._uploads.wait(min(seconds, 1.0))
 
     def newest(self, beyond: int = -1) -> Checkpoint | None:
-        """The newest whole checkpoint, the same one on every rank; damaged ones are passed over, each with a line.
+        """Return the newest intact checkpoint, the same on every rank; damaged ones are skipped with a warning.
 
-        None where none is of a step above `beyond`.
+        Returns None if there is none with a step above `beyond`.
 
-        Every byte of it is read and compared with its checksum, which costs what reading it from the disk costs, or
-        hashing it: each rank takes a share of the files, as many as it wrote itself under the same plan.
+        All files are read and compared with their checksums, which takes as long as reading or hashing them. The ranks
+        divide the files: under an unchanged plan, each checks as many as it wrote.
         """
         found = [find_checkpoints(self._folder) if self._is_publisher else []]
         dist.broadcast_object_list(found, src=0, group=self._group)
@@ -206,16 +206,16 @@ class CheckpointStore:
             faults = list(dict.fromkeys(fault for share in shares for fault in share))
             seconds = time.monotonic() - began
             if seconds > _LONG_SECONDS and self._is_publisher:
-                logger.info(f"Comparing {checkpoint.path.name} with its checksums took {seconds:.0f} s.")
+                logger.info(f"Verifying the checksums of {checkpoint.path.name} took {seconds:.0f} s.")
             if not faults:
                 return checkpoint if self._carrier is None else self._carrier.bring(checkpoint)
             self._damaged.add(checkpoint.step)
             if self._is_publisher:
-                logger.warning(f"Passing over a damaged checkpoint: {checkpoint.path}: {'; '.join(faults)}.")
+                logger.warning(f"Skipping a damaged checkpoint: {checkpoint.path}: {'; '.join(faults)}.")
         return None
 
     def _find_faults(self, checkpoint: Checkpoint) -> list[str]:
-        """Of this rank's share of the files; where only rank 0 is known to see them, it takes all."""
+        """Verify this rank's share of the files; rank 0 verifies all without a shared folder."""
         if self._carrier is None:
             return find_faults(checkpoint.path, True, dist.get_rank(), dist.get_world_size())
         return find_faults(checkpoint.path, True) if self._is_publisher else []
@@ -224,7 +224,7 @@ class CheckpointStore:
         """Fill `tensors` in place, whatever plan wrote the checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is hostile, lacks a tensor, or holds another shape.
+            CheckpointError: the checkpoint is hostile, lacks a tensor, or has another shape.
         """
         fill_tensors(checkpoint.path, tensors, process_group=self._group)
         if self._carrier is not None:
@@ -243,7 +243,7 @@ class CheckpointStore:
         state: dict[str, Any],
         keep: int | None,
     ) -> str | None:
-        """In the thread: publish what all ranks have written. Why not, or None; the same on every rank."""
+        """In the thread, publish a save after all ranks have written. Returns why it failed, the same on every rank."""
         mine = self._describe_written(written, writing)
         logger.debug(f"checkpoint: step {checkpoint.step} is written here after {time.monotonic() - began:.2f} s")
         reports = self._gather(mine)
@@ -264,21 +264,21 @@ class CheckpointStore:
         return reason
 
     def _describe_written(self, written: "Future[Any]", writing: Path) -> tuple[str | None, dict[str, Any]]:
-        """Why this rank could not write, or None; sizes and checksums of its files.
+        """Return why this rank could not write, or None, and the sizes and checksums of its files.
 
-        Each rank reads what it wrote: one for all would take as many times longer as there are ranks.
+        Each rank hashes its own files: one rank alone would take as many times longer as there are ranks.
         """
         try:
             written.result()
             mine = writing if self._carrier is None else self._carrier.writing(writing)
             return None, describe_files(mine.glob(f"__{dist.get_rank()}_*"))
-        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             return find_reason(error), {}
 
     def _publish(
         self, writing: Path, checkpoint: Checkpoint, state: dict[str, Any], described: dict[str, Any]
     ) -> str | None:
-        """On rank 0: give the checkpoint its name. Why it could not, or None."""
+        """On rank 0, publish the checkpoint. Returns why that failed, or None."""
         self._tell("publish", checkpoint.step)
         try:
             publish(writing, checkpoint.path, state, described)
@@ -287,13 +287,13 @@ class CheckpointStore:
         return None
 
     def _gather(self, value: T) -> list[T]:
-        """What each rank brings, by rank."""
+        """Return the value of each rank, by rank."""
         values = [value] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self._group)
         return values
 
     def _conclude(self, checkpoint: Checkpoint, keep: int | None, seconds: float) -> None:
-        """After a save: the event, and room for the next one."""
+        """After a successful save, record the event and remove old checkpoints."""
         self._damaged.discard(checkpoint.step)
         uploading = () if self._uploads is None else self._uploads.offer(checkpoint, keep)
         self._tell("checkpoint", checkpoint.step, seconds=seconds)
@@ -303,10 +303,10 @@ class CheckpointStore:
             logger.warning(f"{checkpoint.path.name} is saved, but an older checkpoint could not be removed: {error}.")
 
     def _give_up(self, checkpoint: Checkpoint, reason: str) -> None:
-        """After a save that failed: no trace of it but a line and an event."""
+        """After a failed save, remove its files, log a warning and record the event."""
         sweep_checkpoints(self._folder)
         count = self._retries.num_failures + 1
-        plan = "" if count == MAX_FAILURES else "; it is tried again"
+        plan = "" if count == MAX_FAILURES else "; it will be retried"
         name = checkpoint.path.name
         logger.warning(
             f"The checkpoint {name} could not be written: {reason} (failure {count} of {MAX_FAILURES}{plan})."
@@ -315,12 +315,12 @@ class CheckpointStore:
 
     def _tell(self, event: str, step: int, **fields: Any) -> None:
         if self._is_publisher:
-            with suppress(OSError):  # a full disk takes no event
+            with suppress(OSError):  # the disk may be full
                 self._note(event, step=step, **fields)
 
     def _save_error(self, reason: str) -> CheckpointError:
         return CheckpointError(
             f"The checkpoint step-{self._retries.began_at:08d} could not be written: {reason}. Earlier checkpoints in "
-            f"{self._folder} are untouched, the last good one is {describe_newest(self._folder)}; make room or choose "
-            "another run.dir, and start the same command again."
+            f"{self._folder} are unchanged, the last good one is {describe_newest(self._folder)}; free space or choose "
+            "another run.dir, and run the same command again."
         )

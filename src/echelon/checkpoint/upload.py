@@ -1,6 +1,6 @@
 """Uploads a run's checkpoints to an object store in a thread of rank 0, so that no server slows or stops training.
 
-One checkpoint is under way at a time, and the newest one saved meanwhile waits; those between are left out and named.
+One checkpoint is uploaded at a time, and only the newest one saved meanwhile waits; others are skipped, and logged.
 """
 
 import logging
@@ -21,21 +21,21 @@ from echelon.runs.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 300.0
-"""For how long the end of a run awaits an upload that fails all the time."""
+"""How long the end of a run waits for an upload that keeps failing."""
 
 _FIRST_DELAY_SECONDS = 1.0
 _MAX_DELAY_SECONDS = 60.0
-# After as many, a newer checkpoint takes the turn.
+# Number of failed attempts after which a newer checkpoint replaces the current one.
 _ATTEMPTS = 3
-# While somebody waits for the last upload.
+# Longest delay between attempts while the run waits for its last upload.
 _DELAY_AT_END_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checkpoint to upload, `if_missing` only where it is not there yet.
+    """A checkpoint to upload; with `if_missing` only if the store does not have it yet.
 
-    `keep` is a step whose checkpoint stays besides the newest few.
+    `keep` is a step whose checkpoint is kept in addition to the newest few.
     """
 
     checkpoint: Checkpoint
@@ -45,19 +45,19 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """The folder it is uploaded to, which no other upload has."""
+        """The folder it is uploaded to, unique to this upload."""
         return f"{self.checkpoint.path.name}-{self.mark}"
 
 
 class Uploader:
-    """Uploads what it is offered, and keeps the newest few there. Whatever fails becomes a line and an event.
+    """Uploads the checkpoints it is offered, and keeps the newest few in the store. Failures are logged and recorded.
 
-    `note` gets the events `upload`, `upload_failed`, `upload_left_out` and
-    `upload_unfinished`; both from the thread.
+    `note` receives the events `upload`, `upload_failed`, `upload_left_out` and `upload_unfinished`, also from the
+    thread.
     """
 
     def __init__(self, url: str, folder: RunFolder, keep_last: int, note: Callable[..., None]) -> None:
-        """Imports happen here, in the main thread; the server is first asked when there is something to upload."""
+        """Import the store's packages, in the main thread. The first request is made by the first upload."""
         self._remote = RemoteRuns(ObjectStore(url))
         self._folder = folder
         self._keep_last = keep_last
@@ -74,10 +74,10 @@ class Uploader:
         self._thread.start()
 
     def offer(self, checkpoint: Checkpoint, keep: int | None = None, if_missing: bool = False) -> Collection[int]:
-        """Have this published checkpoint uploaded, before others that wait; returns at once.
+        """Schedule the upload of a published checkpoint, in place of one that waits. Returns immediately.
 
-        One that was just saved is always sent, since what the store has of that step may be damaged; one that was found
-        here, `if_missing`, only where the store has none with the same manifest.
+        A checkpoint that was just saved is always sent, since the store's copy of that step may be damaged. With
+        `if_missing`, it is sent only if the store has no checkpoint with the same manifest.
 
         Returns the steps whose checkpoints must stay in the run folder until the next call.
         """
@@ -92,7 +92,7 @@ class Uploader:
         return held
 
     def is_done(self) -> bool:
-        """Whether nothing is left to upload, or nothing more can be."""
+        """Whether no upload is left, or the uploader has given up."""
         is_idle = self._current is None and self._waiting is None
         return self._given_up or is_idle or not self._thread.is_alive()
 
@@ -102,9 +102,9 @@ class Uploader:
         return self._failing_since is not None
 
     def wait(self, seconds: float) -> bool:
-        """Wait this long at most for what is left; whether that is over: done, or failing for PATIENCE_SECONDS.
+        """Wait at most this long for the remaining uploads; return whether waiting is over.
 
-        Nothing may be offered after the first call.
+        It is over if they are done, or have failed for PATIENCE_SECONDS. Nothing may be offered after the first call.
         """
         with self._changed:
             self._closing_since = self._closing_since or time.monotonic()
@@ -115,13 +115,13 @@ class Uploader:
             return time.monotonic() - max(self._closing_since, self._failing_since) > PATIENCE_SECONDS
 
     def tell_unfinished(self) -> None:
-        """Say which checkpoint does not get there before this process ends, if there is one."""
+        """Log and record the checkpoint that is not uploaded before this process ends, if there is one."""
         with self._changed:
             job = None if self._given_up else self._waiting or self._current
         if job is not None:
             self._tell(
                 f"checkpoint: {job.checkpoint.path.name} is saved in {self._folder.path}, but not yet in "
-                f"{self._remote.url}; the same command uploads it"
+                f"{self._remote.url}; run the same command again to upload it"
             )
             self._record("upload_unfinished", job)
 
@@ -143,9 +143,9 @@ class Uploader:
             return None if self._given_up else self._current
 
     def _is_superseded(self, failures: int) -> bool:
-        """Wait before the next attempt; whether a newer checkpoint takes the turn of one that goes on failing.
+        """Wait before the next attempt; return whether a newer checkpoint replaces one that keeps failing.
 
-        The first few failures cost it nothing: the files that arrived are not sent again.
+        The first few failures do not count, because files that were uploaded are not sent again.
         """
         with self._changed:
             closing_since = self._closing_since
@@ -159,8 +159,8 @@ class Uploader:
             return gives_way and self._waiting is not None
 
     def _attempt(self, job: Job) -> bool:
-        """Upload one, and remove old ones; whether that went well."""
-        # Object stores are other people's code and other people's servers: none of it may end a training run.
+        """Upload one checkpoint, and remove old ones; return whether that succeeded."""
+        # Client libraries and servers may fail in any way, and must not end a training run.
         try:
             self._claim()
             self._upload(job)
@@ -176,7 +176,7 @@ class Uploader:
         return True
 
     def _claim(self) -> None:
-        """Be the one writer of this run, and take away what an earlier one left half-done."""
+        """Become the only writer of this run, and remove incomplete uploads of an earlier one."""
         if self._has_claimed:
             return
         owner = self._remote.read_owner()
@@ -205,13 +205,13 @@ class Uploader:
         self._remote.prune(self._run, step, self._keep_last, job.keep)
 
     def _upload_kept(self, step: int) -> None:
-        """The best checkpoint, where it was left out when it was saved."""
+        """Upload the best checkpoint if it was skipped when it was saved."""
         checkpoint = Checkpoint(step, self._folder.checkpoints_dir / f"step-{step:08d}")
         if not self._given_up and checkpoint.path.is_dir():
             self._upload(Job(checkpoint, step, if_missing=True))
 
     def _is_there(self, job: Job) -> bool:
-        """Whether an earlier attempt published it, or the store had it anyway where that is enough."""
+        """Whether an earlier attempt published it, or, with `if_missing`, the store already has it."""
         found = [each for each in self._remote.find(self._run) if each.step == job.checkpoint.step]
         return any(each.folder == job.folder or (job.if_missing and each.holds(job.checkpoint)) for each in found)
 
@@ -230,33 +230,33 @@ class Uploader:
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
-        self._tell(f"checkpoint: {reason}; this process uploads nothing more, and training continues")
+        self._tell(f"checkpoint: {reason}; this process stops uploading, and training continues")
         with suppress(OSError):
             self._note("upload_failed", reason=reason)
 
     def _note_failure(self, job: Job, error: Exception) -> None:
-        """Report the failure once, until uploads work again."""
+        """Report a failure, unless uploads were already failing."""
         if self._failing_since is not None:
             return
         with self._changed:
             self._failing_since = time.monotonic()
         reason = str(error) if isinstance(error, EchelonError) else describe_failure(error)
         self._tell(
-            f"checkpoint: {job.checkpoint.path.name} could not be uploaded to {self._remote.url} ({reason}); it is "
-            "tried again, and training goes on"
+            f"checkpoint: {job.checkpoint.path.name} could not be uploaded to {self._remote.url} ({reason}); the "
+            "upload will be retried, and training continues"
         )
         self._record("upload_failed", job, reason=reason)
 
     def _leave_out(self, job: Job) -> None:
-        if self._failing_since is None:  # while uploads fail, that has been said
+        if self._failing_since is None:  # the failure is already reported
             name = job.checkpoint.path.name
-            self._tell(f"checkpoint: {name} is not uploaded: a newer one was saved before its turn had come")
+            self._tell(f"checkpoint: {name} is not uploaded: a newer one was saved before its upload started")
         self._record("upload_left_out", job)
 
     def _tell(self, line: str) -> None:
-        with suppress(OSError):  # a terminal that is gone ends no upload
+        with suppress(OSError):  # a closed terminal must not end the upload
             logger.info(line)
 
     def _record(self, event: str, job: Job, **fields: object) -> None:
-        with suppress(OSError):  # a full disk takes no event
+        with suppress(OSError):  # the disk may be full
             self._note(event, step=job.checkpoint.step, **fields)

@@ -1,1 +1,1 @@
-"""Processes: where a launcher put them, their groups and their mesh."""
+"""Distributed runtime: process groups and device meshes."""

@@ -1,4 +1,4 @@
-"""How the ranks of a plan are arranged: named axes, and the groups and meshes that follow from them."""
+"""The arrangement of a plan's ranks along named axes, with the process groups and meshes derived from it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from echelon.planner.plan import ParallelPlan
 AXES = ("replica", "pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("replica", "dp_replicate", "dp_shard")
 LOSS_AXES = ("dp_replicate", "dp_shard", "cp")
-# The axes of the mesh that tensors are sharded over. `shard` is dp_shard and cp as one: context parallelism divides
-# activations alone, so parameters are sharded over its ranks as over those of dp_shard.
+# The axes of the mesh that tensors are sharded over. `shard` combines dp_shard and cp: context parallelism only divides
+# activations, so parameters are sharded over its ranks too.
 MESH_AXES = {
     "replica": ("replica",),
     "pp": ("pp",),
@@ -30,19 +30,19 @@ class Grid:
     def __init__(self, plan: ParallelPlan) -> None:
         sizes = (plan.num_replicas, plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
         self.sizes: Mapping[str, int] = dict(zip(AXES, sizes, strict=True))
-        """The size of every axis, also of those with one place."""
+        """The size of every axis, including those of size 1."""
         self._ranks = np.arange(math.prod(sizes)).reshape(sizes)
 
     def size(self, axes: Sequence[str]) -> int:
-        """How many ranks differ along these axes alone."""
+        """Return the number of ranks that differ only along these axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, rank: int) -> dict[str, int]:
-        """The coordinate of a rank on every axis."""
+        """Return the coordinate of a rank on every axis."""
         return dict(zip(AXES, map(int, np.unravel_index(rank, self._ranks.shape)), strict=True))
 
     def peers(self, axes: Sequence[str]) -> list[list[int]]:
-        """All ranks, divided into lists of those that differ along these axes alone."""
+        """Return all ranks, grouped into lists of ranks that differ only along these axes."""
         inside = [AXES.index(axis) for axis in axes]
         outside = [index for index in range(len(AXES)) if index not in inside]
         ranks: list[list[int]] = self._ranks.transpose(*outside, *inside).reshape(-1, self.size(axes)).tolist()
@@ -51,19 +51,20 @@ class Grid:
 
 @dataclass(frozen=True)
 class Meshes:
-    """What a rank needs to know about the others. Made by `build_mesh`.
+    """The meshes and process groups of a rank. Built by `build_mesh`.
 
     Attributes:
-        device_type: of the tensors that the groups reduce.
+        device_type: device type of the tensors that the groups reduce.
         grid: the arrangement of all ranks.
         place: this rank's coordinate on every axis.
-        shard: what `fully_shard` receives: [shard], or [dp_replicate, shard] for hybrid sharding, where shard is
-            dp_shard and cp together. None where the plan keeps parameters whole.
-        tp: what tensor parallelism receives, a slice of the same mesh as `shard`; None without it.
-        loss: the ranks whose target counts and losses make one loss: dp x cp at this rank's pp and tp, in one replica.
-        everyone: all ranks, which share metrics and stops. With several replicas it works on the hosts, so that a
-            replica that lags behind blocks no stream of another.
-        outer: the ranks of all replicas with this rank's place in theirs; None with one replica.
+        shard: the mesh for `fully_shard`: [shard], or [dp_replicate, shard] for hybrid sharding, where shard is
+            dp_shard and cp together. None if the plan does not shard parameters.
+        tp: the mesh for tensor parallelism, a slice of the same mesh as `shard`; None without it.
+        loss: the ranks over which losses and target counts are summed: dp x cp at this rank's pp and tp, in one
+            replica.
+        everyone: all ranks, for metrics and stop requests. With several replicas it uses gloo, so that a slow replica
+            does not block the CUDA streams of another.
+        outer: the ranks of all replicas with the same coordinates in their replica; None with one replica.
         pp: the stages of this rank's pipeline; None without one.
     """
 
@@ -79,32 +80,32 @@ class Meshes:
 
     @property
     def data_size(self) -> int:
-        """How many ranks read different sequences; cp, tp and pp peers read the same."""
+        """The number of ranks that read different sequences; cp, tp and pp peers read the same."""
         return self.grid.size(DATA_AXES)
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among the ranks that read different sequences, 0 <= data_rank < data_size."""
+        """This rank's index among the ranks that read different sequences, 0 <= data_rank < data_size."""
         return self.place["replica"] * self.evaluation_size + self.evaluation_rank
 
     @property
     def evaluation_size(self) -> int:
-        """Over how many ranks held-out text is divided: each replica evaluates all of it, with its own weights."""
+        """The number of ranks that share held-out text: each replica evaluates all of it, with its own weights."""
         return self.grid.size(("dp_replicate", "dp_shard"))
 
     @property
     def evaluation_rank(self) -> int:
-        """This rank's place among those, 0 <= evaluation_rank < evaluation_size."""
+        """This rank's index among those, 0 <= evaluation_rank < evaluation_size."""
         return self.place["dp_replicate"] * self.grid.sizes["dp_shard"] + self.place["dp_shard"]
 
     @property
     def num_devices(self) -> int:
-        """Ranks of the whole run."""
+        """The number of ranks of the run."""
         return self.grid.size(AXES)
 
     @property
     def counts_data(self) -> bool:
-        """Whether this rank reports its tokens, labels and batch hash: one of the peers that read the same."""
+        """Whether this rank reports tokens, labels and batch hash for the peers that read the same sequences."""
         return self.place["tp"] == self.place["cp"] == self.place["pp"] == 0
 
     @property
@@ -114,9 +115,9 @@ class Meshes:
 
 
 def build_mesh(plan: ParallelPlan, device_type: str) -> Meshes:
-    """Arrange the processes as the plan says. Collective: every rank calls it, after the process group exists.
+    """Build the groups and meshes of a plan. Collective: every rank calls it, after the process group exists.
 
-    A group of all ranks is the default one, and a plan that only replicates makes no group at all.
+    A group of all ranks is the default group, so a plan that only replicates creates no group.
     """
     grid = Grid(plan)
     world = _init_world(plan, grid, device_type)
@@ -137,9 +138,9 @@ def build_mesh(plan: ParallelPlan, device_type: str) -> Meshes:
 
 
 def _init_world(plan: ParallelPlan, grid: Grid, device_type: str) -> DeviceMesh | None:
-    """The mesh that all DTensors of the run are on slices of, without axes of one place but `shard`.
+    """Create the root mesh of all DTensors of the run, without axes of size 1, except `shard`.
 
-    Each axis of one place would cost a group per rank.
+    Every axis of size 1 would create a group per rank.
     """
     if not plan.uses_fully_shard and plan.tp == 1:
         return None
@@ -149,7 +150,7 @@ def _init_world(plan: ParallelPlan, grid: Grid, device_type: str) -> DeviceMesh 
 
 
 def _find_group(grid: Grid, axes: Sequence[str], world: DeviceMesh | None) -> dist.ProcessGroup:
-    """The group of the ranks that differ along these axes alone: one that is there already, or a new one."""
+    """Return the group of the ranks that differ only along these axes; an existing one if possible."""
     assert dist.group.WORLD is not None
     peers = grid.peers(axes)
     if len(peers) == 1:

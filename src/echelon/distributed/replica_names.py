@@ -1,8 +1,7 @@
-"""Names of tensors that replicas hold differently.
+"""Checkpoint names of tensors that differ between replicas.
 
-A checkpoint keeps one value for each name, whichever rank it came from. So what differs between replicas is saved under
-a name with the replica's index in front; what they have agreed on keeps its plain name, which is all that export and
-evaluation look for.
+A checkpoint stores one value per name, whichever rank wrote it. So tensors that differ between replicas get the
+replica's index as a prefix. Tensors that all replicas share keep their plain names, which export and evaluation use.
 """
 
 import re
@@ -15,25 +14,25 @@ _NAME = re.compile(r"replica-(\d+)\.(.+)", re.DOTALL)
 
 
 def replica_name(replica: int, name: str) -> str:
-    """The name of one replica's own tensor, `replica-0003.model.X` for example."""
+    """Return the name of a replica's own tensor, for example `replica-0003.model.X`."""
     return f"replica-{replica:04d}.{name}"
 
 
 def split_replica_name(name: str) -> tuple[int | None, str]:
-    """The replica that a tensor belongs to and its plain name; None for one that all of them share."""
+    """Split a name into the replica that the tensor belongs to, None if shared, and its plain name."""
     match = _NAME.fullmatch(name)
     return (None, name) if match is None else (int(match[1]), match[2])
 
 
 def count_replicas(saved: Iterable[str]) -> int:
-    """How many replicas have tensors of their own among the names that a checkpoint holds."""
+    """Count the replicas with their own tensors among the names in a checkpoint."""
     return len({replica for replica, _ in map(split_replica_name, saved) if replica is not None})
 
 
 def match_replicas(wanted: Mapping[str, T], saved: Iterable[str]) -> dict[str, T]:
-    """What is to be read, under the names it was saved by.
+    """Map the wanted tensors to the names they were saved under.
 
-    Of another number of replicas, replica k reads what replica k modulo that number has saved.
+    If the number of replicas differs, replica k reads the tensors of replica k modulo the saved number.
     """
     count = count_replicas(saved)
     matched = {}

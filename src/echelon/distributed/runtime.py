@@ -1,6 +1,6 @@
-"""This process among its peers: its process group and its device.
+"""The runtime of a worker: its process group, its device, and a watchdog on its parent.
 
-torch is imported inside the functions: the watchdog is needed before it is loaded.
+torch is imported inside the functions, because the watchdog must start before torch is loaded.
 """
 
 import logging
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RENDEZVOUS_SECONDS = 120.0
-# How long a rank waits for its peers in a collective before it counts them as lost. A peer's death is noticed at once,
-# and a hang in training by the heartbeat; this is for one before or between steps, and longer than either may differ.
+# Timeout of collectives. The death of a peer is noticed at once, and a hang in training by the heartbeat. This timeout
+# covers hangs before or between steps, and is longer than one rank may have to wait for another there.
 COLLECTIVE_SECONDS = 900.0
 _GRACE_SECONDS = 5.0
 _WATCHDOG_SECONDS = 0.5
@@ -47,7 +47,7 @@ _WATCHDOG_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process's place: `rank` of `world_size` everywhere, `local_rank` of `local_world_size` on this machine."""
+    """The ranks of this process: `rank` of `world_size` globally, `local_rank` of `local_world_size` on the machine."""
 
     rank: int
     world_size: int
@@ -58,9 +58,9 @@ class Runtime:
 
 
 def use_deterministic_algorithms() -> None:
-    """Let this process compute with operations alone whose results repeat bit for bit; any other one raises.
+    """Allow only deterministic operations in this process; any other raises an error.
 
-    Call it before anything ran on a GPU: cuBLAS reads its setting once.
+    Must be called before any GPU operation: cuBLAS reads its setting once.
     """
     import torch
 
@@ -71,7 +71,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def default_num_processes() -> int:
-    """One process per GPU, or one per two CPU cores and at least one."""
+    """Return one process per GPU, or without GPUs one per two CPU cores, at least one."""
     import torch
 
     if torch.cuda.is_available():
@@ -80,16 +80,16 @@ def default_num_processes() -> int:
 
 
 def start_watchdog(parent: int | None = None) -> None:
-    """End this worker as soon as the process that started it is gone, even if that was killed by SIGKILL.
+    """End this worker when the process that started it is gone, even if it was killed by SIGKILL.
 
-    `parent` is that process; by default what the agent said, or else the parent of now.
+    `parent`: pid of that process; by default the one that the agent gave, else the current parent.
     """
     expected = find_agent_pid() if parent is None else parent
 
     def watch() -> None:
         while os.getppid() == expected:
             time.sleep(_WATCHDOG_SECONDS)
-        if (place := find_snapshot_dir()) is not None:  # nobody else can give the memory back any more
+        if (place := find_snapshot_dir()) is not None:  # the parent can no longer free this memory
             shutil.rmtree(place, ignore_errors=True)
         os._exit(1)
 
@@ -97,10 +97,10 @@ def start_watchdog(parent: int | None = None) -> None:
 
 
 def open_store(timeout_seconds: float = RENDEZVOUS_SECONDS) -> "Store":
-    """Meet the other ranks at MASTER_ADDR:MASTER_PORT, where rank 0 (or torchrun's agent) keeps a key-value store.
+    """Join the other ranks at MASTER_ADDR:MASTER_PORT, where rank 0 (or torchrun's agent) runs a key-value store.
 
-    Collective: every rank calls it. Raises LaunchError when the port is taken or nobody answers in time.
-    A single process gets a store of its own.
+    Collective: every rank calls it. Raises LaunchError if the port is in use or the ranks do not meet in time.
+    A single process gets a local store.
     """
     import torch.distributed as dist
     from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -128,13 +128,13 @@ def _join_store(place: Place, timeout_seconds: float, listener: socket.socket | 
 
 
 def _open_listener(meeting: Rendezvous) -> socket.socket | None:
-    """Where rank 0's store listens: where the others look for it, instead of on every interface.
+    """Open rank 0's listening socket on the address that the other ranks connect to, instead of all interfaces.
 
-    None: torch decides. So it is under a launcher whose MASTER_ADDR is not this machine's own address, or loopback and
-    not known to be of one machine, as operators of Kubernetes set it for rank 0. Raises OSError when the port is taken.
+    None leaves it to torch: MASTER_ADDR is not an address of this machine, or it is loopback although the job may have
+    several machines, as operators of Kubernetes set it for rank 0. Raises OSError if the port is in use.
     """
     own = meeting.own_address
-    with suppress(socket.gaierror, OverflowError):  # torch tries the name again, and explains a wrong port
+    with suppress(socket.gaierror, OverflowError):  # torch resolves the name again, and reports an invalid port
         return listen_at(own or meeting.address, int(meeting.port), meeting.is_local or own is not None)
     return None
 
@@ -156,10 +156,10 @@ def _explain_rendezvous(error: Exception, place: Place, meeting: Rendezvous, tim
 
 
 def start_runtime(timeout_seconds: float = COLLECTIVE_SECONDS, store: "Store | None" = None) -> Runtime:
-    """Join the process group: NCCL with one GPU per process, else gloo on the CPU; one process is a group of one.
+    """Join the process group: NCCL with one GPU per process, else gloo on the CPU. A single process forms its own.
 
-    Collective: every rank calls it. `timeout_seconds` is how long a collective may wait for its peers; `store` is
-    what `open_store()` gave, opened here when absent.
+    Collective: every rank calls it. `timeout_seconds` is the timeout of collectives; `store` is the result of
+    `open_store()`, called here if absent.
     """
     import torch
     import torch.distributed as dist
@@ -181,7 +181,7 @@ def start_runtime(timeout_seconds: float = COLLECTIVE_SECONDS, store: "Store | N
         )
     except dist.DistError as error:
         raise LaunchError(
-            f"rank {place.rank} met its peers but could not connect to them: {error}; "
+            f"rank {place.rank} reached the store, but could not connect to the other ranks: {error}; "
             "choose the network interface with GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME."
         ) from error
     logger.debug(f"process group: rank {place.rank} of {place.world_size}, {backend} on {device}")
@@ -194,7 +194,7 @@ def _choose_device(place: Place) -> "tuple[torch.device, str]":
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
     visible = torch.cuda.device_count()
-    # Some launchers show each process its own GPU alone.
+    # Some launchers make only one GPU visible to each process.
     index = 0 if visible == 1 and place.local_world_size > 1 and is_gpu_private() else place.local_rank
     if index >= visible:
         raise LaunchError(
@@ -207,7 +207,7 @@ def _choose_device(place: Place) -> "tuple[torch.device, str]":
 
 
 def stop_runtime(failed: bool = False) -> None:
-    """Leave the process group. After a failure nothing is awaited: the process's end closes its connections."""
+    """Destroy the process group. After a failure do not wait for it: the end of the process closes the connections."""
     import torch.distributed as dist
 
     if dist.is_initialized() and not failed:

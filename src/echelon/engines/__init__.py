@@ -1,4 +1,4 @@
-"""What runs the steps of one model under one plan: the protocol, and the engines that implement it."""
+"""Engines, which run the training steps of a model under a plan: the protocol and its implementations."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from echelon.recipe import Recipe
 __all__ = ["ENGINES", "Engine", "Evaluation", "Finding", "build_engine"]
 
 ENGINES: dict[str, str] = {"native": "echelon.engines.native:build_native_engine"}
-"""What the recipe's `engine` can be. Each is called with the arguments of `build_engine`."""
+"""The values of the recipe's `engine`. Each function is called with the arguments of `build_engine`."""
 
 
 def build_engine(
@@ -28,11 +28,11 @@ def build_engine(
     compile_backend: str = "inductor",
     new_token_ids: Sequence[int] = (),
 ) -> Engine:
-    """The engine that the recipe names, its weights in place. Collective.
+    """Build the engine that the recipe names, with initial weights. Collective.
 
     Args:
-        config: of the model, with the vocabulary's size.
-        new_token_ids: of `model.new_tokens`; beside an adapter their rows are trained.
+        config: the model's HF config, with its vocabulary size.
+        new_token_ids: ids of `model.new_tokens`, whose rows are trained in addition to an adapter.
     """
     build = find_named("engine", recipe.engine, ENGINES)
     made: Engine = build(recipe, config, plan, meshes, objective, device, compile_backend, new_token_ids)

@@ -1,4 +1,4 @@
-"""The Engine: what the trainer drives. It never calls backward, clips or steps an optimizer itself."""
+"""The Engine protocol: the trainer calls it for backward passes, clipping and optimizer steps."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,12 +15,12 @@ from echelon.sync.synchronizer import Fill, Replica
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """The first thing that was not finite in a microbatch; an earlier one is less than a later one.
+    """The first value in a microbatch that was not finite. Findings are ordered by when they occur.
 
     Attributes:
         part: 0 a module's output, 1 the loss, 2 the gradient of a module's output, 3 that of a parameter.
-        place: how many of that part came before it.
-        name: the module's or the parameter's, as in `transformers`.
+        place: its index among the values of that part.
+        name: of the module or parameter, as in `transformers`.
     """
 
     part: Literal[0, 1, 2, 3]
@@ -28,10 +28,10 @@ class Finding:
     name: str
 
     def describe(self) -> str:
-        """As a noun, for a message."""
+        """Return a noun phrase for a message."""
         return (
             f"the output of {self.name}",
-            f"the loss, while every layer's output is finite (it is made with {self.name})",
+            f"the loss, although the output of every layer is finite (it is computed with {self.name})",
             f"the gradient of the output of {self.name}",
             f"the gradient of {self.name}",
         )[self.part]
@@ -41,35 +41,35 @@ class Evaluation(Protocol):
     """Forward passes without gradients or dropout. Every method is collective."""
 
     def sums(self, microbatch: Microbatch) -> Tensor:
-        """Summed loss of a held-out microbatch and the objective's measures: see `Objective.evaluation_sums`."""
+        """Return the summed loss of a held-out microbatch and the objective's measures: `Objective.evaluation_sums`."""
         ...
 
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """Logits [batch, vocabulary] in fp32 of the token after position `places` [batch] of ids [batch, seq]."""
+        """Return fp32 logits [batch, vocabulary] of the token after position `places` [batch] of ids [batch, seq]."""
         ...
 
 
 class Engine(Replica, Protocol):
-    """Runs steps of one model under one plan. Every method is collective.
+    """Runs the training steps of a model under a plan. Every method is collective.
 
-    Besides those here it has the methods of `Replica`: weights, gradients and step. A loss scale goes by whether the
-    norm was finite, which a step that is not applied for another reason may be.
+    It also has the methods of `Replica`: weights, gradients and step. The loss scale depends on whether the gradient
+    norm is finite, not on whether the step is applied.
     """
 
     def describe(self) -> Sequence[str]:
-        """Lines for the user about how the model is trained, as a run starts."""
+        """Return lines for the user, printed at the start of a run, about how the model is trained."""
         ...
 
     def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> None:
-        """Run one whole step on a microbatch, as often as a step has microbatches, without its targets; apply nothing.
+        """Run a full step with copies of a microbatch without targets; the weights do not change.
 
-        Called once, before the first step: buffers get the same layout in a fresh start and in a resumed one, and a
-        lack of memory shows here. An engine that runs microbatches one after the other may run a single one.
+        Called once, before the first step: buffers get the same layout in a fresh start and in a resumed one, and an
+        out-of-memory error occurs here. An engine that runs microbatches one after the other may run a single one.
         """
         ...
 
     def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
-        """Leave gradients of sum(loss) / num_targets, that of the router included; return this rank's sums."""
+        """Compute the gradients of sum(loss) / num_targets, including the router loss; return this rank's sums."""
         ...
 
     def clip(self, max_norm: float | None) -> Tensor:
@@ -77,26 +77,26 @@ class Engine(Replica, Protocol):
         ...
 
     def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
-        """Run one microbatch of a step again, watching every layer; apply nothing. What was not finite on this rank."""
+        """Rerun a microbatch of a step with every layer checked; return the first non-finite value on this rank."""
         ...
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """The factor on the loss that the next step will use, a live scalar on the device; None where there is none."""
+        """The loss scale of the next step, a live scalar tensor on the device; None without loss scaling."""
         ...
 
     def evaluation(self) -> AbstractContextManager["Evaluation"]:
-        """Scope of forward passes without gradients or dropout; weights that are gathered stay so within it."""
+        """Return a scope of forward passes without gradients or dropout; gathered weights stay gathered in it."""
         ...
 
     def describe_adapter(self) -> AdapterContent:
-        """The adapter that trains, whole, on every rank."""
+        """Return the trained adapter, unsharded, on every rank."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every tensor a checkpoint holds, under names that no plan changes: live ones, or made for the save."""
+        """Return every tensor of a checkpoint, by names that do not depend on the plan: live tensors or copies."""
         ...
 
     def load(self, fill: Fill) -> None:
-        """Have tensors named and shaped like those of `state_dict` filled, and go on with what is in them."""
+        """Call `fill` on tensors with the names and shapes of `state_dict`, and continue with the loaded values."""
         ...

@@ -1,4 +1,4 @@
-"""The Engine made of echelon's own parts: PyTorch's DDP, `fully_shard` and fused optimizers."""
+"""The native Engine, built on PyTorch's DDP, `fully_shard` and fused optimizers."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ from echelon.sync.synchronizer import Fill
 
 
 class NativeEngine:
-    """One model, its data parallelism, its optimizer, and the way a step runs through them. See `Engine`."""
+    """One model with its data parallelism and optimizer. See `Engine`."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class NativeEngine:
         lines: Sequence[str] = (),
         stages: dist.ProcessGroup | None = None,
     ) -> None:
-        """`lines`: what `describe` returns. `stages`: the ranks of the model's other layers, if any."""
+        """`lines`: the result of `describe`. `stages`: the group of pipeline stages, if any."""
         self._stages = stages
         self._principal = principal or {}
         self._parallel = parallel
@@ -59,7 +59,7 @@ class NativeEngine:
         self._optimizer = optimizer
         self._objective = objective
         self._loss_scale = loss_scale
-        self._device = next(decoder.parameters()).device  # where the optimizer works
+        self._device = next(decoder.parameters()).device  # the device of the optimizer step
         self._forward_backward = forward_backward
         self._lines = lines
         self._step = 0
@@ -71,7 +71,7 @@ class NativeEngine:
         return None if self._loss_scale is None else self._loss_scale.value
 
     def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
-        """See Engine. A loss scale is a smaller number of targets: a power of two, so nothing is rounded."""
+        """See Engine. The loss scale divides the number of targets; it is a power of two, so this is exact."""
         self._step = step
         divisor = num_targets if self.loss_scale is None else num_targets / self.loss_scale
         return self._forward_backward(step, microbatches, divisor, self._objective)
@@ -89,7 +89,7 @@ class NativeEngine:
 
     def step(self, learning_rate: float, commit: Tensor) -> None:
         """See Engine."""
-        # Offloaded parameters are stepped on the host, which then has to wait: the optimizer itself would not.
+        # With offloaded parameters the step runs on the host, which must wait for `commit`.
         self._optimizer.step(self._step, learning_rate, commit.to(self._device))
         if self._loss_scale is not None:
             self._loss_scale.update(self._is_finite)
@@ -114,10 +114,10 @@ class NativeEngine:
         return self._lines
 
     def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> None:
-        """See Engine. Microbatches take turns, so one shows what all of them need.
+        """See Engine. Microbatches run one after the other, so one of them needs as much memory as all.
 
-        DDP lays out its buckets anew after its first backward pass, and sums depend on the layout; after a rehearsal a
-        fresh start and a resumed one add up in the same order.
+        DDP rebuilds its buckets after the first backward pass, and sums depend on the bucket layout. After a rehearsal,
+        a fresh start and a resumed one add up in the same order.
         """
         masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
         one = torch.ones((), device=masked.labels.device)
@@ -137,7 +137,7 @@ class NativeEngine:
         return {name: local_part(gradient) for name, gradient in found.items() if gradient is not None}
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """What trains, as this rank holds it, by name."""
+        """Return the trainable parameters of this rank, by name."""
         return {name: each for name, each in self._decoder.named_parameters() if each.requires_grad}
 
     def describe_adapter(self) -> AdapterContent:
@@ -150,9 +150,9 @@ class NativeEngine:
         fill(self.state_dict())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """See Engine. `model.NAME`, `optimizer.NAME.KEY` for what is kept for a parameter, and `loss_scale.KEY`.
+        """See Engine. Names are `model.NAME`, `optimizer.NAME.KEY` for a parameter's state, and `loss_scale.KEY`.
 
-        Of a model with frozen weights only what trains: the rest is where it came from.
+        Frozen weights are not included: they are loaded from their source again.
         """
         state: dict[str, Tensor] = {}
         trained = self._trained()
@@ -189,14 +189,14 @@ class ModuleEvaluation:
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:
-    """Names of the buffers that belong to a checkpoint."""
+    """Return the names of the buffers that are saved in checkpoints."""
     return [name for name, _ in model.named_buffers() if name in model.state_dict(keep_vars=True)]
 
 
 def store_parameters(model: nn.Module, precision: Precision) -> None:
-    """Give a model on meta parameters of the plan's dtypes: what is frozen needs no more than what is computed in.
+    """Set the plan's dtypes on the parameters of a model on meta; frozen ones use the compute dtype.
 
-    Buffers stay: rotary tables need fp32.
+    Buffers are unchanged: rotary tables need fp32.
     """
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
@@ -207,7 +207,7 @@ def store_parameters(model: nn.Module, precision: Precision) -> None:
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put buffers, empty, where the forward pass runs: offloading keeps parameters alone on the host."""
+    """Allocate buffers on the device of the forward pass: offloading keeps only parameters on the host."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device.type != device.type:
@@ -222,10 +222,11 @@ def build_reference(
     device: torch.device,
     compile_backend: str,
 ) -> ObjectiveModule:
-    """A frozen copy of the weights that training starts from, sharded as the model is. Collective.
+    """Build a frozen copy of the initial weights, sharded like the model. Collective.
 
-    Between forward passes each rank holds its shard alone, under every plan: no backward pass would free the rest. A
-    shard is stored as it is computed with; under autocast the copy computes as the trained model if it is stored so.
+    Under every plan a rank keeps only its shard between forward passes: there is no backward pass to free the rest.
+    With `fully_shard` the copy is stored in the compute dtype, else in the dtype of the trained model, so that autocast
+    computes the same.
     """
     model = copy.deepcopy(skeleton).requires_grad_(False)
     compute = plan.precision.compute if plan.uses_fully_shard else plan.precision.param
@@ -248,12 +249,12 @@ def build_native_engine(
     compile_backend: str = "inductor",
     new_token_ids: Sequence[int] = (),
 ) -> NativeEngine:
-    """Build on meta, shard, materialise, fill with weights, wrap. Collective.
+    """Build the model on meta, shard, materialise and initialise it, and wrap it in an engine. Collective.
 
-    No rank ever holds more than its shard of the model and one whole unit of it.
+    No rank ever holds more than its shard of the model and one full unit.
 
     Args:
-        new_token_ids: of `model.new_tokens`; beside an adapter their rows are trained.
+        new_token_ids: ids of `model.new_tokens`, whose rows are trained in addition to an adapter.
     """
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
     apply_plain_causal(skeleton, recipe.data.sequence_len)

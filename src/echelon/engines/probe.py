@@ -1,4 +1,4 @@
-"""Watching a decoder run, to find the layer where numbers first stop being finite."""
+"""Finds the layer of a decoder that first produces a non-finite value."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,10 +15,10 @@ from echelon.model.sharding import local_part
 
 
 class Probe:
-    """A scope in which every module's output, and the gradient of it, is looked at on the device as it is made.
+    """A scope that checks every module's output, and its gradient, for non-finite values, on the device.
 
-    Hooks only look, so the passes inside are those of training, except that nothing is compiled: hooks inside a
-    compiled layer would not be called. A module's parts come before it, so what is found is the innermost one.
+    The hooks do not change any value, so the passes inside are those of training, except that compilation is off: hooks
+    inside a compiled layer would not be called. Submodules finish before their parent, so the innermost one is found.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -39,7 +39,7 @@ class Probe:
         self._scope.close()
 
     def find(self, loss: Tensor) -> Finding | None:
-        """The first thing that was not finite in the passes of the scope, of which `loss` is the loss."""
+        """Return the first non-finite value in the passes of the scope. `loss`: their loss."""
         for place, name in _not_finite(self._outputs):
             return Finding(0, place, name)
         if not bool(torch.isfinite(loss)):
@@ -63,7 +63,7 @@ class Probe:
         self._gradients.append((name, _is_finite(gradient)))
 
     def _name_head(self) -> str:
-        """The head need not be called as a module: the loss is made from its weight, a chunk at a time."""
+        """Return the head's name. It may have no hook call: the chunked loss uses its weight directly."""
         head = find_parts(self._decoder).head
         names = (name for name, module in self._decoder.named_modules() if module is head)
         return next(names, "the model's head")

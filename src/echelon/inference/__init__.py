@@ -1,1 +1,1 @@
-"""Evaluation and generation: models used without training them."""
+"""Evaluation and generation with a trained model."""

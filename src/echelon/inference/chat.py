@@ -15,17 +15,17 @@ from echelon.runs.run_folder import is_run
 
 @dataclass(frozen=True)
 class Chat:
-    """Prompts are messages of a user. `system`: the message before each; None: what a run was trained with."""
+    """Treats prompts as user messages. `system`: the system message; None for the one the run was trained with."""
 
     system: str | None = None
 
     def encode(self, target: Path, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-        """The ids of a message, with the beginning of an answer. Raises ConfigError where no template renders it."""
+        """Encode a message and the generation prompt. Raises ConfigError if no template can render it."""
         text = own_template(tokenizer)
         if text is None:
             raise ConfigError(
-                f"--chat: the tokenizer of {target} has no chat template; leave it out, and write the prompt as the "
-                "model was trained on it."
+                f"--chat: the tokenizer of {target} has no chat template; remove --chat, and write the prompt in the "
+                "format that the model was trained on."
             )
         special_tokens = {name: each for name, each in tokenizer.special_tokens_map.items() if isinstance(each, str)}
         system = self.system
@@ -37,6 +37,6 @@ class Chat:
         try:
             rendered = template.prompt(messages, generate=True)
         except BrokenRecordError as error:
-            raise ConfigError(f"--chat: the prompt {prompt!r} {error}; leave --chat out, or --system.") from error
+            raise ConfigError(f"--chat: the prompt {prompt!r} {error}; remove --chat or --system.") from error
         ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         return ids

@@ -1,4 +1,4 @@
-"""Loss on held-out text: during training over all ranks, and by command over a run or an HF folder."""
+"""Loss on held-out text: during training on all ranks, and by `echelon eval` for a run or an HF folder."""
 
 import math
 import tempfile
@@ -36,45 +36,45 @@ from echelon.recipe import Recipe
 from echelon.stopping import StopRequest, agreed_stop
 from echelon.stored import read_json
 
-EVAL_TOKENS = 8192  # tokens of one forward pass of `echelon eval`
+EVAL_TOKENS = 8192  # tokens per forward pass of `echelon eval`
 DEFAULT_BATCHES = 200
-ROUNDS_PER_LOOK = 16  # how many microbatches a stop waits for at most
+ROUNDS_PER_LOOK = 16  # a stop request waits for at most this many microbatches
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Mean loss in nats per target token, and what follows from it; of pairs, mean loss and rewards per pair."""
+    """Mean loss in nats per target token, and derived metrics; for preference pairs, mean loss and rewards per pair."""
 
     loss: float
     num_targets: int
     bytes_per_token: float | None
     num_pairs: int | None = None
     reward_accuracy: float | None = None
-    """Share of the pairs whose chosen answer has the larger reward."""
+    """Fraction of pairs whose chosen answer has the larger reward."""
     reward_margin: float | None = None
-    """What the chosen answer's reward is larger by."""
+    """Mean difference between the rewards of the chosen and the rejected answer."""
 
     @property
     def count(self) -> int:
-        """How many terms the means are of: target tokens, or pairs."""
+        """The number of terms in the means: target tokens, or pairs."""
         return self.num_targets if self.num_pairs is None else self.num_pairs
 
     @property
     def perplexity(self) -> float | None:
-        """exp(loss); infinite where that overflows. None of pairs, whose loss is no token's."""
+        """exp(loss); infinite on overflow. None for pairs, whose loss is not per token."""
         if self.num_pairs is not None:
             return None
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """loss / ln 2 * tokens / bytes, which models with different tokenizers can be compared by; None if unknown."""
+        """loss / ln 2 * tokens / bytes, comparable between models with different tokenizers; None if unknown."""
         if not self.bytes_per_token or self.num_pairs is not None:
             return None
         return self.loss / math.log(2) / self.bytes_per_token
 
     def row(self) -> dict[str, float | int | None]:
-        """JSON values."""
+        """Return the result as JSON values."""
         return {
             "loss": self.loss,
             "perplexity": self.perplexity,
@@ -94,7 +94,7 @@ class EvalResults:
 
     @property
     def whole(self) -> EvalResult:
-        """All sets as one text: every target token, or pair, counts once."""
+        """The result over all sets as one text: every target token, or pair, counts once."""
         results = list(self.sets.values())
         num_targets = sum(each.num_targets for each in results)
         pairs = [each.num_pairs for each in results if each.num_pairs is not None]
@@ -110,17 +110,17 @@ class EvalResults:
         )
 
     def select(self, name: str | None) -> EvalResult:
-        """The set that `evaluate.select_by` names; None: all of them."""
+        """Return the result of the set that `evaluate.select_by` names; None for all sets together."""
         return self.whole if name is None else self.sets[name]
 
     def row(self, step: int) -> dict[str, Any]:
-        """The row of metrics.jsonl."""
+        """Return the row for metrics.jsonl."""
         sets = {name: result.row() for name, result in self.sets.items()}
         return {"kind": "eval", "step": step, **self.whole.row(), "sets": sets}
 
 
 def _mean(results: Sequence[EvalResult], values: Sequence[float | None]) -> float | None:
-    """The mean over the terms of all results; None where it is unknown of any."""
+    """Return the mean over the terms of all results; None if one of the values is unknown."""
     known = [value for value in values if value is not None]
     if len(known) < len(results):
         return None
@@ -129,12 +129,12 @@ def _mean(results: Sequence[EvalResult], values: Sequence[float | None]) -> floa
 
 
 def count_labels(objective: Objective, batch: Microbatch) -> Tensor:
-    """What a microbatch adds to the sums of an evaluation before it is run: terms of the loss, and labels; fp64."""
+    """Return a microbatch's number of loss terms and of labels, for the sums of an evaluation; fp64."""
     return torch.stack([objective.count(batch), (batch.labels != IGNORE).sum()]).double()
 
 
 def build_result(objective: Objective, sums: Sequence[float], bytes_per_token: float | None) -> EvalResult:
-    """The result of a set from sums over it: those of `count_labels`, then those of `Objective.evaluation_sums`."""
+    """Compute the result of a set from its sums: those of `count_labels`, then `Objective.evaluation_sums`."""
     count, num_labels, *totals = sums
     loss, *measures = [total / max(1.0, count) for total in totals]
     pairs = int(count) if objective.unit == "pairs" else None
@@ -143,7 +143,7 @@ def build_result(objective: Objective, sums: Sequence[float], bytes_per_token: f
 
 
 class Evaluator:
-    """The same held-out sequences of every set each time, in order, shared out over the ranks."""
+    """Evaluates the same held-out sequences of every set each time, in order, divided over the ranks."""
 
     def __init__(
         self,
@@ -154,9 +154,9 @@ class Evaluator:
         meshes: Meshes,
         device: torch.device,
     ) -> None:
-        """`num_sequences`: of each set, at most."""
+        """`num_sequences`: the maximum per set."""
         self.stopped_by: str | None = None
-        """The signal that ended an evaluation before its end."""
+        """The signal that interrupted an evaluation."""
         self._sets = sets
         self._objective = objective
         self._num_sequences = num_sequences
@@ -167,10 +167,10 @@ class Evaluator:
     def run(
         self, evaluation: Evaluation, stop: StopRequest, beat: Callable[[], None] = lambda: None
     ) -> EvalResults | None:
-        """Evaluate; None when a rank was asked to stop meanwhile, by the signal `stopped_by`.
+        """Evaluate all sets; return None if a rank received a stop request meanwhile (see `stopped_by`).
 
         `beat` is called before each forward pass.
-        Collective: every rank runs the same number of forward passes, the last ones partly empty.
+        Collective: every rank runs the same number of forward passes, padded with empty rows at the end.
         """
         width = 3 + len(self._objective.measures)
         sums = torch.zeros(len(self._sets), width, dtype=torch.float64, device=self._device)
@@ -205,11 +205,11 @@ class Evaluator:
 
 
 def check_evaluation(recipe: Recipe, data: PreparedData) -> None:
-    """Raise ConfigError for what `evaluate` and `checkpoint.keep_best` ask of validation sets or prompts in vain."""
+    """Raise ConfigError if the settings of `evaluate` and `checkpoint.keep_best` do not fit the validation sets."""
     wanted, sets = recipe.evaluate, data.validation
     names = [each.name for each in sets]
     if wanted.select_by is not None and wanted.select_by not in names:
-        have = f"use one of {', '.join(names)}" if names else "there is none; hold some text out"
+        have = f"use one of {', '.join(names)}" if names else "there are none; set data.validation_fraction"
         raise ConfigError(f"evaluate.select_by={wanted.select_by}: no validation set has this name; {have}.")
     for key, value in (
         ("checkpoint.keep_best", recipe.checkpoint.keep_best),
@@ -218,12 +218,12 @@ def check_evaluation(recipe: Recipe, data: PreparedData) -> None:
     ):
         if value and not sets:
             raise ConfigError(
-                f"{key} goes with evaluations, and no text is held out to evaluate on; set data.validation_fraction, "
-                "or give data.validation."
+                f"{key} requires evaluations, and the recipe holds out no text; set data.validation_fraction or "
+                "data.validation."
             )
     if wanted.early_stopping and recipe.train.eval_every is None and recipe.train.evals_per_epoch is None:
         raise ConfigError(
-            "evaluate.early_stopping needs evaluations on the way, and train.eval_every is null; set "
+            "evaluate.early_stopping requires evaluations during training, and train.eval_every is null; set "
             "train.eval_every to a number of steps, or train.evals_per_epoch."
         )
     if wanted.prompts:
@@ -236,14 +236,14 @@ def _check_prompts(recipe: Recipe, data: PreparedData) -> None:
     for prompt, ids in zip(wanted.prompts, encode_prompts(wanted.prompts, data.tokenizer), strict=True):
         if len(ids) > room:
             raise ConfigError(
-                f"evaluate.prompts: {prompt[:40]!r} has {len(ids)} tokens; with evaluate.prompt_tokens="
-                f"{wanted.prompt_tokens} more it is longer than data.sequence_len={recipe.data.sequence_len}; shorten "
-                "the prompt or lower evaluate.prompt_tokens."
+                f"evaluate.prompts: {prompt[:40]!r} has {len(ids)} tokens, which with evaluate.prompt_tokens="
+                f"{wanted.prompt_tokens} exceeds data.sequence_len={recipe.data.sequence_len}; shorten the prompt or "
+                "lower evaluate.prompt_tokens."
             )
 
 
 def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: Padding = LONGEST) -> Microbatch:
-    """Sequences start..start+count of a dataset; those at or beyond `stop` repeat the first one without targets."""
+    """Read sequences start..start+count of a dataset; those from `stop` on repeat sequence 0 without targets."""
     ids = np.arange(start, start + count, dtype=np.int64)
     inside = ids < stop
     samples = dataset.read_samples(np.where(inside, ids, 0))
@@ -252,26 +252,28 @@ def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: 
 
 
 def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | None = None) -> dict[str, Any]:
-    """Loss of a checkpoint of a run, or of an HF folder, in fp32 in this process.
+    """Evaluate a checkpoint of a run, or an HF folder, in this process.
 
     Args:
         target: a run folder or an HF folder.
-        data: text to evaluate on; None takes all of a run's held-out text, set by set.
-        checkpoint: newest, best or a step of a run; None: the newest.
+        data: text to evaluate on; None for all validation sets of a run.
+        checkpoint: newest, best or a step of a run; None for the newest.
 
     Returns:
-        loss (nats per token), perplexity, bits_per_byte, unigram_entropy (what a model of token frequencies alone would
-        reach on the same text), tokens, data, sequence_len (tokens of a sequence), and sets: the same of each named
-        set. The first ones are of all sets. Of pairs: loss, reward_accuracy and reward_margin per pair, pairs and
-        tokens.
+        loss (nats per token), perplexity, bits_per_byte, unigram_entropy (the loss of a model that only knows token
+        frequencies, on the same text), tokens, data, sequence_len (tokens per sequence), all over all sets together;
+        and sets: the same metrics for each named set. For preference pairs: loss, reward_accuracy and reward_margin per
+        pair, pairs and tokens.
 
     Raises:
-        ConfigError: an HF folder without `data`, or a run that holds nothing out.
+        ConfigError: an HF folder without `data`, or a run without held-out text.
     """
     if data is not None and not data.exists() and not has_magic(str(data)) and str(data) != PYTHON_STDLIB:
-        raise ConfigError(f"--data {data}: no such file or folder, seen from {Path.cwd()}; give text to evaluate on.")
+        raise ConfigError(
+            f"--data {data}: no such file or folder (current folder: {Path.cwd()}); give text to evaluate on."
+        )
     if data is None and is_model_folder(target):
-        raise ConfigError(f"{target} is an HF folder and holds no text; give the text with --data PATH.")
+        raise ConfigError(f"{target} is an HF folder without text; give text with --data PATH.")
     device = find_device()
     model, tokenizer = load_target(target, device, checkpoint)
     sequence_len = _find_window(target, model)
@@ -330,7 +332,7 @@ def _evaluate_set(
 
 
 def _find_window(target: Path, model: PreTrainedModel) -> int:
-    """The tokens of a sequence: as trained, where the run or what was exported of it says so."""
+    """Return the tokens per sequence: as in training, if the run or exported folder records it."""
     if not is_model_folder(target):
         return read_run_recipe(target).data.sequence_len
     try:

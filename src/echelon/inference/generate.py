@@ -1,4 +1,4 @@
-"""Sampling from a run or an HF folder: one prompt or many, at once or as a stream."""
+"""Sampling from a run or an HF folder, for one or more prompts, in batches or as a stream."""
 
 import hashlib
 import json
@@ -30,20 +30,20 @@ from echelon.errors import ConfigError
 from echelon.inference.chat import Chat
 from echelon.inference.target import find_device, load_target, load_target_tokenizer
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for a character of which a byte is missing
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for a character with missing bytes
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Sampling parameters.
 
     Attributes:
-        temperature: 0 takes the likeliest token each time; the three limits below then have no effect.
-        top_k: sample among this many likeliest tokens; 0 for all.
-        top_p: sample among the fewest likeliest tokens that together have this probability (Holtzman et al. 2020).
-        min_p: leave out tokens less likely than this share of the likeliest (Nguyen et al. 2024).
-        repetition_penalty: divides the score of a token seen before; 1 for none (Keskar et al. 2019).
-        stop: texts that end a sample; they are not part of it.
+        temperature: 0 is greedy decoding; top_k, top_p and min_p then have no effect.
+        top_k: sample from this many most likely tokens; 0 for all.
+        top_p: sample from the smallest set of most likely tokens with this total probability (Holtzman et al. 2020).
+        min_p: exclude tokens with less than this fraction of the highest probability (Nguyen et al. 2024).
+        repetition_penalty: penalty on the scores of tokens that already occurred; 1 for none (Keskar et al. 2019).
+        stop: strings that end a sample; they are not part of it.
     """
 
     max_tokens: int = 128
@@ -65,7 +65,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Sample:
-    """One continuation. `text` starts with the prompt, but for an answer; `ended_by` is length, eos or stop."""
+    """One continuation. `text` starts with the prompt, except in a chat; `ended_by` is length, eos or stop."""
 
     prompt: str
     text: str
@@ -74,13 +74,13 @@ class Sample:
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The prompts of a file: the lines of a .txt that are not blank, or .jsonl records with a `prompt` field.
+    """Read the prompts of a file: the non-empty lines of a .txt, or .jsonl records with a `prompt` field.
 
     Raises:
-        ConfigError: naming the file, and the line that cannot be used.
+        ConfigError: the message names the file and the invalid line.
     """
     if path.suffix not in (".txt", ".jsonl"):
-        raise ConfigError(f"--prompts {path}: give a .txt with one prompt a line, or a .jsonl with a `prompt` field.")
+        raise ConfigError(f"--prompts {path}: give a .txt with one prompt per line, or a .jsonl with a `prompt` field.")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -90,7 +90,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         if line.strip():
             records.append({"prompt": line} if path.suffix == ".txt" else _parse_record(path, number, line))
     if not records:
-        raise ConfigError(f"--prompts {path} holds no prompt; give at least one line.")
+        raise ConfigError(f"--prompts {path} contains no prompt; give at least one line.")
     return records
 
 
@@ -100,12 +100,12 @@ def _parse_record(path: Path, number: int, line: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--prompts {path}, line {number} is not JSON: {error}; correct that line.") from error
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        raise ConfigError(f'--prompts {path}, line {number} has no text `prompt`; write {{"prompt": "..."}}.')
+        raise ConfigError(f'--prompts {path}, line {number} has no string `prompt`; write {{"prompt": "..."}}.')
     return record
 
 
 def render_sample(record: dict[str, Any], sample: Sample) -> str:
-    """A sample as one line of JSON, with whatever else its prompt's record holds."""
+    """Return a sample as one line of JSON, with the other fields of its prompt's record."""
     row = {**record, "text": sample.text, "sample": sample.sample, "ended_by": sample.ended_by}
     return json.dumps(row)
 
@@ -121,20 +121,20 @@ def generate_samples(
 ) -> Iterator[Sample]:
     """Continue prompts, `sampling.num_samples` times each, in order.
 
-    A sample depends on its prompt, its number and the seed, not on the prompts beside it: every row of a batch has a
-    random generator of its own. (Sums over another batch round otherwise; a near tie may tip.)
+    A sample depends on its prompt, its number and the seed, not on the other prompts: every row of a batch has its own
+    random generator. (Rounding differs between batches, which may decide a near tie.)
 
     Args:
-        checkpoint: newest, best or a step of a run; None: the newest.
+        checkpoint: newest, best or a step of a run; None for the newest.
         batch_size: samples generated at a time.
-        write: takes the text as it comes, prompt first; samples are then made one at a time.
-        chat: prompts are messages of a user, and the text of a sample is the answer alone.
+        write: receives the text as it is generated, prompt first; samples are then generated one at a time.
+        chat: prompts are user messages, and the text of a sample is only the answer.
 
     Raises:
-        ConfigError: a prompt holds no token, or is too long for the model; no template for a chat.
+        ConfigError: a prompt has no token or is too long for the model, or there is no template for a chat.
     """
     device = find_device()
-    # Before the model, which may take long to load.
+    # Check prompts before loading the model, which may take long.
     tokenizer = load_target_tokenizer(target, checkpoint)
     encode = partial(_encode, tokenizer) if chat is None else partial(chat.encode, target, tokenizer)
     rows = [_Row(prompt, number, encode(prompt)) for prompt in prompts for number in range(sampling.num_samples)]
@@ -159,7 +159,7 @@ class _Row:
 
 
 def row_seed(seed: int, prompt: str, number: int) -> int:
-    """The seed of a prompt's sample, whatever stands beside it."""
+    """Return the seed of a prompt's sample, independent of its batch."""
     text = f"{seed}\0{number}\0{prompt}"
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little") >> 1
 
@@ -167,20 +167,20 @@ def row_seed(seed: int, prompt: str, number: int) -> int:
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     ids: list[int] = tokenizer(prompt)["input_ids"]
     if not ids:
-        raise ConfigError(f"--prompt {prompt!r} holds no token; give at least one to go on from.")
+        raise ConfigError(f"--prompt {prompt!r} contains no token; give at least one.")
     return ids
 
 
 def _check_positions(model: PreTrainedModel, rows: Sequence[_Row], max_tokens: int) -> None:
-    """Learned positions end; rotary ones do not."""
+    """Refuse samples longer than a table of learned positions; rotary embeddings have no such limit."""
     limit = getattr(model.config, "max_position_embeddings", None)
     words = model.get_input_embeddings()
     learned = any(isinstance(module, nn.Embedding) and module is not words for module in model.modules())
     longest = max(len(row.ids) for row in rows)
     if learned and limit is not None and longest + max_tokens > limit:
         raise ConfigError(
-            f"--max-tokens {max_tokens}: a prompt of {longest} tokens and as many new ones are more than the "
-            f"{limit} positions of the model; use --max-tokens {max(1, limit - longest)} or less, or a shorter prompt."
+            f"--max-tokens {max_tokens}: with a prompt of {longest} tokens this exceeds the {limit} positions of the "
+            f"model; use --max-tokens {max(1, limit - longest)} or less, or a shorter prompt."
         )
 
 
@@ -222,7 +222,7 @@ def _continue(
 def _finish(
     row: _Row, decoder: "_Decoder", new: list[int], eos: list[int], stop: Sequence[str], with_prompt: bool
 ) -> Sample:
-    """The sample that the new ids of a row are, up to where it ended."""
+    """Build the sample from the new ids of a row, up to where it ended."""
     end = next((place for place, token in enumerate(new) if token in eos), len(new))
     text = decoder(new[:end])
     kept = cut_at_stop(text, stop)
@@ -238,7 +238,7 @@ def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 class _Decoder:
-    """Text of what follows a prompt. Decoded with the prompt: some tokenizers drop the space that begins a text."""
+    """Decodes a continuation, together with its prompt: some tokenizers drop the leading space of a text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -246,7 +246,7 @@ class _Decoder:
         self.head = self._decode(prompt_ids)
 
     def __call__(self, new_ids: list[int]) -> str:
-        """The continuation alone."""
+        """Return the text of the continuation."""
         return self._decode(self._prompt_ids + new_ids)[len(self.head) :]
 
     def _decode(self, ids: list[int]) -> str:
@@ -254,12 +254,12 @@ class _Decoder:
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first of the stop texts in it."""
+    """Return the text before the first stop string."""
     return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
 
 
 class _StopTexts(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row once its continuation holds a stop text, however the tokens cut it."""
+    """Ends a row once its continuation contains a stop string, regardless of token boundaries."""
 
     def __init__(self, decoders: Sequence[_Decoder], width: int, stop: Sequence[str]) -> None:
         self._decoders = decoders
@@ -275,7 +275,7 @@ class _StopTexts(StoppingCriteria):  # type: ignore[misc]
 
 
 class TextStream(BaseStreamer):  # type: ignore[misc]
-    """Hands on text token by token; holds back characters that are not whole yet, and what may become a stop text."""
+    """Streams text token by token; holds back incomplete characters, and the possible start of a stop string."""
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], write: Callable[[str], None]) -> None:
         self._decode = decode
@@ -285,7 +285,7 @@ class TextStream(BaseStreamer):  # type: ignore[misc]
         self._written = 0
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt's ids first, which are left out, then each new token."""
+        """Receive the prompt's ids first, which are ignored, then each new token."""
         if self._ids is None:
             self._ids = []
             return
@@ -295,7 +295,7 @@ class TextStream(BaseStreamer):  # type: ignore[misc]
         self._advance(whole if len(whole) < len(text) else self._settled(text))
 
     def end(self) -> None:
-        """Hand on what was held back."""
+        """Write the text that was held back."""
         self._advance(cut_at_stop(self._decode(self._ids or []), self._stop))
 
     def _settled(self, text: str) -> str:
@@ -312,11 +312,11 @@ class TextStream(BaseStreamer):  # type: ignore[misc]
 
 
 def build_processors(sampling: Sampling, seeds: Sequence[int], mask: Tensor) -> LogitsProcessorList:
-    """What is done to the scores [batch, vocabulary] before the highest is taken, in the order of `transformers`.
+    """Return the processors of the scores [batch, vocabulary] before the argmax, in the order of `transformers`.
 
     Args:
         seeds: one for each row.
-        mask: [batch, seq] of the prompts, 0 where they are padded.
+        mask: attention mask of the prompts, [batch, seq], 0 for padding.
     """
     processors = LogitsProcessorList()
     if sampling.repetition_penalty != 1.0:
@@ -335,33 +335,33 @@ def build_processors(sampling: Sampling, seeds: Sequence[int], mask: Tensor) -> 
 
 
 class RowRepetitionPenalty(RepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
-    """The penalty of `transformers`, which would also count a padded row's pads as seen."""
+    """The penalty of `transformers`, except that it ignores the padding of a row."""
 
     def __init__(self, penalty: float, mask: Tensor) -> None:
         super().__init__(penalty)
         self._mask = mask.bool()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [batch, vocabulary] with the penalty applied."""
+        """Return the scores [batch, vocabulary] with the penalty applied."""
         ids = input_ids.clone()
         prompts = ids[:, : self._mask.shape[1]]
-        prompts.copy_(torch.where(self._mask, prompts, prompts[:, -1:]))  # the last token of a prompt is no pad
+        prompts.copy_(torch.where(self._mask, prompts, prompts[:, -1:]))  # the last prompt token is not padding
         penalised: Tensor = super().__call__(ids, scores)
         return penalised
 
 
 class RowNoise(LogitsProcessor):  # type: ignore[misc]
-    """Adds Gumbel noise from a generator of each row's own; the highest score is then a draw from the softmax.
+    """Adds Gumbel noise with one generator per row; the argmax is then a sample from the softmax.
 
-    The Gumbel-max trick (Maddison et al. 2014, arXiv:1411.0030). In fp64: a fp32 uniform is 0 once in 2^24 draws, and
-    a vocabulary has many.
+    The Gumbel-max trick (Maddison et al. 2014, arXiv:1411.0030). In fp64: a fp32 uniform draw is 0 once in 2^24 draws,
+    and each token needs one draw per vocabulary entry.
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [batch, vocabulary] plus noise, fp64."""
+        """Return the scores [batch, vocabulary] plus noise, fp64."""
         noise = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
         for row, generator in zip(noise, self._generators, strict=True):
             row.exponential_(generator=generator)

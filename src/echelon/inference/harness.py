@@ -1,4 +1,4 @@
-"""Handing a run or an HF folder over to EleutherAI's lm-eval, where that is installed."""
+"""Evaluates a run or an HF folder with EleutherAI's lm-eval, if it is installed."""
 
 import importlib
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ def evaluate_with_harness(
     limit: int | None = None,
     checkpoint: str | None = None,
 ) -> dict[str, Any]:
-    """Run tasks of lm-eval on the model as it stands, without an export.
+    """Run lm-eval tasks on the model, without exporting it first.
 
     Args:
-        include_path: a folder with task files of one's own.
-        limit: examples of each task; None: all.
+        include_path: a folder with additional task files.
+        limit: number of examples per task; None for all.
 
     Returns:
-        For each task, the numbers that lm-eval reports, under its names.
+        The numbers that lm-eval reports for each task, by lm-eval's names.
 
     Raises:
-        ConfigError: lm-eval is not installed, or knows no such task.
+        ConfigError: lm-eval is not installed, or has no such task.
     """
     manager, models, evaluator = _import_harness()
     known = manager.TaskManager(include_path=None if include_path is None else str(include_path))
     if missing := [task for task in tasks if not known.match_tasks([task])]:
         raise ConfigError(
-            f"--lm-eval {missing[0]}: lm-eval knows no such task; `lm-eval ls tasks` lists its own, and --include-path "
+            f"--lm-eval {missing[0]}: lm-eval has no such task; `lm-eval ls tasks` lists its tasks, and --include-path "
             "FOLDER adds task files."
         )
     device = find_device()
@@ -43,7 +43,7 @@ def evaluate_with_harness(
 
 
 def _numbers(values: dict[str, Any]) -> list[tuple[str, Any]]:
-    """lm-eval names a metric `acc,none`: the metric, and the filter of the answers."""
+    """Return the numeric metrics. lm-eval names a metric `acc,none`: the metric, and the filter of the answers."""
     return [(key.removesuffix(",none"), value) for key, value in values.items() if isinstance(value, int | float)]
 
 
@@ -54,6 +54,6 @@ def _import_harness() -> tuple[Any, Any, Any]:
         )  # type: ignore[return-value]
     except ImportError as error:
         raise ConfigError(
-            f"--lm-eval needs a package that is not installed ({error.name}); pip install 'echelon[lm-eval]', or score "
-            "choices from a local file with --tasks FILE.jsonl."
+            f"--lm-eval requires a package that is not installed ({error.name}); run pip install 'echelon[lm-eval]', "
+            "or score choices from a local file with --tasks FILE.jsonl."
         ) from error

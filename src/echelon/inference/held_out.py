@@ -1,4 +1,4 @@
-"""The text that `echelon eval` measures on: what a run held out, or what is given, read as the run reads its own."""
+"""The text for `echelon eval`: a run's held-out text, or text that the user gives, read like the run's own."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,37 +22,37 @@ from echelon.runs.run_folder import RunFolder, is_run
 
 
 def open_run_text(run: Path) -> PreparedData:
-    """The text that a run reads, as it reads it. Raises DataError where it is no longer there."""
+    """Open the prepared text of a run. Raises DataError if it is no longer available."""
     data = read_run_recipe(run).data
     return open_prepared(RunFolder(run).text.read_prepared_path(), data.sequence_len, data.document_mask)
 
 
 def open_held_out(run: Path) -> Sequence[ValidationSet]:
-    """A run's own sets. Raises ConfigError where it holds nothing out."""
+    """Open a run's validation sets. Raises ConfigError if it has none."""
     prepared = open_run_text(run)
     if not prepared.validation:
-        raise ConfigError(f"{run} holds no text out (data.validation_fraction is 0); give some with --data PATH.")
+        raise ConfigError(f"{run} has no held-out text (data.validation_fraction is 0); give text with --data PATH.")
     return prepared.validation
 
 
 def prepare_given(
     target: Path, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, scratch: Path
 ) -> tuple[ValidationSet, bool]:
-    """Text that is given, in sequences as a run makes its own; those of an HF folder as a recipe's defaults are.
+    """Prepare the user's text in sequences like those of the run; for an HF folder, with a recipe's defaults.
 
-    Conversations are rendered by the tokenizer's template, which is the run's.
+    Conversations are rendered with the tokenizer's template, which is the run's.
 
     Args:
-        target: a run folder or an HF folder, of which the model is.
-        length: tokens of a sequence.
-        scratch: where the tokens are written.
+        target: the run folder or HF folder of the model.
+        length: tokens per sequence.
+        scratch: folder for the prepared tokens.
 
     Returns:
-        The set, and whether it is of preference pairs.
+        The set, and whether it consists of preference pairs.
 
     Raises:
-        ConfigError: pairs for what does not compare them, conversations without a template, or documents that share a
-            sequence for a model that cannot keep them apart.
+        ConfigError: preference pairs for a model not trained on them, conversations without a template, or packed
+            documents for a model that does not support document masks.
         DataError: the text cannot be used.
     """
     recipe = read_run_recipe(target) if is_run(target) else None
@@ -61,8 +61,8 @@ def prepare_given(
     pairs = not PAIR_FORMATS.isdisjoint(formats)
     if pairs and (recipe is None or recipe.objective.name != "dpo"):
         raise ConfigError(
-            f"--data {path} holds preferences (chosen, rejected), and only a run with objective.name=dpo is measured "
-            "on such; give text or conversations."
+            f"--data {path} contains preference pairs (chosen, rejected), which only a run with objective.name=dpo can "
+            "be evaluated on; give text or conversations."
         )
     tokenizer.save_pretrained(scratch / "tokenizer")
     spec = PrepareSpec(
@@ -84,18 +84,18 @@ def prepare_given(
 
 
 def _find_source(path: Path, recipe: Recipe | None) -> Source:
-    """The text, its fields named as those of the run's sources where they have one naming and the text is so named."""
+    """Return the source of the text; it uses the field names of the run's sources if they agree and fit the text."""
     plain = Source("--data", str(path))
     namings = {tuple(sorted(each.fields.items())) for each in recipe.data.train} if recipe is not None else set()
     if len(namings) == 1 and (named := replace(plain, fields=dict(namings.pop()))).fields:
-        with suppress(ConfigError, DataError):  # then it is read by the formats' own names
+        with suppress(ConfigError, DataError):  # then the default field names of the formats are used
             if any(isinstance(file.fields, ExampleFields) for file in list_files(named)):
                 return named
     return plain
 
 
 def _as_own(spec: PrepareSpec, recipe: Recipe, formats: set[str]) -> PrepareSpec:
-    """What a run's recipe says of its sequences; of conversations nothing, where the text has none."""
+    """Apply the sequence settings of a run's recipe; those for conversations only if the text has any."""
     own = prepare_spec(recipe)
     instruction = InstructionOptions(separator=own.separator)
     if formats:

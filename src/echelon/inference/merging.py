@@ -1,4 +1,4 @@
-"""Merging an adapter into the weights beside it, and measuring what that changed."""
+"""Merges an adapter into the frozen weights, and measures the difference."""
 
 import logging
 from dataclasses import asdict, dataclass
@@ -26,7 +26,7 @@ COMPARED_SEQUENCES = 32
 
 @dataclass(frozen=True)
 class Comparison:
-    """A merged model beside its adapter, on `tokens` target tokens of `text` (held-out, or training) text.
+    """A merged model compared with the unmerged one, on `tokens` target tokens of `text` (held-out, or training) text.
 
     `kl` is the mean over tokens of KL(adapter || merged), in nats; losses are mean cross-entropies.
     """
@@ -38,35 +38,35 @@ class Comparison:
     text: str
 
     def describe(self) -> str:
-        """One line."""
+        """Return the comparison in one line."""
         return (
-            f"merged against adapter, on {self.tokens:,} {self.text} tokens: KL divergence {self.kl:.3g} nats a token, "
-            f"loss {self.loss_merged:.4f} for {self.loss_adapter:.4f}"
+            f"merged model compared with the adapter on {self.tokens:,} {self.text} tokens: KL divergence "
+            f"{self.kl:.3g} nats per token, loss {self.loss_merged:.4f} (adapter: {self.loss_adapter:.4f})"
         )
 
 
 def merge_run(run: Path, out: Path, dtype: str, which: str | None) -> Comparison | None:
     """Write a run's checkpoint as an HF folder with the adapter merged, and compare the two models.
 
-    The adapter is merged onto the weights it saw: those of `qlora` as their four bits mean them. What was measured
-    stands in merge.json and in README.md of the folder.
+    The adapter is merged into the weights that it was trained with, for `qlora` the dequantised ones. The measurements
+    are written to merge.json and README.md of the folder.
 
     Returns:
-        The comparison; None where the run's text is no longer there.
+        The comparison; None if the run's text is no longer available.
 
     Raises:
-        ConfigError: the run trained no adapter, or `out` is taken. Else as `export_run` and `load_adapted`.
+        ConfigError: the run trained no adapter, or `out` exists. Also the errors of `export_run` and `load_adapted`.
     """
     if not read_run_recipe(run).adapter.is_adapter:
-        raise ConfigError(f"--merge: the run {run} trained every weight, so there is nothing to merge; leave it out.")
-    # Two models in fp32 at most, and a sequence of logits beside them.
+        raise ConfigError(f"--merge: the run {run} has no adapter to merge; remove --merge.")
+    # At most two models in fp32, and the logits of a sequence.
     device = find_device(num_bytes=10 * sum(each.numel() for each in run_skeleton(run).parameters()))
     adapted = load_adapted(run, device, which)
     export_run(run, out, dtype, which, adapted)
     try:
         dataset, text = _find_text(run)
     except DataError as error:
-        logger.warning(f"not compared with the adapter: {error}")
+        logger.warning(f"the merged model was not compared with the adapter: {error}")
         return None
     merged, _ = load_target(out, device)
     comparison = compare_models(adapted.model, merged, dataset, text)
@@ -83,7 +83,7 @@ def _find_text(run: Path) -> tuple[Dataset, str]:
 
 @torch.no_grad()
 def compare_models(adapter: nn.Module, merged: nn.Module, dataset: Dataset, text: str) -> Comparison:
-    """Both models on the first sequences of a dataset, a sequence at a time; distributions are compared in fp32."""
+    """Compare both models on the first sequences of a dataset, one at a time; log-probabilities are in fp32."""
     device = next(merged.parameters()).device
     sums, count = np.zeros(3), 0
     for index in range(min(COMPARED_SEQUENCES, dataset.num_samples)):

@@ -1,4 +1,4 @@
-"""Samples of `evaluate.prompts` while training goes on: every rank takes part, since each may hold a shard alone."""
+"""Samples `evaluate.prompts` during training, on all ranks, because each may hold only a shard of the model."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ from echelon.inference.generate import Sampling, build_processors, row_seed
 class PromptSampler:
     """Continues the same prompts with the same random draws at every evaluation.
 
-    The draws are those of `echelon generate` with its defaults and `--seed` the run's. No cache of keys and values is
-    kept: each token is a forward pass over all prompts, of one shape throughout.
+    The draws equal those of `echelon generate` with default settings and the run's seed. There is no KV cache: each
+    token is a forward pass over all prompts, always with the same shape.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class PromptSampler:
         seed: int,
         device: torch.device,
     ) -> None:
-        """`stops`: ids that end a sample."""
+        """`stops`: token ids that end a sample."""
         self.prompts = tuple(prompts)
         self._tokenizer = tokenizer
         self._stops = frozenset(stops)
@@ -36,20 +36,20 @@ class PromptSampler:
         self._device = device
 
     def describe(self) -> str:
-        """One line about what it costs."""
+        """Describe the cost in one line."""
         return (
             f"samples: {len(self.prompts)} prompts, {self._max_tokens} tokens each: {self._max_tokens} forward passes "
-            "at every evaluation"
+            "per evaluation"
         )
 
     def run(self, evaluation: Evaluation) -> list[str]:
-        """The prompts with their continuations. Collective: every rank makes the same forward passes, and draws."""
+        """Return the prompts with their continuations. Collective: all ranks run the same passes and draws."""
         lengths = torch.tensor([len(ids) for ids in self._ids], device=self._device)
         width = int(lengths.max()) + self._max_tokens
-        # What stands to the right of a row's end cannot be seen from it.
+        # Right padding: attention is causal, so no token sees it.
         rows = torch.tensor([ids + ids[-1:] * (width - len(ids)) for ids in self._ids], device=self._device)
         seeds = [row_seed(self._seed, prompt, 0) for prompt in self.prompts]
-        # The limits of `generate`, less the penalty on repetition: nothing looks at the ids or the mask.
+        # The processors of `generate` without a repetition penalty: none of them uses the ids or the mask.
         process = build_processors(Sampling(), seeds, torch.ones_like(rows))
         each = torch.arange(len(rows), device=self._device)
         for place in range(self._max_tokens):
@@ -64,9 +64,9 @@ class PromptSampler:
 
 
 def encode_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of each prompt. Raises ConfigError for one that has none."""
+    """Return the token ids of each prompt. Raises ConfigError for a prompt without tokens."""
     encoded = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids:
-            raise ConfigError(f"evaluate.prompts: {prompt!r} holds no token; give at least one to go on from.")
+            raise ConfigError(f"evaluate.prompts: {prompt!r} contains no token; give at least one.")
     return encoded

@@ -1,4 +1,4 @@
-"""What `eval` and `generate` are pointed at: a checkpoint of a run, or an HF folder."""
+"""Loads the target of `eval` and `generate`: a checkpoint of a run, or an HF folder."""
 
 import copy
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ from echelon.planner.shape import check_depth
 from echelon.runs.run_folder import is_run
 from echelon.stored import read_json
 
-# A folder is read as it lies: nothing is asked of the hub, no code in it is run.
+# Only local files are read: no request to the hub, and no code of the folder is run.
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 def find_device(num_bytes: int = 0) -> torch.device:
-    """The first GPU, where it has this much memory left, or the CPU."""
+    """Return the first GPU if it has this much free memory, else the CPU."""
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > num_bytes:
         return torch.device("cuda")
     return torch.device("cpu")
@@ -36,10 +36,10 @@ def find_device(num_bytes: int = 0) -> torch.device:
 def load_target(
     target: Path, device: torch.device, checkpoint: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model, in evaluation mode, and its tokenizer.
+    """Load the model, in evaluation mode, and its tokenizer.
 
     Args:
-        checkpoint: newest, best or a step of a run; None: the newest.
+        checkpoint: newest, best or a step of a run; None for the newest.
 
     Raises:
         ConfigError: the path is neither a run nor an HF folder, or the run has no such checkpoint.
@@ -56,17 +56,17 @@ def load_target(
             target, config=config, dtype="auto", use_safetensors=True, output_loading_info=True,
             attn_implementation=choose_attention(config, None), **_LOCAL,
         )  # fmt: skip
-        if report["missing_keys"]:  # transformers would make weights up
+        if report["missing_keys"]:  # transformers would initialise them randomly
             raise ValueError(f"its files lack the weight {min(report['missing_keys'])}")
     return model.to(device).eval(), tokenizer
 
 
 def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer alone, which is quick to load. Raises ConfigError as `load_target` does."""
+    """Load only the tokenizer, which is fast. Raises ConfigError like `load_target`."""
     if is_model_folder(target):
         if checkpoint is not None:
             raise ConfigError(
-                f"--checkpoint {checkpoint}: {target} is an HF folder and has no checkpoints; leave it out."
+                f"--checkpoint {checkpoint}: {target} is an HF folder and has no checkpoints; remove --checkpoint."
             )
         with _explained(target):
             tokenizer = AutoTokenizer.from_pretrained(target, **_LOCAL)
@@ -74,7 +74,7 @@ def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTra
         return tokenizer
     if not is_run(target) and (target / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{target} holds an adapter without the model beside it; give the run that trained it, or the folder that "
+            f"{target} contains an adapter without its base model; give the run that trained it, or the folder that "
             "`echelon export RUN OUT --merge` writes."
         )
     if not is_run(target):
@@ -84,7 +84,7 @@ def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTra
 
 
 def load_first_weights(run: Path, device: torch.device) -> PreTrainedModel:
-    """The model as a run began with it, in evaluation mode: of the seed, or of `model.checkpoint`."""
+    """Load a run's initial model, in evaluation mode: initialised from the seed, or from `model.checkpoint`."""
     skeleton = run_skeleton(run)
     model = copy.deepcopy(skeleton)
     materialize(model, device)
@@ -94,14 +94,14 @@ def load_first_weights(run: Path, device: torch.device) -> PreTrainedModel:
 
 @contextmanager
 def _explained(target: Path) -> Iterator[None]:
-    """Turns what `transformers` says of an incomplete folder into one line."""
+    """Turn errors of `transformers` about an incomplete folder into one line."""
     try:
         yield
     except EchelonError:
         raise
-    except Exception as error:  # in a damaged file transformers raises whatever it trips over
+    except Exception as error:  # transformers raises many types of exception on a damaged file
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{target} cannot be loaded: {reason}; give a whole HF model folder: config.json, *.safetensors and the "
-            "tokenizer's files, as `echelon export` writes it."
+            f"{target} cannot be loaded: {reason}; give a complete HF model folder with config.json, *.safetensors and "
+            "the tokenizer's files, as written by `echelon export`."
         ) from error

@@ -1,4 +1,4 @@
-"""Multiple-choice tasks from a local file: which choice the model finds likeliest. Scored as lm-eval scores them."""
+"""Multiple-choice tasks from a local file, scored by log-likelihood in the same way as lm-eval."""
 
 import json
 import math
@@ -20,7 +20,7 @@ CONTEXT_FIELDS = ("context", "question", "prompt")
 
 @dataclass(frozen=True)
 class Example:
-    """One line of a task: a context, choices to go on with, and the place of the right one."""
+    """One line of a task: a context, the possible continuations, and the index of the correct one."""
 
     line: int
     context: str
@@ -30,17 +30,17 @@ class Example:
 
 @dataclass(frozen=True)
 class Scored:
-    """A sequence of which the tokens from `start` on are scored."""
+    """A sequence whose tokens from `start` on are scored."""
 
     ids: tuple[int, ...]
     start: int
 
 
 def read_task(path: Path) -> list[Example]:
-    """The examples of a .jsonl file: `context` (or `question`, `prompt`), `choices`, and `answer`, a place or a text.
+    """Read the examples of a .jsonl file: `context` (or `question`, `prompt`), `choices`, and `answer`, index or text.
 
     Raises:
-        ConfigError: naming the file, and the first line that cannot be used.
+        ConfigError: the message names the file and the first invalid line.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -48,7 +48,7 @@ def read_task(path: Path) -> list[Example]:
         raise ConfigError(f"--tasks {path} cannot be read: {error}; give a .jsonl file in UTF-8.") from error
     examples = [_parse_example(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not examples:
-        raise ConfigError(f"--tasks {path} holds no example; give at least one line.")
+        raise ConfigError(f"--tasks {path} contains no example; give at least one line.")
     return examples
 
 
@@ -60,10 +60,10 @@ def _parse_example(path: Path, number: int, line: str) -> Example:
         raise ConfigError(f"{where} is not JSON: {error}; correct that line.") from error
     contexts = [record[name] for name in CONTEXT_FIELDS if name in record] if isinstance(record, dict) else []
     if len(contexts) != 1 or not _is_text(contexts[0]) or not contexts[0].strip():
-        raise ConfigError(f"{where} needs exactly one text of {', '.join(CONTEXT_FIELDS)}, and it must not be empty.")
+        raise ConfigError(f"{where}: give exactly one of {', '.join(CONTEXT_FIELDS)}, a string that is not empty.")
     choices = record.get("choices")
     if not isinstance(choices, list) or len(choices) < 2 or not all(map(_is_text, choices)):
-        raise ConfigError(f"{where}: `choices` must be a list of two texts or more, none of them empty.")
+        raise ConfigError(f"{where}: `choices` must be a list of at least two strings, none of them empty.")
     return Example(number, contexts[0], tuple(choices), _find_answer(record.get("answer"), choices, where))
 
 
@@ -72,13 +72,13 @@ def _is_text(value: object) -> bool:
 
 
 def _find_answer(answer: object, choices: list[str], where: str) -> int:
-    """The place of the right choice, which is given by its place or its text. Raises ConfigError."""
+    """Return the index of the correct choice, given by its index or its text. Raises ConfigError."""
     if isinstance(answer, str) and choices.count(answer) == 1:
         return choices.index(answer)
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
         raise ConfigError(
-            f"{where}: `answer` is {answer!r}; give the place of the right choice, 0 to {len(choices) - 1}, or "
-            "its text."
+            f"{where}: `answer` is {answer!r}; give the index of the correct choice, 0 to {len(choices) - 1}, or its "
+            "text."
         )
     return answer
 
@@ -88,7 +88,7 @@ def evaluate_task(target: Path, path: Path, checkpoint: str | None = None) -> di
 
     Returns:
         task, examples, and three accuracies, each with its standard error: acc by log-likelihood, acc_norm by
-        log-likelihood per character of the choice, acc_bytes per UTF-8 byte; and random, what guessing would reach.
+        log-likelihood per character of the choice, acc_bytes per UTF-8 byte; and random, the accuracy of guessing.
 
     Raises:
         ConfigError: the file cannot be used, or a choice is too long for the model.
@@ -122,32 +122,33 @@ def evaluate_task(target: Path, path: Path, checkpoint: str | None = None) -> di
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, where: str) -> Scored:
-    """Encode a context and what follows it together, and split by the length of the context encoded alone.
+    """Encode a context with its continuation, and split at the length of the context encoded alone.
 
-    Spaces that end the context go to the continuation first: most tokenizers put a space with the word after it. That
-    is how lm-eval splits (`TemplateLM._encode_pair`).
+    Trailing spaces of the context are moved to the continuation first: most tokenizers attach a space to the following
+    word. lm-eval splits in the same way (`TemplateLM._encode_pair`).
     """
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
     start = len(tokenizer(stripped, add_special_tokens=False)["input_ids"])
     ids = tokenizer(stripped + continuation, add_special_tokens=False)["input_ids"]
     if not 0 < start < len(ids):
-        raise ConfigError(f"{where}: the context or a choice holds no token of its own; write them longer.")
+        raise ConfigError(f"{where}: the context or a choice has no token of its own; make it longer.")
     return Scored(tuple(ids), start)
 
 
 def cut_left(pair: Scored, limit: int | None) -> Scored:
-    """The pair without the beginning of its context that the model has no positions for."""
+    """Truncate the start of the context so that the pair fits the model's positions."""
     excess = 0 if limit is None else max(0, len(pair.ids) - 1 - limit)  # the last token is only a target
     if excess >= pair.start:
         raise ConfigError(
-            f"--tasks: a choice of {len(pair.ids) - pair.start} tokens is longer than the model's {limit}."
+            f"--tasks: a choice has {len(pair.ids) - pair.start} tokens, and the model has only {limit} positions; "
+            "shorten the choice."
         )
     return Scored(pair.ids[excess:], pair.start - excess)
 
 
 def score_continuations(model: PreTrainedModel, pairs: Sequence[Scored]) -> list[float]:
-    """The log-likelihood, in nats, of the tokens from `start` on of each sequence. Longest first, in batches."""
+    """Return each sequence's log-likelihood, in nats, of the tokens from `start` on. Batches longest first."""
     order = sorted(range(len(pairs)), key=lambda index: -len(pairs[index].ids))
     scores = [0.0] * len(pairs)
     room = logits_chunk_tokens(model.get_output_embeddings().weight.shape[0])
@@ -162,7 +163,7 @@ def score_continuations(model: PreTrainedModel, pairs: Sequence[Scored]) -> list
 @torch.inference_mode()
 def _score_batch(model: PreTrainedModel, pairs: Sequence[Scored]) -> Iterator[float]:
     width = max(len(pair.ids) for pair in pairs) - 1
-    # What stands to the right of a row's end cannot be seen from it.
+    # Right padding: attention is causal, so no token sees it.
     rows = [[*pair.ids[:-1], *pair.ids[-1:] * (width - len(pair.ids) + 1)] for pair in pairs]
     logits: Tensor = model(input_ids=torch.tensor(rows, device=model.device), use_cache=False).logits
     for pair, row in zip(pairs, logits, strict=True):
@@ -172,7 +173,7 @@ def _score_batch(model: PreTrainedModel, pairs: Sequence[Scored]) -> Iterator[fl
 
 
 def standard_error(hits: Sequence[bool]) -> float | None:
-    """Of the mean, from the sample's standard deviation; None for a single example."""
+    """Return the standard error of the mean, from the sample standard deviation; None for a single example."""
     if len(hits) < 2:
         return None
     mean = sum(hits) / len(hits)

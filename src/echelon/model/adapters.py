@@ -1,8 +1,8 @@
-"""Adapters: low-rank matrices beside frozen weights, as PEFT builds and writes them.
+"""Adapters: low-rank matrices in addition to frozen weights, in the layers and file format of PEFT.
 
 LoRA: Hu et al. 2021 (arXiv:2106.09685); rank-stabilised: Kalajdzievski 2023 (arXiv:2312.03732); DoRA: Liu et al. 2024
-(arXiv:2402.09353); PiSSA: Meng et al. 2024 (arXiv:2404.02948). PEFT puts its layers into the model in place, so names
-stay those of `transformers` but for the parts they add, which `plain_name` takes out again.
+(arXiv:2402.09353); PiSSA: Meng et al. 2024 (arXiv:2404.02948). PEFT injects its layers in place, so names are those of
+`transformers` with added components, which `plain_name` removes.
 """
 
 import copy
@@ -32,17 +32,17 @@ _ADDED = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".trainable_tokens_
 
 
 def plain_name(name: str) -> str | None:
-    """The name that a parameter or buffer has in the model without its adapter; None for what the adapter adds."""
+    """Return the name of a parameter or buffer in the model without the adapter; None if the adapter added it."""
     if any(part in name for part in _ADDED):
         return None
     return name.replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")
 
 
 def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> None:
-    """Freeze a model on meta and put an adapter into it, in place; with `qlora` its layers are in 4 bits.
+    """Freeze a model on meta and inject an adapter, in place; with `qlora` its linear layers are quantised to 4 bits.
 
     Args:
-        new_token_ids: rows of the embedding, and of a head of its own, that are trained beside the adapter.
+        new_token_ids: rows of the embedding, and of an untied head, that are trained in addition to the adapter.
     """
     import_bitsandbytes()
     from peft import inject_adapter_in_model
@@ -52,19 +52,19 @@ def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Seque
     if adapter.method == "qlora":
         quantize_linears(find_parts(model).layers, adapter)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on what is tied or on meta: both are meant to be
+        warnings.simplefilter("ignore")  # about tied weights and the meta device, both intended
         inject_adapter_in_model(build_peft_config(model, adapter, new_token_ids), model, low_cpu_mem_usage=True)
     for module in model.modules():
         if isinstance(module, LoraLayer):
-            # PEFT would copy a layer's input into A's dtype, fp32, of which autocast made another copy, to be kept for
-            # the backward pass: a copy for each of the layers that share an input. DoRA computes norms in that dtype.
+            # PEFT would cast a layer's input to A's dtype, fp32, and autocast would cast it again and keep the result
+            # for the backward pass: one copy for each layer that shares the input. DoRA computes norms in that dtype.
             module.cast_input_dtype_enabled = adapter.method == "dora"
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(plain_name(name) is None or id(parameter) in saved)
 
 
 def build_peft_config(model: nn.Module, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> Any:
-    """PEFT's LoraConfig of an adapter, with the names of the layers it goes beside."""
+    """Build PEFT's LoraConfig of an adapter, with the names of its target layers."""
     from peft import LoraConfig
 
     targets = find_targets(model, adapter)
@@ -86,12 +86,13 @@ def build_peft_config(model: nn.Module, adapter: AdapterConfig, new_token_ids: S
 
 
 def find_saved(model: Any, adapter: AdapterConfig) -> dict[str, nn.Module]:
-    """The modules of a model without an adapter that are trained whole, by name; of tied ones both.
+    """Return the modules of `modules_to_save`, which are trained in full, by name; of tied modules both.
 
-    They are trained in their place: no frozen copy is kept, as PEFT's `ModulesToSaveWrapper` does.
+    They are trained in place, without the frozen copy that PEFT's `ModulesToSaveWrapper` keeps. `model` has no adapter
+    yet.
 
     Raises:
-        ConfigError: a name of `modules_to_save` is no module's that has weights of its own, and no others below it.
+        ConfigError: a name of `modules_to_save` does not match a leaf module with weights.
     """
     leaves = {name: module for name, module in model.named_modules() if _has_weights_alone(module)}
     ends = sorted({name.rpartition(".")[2] for name in leaves})
@@ -105,12 +106,12 @@ def find_saved(model: Any, adapter: AdapterConfig) -> dict[str, nn.Module]:
 
 
 def _has_weights_alone(module: nn.Module) -> bool:
-    """Whether a module has weights of its own, and no modules in it."""
+    """Whether a module has weights and no submodules."""
     return bool(list(module.parameters(recurse=False))) and not list(module.children())
 
 
 def _vocabulary_modules(model: Any) -> list[str]:
-    """The last part of the embedding's name, and of the head's where it has a weight of its own."""
+    """Return the last name component of the embedding, and of the head unless its weight is tied."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     modules = [embedding] if head is None or head.weight is embedding.weight else [embedding, head]
     names = {id(module): name for name, module in model.named_modules()}
@@ -118,10 +119,10 @@ def _vocabulary_modules(model: Any) -> list[str]:
 
 
 def find_targets(model: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
-    """The linear layers of a model without an adapter that are to get one, by name.
+    """Return the linear layers that get an adapter, by name. `model` has no adapter yet.
 
     Raises:
-        ConfigError: a name of `target_modules` fits none.
+        ConfigError: a name of `target_modules` does not match any linear layer.
     """
     inside = {id(module) for layer in find_parts(model).layers for module in layer.modules()}
     linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
@@ -137,33 +138,33 @@ def find_targets(model: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
 
 
 def _suggest(wanted: str, names: Sequence[str]) -> str:
-    """The name that was probably meant, or all there are."""
+    """Suggest the closest name, or list all names."""
     near = difflib.get_close_matches(wanted, names, n=1)
-    return f"did you mean {near[0]}?" if near else f"use some of {', '.join(names)}."
+    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}."
 
 
 def check_packages(adapter: AdapterConfig) -> None:
-    """Raise ConfigError for an adapter whose packages are not installed here."""
+    """Raise ConfigError if the packages that an adapter requires are not installed."""
     for package, extra, methods in (("peft", "peft", "lora, qlora and dora"), ("bitsandbytes", "qlora", "qlora")):
         if adapter.method in methods and find_spec(package) is None:
             raise ConfigError(
-                f"adapter.method={adapter.method} needs {package}, which is not installed: pip install "
-                f"'echelon[{extra}]', or use adapter.method=full."
+                f"adapter.method={adapter.method} requires the package {package}, which is not installed; run "
+                f"pip install 'echelon[{extra}]', or use adapter.method=full."
             )
 
 
 def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
-    """Refuse what the model, on meta and without its adapter, rules out.
+    """Refuse adapter settings that the model does not support. `model` is on meta and has no adapter yet.
 
     Raises:
-        ConfigError: naming the key and what would do.
+        ConfigError: the message names the key and a valid value.
     """
     find_saved(model, adapter)
     targets = find_targets(model, adapter)
     if not targets:
         raise ConfigError(
-            f"adapter.method={adapter.method}: {type(model).__name__} has no linear layers in its decoder layers for "
-            "an adapter to go beside; use adapter.method=full."
+            f"adapter.method={adapter.method}: the decoder layers of {type(model).__name__} have no linear layers for "
+            "an adapter; use adapter.method=full."
         )
     if adapter.method == "qlora":
         _check_quantizable(model)
@@ -171,13 +172,13 @@ def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
     largest, smallest = max(ranks, key=ranks.__getitem__), min(ranks, key=ranks.__getitem__)
     if adapter.r > ranks[largest]:
         raise ConfigError(
-            f"adapter.r={adapter.r} is more than any layer's rank can be: {largest} has rank {ranks[largest]} at most; "
-            "use less, or adapter.method=full."
+            f"adapter.r={adapter.r} exceeds the rank of every target layer; the largest is {ranks[largest]}, of "
+            f"{largest}; use {ranks[largest]} or less, or adapter.method=full."
         )
     if adapter.init == "pissa" and adapter.r > ranks[smallest]:
         raise ConfigError(
-            f"adapter.r={adapter.r}: {smallest} has only {ranks[smallest]} singular vectors for adapter.init=pissa to "
-            f"take; use {ranks[smallest]} or less."
+            f"adapter.r={adapter.r}: adapter.init=pissa needs as many singular vectors, and {smallest} has only "
+            f"{ranks[smallest]}; use {ranks[smallest]} or less."
         )
 
 
@@ -185,10 +186,10 @@ def _check_quantizable(model: nn.Module) -> None:
     linear = [module for layer in find_parts(model).layers for module in layer.modules() if type(module) is nn.Linear]
     odd = [module for module in linear if module.in_features % ROW_MULTIPLE]
     if not linear or odd:
-        what = f"rows of {odd[0].in_features} numbers" if odd else "no plain linear layers"
+        what = f"a linear layer with {odd[0].in_features} input features" if odd else "no plain linear layers"
         raise ConfigError(
-            f"adapter.method=qlora: the decoder layers of {type(model).__name__} have {what}, and 4-bit weights are "
-            f"made of linear layers whose inputs are a multiple of {ROW_MULTIPLE}; use adapter.method=lora."
+            f"adapter.method=qlora: the decoder layers of {type(model).__name__} have {what}, and 4-bit quantisation "
+            f"requires linear layers with a multiple of {ROW_MULTIPLE} input features; use adapter.method=lora."
         )
 
 
@@ -196,16 +197,16 @@ def _check_quantizable(model: nn.Module) -> None:
 def initialize_adapter(
     model: nn.Module, adapter: AdapterConfig, seed: int, frozen_dtype: torch.dtype | None = None
 ) -> PrincipalParts:
-    """First values of an adapter whose model has its weights: the same on any number of ranks, under any strategy.
+    """Initialise an adapter: the same values on any number of ranks and under any strategy. Collective.
 
-    A is Kaiming-uniform with a = sqrt 5, as PEFT's, from a generator of its own; B is zero, so nothing is added at
-    first; a magnitude is the norm of the frozen weight's row. Collective.
+    The model's weights must be loaded. A is Kaiming-uniform with a = sqrt 5, as in PEFT, from a generator per layer; B
+    is zero, so the adapter initially adds nothing; a DoRA magnitude is the norm of the frozen weight's row.
 
     Args:
-        frozen_dtype: what frozen weights were held in where the adapter was trained; None: what they are held in here.
+        frozen_dtype: dtype of the frozen weights when the adapter was trained; None for their current dtype.
 
     Returns:
-        What a PiSSA adapter began with; nothing for any other.
+        The initial values of a PiSSA adapter; empty for any other.
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.trainable_tokens import TrainableTokensLayer
@@ -237,7 +238,7 @@ def _initialize_tokens(layer: Any) -> None:
 
 @contextmanager
 def disabled_adapter(model: nn.Module) -> Iterator[None]:
-    """The model computes without its adapter, as it did before training. Nothing but the computation changes."""
+    """Disable the adapter in this scope: the model computes as it did before training. No parameter changes."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -254,12 +255,12 @@ def disabled_adapter(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weight(model: nn.Module, name: str) -> Tensor:
-    """A weight of the plain model with the adapter in it, fp32; what was in 4 bits is what those four bits mean.
+    """Return a weight of the plain model with the adapter merged, fp32; 4-bit weights are dequantised.
 
-    Of a model that is not sharded, which stays as it is.
+    The model must not be sharded, and is not modified.
 
     Args:
-        name: as in the plain model.
+        name: of the parameter in the plain model.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -278,7 +279,7 @@ def merged_weight(model: nn.Module, name: str) -> Tensor:
 
 
 def _merge_lora(layer: Any) -> Tensor:
-    """PEFT's own merge, into a copy in fp32."""
+    """Merge an adapter with PEFT's own method, into an fp32 copy of the frozen layer."""
     frozen = layer.base_layer
     if isinstance(frozen, QuantizedLinear):
         plain: Any = nn.Linear(frozen.in_features, frozen.out_features, bias=False, device="meta")
@@ -296,6 +297,6 @@ def _merge_lora(layer: Any) -> Tensor:
 
 
 def find_new_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of `model.new_tokens`, whose rows are trained beside an adapter."""
+    """Return the ids of `model.new_tokens`, whose embedding rows are trained in addition to an adapter."""
     ids: list[int] = tokenizer.convert_tokens_to_ids(list(recipe.model.new_tokens))
     return ids

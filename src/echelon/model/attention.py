@@ -1,6 +1,6 @@
-"""Which attention a model runs: the one its config means, documents kept apart where a sequence holds several.
+"""Chooses the attention implementation of a model, and keeps the documents of a packed sequence apart.
 
-Nothing here asks the device anything, except for `flash_attention_2`, which has to know how many documents there are.
+Nothing here synchronises with the device, except `flash_attention_2`, which needs the number of documents.
 """
 
 from typing import Any
@@ -20,24 +20,24 @@ from transformers.masking_utils import (
 from echelon.errors import ConfigError
 from echelon.model.parts import FAMILIES, unwrapped
 
-# `sdpa` under a name for which `transformers` builds no mask: without one, that function is causal by itself.
+# `sdpa` under a name for which `transformers` builds no mask: without a mask, that function is causal.
 PLAIN_CAUSAL = "echelon_plain_causal"
 AttentionInterface.register(PLAIN_CAUSAL, sdpa_attention_forward)
 
-# The attentions that keep documents apart here: by a mask of `transformers`, or (flash) by where documents begin.
+# Implementations that can keep documents apart: by a mask of `transformers`, or (flash) by the start of each document.
 _MASKED = ("sdpa", "eager", "flex_attention")
 _FLASH = ("flash_attention_2", "flash_attention_3")
 _KINDS = {"full_attention", "sliding_attention"}
 
 
 def choose_attention(config: PretrainedConfig, wanted: str | None) -> str | None:
-    """The attention to ask `transformers` for; None leaves it the choice.
+    """Return the attention implementation to request from `transformers`; None leaves the choice to it.
 
-    Soft-capped scores (Gemma-2) rule out `sdpa`, and not every release of `transformers` says so: some compute without
-    the capping, in silence.
+    Soft-capped scores (Gemma-2) rule out `sdpa`, and not every release of `transformers` refuses it: some silently
+    compute without the capping.
 
     Raises:
-        ConfigError: `sdpa` was asked for and cannot compute this model.
+        ConfigError: the recipe requests `sdpa`, which cannot compute this model.
     """
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is None:
@@ -45,16 +45,16 @@ def choose_attention(config: PretrainedConfig, wanted: str | None) -> str | None
     if wanted == "sdpa":
         raise ConfigError(
             f"model.attn_implementation=sdpa cannot cap attention scores, and the model's attn_logit_softcapping is "
-            f"{softcap}; use eager or flex_attention, or leave it out."
+            f"{softcap}; use eager or flex_attention, or remove the key."
         )
     return wanted or "eager"
 
 
 def apply_plain_causal(model: PreTrainedModel, sequence_len: int) -> None:
-    """Spare a model on `sdpa` its mask, where every layer attends to the whole past of sequences of this length.
+    """Use `sdpa` without a mask if every layer attends to the whole past at this sequence length.
 
-    To learn that no mask is needed, `transformers` looks at the positions, and so lets the host wait for the device in
-    every forward pass. The result is the same bit for bit; any other model is left as it is.
+    To find out that no mask is needed, `transformers` reads the positions, which makes the host wait for the device in
+    every forward pass. The results are bitwise identical. Other models are left unchanged.
     """
     config = model.config
     if config._attn_implementation == "sdpa" and config.model_type in FAMILIES and _is_plain(config, sequence_len):
@@ -73,47 +73,47 @@ def _is_causal(config: PretrainedConfig) -> bool:
 
 
 def check_document_mask(config: PretrainedConfig, wanted: str | None) -> None:
-    """Refuse what is not known to keep the documents of a sequence apart.
+    """Refuse a model or attention implementation that is not known to support document masks.
 
     Raises:
-        ConfigError: a family that nobody compared (one whose layers carry a state from token to token would mix
-            documents whatever the mask), attention to what follows, or another attention than those of this file.
+        ConfigError: the family is not tested (recurrent layers, for example, mix documents whatever the mask), its
+            attention is not causal, or the attention implementation is not one of this file.
     """
-    fix = "set data.document_mask=false, or data.packing=false for one document a sequence"
+    fix = "set data.document_mask=false, or data.packing=false for one document per sequence"
     if config.model_type not in FAMILIES:
         raise ConfigError(
-            f"data.document_mask=true keeps documents apart in the families {', '.join(FAMILIES)}, and the model's "
-            f"model_type is {config.model_type}; {fix}."
+            f"data.document_mask=true supports the model types {', '.join(FAMILIES)}, and the model's model_type is "
+            f"{config.model_type}; {fix}."
         )
     if not _is_causal(config) or not _layer_kinds(config).keys() <= _KINDS:
         raise ConfigError(
-            f"data.document_mask=true goes with attention to the past, whole or in a window, and the layers of this "
-            f"{config.model_type} attend otherwise; {fix}."
+            f"data.document_mask=true requires causal attention, full or in a sliding window, and this "
+            f"{config.model_type} model has layers with another kind of attention; {fix}."
         )
     if wanted is not None and wanted not in (*_MASKED, *_FLASH):
         raise ConfigError(
-            f"model.attn_implementation={wanted} is not known to keep documents apart; use "
-            f"{', '.join((*_MASKED, *_FLASH))} or leave it out, or {fix}."
+            f"model.attn_implementation={wanted} is not known to support data.document_mask=true; use "
+            f"{', '.join((*_MASKED, *_FLASH))} or remove the key, or {fix}."
         )
 
 
 def describe_document_mask(config: PretrainedConfig, wanted: str | None) -> str:
-    """A line on how documents are kept apart."""
+    """Return a line for the user on how documents are kept apart."""
     attention = choose_attention(config, wanted) or "sdpa"
-    how = "told where each begins" if attention in _FLASH else "with a mask that is made once a microbatch"
-    return f"attention: documents of a sequence do not see each other; {attention}, {how}"
+    how = "with the start of each document" if attention in _FLASH else "with a mask built once per microbatch"
+    return f"attention: the documents of a sequence do not attend to each other; {attention}, {how}"
 
 
 def document_inputs(model: PreTrainedModel, documents: Tensor, position_ids: Tensor) -> dict[str, Any]:
-    """What a decoder's forward takes beside `input_ids`, so that no token attends to another document.
+    """Return the forward arguments, other than `input_ids`, that keep tokens from attending to other documents.
 
     Args:
-        documents: [batch, seq], equal for the tokens of one document; tokens of one stand together.
+        documents: [batch, seq], the same number for all tokens of a document, which are contiguous.
         position_ids: [batch, seq], int64, from 0 in each document.
 
     Returns:
-        Positions and a mask, 4-dimensional or flex attention's, by kind of layer where the family wants that; for flash
-        attention where each document begins. Every token sees itself, so no row of a mask is empty.
+        Positions, and a mask (4-dimensional, or flex attention's block mask), per kind of layer if the family needs
+        that; for flash attention, the start of each document. Every token attends to itself, so no mask row is empty.
     """
     config = model.config
     attention = config._attn_implementation
@@ -141,7 +141,7 @@ def document_inputs(model: PreTrainedModel, documents: Tensor, position_ids: Ten
 
 
 def _layer_kinds(config: PretrainedConfig) -> dict[str, int | None]:
-    """The kinds of layers there are, and how far back each sees; None: the whole past."""
+    """Return the kinds of attention layers in the model, with the window of each; None: the whole past."""
     window = getattr(config, "sliding_window", None)
     kinds = {
         "full": {"full_attention"},
@@ -152,9 +152,9 @@ def _layer_kinds(config: PretrainedConfig) -> dict[str, int | None]:
 
 
 def _flash_lengths(position_ids: Tensor) -> dict[str, Any]:
-    """The sums of document lengths that varlen kernels of flash attention go by, over all sequences end to end."""
+    """Return the cumulative document lengths for flash attention's varlen kernels, over all sequences end to end."""
     starts = (position_ids.flatten() == 0).nonzero().flatten().to(torch.int32)
     ends = torch.full((1,), position_ids.numel(), dtype=torch.int32, device=position_ids.device)
     sums = torch.cat([starts, ends])
-    longest = position_ids.shape[1]  # an upper bound; the longest document's length the host would have to ask for
+    longest = position_ids.shape[1]  # an upper bound: the exact length of the longest document would need a sync
     return {"cu_seq_lens_q": sums, "cu_seq_lens_k": sums, "max_length_q": longest, "max_length_k": longest}

@@ -1,4 +1,4 @@
-"""Building a decoder: its config, and the model on meta. No weight is read or made here."""
+"""Builds a decoder: its config, and the model on the meta device. No weights are read or initialised here."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +22,8 @@ def load_config(source: Mapping[str, Any] | str, trust_remote_code: bool = False
     """The HF config of `model.config` (a mapping) or of `model.checkpoint` (a run, an HF folder or a hub id).
 
     Raises:
-        ConfigError: the model type is unknown, or the checkpoint has no readable config.json; HubUnreachableError: it
-            is on the hub, which cannot be asked.
+        ConfigError: the model type is unknown, or the checkpoint has no readable config.json.
+        HubUnreachableError: the checkpoint is a hub id, and the hub cannot be reached.
     """
     if isinstance(source, str):
         return _read_config(source, trust_remote_code)
@@ -36,17 +36,17 @@ def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
         folder = fetch(HubModel(source, "model.checkpoint", Part.CONFIG, trust_remote_code))
     elif not folder.is_dir():
         raise ConfigError(
-            f"model.checkpoint={source}: there is no such folder, seen from {Path.cwd()}; give one with config.json "
-            "and safetensors, or a hub id."
+            f"model.checkpoint={source}: there is no such folder (current folder: {Path.cwd()}); give a folder with "
+            "config.json and safetensors, or a hub id."
         )
     try:
         check_depth(read_json(folder / "config.json"))
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except EchelonError:
         raise
-    except Exception as error:  # in a damaged file transformers raises whatever it trips over
+    except Exception as error:  # transformers raises many types of exception on a damaged file
         raise ConfigError(
-            f"model.checkpoint={source}: no config of a model can be read there ({first_line(error)}); give one with "
+            f"model.checkpoint={source}: cannot read its model config ({first_line(error)}); give a folder with "
             "config.json and safetensors, or a hub id."
         ) from error
     assert isinstance(config, PretrainedConfig)
@@ -56,10 +56,10 @@ def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
 def build_on_meta(
     config: PretrainedConfig, attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model with fp32 parameters on the meta device: every shape, no byte. Dropout and names are the config's.
+    """Build the model with fp32 parameters on the meta device: all shapes, no memory.
 
     Raises:
-        ConfigError: `transformers` has no such model, activation, attention or rotary embedding.
+        ConfigError: `transformers` does not have the model, activation, attention or rotary embedding.
     """
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
     attention = choose_attention(config, attn_implementation)
@@ -68,7 +68,7 @@ def build_on_meta(
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **options)
-    except Exception as error:  # as above
+    except Exception as error:  # transformers raises many types of exception
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"model: transformers cannot build a {config.model_type} model from this config "
@@ -79,9 +79,9 @@ def build_on_meta(
 
 
 def materialize(module: nn.Module, device: torch.device | str) -> None:
-    """Give a module on meta its memory, uninitialised, in place, sharded or not; what was tied stays tied.
+    """Allocate uninitialised memory for a module on meta, in place, sharded or not. Tied parameters stay tied.
 
-    `transformers` itself ties by the names of its own modules, which an adapter takes the place of.
+    `tie_weights` of `transformers` cannot do this: it ties by module name, and an adapter replaces those modules.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -99,18 +99,18 @@ def is_model_folder(path: Path) -> bool:
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter once, under its HF name; a tied weight stands under the name it has first."""
+    """Return every parameter once, by its HF name; a tied weight appears under its first name."""
     return dict(model.named_parameters())
 
 
 def resolve_config(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The HF config that a run builds its model from.
+    """Return the HF config that a run builds its model from.
 
-    A checkpoint's config stays as it is. One given in the recipe takes its vocabulary and its special tokens from the
-    tokenizer where it does not state them: a default bos or pad id of the family would name an ordinary token here.
+    The config of a checkpoint is used as it is. A config from the recipe takes the vocabulary size and special token
+    ids that it omits from the tokenizer: the family's default bos or pad id could be an ordinary token here.
 
     Raises:
-        ConfigError: the vocabulary is smaller than the tokenizer's, or the config is not one `transformers` accepts.
+        ConfigError: the vocabulary is smaller than the tokenizer's, or `transformers` rejects the config.
     """
     if recipe.model.config is None:
         assert recipe.model.checkpoint is not None

@@ -1,7 +1,7 @@
 """Tests whether a model's attention is causal by running it, because no list of model types would be complete.
 
-A small copy of the model runs twice on the CPU, on sequences that differ from a token on. If anything before that token
-comes out differently, training to predict the next token would let the model look at it.
+A small copy of the model runs twice on the CPU, on two sequences that differ from some token on. If the logits before
+that token differ, the model sees later tokens, and next-token training would leak the labels.
 """
 
 import copy
@@ -18,30 +18,30 @@ from transformers.utils import logging
 from echelon.errors import ConfigError
 from echelon.model.build import build_on_meta
 
-# Of a copy that is tried. A model that is no larger is tried as it is.
+# The largest reduced copy that is run; and the largest model that is run unreduced.
 _MAX_PARAMETERS = 100_000_000
 _SMALL_PARAMETERS = 10_000_000
 _MAX_INTERMEDIATE = 64
 _MAX_VOCABULARY = 256
-# (whether heads are taken away, how many layers are left: None all), the first one that is small enough and runs. Kinds
-# of layers that no list of the config names come in periods of eight at most.
+# (whether heads are removed, number of layers kept, None for all); the first copy that is small enough and runs is
+# used. Layer kinds that no list in the config names repeat at least every eight layers.
 _COPIES: tuple[tuple[bool, int | None], ...] = ((True, 8), (True, 2), (True, None), (False, 2))
 _LENGTH = 12
-# Roundings change earlier logits by up to 1e-6 of the largest one (other tokens are grouped by expert), a look at what
-# follows by 0.1 and more.
+# Rounding changes earlier logits by up to 1e-6 of the largest one (experts group tokens differently); a leak changes
+# them by 0.1 or more.
 _TOLERANCE = 1e-4
-# What makes a model causal, in the families that leave the choice: field, value.
+# The config fields, with their values, that make a model causal in families where that is configurable.
 _SWITCHES = (("is_decoder", True), ("causal", True), ("is_causal", True), ("use_bidirectional_attention", False))
 
 
 def check_is_causal(config: PretrainedConfig, trust_remote_code: bool = False) -> None:
-    """Refuse a model in which a position sees what follows it, and a small one that cannot run at all.
+    """Refuse a model whose attention is not causal, and a small model whose forward pass fails.
 
-    Takes tenths of a second, once a config and process. A model of which no copy of at most 100 M parameters can be
-    made, or whose narrow copy does not run, is let through: of what `transformers` 5 has, a handful of architectures.
+    Takes tenths of a second, once per config and process. A model passes unchecked if no copy with at most 100 M
+    parameters can be built, or if the copy does not run: a handful of architectures in `transformers` 5.
 
     Raises:
-        ConfigError: with the field that would make it causal, where there is one.
+        ConfigError: the message names the field that would make the model causal, if there is one.
     """
     if not _sees_what_follows(_Key(config, trust_remote_code)):
         return
@@ -52,16 +52,16 @@ def check_is_causal(config: PretrainedConfig, trust_remote_code: bool = False) -
             setattr(changed, name, value)
             if not _sees_what_follows(_Key(changed, trust_remote_code)):
                 written = json.dumps(value)
-                fix = f"set {name}: {written} in model.config (of a checkpoint in its config.json), or {fix}"
+                fix = f"set {name}: {written} in model.config (for a checkpoint, in its config.json), or {fix}"
                 break
     raise ConfigError(
-        f"model: in this {config.model_type} model a position sees the tokens that follow it, and predicting the next "
-        f"token needs causal attention; {fix}."
+        f"model: in this {config.model_type} model positions attend to later tokens, and next-token prediction "
+        f"requires causal attention; {fix}."
     )
 
 
 class _Key:
-    """A config as a key of a cache: equal by what it says."""
+    """A config as a cache key, compared by content."""
 
     def __init__(self, config: PretrainedConfig, trust_remote_code: bool) -> None:
         self.config = config
@@ -77,13 +77,13 @@ class _Key:
 
 @lru_cache(maxsize=64)
 def _sees_what_follows(key: _Key) -> bool:
-    """Whether a later token changes an earlier logit; False where no copy could be tried.
+    """Return whether a later token changes an earlier logit; False if no copy could be run.
 
     Raises:
-        ConfigError: the model itself is small, and its forward pass fails.
+        ConfigError: the model is small enough to run unreduced, and its forward pass fails.
     """
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what it has to say about a copy is no news to anybody
+    logging.set_verbosity_error()  # warnings about a reduced copy do not concern the user
     try:
         if count_parameters(build_on_meta(key.config, None, key.trust_remote_code)) <= _SMALL_PARAMETERS:
             return _try_as_is(key)
@@ -91,7 +91,7 @@ def _sees_what_follows(key: _Key) -> bool:
             try:
                 if count_parameters(build_on_meta(small, None, key.trust_remote_code)) <= _MAX_PARAMETERS:
                     return _try(small, key.trust_remote_code)
-            except Exception:  # whatever a family trips over in a copy that is no model of anybody's
+            except Exception:  # a reduced config may break a family's own assumptions in any way
                 continue
         return False
     finally:
@@ -101,7 +101,7 @@ def _sees_what_follows(key: _Key) -> bool:
 def _try_as_is(key: _Key) -> bool:
     try:
         return _try(key.config, key.trust_remote_code)
-    except Exception as error:  # transformers raises whatever it trips over
+    except Exception as error:  # transformers raises many types of exception
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"model: a forward pass of this {key.config.model_type} model fails ({type(error).__name__}: {reason}); "
@@ -110,14 +110,14 @@ def _try_as_is(key: _Key) -> bool:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """The numbers in a model's parameters, a tied one counted once."""
+    """Return the number of parameters of a model, counting tied weights once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _try(config: PretrainedConfig, trust_remote_code: bool) -> bool:
-    """Whether a later token changes an earlier logit of a model that is run twice.
+    """Return whether a later token changes an earlier logit of a model with this config.
 
-    A mixture of experts may turn a rounding into another choice of experts, but not in both precisions.
+    In a mixture of experts a rounding error can change the choice of experts, but not in both precisions.
     """
     single, double = (
         partial(_measure_leak, config, trust_remote_code, each) for each in (torch.float32, torch.float64)
@@ -132,14 +132,14 @@ def _try(config: PretrainedConfig, trust_remote_code: bool) -> bool:
 
 @torch.no_grad()
 def _measure_leak(config: PretrainedConfig, trust_remote_code: bool, dtype: torch.dtype) -> float:
-    """By how much earlier logits change, as a fraction of the largest. The process's random state stays as it is."""
+    """Return the change of the earlier logits, as a fraction of the largest one. Keeps the global random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
         ).eval()
         for parameter in model.parameters():
-            if parameter.dim() >= 2:  # the initial ones are small, and some are zero
+            if parameter.dim() >= 2:  # initial weights are small, and some are zero
                 bound = (3 / parameter.shape[-1]) ** 0.5
                 parameter.uniform_(-bound, bound)
         size = model.get_input_embeddings().weight.shape[0]
@@ -153,9 +153,9 @@ def _measure_leak(config: PretrainedConfig, trust_remote_code: bool, dtype: torc
 
 
 def _smaller_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """The config with less of everything that the order of attention does not depend on, the most faithful one first.
+    """Yield reduced copies of the config that keep the causality of its attention, most faithful first.
 
-    Heads keep their width, and the ratio of queries to keys, so that what is made of a head's width still fits.
+    Heads keep their width and the ratio of query to key heads, so that tensors derived from the head width still fit.
     """
     for narrow, num_layers in _COPIES:
         small = copy.deepcopy(config)
@@ -166,7 +166,7 @@ def _smaller_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
                     _take_heads(part)
                 if num_layers is not None:
                     _take_layers(part, num_layers)
-        except Exception:  # as above: some configs refuse to be changed
+        except Exception:  # some configs validate changes and refuse them
             continue
         yield small
 
@@ -180,13 +180,13 @@ def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def _count(config: PretrainedConfig, name: str) -> int | None:
-    """A field that counts something; None where there is none, under whatever name the family has for it."""
+    """Return a positive integer field, resolved through the family's attribute map; None if it has none."""
     value = getattr(config, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _thin(config: PretrainedConfig) -> None:
-    """The width inside feed-forward layers, and the vocabulary."""
+    """Reduce the intermediate width of feed-forward layers, and the vocabulary."""
     vocabulary = min(_count(config, "vocab_size") or 0, _MAX_VOCABULARY)
     for name, value in list(vars(config).items()):
         if not isinstance(value, int) or isinstance(value, bool):
@@ -200,7 +200,7 @@ def _thin(config: PretrainedConfig) -> None:
 
 
 def _take_heads(config: PretrainedConfig) -> None:
-    """One or two heads of keys with their queries, and the hidden width in proportion."""
+    """Keep one or two key heads with their query heads, and reduce the hidden size in proportion."""
     heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
     if heads is None or hidden is None:
         return
@@ -215,7 +215,7 @@ def _take_heads(config: PretrainedConfig) -> None:
 
 
 def _take_layers(config: PretrainedConfig, wanted: int) -> None:
-    """So many layers, and at least one of each kind that a list of the config names."""
+    """Keep `wanted` layers, and at least one of each kind that the config's per-layer lists name."""
     num_layers = _count(config, "num_hidden_layers")
     if num_layers is None or num_layers <= wanted:
         return

@@ -1,4 +1,4 @@
-"""The HF config that `model.config` means. No torch: `transformers` describes models without it."""
+"""Builds the HF config from `model.config`. Does not import torch: configs of `transformers` do not need it."""
 
 import difflib
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ from echelon.planner.shape import check_depth
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Fields that `transformers` still takes under a name its config classes no longer list.
+# Legacy field names that `transformers` still accepts although its config classes no longer declare them.
 _OLDER_FIELDS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "attn_implementation")
 
 
 def build_config(fields: Mapping[str, Any]) -> "PretrainedConfig":
-    """The HF config of `model.config`, with the defaults of `transformers` for what it leaves out.
+    """Build the HF config of `model.config`; omitted fields take the defaults of `transformers`.
 
     Raises:
-        ConfigError: the model type is unknown, has no field of that name, or takes no such value.
+        ConfigError: the model type is unknown, it has no such field, or it rejects the value.
     """
     from transformers import AutoConfig
 
@@ -30,21 +30,21 @@ def build_config(fields: Mapping[str, Any]) -> "PretrainedConfig":
         _refuse_unknown_fields(model_type, given, AutoConfig.for_model(model_type))
     except ConfigError:
         raise
-    except Exception as error:  # transformers raises whatever it trips over
+    except Exception as error:  # transformers raises many types of exception
         reason = " ".join(str(error).split())[:500]
-        raise ConfigError(f"model.config is no {model_type} config: {reason}") from error
+        raise ConfigError(f"model.config is not a valid {model_type} config: {reason}") from error
     return config
 
 
 def _refuse_unknown_fields(model_type: str, fields: Mapping[str, Any], default: "PretrainedConfig") -> None:
-    """`transformers` keeps any field and reads those it knows, so a misspelt one would silently be the default."""
+    """Refuse misspelt fields: `transformers` accepts any field, so the intended one would silently keep its default."""
     import transformers
 
     known = {*vars(default), *dir(type(default)), *default.attribute_map, *_OLDER_FIELDS}
     for name in fields:
         if name not in known:
             close = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
-            hint = f"did you mean {close[0]}?" if close else "leave it out."
+            hint = f"did you mean {close[0]}?" if close else "remove it."
             raise ConfigError(
                 f"model.config.{name}={fields[name]!r} is not a field of a {model_type} config in transformers "
                 f"{transformers.__version__}; {hint}"

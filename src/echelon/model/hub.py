@@ -1,7 +1,7 @@
-"""Models, tokenizers and datasets of the Hugging Face hub: which commit a name means, and a copy of it on this machine.
+"""Models, tokenizers and datasets of the Hugging Face hub: resolves their commits, and downloads them.
 
-Everything that is asked of the hub by name is asked here; all else reads folders. A name's commit is found once for a
-run, by its first process, and every machine fetches that one: a repository may change between two fetches.
+All requests to the hub are made here; the other modules read local folders. The first process of a run resolves each
+name to a commit once, and every machine downloads that commit: a repository may change between two downloads.
 """
 
 import json
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 DATASET = "datasets/"
-"""Begins the name of a dataset where names of models stand too, as in the addresses of the hub."""
+"""Prefix of dataset names in a mapping that also contains model names, as in URLs of the hub."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# At the top of a repository; folders below it hold the same model in other forms.
+# Files at the top of a repository; its subfolders contain the same model in other formats.
 _FILES = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|additional_chat_templates/[^/]+\.jinja")
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _CONNECTIONS = 8
@@ -43,7 +43,7 @@ _LINE_SECONDS = 10.0
 
 
 class Part(Enum):
-    """What is wanted of a model: its config.json, all but its weights, or all of it."""
+    """Which files of a model are needed: config.json, all files except weights, or all files."""
 
     CONFIG = "config"
     FILES = "files"
@@ -52,7 +52,7 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model or a tokenizer of the hub. `key` names it in the recipe; `code`: whether its Python files may come."""
+    """A model or tokenizer of the hub. `key`: its recipe key. `code`: whether to download its Python files."""
 
     name: str
     key: str
@@ -60,14 +60,14 @@ class HubModel:
     code: bool = False
 
     def __str__(self) -> str:
-        """As messages begin."""
+        """Return the start of a message about it: key=name."""
         return f"{self.key}={self.name}"
 
 
 def is_hub_reachable() -> bool:
-    """Whether the hub, or the proxy before it, takes a connection, and the user has not asked to stay offline.
+    """Whether the hub, or the proxy in front of it, accepts connections, and HF_HUB_OFFLINE is not set.
 
-    Found out in seconds: the hub's own client retries for half a minute.
+    Takes a few seconds at most: the hub's own client retries for half a minute.
     """
     from huggingface_hub import constants
 
@@ -86,14 +86,14 @@ def is_hub_reachable() -> bool:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a value of the recipe names something on the hub: it could, and there is no such folder here."""
+    """Whether a value of the recipe is a hub id: it has the form of one, and no such local path exists."""
     return _NAME.fullmatch(name) is not None and not Path(name).exists()
 
 
 def find_models(recipe: Recipe, weights: bool = True) -> list[HubModel]:
-    """What the recipe takes from the hub, but for datasets: each name once, with the most that is wanted of it.
+    """Return the models and tokenizers that the recipe needs from the hub, each name once.
 
-    Without `weights`, none of them are wanted yet.
+    With `weights` False, weights are not needed yet.
     """
     found: dict[str, HubModel] = {}
     code, part = recipe.model.trust_remote_code, Part.WEIGHTS if weights else Part.FILES
@@ -105,9 +105,9 @@ def find_models(recipe: Recipe, weights: bool = True) -> list[HubModel]:
 
 
 def find_commits(recipe: Recipe, known: Mapping[str, str]) -> dict[str, str]:
-    """The commit of every model and dataset that the recipe takes from the hub: the one `known`, else the newest now.
+    """Return the commit of every model and dataset that the recipe needs from the hub: from `known`, else the newest.
 
-    Raises ConfigError for what is not there, HubUnreachableError where neither the hub nor the cache can tell.
+    Raises ConfigError for a missing repository, HubUnreachableError if neither the hub nor the cache has the answer.
     """
     commits = {}
     for model in find_models(recipe):
@@ -120,12 +120,15 @@ def find_commits(recipe: Recipe, known: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe_commits(commits: Mapping[str, str]) -> list[str]:
-    """Lines for the user."""
+    """Return lines for the user, one per model or dataset."""
     return [f"hub: {name} is at commit {commit}" for name, commit in commits.items()]
 
 
 def find_dataset_commit(path: str, where: str) -> str:
-    """The newest commit of a dataset, `ORG/NAME` or `ORG/NAME/CONFIG`. Raises as `find_commits`; `where` begins it."""
+    """Return the newest commit of a dataset, `ORG/NAME` or `ORG/NAME/CONFIG`.
+
+    Raises the errors of `find_commits`; their messages start with `where`.
+    """
     from huggingface_hub import HfApi
 
     name = dataset_name(path)
@@ -133,28 +136,29 @@ def find_dataset_commit(path: str, where: str) -> str:
         if not is_hub_reachable():
             raise HubUnreachableError(
                 f"{where}: {_describe_silence()}",
-                "Download the dataset where there is a network, keep it with its save_to_disk, and give that folder.",
+                "Download the dataset on a machine with network access, store it with its save_to_disk, and give "
+                "that folder.",
             )
         return str(HfApi().dataset_info(name).sha)
 
 
 def dataset_name(path: str) -> str:
-    """The repository of a dataset's path: `ORG/NAME` of `ORG/NAME/CONFIG@COMMIT`."""
+    """Return the repository of a dataset's path: `ORG/NAME` of `ORG/NAME/CONFIG@COMMIT`."""
     return "/".join(path.partition("@")[0].split("/")[:2])
 
 
 def fetch_models(recipe: Recipe, commits: Mapping[str, str], weights: bool = True) -> None:
-    """Have what the recipe takes from the hub on this machine; what is here already is not fetched again.
+    """Download the recipe's models and tokenizers from the hub, except files that are already cached.
 
-    Once for each machine, by its first process; no process group may exist, since it takes as long as it takes.
-    Without `weights`, only what is small. Raises as `fetch`.
+    Called by the first process of each machine, before a process group exists: a download may take longer than its
+    timeout. With `weights` False, weights are not downloaded. Raises the errors of `fetch`.
     """
     for model in find_models(recipe, weights):
         fetch(model, _pinned(model, commits))
 
 
 def write_commits(folder: RunFolder, commits: Mapping[str, str]) -> None:
-    """Note a run's commits in its folder, so that all its machines and starts read the same."""
+    """Write a run's commits to its folder, so that all its machines and restarts use the same ones."""
     if commits:
         write_json(folder.hub_path, dict(commits))
     else:
@@ -162,25 +166,25 @@ def write_commits(folder: RunFolder, commits: Mapping[str, str]) -> None:
 
 
 def read_commits(folder: RunFolder) -> dict[str, str]:
-    """What `write_commits` noted; empty where nothing was. Raises DataError for a file that is damaged."""
+    """Read the commits that `write_commits` wrote; empty if there is no file. Raises DataError for a damaged file."""
     try:
         commits = read_json(folder.hub_path)
         if not all(_COMMIT.fullmatch(commit) for commit in commits.values()):
-            raise ValueError("it names what is no commit")
+            raise ValueError("it contains an invalid commit")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{folder.hub_path} does not say which commits of the hub this run began with ({error}); get the file from "
-            "a copy of the run, or remove it to go on with the newest ones."
+            f"{folder.hub_path}: cannot read the hub commits that this run started with ({error}); restore the file "
+            "from a copy of the run, or remove it to continue with the newest commits."
         ) from error
     return dict(commits)
 
 
 def with_copies(recipe: Recipe, commits: Mapping[str, str], weights: bool = True) -> Recipe:
-    """The recipe with this machine's copies in the place of names of the hub. Asks nobody.
+    """Return the recipe with hub ids replaced by this machine's local copies. Makes no network request.
 
-    Raises HubUnreachableError where there is no copy.
+    Raises HubUnreachableError if there is no complete local copy.
     """
     copies = {model.name: str(_find_copy(model, _pinned(model, commits))) for model in find_models(recipe, weights)}
     changes: dict[str, Any] = {}
@@ -197,8 +201,8 @@ def with_copies(recipe: Recipe, commits: Mapping[str, str], weights: bool = True
 def _pinned(model: HubModel, commits: Mapping[str, str]) -> str:
     if model.name not in commits:
         raise ConfigError(
-            f"{model}: there is no such folder on {platform.node()}, but where the run was prepared there is; give "
-            "every machine the folder, under the same path."
+            f"{model}: this folder exists on the machine where the run was prepared, but not on {platform.node()}; "
+            "copy the folder to the same path on every machine."
         )
     return commits[model.name]
 
@@ -214,7 +218,7 @@ def _pin(source: SourceConfig, commits: Mapping[str, str]) -> SourceConfig:
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig]]:
-    """The datasets of the hub, with their keys."""
+    """Yield the sources that are datasets of the hub, with their recipe keys."""
     for part in _PARTS:
         for index, source in enumerate(getattr(recipe.data, part)):
             if source.format == "hub" and not Path(source.path).expanduser().is_dir():
@@ -222,10 +226,10 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig]]:
 
 
 def fetch(model: HubModel, commit: str | None = None) -> Path:
-    """This machine's copy of a model, of its newest commit if none is given. What is missing of it is fetched.
+    """Return this machine's copy of a model after downloading its missing files. `commit`: None for the newest.
 
-    Raises ConfigError where the hub does not give it, HubUnreachableError where nobody can be asked and there is no
-    whole copy, EchelonError where it broke off, or the disk is full.
+    Raises ConfigError if the hub refuses it, HubUnreachableError if the hub cannot be reached and there is no complete
+    copy, EchelonError if the download fails or the disk is full.
     """
     from huggingface_hub import HfApi
 
@@ -249,18 +253,18 @@ def fetch(model: HubModel, commit: str | None = None) -> Path:
 
 
 def _choose_small(model: HubModel, names: Iterable[str]) -> list[str]:
-    """What is fetched besides weights. Raises ConfigError for a repository that is no model."""
+    """Return the files to download other than weights. Raises ConfigError for a repository without a model."""
     wanted = re.compile(r"config\.json" if model.part is Part.CONFIG else _FILES.pattern)
     chosen = [name for name in names if wanted.fullmatch(name) or (model.code and name.endswith(".py"))]
     if model.key == "model.checkpoint" and "config.json" not in chosen:
-        raise ConfigError(f"{model}: its repository on the hub has no config.json, so it is no model of transformers.")
+        raise ConfigError(f"{model}: its repository on the hub has no config.json; give a model of transformers.")
     if not chosen:
-        raise ConfigError(f"{model}: its repository on the hub has no tokenizer.")
+        raise ConfigError(f"{model}: its repository on the hub has no tokenizer; give one that has.")
     return chosen
 
 
 def _list_weights(folder: Path, has_index: bool) -> list[str]:
-    """The files that hold the weights, by the index, which is here already; else the one there is."""
+    """Return the weight files: those in the index, which is already downloaded, else the single safetensors file."""
     if not has_index:
         return [_WEIGHTS]
     try:
@@ -273,7 +277,7 @@ def _list_weights(folder: Path, has_index: bool) -> list[str]:
 
 
 def _download(model: HubModel, commit: str, names: list[str], sizes: Mapping[str, int], level: int) -> Path:
-    """Bring files into the cache, several at a time; the folder of that commit there. Logs at `level` how far it is."""
+    """Download files into the cache, several at a time, and return the commit's folder. Logs progress at `level`."""
     folder = _copy_folder(model, commit)
     missing = sorted((name for name in names if not (folder / name).exists()), key=lambda name: -sizes[name])
     if not missing:
@@ -296,9 +300,9 @@ def _download(model: HubModel, commit: str, names: list[str], sizes: Mapping[str
 
 
 def _downloading(name: str, commit: str, files: list[str]) -> Iterator[None]:
-    """Download files, and yield now and then until all are there. Raises what the hub's client raises.
+    """Download files, yielding periodically until all are complete. Raises the errors of the hub's client.
 
-    The threads are daemons: the executors of the standard library would hold up the end of a command that is stopped.
+    Uses daemon threads: executors of the standard library would delay the exit of a command that is stopped.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
@@ -315,7 +319,7 @@ def _downloading(name: str, commit: str, files: list[str]) -> Iterator[None]:
                 hf_hub_download(name, waiting.get_nowait(), revision=commit)
         except Empty:
             pass
-        except Exception as error:  # to be raised by the thread that waits
+        except Exception as error:  # raised by the waiting thread
             failures.put(error)
 
     threads = [threading.Thread(target=work, name="hub", daemon=True) for _ in files[:_CONNECTIONS]]
@@ -329,18 +333,18 @@ def _downloading(name: str, commit: str, files: list[str]) -> Iterator[None]:
 
 
 def _count_bytes(folder: Path) -> int:
-    """Of all files in a folder, also those that are being written."""
+    """Return the total size of the files in a folder, including those being written."""
     total = 0
     for path in folder.glob("*"):
-        with suppress(OSError):  # one that was renamed since
+        with suppress(OSError):  # renamed meanwhile
             total += path.stat().st_size
     return total
 
 
 def _find_newest(model: HubModel) -> str:
-    """The commit a model is at on the hub; where that cannot be asked, the newest one that this machine has heard of.
+    """Return a model's newest commit on the hub; if the hub cannot be reached, the newest one in the local cache.
 
-    The cache notes it as the library would: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    The cache stores it as huggingface_hub does: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
     """
     from huggingface_hub import HfApi
 
@@ -348,7 +352,7 @@ def _find_newest(model: HubModel) -> str:
     if is_hub_reachable():
         with _explained(str(model), "model", f"https://huggingface.co/{model.name}"):
             commit = str(HfApi().model_info(model.name).sha)
-            with suppress(OSError):  # a cache may be for reading alone
+            with suppress(OSError):  # the cache may be read-only
                 note.parent.mkdir(parents=True, exist_ok=True)
                 note.write_text(commit, encoding="utf-8")
             return commit
@@ -359,7 +363,7 @@ def _find_newest(model: HubModel) -> str:
 
 
 def _find_copy(model: HubModel, commit: str) -> Path:
-    """The folder of a commit in the cache, with its weights where they are wanted. Raises HubUnreachableError."""
+    """Return a commit's folder in the cache, with weights if needed. Raises HubUnreachableError if incomplete."""
     folder = _copy_folder(model, commit)
     if not any((folder / name).is_file() for name in ("config.json", "tokenizer.json", "tokenizer_config.json")):
         raise _unreachable(model, commit)
@@ -384,9 +388,10 @@ def _copy_folder(model: HubModel, commit: str) -> Path:
 def _unreachable(model: HubModel, commit: str | None = None) -> HubUnreachableError:
     at = "" if commit is None else f" at commit {commit[:12]}"
     return HubUnreachableError(
-        f"{model}: it is no folder here, {_describe_silence()}, and the cache in {_cache_folder(model).parent} has no "
-        f"whole copy of it{at}",
-        f"Give a folder, or fetch it where there is a network (hf download {model.name}) and copy that cache.",
+        f"{model}: there is no such folder, {_describe_silence()}, and the cache in {_cache_folder(model).parent} has "
+        f"no complete copy of it{at}",
+        f"Give a folder, or download it on a machine with network access (hf download {model.name}) and copy its "
+        "cache.",
     )
 
 
@@ -394,13 +399,13 @@ def _describe_silence() -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return f"HF_HUB_OFFLINE keeps {platform.node()} from asking the hub"
+        return f"HF_HUB_OFFLINE is set on {platform.node()}"
     return f"the hub ({constants.ENDPOINT}) cannot be reached from {platform.node()}"
 
 
 @contextmanager
 def _explained(where: str, kind: str, page: str) -> Iterator[None]:
-    """Turn what the hub's client raises into one sentence. `where` begins it; `page` is where a person would look."""
+    """Turn errors of the hub's client into one message that starts with `where`. `page`: the repository's URL."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -416,25 +421,26 @@ def _explained(where: str, kind: str, page: str) -> Iterator[None]:
         ) from error
     except RevisionNotFoundError as error:
         raise ConfigError(
-            f"{where}: the hub no longer has the commit that this run began with ({first_line(error)}); copy the "
-            "cache of a machine that has it, or pass --fresh to begin with the newest."
+            f"{where}: the hub no longer has the commit that this run started with ({first_line(error)}); copy the "
+            "cache of a machine that has it, or pass --fresh to start over with the newest commit."
         ) from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"{where}: there is no such folder, and the hub has no such {kind}, or shows it to members only ({token} "
-            f"on {platform.node()}); check the id, give a folder, or set HF_TOKEN there."
+            f"{where}: there is no such folder, and the hub has no such {kind}, or it is private ({token} on "
+            f"{platform.node()}); check the id, give a folder, or set HF_TOKEN there."
         ) from error
-    except Exception as error:  # the client raises whatever its HTTP library does
+    except Exception as error:  # the client also raises the errors of its HTTP library
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             raise ConfigError(
-                f"{where}: the hub does not accept the token on {platform.node()} ({first_line(error)}); set HF_TOKEN "
-                "there to one that is valid, or unset it."
+                f"{where}: the hub rejects the token on {platform.node()} ({first_line(error)}); set HF_TOKEN there to "
+                "a valid token, or unset it."
             ) from error
         if is_disk_full(error):
             raise EchelonError(
-                f"{where}: the disk of {platform.node()} is full; free space, or set HF_HOME to a folder with more."
+                f"{where}: the disk of {platform.node()} is full; free space, or set HF_HOME to a folder on a larger "
+                "disk."
             ) from error
         raise EchelonError(
-            f"{where} could not be fetched from the hub to {platform.node()} ({first_line(error)}); start the same "
-            "command again, and files that are whole are not fetched again."
+            f"{where} could not be downloaded from the hub to {platform.node()} ({first_line(error)}); run the same "
+            "command again; it skips completed files."
         ) from error

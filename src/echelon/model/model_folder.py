@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 def write_model_folder(
     folder: Path, config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase", stops: Sequence[int]
 ) -> None:
-    """Write config.json and the tokenizer's files into a run's `model/`, with a manifest; weights join at export.
+    """Write config.json and the tokenizer's files into a run's `model/`, with a manifest. Weights are added at export.
 
-    `stops`: the ids that end what was learned. generation_config.json has them, so that `generate` of transformers ends
-    there.
+    `stops`: the token ids that end a trained response. They go to generation_config.json as `eos_token_id`, so that
+    `generate` of transformers stops there.
     """
     from transformers import GenerationConfig
 
@@ -32,28 +32,28 @@ def write_model_folder(
 
 
 def find_stops(config: "PretrainedConfig", learned: Sequence[int]) -> list[int]:
-    """The ids at which generation ends: those that were learned as ends; where there are none, the config's own."""
+    """Return the ids that stop generation: those that the model was trained to end with, else the config's own."""
     own = getattr(config, "eos_token_id", None)
     return list(learned) or ([] if own is None else own if isinstance(own, list) else [own])
 
 
 def find_model_dir(source: str) -> str:
-    """Where the config and the tokenizer of `model.checkpoint` stand: in a run's `model/`, else the source itself.
+    """Return the source of config and tokenizer of `model.checkpoint`: a run's `model/`, else the source itself.
 
     Raises:
-        CheckpointError: those of the run are not as they were written.
+        CheckpointError: the files of the run do not match their checksums.
     """
     return str(run_model_dir(Path(source))) if is_run(Path(source)) else source
 
 
 def run_model_dir(run: Path) -> Path:
-    """A run's `model/`, compared with its checksums. Raises CheckpointError."""
+    """Return a run's `model/` after verifying its checksums. Raises CheckpointError."""
     folder = RunFolder(run).model_dir
     try:
         check_files(folder, checksums=True)
     except CheckpointError as error:
         raise CheckpointError(
-            f"The config or the tokenizer of the run is damaged: {error} Training writes them anew when it goes on; a "
-            "copy of this folder from before does as well."
+            f"The config or the tokenizer of the run is damaged: {error} Resume the training, which rewrites them, or "
+            "restore the folder from a backup."
         ) from error
     return folder

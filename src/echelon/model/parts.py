@@ -1,7 +1,7 @@
-"""Where a decoder's parts are, and what its head does to the logits: one row per family.
+"""Locates the parts of a decoder and describes how its head computes logits, in a table with one row per family.
 
-The head's arithmetic is part of the loss. A chunked loss that forgets Gemma-2's soft-capping is silently wrong, so
-a family without a row here takes the unchunked path through the model's own forward.
+The head's arithmetic is part of the loss: a chunked loss without Gemma-2's soft-capping would be silently wrong. A
+family without a row in the table therefore uses the model's own forward, unchunked.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class HeadArithmetic:
-    """What happens to `hidden @ weight.T (+ bias)` before the softmax: `softcap * tanh(scale * logits / softcap)`."""
+    """Applied to `hidden @ weight.T (+ bias)` before the softmax: `softcap * tanh(scale * logits / softcap)`."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The model's own logits from the head's raw ones, [tokens, vocabulary]."""
+        """Return the model's logits, given the raw output of its head, [tokens, vocabulary]."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -29,10 +29,10 @@ class HeadArithmetic:
 
 @dataclass(frozen=True)
 class Family:
-    """Dotted paths inside an HF `...ForCausalLM`, the config fields its head reads, and the form of its masks.
+    """Dotted paths inside an HF `...ForCausalLM`, the config fields its head uses, and the form of its masks.
 
-    `mask`: what attention sees, the whole past in every layer, a window of it in every layer (where the config has
-    one), or what `layer_types` says; then the forward takes a mask for each kind of layer.
+    `mask`: `full` is causal attention in every layer; `window` is a sliding window in every layer, where the config
+    sets one; `by_layer` follows `layer_types`, and the forward takes one mask per kind of layer.
     """
 
     backbone: str = "model"
@@ -74,7 +74,7 @@ FAMILIES: dict[str, Family] = {
 class DecoderParts:
     """The modules of one decoder.
 
-    `backbone` and `head` are None where the family has no row in the table, or its head has an adapter of its own.
+    `backbone` and `head` are None if the family has no row in the table, or if the head has an adapter.
     """
 
     layers: nn.ModuleList
@@ -84,19 +84,19 @@ class DecoderParts:
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's weight as it computes, [vocabulary, hidden]: with the rows of new tokens that are trained."""
+        """The head's effective weight, [vocabulary, hidden], including the trained rows of new tokens."""
         tokens = getattr(self.head, "token_adapter", None)
         is_plain = tokens is None or tokens.disable_adapters
         return cast(Tensor, (unwrapped(self.head) if is_plain else self.head).weight)
 
     @property
     def head_bias(self) -> Tensor | None:
-        """The head's bias, [vocabulary]; None where it has none."""
+        """The head's bias, [vocabulary], or None."""
         return cast(Tensor | None, unwrapped(self.head).bias)
 
 
 def unwrapped(module: Any) -> Any:
-    """An embedding or a head without the rows of new tokens that PEFT puts into a copy of it at each look."""
+    """Return an embedding or head without PEFT's wrapper for new tokens, which copies the weight at every access."""
     tokens = getattr(module, "token_adapter", None)
     return module if tokens is None else tokens.base_layer
 
@@ -105,7 +105,7 @@ def find_parts(model: nn.Module) -> DecoderParts:
     """Find the parts of an HF causal language model.
 
     Raises:
-        ValueError: no list of decoder layers can be found, so nothing could be sharded layer by layer.
+        ValueError: the model has no list of decoder layers, so it cannot be sharded layer by layer.
     """
     config: Any = model.config
     family = FAMILIES.get(config.model_type)
@@ -119,7 +119,7 @@ def find_parts(model: nn.Module) -> DecoderParts:
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
-    """The longest list of equal modules: the decoder layers of a family without a row in the table."""
+    """Return the longest `ModuleList`: the decoder layers of a family without a row in the table."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of decoder layers; echelon trains decoder-only models.")
@@ -127,10 +127,10 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def weight_groups(model: nn.Module) -> list[tuple[str, nn.Module, bool]]:
-    """The units that weights are made, read and sharded in: (name, module, whole).
+    """Return the units in which weights are initialised, read and sharded: (name, module, whole).
 
-    Each decoder layer is one unit with everything below it (`whole`); outside the layers each module that owns
-    parameters or buffers itself is one (embedding, positions, norm, head, rotary tables).
+    Each decoder layer is one unit, including its submodules (`whole`). Outside the layers, each module that directly
+    owns parameters or buffers is one unit (embedding, positions, norm, head, rotary tables).
     """
     layers = {id(layer) for layer in find_parts(model).layers}
     groups: list[tuple[str, nn.Module, bool]] = []

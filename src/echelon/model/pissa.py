@@ -1,7 +1,7 @@
 """PiSSA: an adapter initialized with the principal components of each frozen weight, which keeps the remainder.
 
-Meng et al. 2024 (arXiv:2404.02948): of W = U S V', A = sqrt(S_r) V_r' and B = U_r sqrt(S_r), in units of the adapter's
-scale, and W - scale B A is frozen. The parts are not stored: they follow from the weights that a run begins with.
+Meng et al. 2024 (arXiv:2404.02948): with W = U S V', A = sqrt(S_r / scale) V_r' and B = U_r sqrt(S_r / scale), and
+W - scale B A is frozen. The initial A and B are not stored: they are recomputed from the weights a run starts with.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from echelon.model.sharding import whole, write_part
 
 PrincipalParts = dict[str, tuple[Tensor, Tensor]]
-"""(A, B) that each adapted layer began with, whole, on the CPU, by its name."""
+"""The initial (A, B) of each adapted layer by its name: full tensors on the CPU."""
 
 
 @torch.no_grad()
 def take_principal_parts(model: nn.Module, frozen_dtype: torch.dtype | None = None) -> PrincipalParts:
-    """Give every LoRA layer its principal part, and its frozen weight the rest. Collective.
+    """Set every LoRA layer to its weight's principal part, and the frozen weight to the remainder. Collective.
 
     Args:
-        frozen_dtype: what the weights were rounded to where the parts were first taken; None: what they are held in.
+        frozen_dtype: dtype that the weights had when the parts were first computed; None for their current dtype.
     """
     parts = {}
     for name, layer in _lora_layers(model):
@@ -46,14 +46,16 @@ def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _product(layer: Any, a: Tensor, b: Tensor) -> Tensor:
-    """What an adapter adds to the weight, as that is laid out."""
+    """Return what the adapter adds to the weight, in the weight's layout."""
     product: Tensor = layer.scaling["default"] * (b @ a)
     return product.T if layer.fan_in_fan_out else product
 
 
 def _principal_part(layer: Any, weight: Any) -> tuple[Tensor, Tensor]:
-    """(A [r, in], B [out, r]) of a whole weight, fp32. Broadcast from rank 0, because the signs of an SVD are
-    arbitrary."""
+    """Compute (A [r, in], B [out, r]) of a full weight, fp32.
+
+    Broadcast from rank 0, because the signs of an SVD are arbitrary.
+    """
     rank, scale = layer.r["default"], layer.scaling["default"]
     oriented = weight.T if layer.fan_in_fan_out else weight
     u, s, v = torch.linalg.svd(oriented.float(), full_matrices=False)

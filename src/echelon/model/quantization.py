@@ -1,8 +1,8 @@
-"""Linear layers whose weights are held in 4 bits: QLoRA's NF4 or FP4, as bitsandbytes computes them.
+"""Linear layers with 4-bit weights: QLoRA's NF4 or FP4, computed by bitsandbytes.
 
-Dettmers et al. 2023 (arXiv:2305.14314). Both parts of a quantised weight are parameters, so that data parallelism
-shards and gathers them like any other: bitsandbytes' own layer keeps the scales beside its parameter, whole on every
-rank.
+Dettmers et al. 2023 (arXiv:2305.14314). Both the packed weight and its scales are parameters, so that data parallelism
+shards and gathers them like any other. In the layer of bitsandbytes the scales are not a parameter, and stay unsharded
+on every rank.
 """
 
 import functools
@@ -21,20 +21,20 @@ from echelon.objectives.loss import autocast_dtype
 from echelon.recipe import AdapterConfig
 
 BLOCK = 64
-"""Numbers that share one scale."""
+"""Number of weights that share one scale."""
 
 ROW_MULTIPLE = 8
-"""What the inputs of a layer divide by: its rows are whole fp32 numbers."""
+"""Divisor of a layer's input features: each packed row then has a whole number of fp32 elements."""
 
 NESTED_BLOCK = 256
-"""Scales that share one scale of their own, with `double_quant`."""
+"""Number of scales that share one second-level scale, with `double_quant`."""
 
 
 @functools.cache
 def import_bitsandbytes() -> None:
-    """Import bitsandbytes, where it is installed, without the code that it would fetch from the hub as it is imported.
+    """Import bitsandbytes, if installed, without the kernels that it would download from the hub at import.
 
-    To be called before PEFT is imported, which imports it too.
+    Must be called before PEFT is imported, which imports bitsandbytes too.
     """
     if find_spec("bitsandbytes") is None:
         return
@@ -53,15 +53,15 @@ def import_bitsandbytes() -> None:
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer in 4 bits. A Linear by type, so that an adapter is put beside it as beside any other.
+    """A frozen 4-bit linear layer. A subclass of `nn.Linear`, so that PEFT adds an adapter to it as to any other.
 
-    `weight` holds bytes `[out, in / 2]`, two numbers each. `scales` holds bytes too: of fp32 numbers, one for each
-    block of 64; with double quantisation of an fp32 offset, of an fp32 number for each 256 blocks, and a byte for each
-    block; filled up to a multiple of 4. Both are stored as any dtype that `store_as` says.
+    `weight` is `[out, in / 2]` bytes with two weights each. `scales` is the bytes of one fp32 scale per block of 64;
+    with double quantisation, the bytes of an fp32 offset, one fp32 scale per 256 blocks, and one byte per block. It is
+    padded to a multiple of 4 bytes. `store_as` sets the dtype under which both are stored.
     """
 
     def __init__(self, linear: nn.Linear, quant_type: str, double_quant: bool) -> None:
-        """A layer on meta of the shape of one on meta, whose rows are a multiple of `ROW_MULTIPLE`."""
+        """Create the layer on meta, from a linear layer on meta with a multiple of `ROW_MULTIPLE` input features."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         assert self.in_features % ROW_MULTIPLE == 0, f"rows of {self.in_features} numbers"
@@ -76,7 +76,7 @@ class QuantizedLinear(nn.Linear):
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input @ weight.T + bias` in the compute dtype; the weight is dequantized for the product."""
+        """Compute `input @ weight.T + bias` in the compute dtype, with the dequantised weight."""
         from bitsandbytes import matmul_4bit
 
         rows = input.to(autocast_dtype(input))
@@ -84,16 +84,17 @@ class QuantizedLinear(nn.Linear):
         return matmul_4bit(rows, self._packed().t(), self._state(rows.dtype), bias=bias)  # type: ignore[no-any-return]
 
     def store_as(self, dtype: torch.dtype) -> None:
-        """Give a layer on meta parameters of another dtype, which hold the same bytes.
+        """Reinterpret the bytes of the parameters as another dtype, on meta.
 
-        The one that is computed in: data parallelism shards floats alone in torch 2.11, and casts those of another.
+        Use the compute dtype: data parallelism shards only floating-point parameters in torch 2.11, and casts those
+        of another dtype than the compute dtype.
         """
         for parameter in (self.weight, self.scales):
             parameter.data = parameter.data.view(dtype)
 
     @torch.no_grad()
     def fill(self, whole: Tensor) -> None:
-        """Quantise a whole weight `[out, in]`, and keep this rank's part. Every rank computes the same."""
+        """Quantise a full weight `[out, in]`, and keep this rank's part. Every rank computes the same values."""
         from bitsandbytes.functional import quantize_4bit
 
         device = local_part(self.weight).device
@@ -108,7 +109,7 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def dequantize(self) -> Tensor:
-        """The dequantized weight, `[out, in]`, fp32. Only for a layer that is not sharded."""
+        """Return the dequantised weight, `[out, in]`, fp32. The layer must not be sharded."""
         from bitsandbytes.functional import dequantize_4bit
 
         weight: Tensor = dequantize_4bit(self._packed(), self._state(torch.float32))
@@ -137,14 +138,14 @@ class QuantizedLinear(nn.Linear):
 
 @functools.cache
 def _code_books(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The 16 numbers of four bits, and the 256 of a quantised scale."""
+    """Return the 16 values of a 4-bit code, and the 256 values of a quantised scale."""
     from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
     return get_4bit_type(quant_type, device=device), create_dynamic_map().to(device)
 
 
 def quantize_linears(layers: Iterable[nn.Module], adapter: AdapterConfig) -> None:
-    """Replace the linear layers inside decoder layers on meta by some in 4 bits, but for what is trained whole."""
+    """Replace the linear layers in decoder layers on meta with 4-bit ones, except `modules_to_save`."""
     for layer in layers:
         found = [(name, module) for name, module in layer.named_modules() if type(module) is nn.Linear]
         for name, module in found:

@@ -1,15 +1,15 @@
 """The router loss of a mixture of experts, which keeps the router from sending all tokens to the same experts.
 
-The sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20): of a sequence of T tokens, each of
-which goes to K of E experts with scores s,
+The sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20). For a sequence of T tokens, each
+routed to K of E experts with scores s,
 
     L = sum_i f_i P_i,  f_i = E / (K T) * sum_t [expert i is among the K best of token t],
                         P_i = 1 / T * sum_t s_ti / sum_j s_tj
 
-which is 1 where the experts are used evenly, and E / K at most. Of several routers the mean is taken, and sequences
-are weighted by their targets. So it is a sum over targets divided by their number, as the loss is, and does not depend
-on what shares a microbatch or a rank. `load_balancing_loss_func` of `transformers` is a product of means over a whole
-microbatch and over all layers, which does: it cannot be the same under every plan.
+which is 1 if the experts are used evenly, and at most E / K. It is averaged over the routers, and sequences are
+weighted by their number of targets. Like the token loss it is therefore a sum over targets divided by their number, and
+does not depend on how sequences are distributed over microbatches and ranks. `load_balancing_loss_func` of
+`transformers` is a product of means over a microbatch and all layers: its value depends on the plan.
 """
 
 import copy
@@ -38,17 +38,17 @@ def _root_of_softplus(logits: Tensor) -> Tensor:
     return F.softplus(logits).sqrt()
 
 
-# How routers make scores of their logits; which one it is follows from what a router does.
+# The functions by which routers turn logits into scores; `_find_scores` detects which one a router uses.
 _SCORES: tuple[Scores, ...] = (_softmax, torch.sigmoid, _root_of_softplus)
 _PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class Router:
-    """A router of a model: where it is, and what becomes of a token there.
+    """A router of a model: its module, and how it routes a token.
 
-    `index`: which of its outputs are the logits, where it has several. `num_chosen`: K. `scores`: from logits
-    [tokens, experts] to what the experts are chosen and weighted by.
+    `index`: which of its outputs are the logits, if it has several. `num_chosen`: K. `scores`: from logits
+    [tokens, experts] to the scores by which experts are chosen and weighted.
     """
 
     name: str
@@ -59,10 +59,11 @@ class Router:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which sequence each position of a microbatch belongs to, as the router loss sees it: [batch * seq] each.
+    """The sequences of a microbatch, for the router loss.
 
-    `places` numbers the sequences; `fed` is 1 for a token and 0 for padding; `weights` add up to a sequence's share in
-    the loss, [sequences]; `lengths` are its tokens, [sequences]. fp32 but for `places`.
+    Per position, [batch * seq]: `places` is the index of its sequence; `fed` is 1 for a token and 0 for padding. Per
+    sequence, [sequences]: `weights` is the sum of its token weights, `lengths` its number of tokens. All fp32, except
+    `places`.
     """
 
     places: Tensor
@@ -72,12 +73,12 @@ class Sequences:
 
 
 def number_sequences(fed: Tensor, token_weights: Tensor, documents: Tensor | None) -> Sequences:
-    """A sequence is a row, or, where documents are kept apart, a document of a row.
+    """Number the sequences of a microbatch: each row is one, or each document of a row with a document mask.
 
     Args:
-        fed: [batch, seq], boolean: not padding.
+        fed: [batch, seq], boolean, False for padding.
         token_weights: [batch, seq], fp32.
-        documents: [batch, seq], the number of each position's document in its row; None: rows are whole.
+        documents: [batch, seq], the index of each position's document in its row; None without a document mask.
     """
     num_rows, length = fed.shape
     width = 1 if documents is None else length
@@ -92,10 +93,10 @@ def number_sequences(fed: Tensor, token_weights: Tensor, documents: Tensor | Non
 
 
 def balance_sum(logits: Tensor, router: Router, sequences: Sequences) -> Tensor:
-    """The balance losses of one router, each sequence's times its weight, summed: an fp32 scalar.
+    """Return the weighted sum of one router's balance losses over the sequences, an fp32 scalar.
 
     Args:
-        logits: [batch * seq, experts], or with further dims in front.
+        logits: [batch * seq, experts], optionally with further leading dims.
     """
     logits = logits.flatten(0, -2).float()
     num_experts = logits.shape[-1]
@@ -113,10 +114,11 @@ def balance_sum(logits: Tensor, router: Router, sequences: Sequences) -> Tensor:
 
 
 class RouterTap:
-    """Brings the logits of routers out of decoder layers, whatever is done to the layers in between.
+    """Carries router logits out of decoder layers, through activation checkpointing and compilation.
 
-    Activation checkpointing runs a layer twice and compilation runs it as a graph. So logits leave a layer as one of
-    its results, past both: `open_inside` before they are applied, `open_outside` after.
+    Checkpointing runs a layer twice and compilation runs it as a graph, so a hook that stores logits would not work.
+    Instead, a layer returns the logits as an additional output. Call `open_inside` before wrapping, `open_outside`
+    after.
     """
 
     def __init__(self, model: nn.Module, routers: Sequence[Router]) -> None:
@@ -125,7 +127,7 @@ class RouterTap:
         self._collected: list[Tensor] | None = None
 
     def open_inside(self, layers: Iterable[nn.Module]) -> None:
-        """Make each layer's forward return its routers' logits beside its own result."""
+        """Make each layer's forward return (its output, its routers' logits)."""
         for layer in layers:
             inside = {id(module) for module in layer.modules()}
             held: list[Tensor] = []
@@ -136,7 +138,7 @@ class RouterTap:
             layer.forward = functools.partial(_deliver, layer.forward, held)
 
     def open_outside(self, layers: Iterable[nn.Module]) -> None:
-        """Make each layer's forward return its own result again, and keep the logits where they are collected."""
+        """Make each layer's forward return its own output again; logits are kept inside `collecting`."""
         for layer in layers:
             layer.forward = functools.partial(self._receive, layer.forward)
 
@@ -148,7 +150,7 @@ class RouterTap:
 
     @contextmanager
     def collecting(self) -> Iterator[list[Tensor]]:
-        """The logits of every router that runs in this scope, in the order of `routers`."""
+        """Collect the logits of every router that runs in this scope, in the order of `routers`."""
         collected: list[Tensor] = []
         self._collected = collected
         try:
@@ -168,11 +170,11 @@ def _deliver(forward: Callable[..., Any], held: list[Tensor], *args: Any, **kwar
     try:
         return forward(*args, **kwargs), tuple(held)
     finally:
-        held.clear()  # what a recomputation leaves would keep the whole layer's activations alive
+        held.clear()  # logits left by a recomputation would keep the activations of the whole layer alive
 
 
 def find_routers(model: PreTrainedModel) -> list[Router]:
-    """The routers of a model on meta, by what `transformers` says of where their logits come out; may be none."""
+    """Find the routers of a model on meta, by the modules that `transformers` records router logits from."""
     found: dict[str, tuple[Any, int]] = {}
     for prefix, part in model.named_modules():
         if isinstance(part, PreTrainedModel):
@@ -189,7 +191,7 @@ def find_routers(model: PreTrainedModel) -> list[Router]:
 
 
 def _find_recorded(prefix: str, part: PreTrainedModel) -> dict[str, tuple[Any, int]]:
-    """The modules whose outputs `transformers` records as router logits, by name, with which output it is."""
+    """Return the modules whose outputs `transformers` records as router logits: (module, output index) by name."""
     recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
     found: dict[str, tuple[Any, int]] = {}
     for recorder in recorders if isinstance(recorders, list) else [recorders]:
@@ -205,7 +207,10 @@ def _find_recorded(prefix: str, part: PreTrainedModel) -> dict[str, tuple[Any, i
 
 @torch.no_grad()
 def _find_scores(router: nn.Module, index: int, hidden_size: int) -> Scores:
-    """Which scores a router weights experts by, seen on a copy of it: weights in proportion to them. Else a softmax."""
+    """Detect the score function of a router by running a copy: its expert weights are proportional to the scores.
+
+    Returns softmax if none of `_SCORES` fits.
+    """
     module = copy.deepcopy(router).to_empty(device="cpu").float().eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
@@ -221,29 +226,28 @@ def _find_scores(router: nn.Module, index: int, hidden_size: int) -> Scores:
             ratios = weights.float() / scores(outputs[index].float()).gather(-1, chosen)
             if torch.allclose(ratios, ratios[:, :1].expand_as(ratios), rtol=1e-3):
                 return scores
-    except Exception:  # of whatever a router wants beside hidden states
+    except Exception:  # the router needs other inputs than hidden states
         return _softmax
     return _softmax
 
 
 def check_routers(model: PreTrainedModel) -> None:
-    """Refuse a mixture of experts in which a token goes to more experts than there are.
+    """Refuse a mixture of experts that routes a token to more experts than it has.
 
     Raises:
-        ConfigError: naming the field and what would do.
+        ConfigError: the message names the field and a valid value.
     """
     text = model.config.get_text_config()
     count = next((count for name in EXPERT_COUNTS if (count := getattr(text, name, None))), None)
     chosen = getattr(text, "num_experts_per_tok", None)
     if isinstance(count, int) and isinstance(chosen, int) and chosen > count > 1:
         raise ConfigError(
-            f"model.config.num_experts_per_tok={chosen}: a token cannot go to more experts than the {count} there are; "
-            f"use {count} or less."
+            f"model.config.num_experts_per_tok={chosen}: the model has only {count} experts; use {count} or less."
         )
 
 
 def find_coefficient(config: PretrainedConfig) -> tuple[str, float] | None:
-    """The field of a config that asks for a router loss, and its value; None where none does."""
+    """Return the config field that requests a router loss, with its value; None if there is none."""
     fields = vars(config.get_text_config())
     for name in sorted(fields):
         value = fields[name]
@@ -254,7 +258,7 @@ def find_coefficient(config: PretrainedConfig) -> tuple[str, float] | None:
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """What the router loss of a run is: its routers, and what the mean of their balance losses is multiplied by."""
+    """The router loss of a run: its routers, and the coefficient as the config gives it."""
 
     field: str
     coefficient: float
@@ -262,9 +266,9 @@ class RouterLoss:
 
     @property
     def strength(self) -> float:
-        """The factor on the mean over routers, so that a config's field means what it means to those who named it.
+        """The factor on the mean over routers that gives the config's coefficient its original meaning.
 
-        `aux_loss_alpha` is DeepSeek's, which adds up its layers. Any other is that of `transformers`, whose sum over
+        `aux_loss_alpha` is DeepSeek's, which sums over layers. Other fields follow `transformers`, whose sum over
         experts is K times DeepSeek's.
         """
         if self.field.endswith("alpha"):
@@ -274,9 +278,9 @@ class RouterLoss:
 
 @dataclass(frozen=True)
 class RouterChoice:
-    """What becomes of the router loss in a run: the loss that is trained, or None, and a line that says so.
+    """The router loss that a run trains with, or None, and a line for the user about it.
 
-    `line` is None for a model whose config asks for no router loss, or that has no experts.
+    `line` is None if the config requests no router loss, or the model has no experts.
     """
 
     loss: RouterLoss | None
@@ -284,35 +288,35 @@ class RouterChoice:
 
 
 def choose_router_loss(skeleton: PreTrainedModel, model: nn.Module, is_wanted: bool = True) -> RouterChoice:
-    """The router loss that the model's config asks for, where it can be trained.
+    """Choose the router loss that the model's config requests, if it can be trained.
 
     Args:
-        skeleton: the model on meta, untouched.
-        model: the one that trains, with its adapter where it has one.
+        skeleton: the unmodified model on meta.
+        model: the model to be trained, with its adapter if it has one.
         is_wanted: `objective.router_loss` of the recipe.
     """
     asked = find_coefficient(skeleton.config)
     if asked is None or not has_experts(skeleton):
         return RouterChoice(None, None)
-    why = f"router loss: none, though the model's {asked[0]} is {asked[1]:g}:"
+    why = f"router loss: none, although the model's {asked[0]} is {asked[1]:g}:"
     if not is_wanted:
         return RouterChoice(None, f"{why} objective.router_loss is false")
     routers = tuple(find_routers(skeleton))
     if not routers:
-        return RouterChoice(None, f"{why} no router can be found in a {type(skeleton).__name__}")
+        return RouterChoice(None, f"{why} {type(skeleton).__name__} has no router that echelon can find")
     modules = (model.get_submodule(router.name) for router in routers)
     if not any(parameter.requires_grad for module in modules for parameter in module.parameters()):
-        return RouterChoice(None, f"{why} the adapter leaves the routers as they are")
+        return RouterChoice(None, f"{why} the adapter does not train the routers")
     loss = RouterLoss(*asked, routers)
     return RouterChoice(
         loss,
-        f"router loss: {loss.strength:g} ({asked[0]} {asked[1]:g}) times the balance of a sequence's tokens over the "
-        f"experts of {len(routers)} routers; router_loss in metrics.jsonl is that balance, 1 where it is even",
+        f"router loss: {loss.strength:g} ({asked[0]} {asked[1]:g}) times the sequence-wise balance loss of "
+        f"{len(routers)} routers; router_loss in metrics.jsonl is the balance loss, 1 when experts are used evenly",
     )
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """Whether a model is a mixture: its config gives it several experts, and some of its weights are called so."""
+    """Whether a model is a mixture of experts: its config sets several, and some weights have "expert" in the name."""
     text = model.config.get_text_config()
     counts = [getattr(text, name, None) for name in EXPERT_COUNTS]
     return any(isinstance(count, int) and count > 1 for count in counts) and any(

@@ -1,4 +1,4 @@
-"""What part of a tensor this rank holds."""
+"""The part of a sharded tensor that this rank holds."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 
 Places = tuple[slice | Tensor, ...]
-"""Places of a whole tensor, dim by dim: a slice of those that follow each other, else their numbers, int64 `[n]`."""
+"""Indices into a full tensor, one entry per dim: a slice if contiguous, else the indices, int64 `[n]`."""
 
 
 def local_places(tensor: Tensor) -> Places:
-    """Which places of the whole tensor this rank holds. Sends nothing."""
+    """Return the indices of the full tensor that this rank holds. No communication."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     if all(type(placement) in (Shard, Replicate) for placement in tensor.placements):
@@ -21,7 +21,7 @@ def local_places(tensor: Tensor) -> Places:
 
 
 def _places_of_dim(tensor: DTensor, dim: int) -> slice | Tensor:
-    """The places along one dim, by dividing their numbers as the tensor is: parts may be dealt out in strides."""
+    """Return the indices along one dim, by sharding an arange like the tensor: placements may be strided."""
     mesh = tensor.device_mesh
     shape = [-1 if other == dim else 1 for other in range(tensor.ndim)]
     numbers = torch.arange(tensor.shape[dim], device=mesh.device_type).view(shape)
@@ -36,28 +36,28 @@ def _places_of_dim(tensor: DTensor, dim: int) -> slice | Tensor:
 
 
 def take(whole: Tensor, places: Places) -> Tensor:
-    """The part of a whole tensor that lies at these places."""
+    """Return the part of a full tensor at these indices."""
     for dim, each in enumerate(places):
         whole = whole[(slice(None),) * dim + (each,)]
     return whole
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's own memory of a tensor, sharded or not."""
+    """Return this rank's local tensor, sharded or not."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def write_part(tensor: Tensor, content: Tensor) -> None:
-    """Fill this rank's part of a tensor from the whole of what it is to hold."""
+    """Fill this rank's part of a tensor from the full content."""
     local_part(tensor).copy_(take(content, local_places(tensor)))
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank, where the mesh is. Collective where it is sharded."""
+    """Return the full tensor on every rank, on the mesh's device. Collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     mesh = tensor.device_mesh
-    local = tensor.to_local().to(mesh.device_type)  # offloaded parameters are on the host, where no mesh can gather
+    local = tensor.to_local().to(mesh.device_type)  # offloaded parameters are on the host; the mesh gathers on device
     return DTensor.from_local(
         local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     ).full_tensor()

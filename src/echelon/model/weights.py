@@ -1,7 +1,7 @@
-"""Filling a model with weights, one unit at a time, so that no rank ever holds the whole of it.
+"""Initialises or loads a model's weights one unit at a time, so that no rank ever holds the full model.
 
-Initial weights depend on nothing but the seed and the unit's name: each unit is made whole on the CPU under a generator
-of its own, by the model's own rules, and each rank copies its slice. Never initialise a sharded parameter in place:
+Initial weights depend only on the seed and the unit's name: each unit is initialised in full on the CPU, by the model's
+own rules with the unit's own seed, and each rank copies its slice. Never initialise a sharded parameter in place:
 DTensor's CPU generator gives every shard the same numbers.
 """
 
@@ -30,32 +30,32 @@ _FLOATING = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class WeightPlace:
-    """Where a weight of a plain model goes in the one that trains: into a parameter as it is, or in 4 bits."""
+    """The parameter of the training model that stores a weight of the plain model, unquantised or in 4 bits."""
 
     tensor: Tensor
     quantized: QuantizedLinear | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole weight's shape."""
+        """The shape of the full weight."""
         if self.quantized is not None:
             return (self.quantized.out_features, self.quantized.in_features)
         return tuple(self.tensor.shape)
 
     @property
     def block(self) -> tuple[slice, ...] | None:
-        """What `take` cuts out, where it is one block of the whole; None where it is several."""
+        """The slices that `take` cuts out of the full weight; None if this rank's part is not one block."""
         if self.quantized is not None:
             return (slice(None), slice(None))
         slices = tuple(each for each in local_places(self.tensor) if isinstance(each, slice))
         return slices if len(slices) == self.tensor.ndim else None
 
     def take(self, whole: Tensor) -> Tensor:
-        """The part of the whole weight that `write` wants: what this rank holds, or all that is quantised together."""
+        """Return the part of the full weight that `write` needs: this rank's part, or all of it for quantisation."""
         return take(whole, local_places(self.tensor)) if self.quantized is None else whole
 
     def write(self, part: Tensor) -> None:
-        """Fill in what `take` has cut out of a whole weight."""
+        """Store the part of the full weight that `take` returned."""
         if self.quantized is None:
             local_part(self.tensor).copy_(part)
         else:
@@ -63,9 +63,9 @@ class WeightPlace:
 
 
 def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
-    """The place of every weight of the plain model, by the names it has there, of a tied one by each of its names.
+    """Return the place of every weight of the plain model by its name there; a tied weight by each of its names.
 
-    What an adapter adds is left out.
+    Parameters that an adapter adds are not included.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     places = {}
@@ -80,11 +80,11 @@ def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
 
 @torch.no_grad()
 def initialize_weights(model: PreTrainedModel, skeleton: PreTrainedModel, seed: int) -> None:
-    """Fill every parameter and buffer of `model` by the architecture's own rules.
+    """Initialise every parameter and buffer of `model` by the architecture's own rules.
 
     Args:
-        model: materialised (`to_empty`), sharded or not; of a stage of a pipeline only what is its own is made.
-        skeleton: the same model on meta, untouched by any transform.
+        model: materialised (`to_empty`), sharded or not; a pipeline stage gets only its own parameters.
+        skeleton: the same model on meta, without any transform.
         seed: run.seed; the same seed gives the same weights on any number of ranks and under any strategy.
 
     Raises:
@@ -94,7 +94,7 @@ def initialize_weights(model: PreTrainedModel, skeleton: PreTrainedModel, seed: 
     places = find_places(model, skeleton) | {name: place for name, place in buffers.items() if name is not None}
     filled: set[int] = set()
     for name, tensor in _initial_tensors(skeleton, seed, places.keys()):
-        if id(places[name].tensor) not in filled:  # a tied weight keeps the values of the name it has first
+        if id(places[name].tensor) not in filled:  # a tied weight keeps the values of its first name
             filled.add(id(places[name].tensor))
             places[name].write(places[name].take(tensor))
     assert filled == {id(place.tensor) for place in places.values()}, "a parameter is in no unit of the skeleton"
@@ -102,7 +102,7 @@ def initialize_weights(model: PreTrainedModel, skeleton: PreTrainedModel, seed: 
 
 @torch.no_grad()
 def initialize_buffers(model: PreTrainedModel, skeleton: PreTrainedModel) -> None:
-    """Rebuild what no checkpoint holds: rotary tables and other non-persistent buffers."""
+    """Recompute the buffers that no checkpoint contains: rotary tables and other non-persistent buffers."""
     targets = {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
     for name, tensor in _initial_tensors(skeleton, 0, targets.keys()):
         targets[name].copy_(tensor)
@@ -111,7 +111,7 @@ def initialize_buffers(model: PreTrainedModel, skeleton: PreTrainedModel) -> Non
 def _initial_tensors(
     skeleton: PreTrainedModel, seed: int, wanted: Collection[str | None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Make each unit that has a tensor of these names whole on the CPU, and hand out those tensors."""
+    """Initialise, in full on the CPU, each unit that has a tensor of these names, and yield those tensors."""
     for unit_name, module, whole in weight_groups(skeleton):
         if not any(name in wanted for name, _ in _named_tensors(module, unit_name, whole)):
             continue
@@ -121,8 +121,8 @@ def _initial_tensors(
                 continue
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ConfigError(
-                    f"model: {type(skeleton).__name__} has no rule that initialises {name}; give model.checkpoint "
-                    "instead of model.config."
+                    f"model: {type(skeleton).__name__} has no rule to initialise {name}; use model.checkpoint instead "
+                    "of model.config."
                 )
             yield name, tensor
 
@@ -136,7 +136,7 @@ def _make_unit(skeleton: PreTrainedModel, name: str, module: nn.Module, seed: in
     unit = copy.deepcopy(module).to_empty(device="cpu")
     for tensor in [*unit.parameters(), *unit.buffers()]:
         if tensor.is_floating_point():
-            tensor.fill_(float("nan"))  # what no rule touches must not pass for a number
+            tensor.fill_(float("nan"))  # to detect tensors that no rule initialises
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, name))
         unit.apply(skeleton._init_weights)
@@ -144,7 +144,7 @@ def _make_unit(skeleton: PreTrainedModel, name: str, module: nn.Module, seed: in
 
 
 class SafetensorsFolder:
-    """The weights of an HF checkpoint folder, read by name and slice. Nothing else than safetensors is opened."""
+    """The weights of an HF checkpoint folder, read by name and slice. Only safetensors files are opened."""
 
     def __init__(self, path: Path) -> None:
         index = path / "model.safetensors.index.json"
@@ -156,45 +156,45 @@ class SafetensorsFolder:
                 self._files = dict.fromkeys(file.keys(), single)
         else:
             raise ConfigError(
-                f"model.checkpoint={path}: no model.safetensors there; echelon reads safetensors only, never pickled "
+                f"model.checkpoint={path}: it has no model.safetensors; echelon reads safetensors only, never pickled "
                 "weights: convert the checkpoint with `model.save_pretrained(...)` first."
             )
 
     def find(self, name: str, base_prefix: str) -> str | None:
-        """The name a parameter has in the files: its own, or without the backbone's prefix (GPT-2 on the hub)."""
+        """Return a parameter's name in the files: its own, or without the backbone's prefix (GPT-2 on the hub)."""
         bare = name.removeprefix(base_prefix + ".")
         return next((candidate for candidate in (name, bare) if candidate in self._files), None)
 
     def read(self, name: str, block: tuple[slice, ...] | None = None) -> Tensor:
-        """One tensor, or one block of it, of which only the bytes are read.
+        """Read a tensor, or one block of it without reading the rest.
 
-        Raises CheckpointError, as everything that reads here.
+        Raises CheckpointError, like every method that reads.
         """
         with _opened(self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name) if block is None else file.get_slice(name)[block]
             return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape."""
+        """Return the shape of the full tensor."""
         with _opened(self._files[name]) as file:
             whole = file.get_slice(name)
             if whole.get_dtype() not in _FLOATING:
                 raise CheckpointError(
-                    f"{self._files[name]}: {name} is stored as {whole.get_dtype()}, and weights are read as "
-                    f"{', '.join(_FLOATING)}; convert the checkpoint, or get the file again if it is damaged."
+                    f"{self._files[name]}: {name} is stored as {whole.get_dtype()}, and only {', '.join(_FLOATING)} "
+                    "can be read; convert the checkpoint, or download the file again if it is damaged."
                 )
             return tuple(whole.get_shape())
 
 
 def _read_index(path: Path) -> dict[str, Path]:
-    """The file of each tensor, all in the folder of the index."""
+    """Return the file of each tensor; all must be in the index's folder."""
     try:
         files = {name: path.parent / file for name, file in read_json(path)["weight_map"].items()}
         for file in files.values():
             if file.parent != path.parent or file.suffix != ".safetensors" or not file.is_file():
-                raise ValueError(f"it names {str(file)[:200]!r}, which is no safetensors file beside it")
+                raise ValueError(f"it names {str(file)[:200]!r}, which is not a safetensors file in its folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); get the file again.") from error
+        raise CheckpointError(f"{path} cannot be read ({error}); download or copy the file again.") from error
     return files
 
 
@@ -204,18 +204,19 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path} cannot be read ({str(error).strip()[:300]}); get the file again.") from error
+        reason = str(error).strip()[:300]
+        raise CheckpointError(f"{path} cannot be read ({reason}); download or copy the file again.") from error
 
 
 @torch.no_grad()
 def load_pretrained(model: PreTrainedModel, skeleton: PreTrainedModel, path: Path, may_grow: bool = False) -> None:
-    """Read each rank's slice of an HF checkpoint folder into a materialised model, and rebuild its buffers.
+    """Load each rank's slice of an HF checkpoint folder into a materialised model, and recompute its buffers.
 
     Args:
-        may_grow: rows that the files lack at the end of the embedding and the head become the mean of those there are.
+        may_grow: fill embedding and head rows beyond those of the files with the mean of the rows in the files.
 
     Raises:
-        CheckpointError: a parameter of the model is missing there or has another shape.
+        CheckpointError: a parameter of the model is missing in the folder, or has another shape.
     """
     files = SafetensorsFolder(path)
     vocabulary = vocabulary_names(skeleton)
@@ -223,14 +224,14 @@ def load_pretrained(model: PreTrainedModel, skeleton: PreTrainedModel, path: Pat
         found = [match for name in names if (match := files.find(name, model.base_model_prefix)) is not None]
         if not found:
             raise CheckpointError(
-                f"model.checkpoint={path}: it has no weight {names[0]}; the files are not this model's."
+                f"model.checkpoint={path}: the weight {names[0]} is missing; the files belong to another model."
             )
         shape = files.shape(found[0])
         grows = may_grow and names[0] in vocabulary and shape[0] < place.shape[0]
         if shape != place.shape and not (grows and shape[1:] == place.shape[1:]):
             raise CheckpointError(
-                f"model.checkpoint={path}: {names[0]} has shape {shape} there and {place.shape} in config.json; the "
-                "folder's files do not belong together."
+                f"model.checkpoint={path}: {names[0]} has shape {shape} in the weights and {place.shape} by "
+                "config.json; the files of the folder do not belong together."
             )
         if grows:
             place.write(place.take(grown(files.read(found[0]), place.shape[0])))
@@ -242,22 +243,22 @@ def load_pretrained(model: PreTrainedModel, skeleton: PreTrainedModel, path: Pat
 
 
 def vocabulary_names(skeleton: PreTrainedModel) -> set[str]:
-    """The names of the embedding's weight and of the head's, which have a row for each token."""
+    """Return the names of the weights with one row per token: the embedding's and the head's."""
     modules = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
     weights = {id(module.weight) for module in modules if module is not None}
     return {name for name, each in skeleton.named_parameters(remove_duplicate=False) if id(each) in weights}
 
 
 def grown(weight: Tensor, num_rows: int) -> Tensor:
-    """An embedding or a head with rows added: the mean of those there are, which no token is far from."""
+    """Return an embedding or head grown to `num_rows`; each new row is the mean of the existing ones."""
     mean = weight.float().mean(dim=0, keepdim=True).to(weight.dtype)
     return torch.cat([weight, mean.expand(num_rows - len(weight), *weight.shape[1:])])
 
 
 def find_places(model: nn.Module, skeleton: nn.Module) -> dict[str, WeightPlace]:
-    """The place on this rank of each weight of the plain model, under all of its names; without those of other stages.
+    """Return this rank's place of each weight of the plain model, by all its names, without other pipeline stages.
 
-    A tied weight has a place wherever one of its names has one.
+    A tied weight has a place if one of its names has one.
     """
     places = weight_places(model)
     return {
@@ -270,7 +271,7 @@ def find_places(model: nn.Module, skeleton: nn.Module) -> dict[str, WeightPlace]
 
 
 def tied_names(skeleton: nn.Module) -> list[list[str]]:
-    """Every weight of the plain model once, as the names that it has."""
+    """Return the names of each weight of the plain model, one list per weight."""
     names: dict[int, list[str]] = {}
     for name, parameter in skeleton.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -278,6 +279,6 @@ def tied_names(skeleton: nn.Module) -> list[list[str]]:
 
 
 def _names_by_place(model: nn.Module, skeleton: nn.Module) -> list[tuple[list[str], WeightPlace]]:
-    """Every place once, with all the names of its weight."""
+    """Return each place once, with all names of its weight."""
     places = find_places(model, skeleton)
     return [(names, places[names[0]]) for names in tied_names(skeleton) if names[0] in places]

@@ -1,1 +1,1 @@
-"""What a run minimizes."""
+"""Training objectives: the losses that a run minimises."""

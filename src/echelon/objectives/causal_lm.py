@@ -16,22 +16,22 @@ class CausalLM:
     measures: tuple[str, ...] = ()
 
     def count(self, batch: Microbatch) -> Tensor:
-        """Labelled tokens of the microbatch."""
+        """Count the labelled tokens of the microbatch."""
         return (batch.labels != IGNORE).sum()
 
     def token_weights(self, batch: Microbatch) -> Tensor:
-        """1 for a labelled token."""
+        """Return 1 for a labelled token, else 0."""
         return (batch.labels != IGNORE).float()
 
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """Summed cross-entropy of the labelled tokens."""
+        """Return the summed cross-entropy of the labelled tokens."""
         return outputs.token_loss_sum(batch.labels)
 
     def evaluation_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """The summed cross-entropy alone."""
+        """Return the summed cross-entropy, [1]."""
         return self.loss_sum(outputs, batch).reshape(1)
 
 
 def build_causal_lm(config: ObjectiveConfig) -> CausalLM:
-    """The objective of the recipe's section."""
+    """Build the objective from the recipe's section."""
     return CausalLM()

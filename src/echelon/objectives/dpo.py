@@ -14,17 +14,18 @@ from echelon.recipe import ObjectiveConfig
 
 @dataclass(frozen=True)
 class DPO:
-    """Direct preference optimization: of two answers to one prompt the chosen one is made likelier (Rafailov et al.
-    2023, arXiv:2305.18290).
+    """Direct preference optimization, on pairs of a chosen and a rejected answer (Rafailov et al. 2023,
+    arXiv:2305.18290).
 
-    The margin m of a pair is what log p(chosen) - log p(rejected) has grown by since the reference, log-probabilities
-    being summed over the answer's tokens. Losses of a pair:
+    The margin m of a pair is log p(chosen) - log p(rejected) of the model minus that of the reference, where
+    log-probabilities are summed over the answer's tokens. Losses of a pair:
 
     sigmoid: -(1 - label_smoothing) log sigmoid(beta m) - label_smoothing log sigmoid(-beta m)
     ipo: (m - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036)
 
-    The reward of an answer is beta times what its log-probability has grown by. A pair is two documents of a sequence,
-    the chosen one even; it counts if any of its tokens has a label.
+    The reward of an answer is beta times the difference between its log-probability and the reference's. A pair is two
+    consecutive documents of a sequence, of which the chosen one has an even index; it counts if any of its tokens has a
+    label.
     """
 
     beta: float
@@ -36,11 +37,11 @@ class DPO:
     measures = ("reward_accuracy", "reward_margin")
 
     def count(self, batch: Microbatch) -> Tensor:
-        """Pairs with a label."""
+        """Count the pairs with a label."""
         return _labelled_pairs(batch).sum()
 
     def token_weights(self, batch: Microbatch) -> Tensor:
-        """A pair's labelled tokens have equal parts of it."""
+        """Return equal weights for the labelled tokens of a pair, which add up to 1 per pair."""
         labelled = (batch.labels != IGNORE).float()
         of_document = _sum_by_document(labelled, batch)
         of_pair = of_document[:, 0::2] + of_document[:, 1::2]
@@ -48,17 +49,17 @@ class DPO:
         return labelled / of_pair.gather(1, batch.documents.clamp(min=0) // 2).clamp(min=1)
 
     def loss_sum(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """Summed loss of the pairs."""
+        """Return the summed loss of the pairs."""
         return self._sum_losses(self._margins(outputs, batch), _labelled_pairs(batch))
 
     def evaluation_sums(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """The summed loss; how many chosen answers have the larger reward; by how much, summed."""
+        """Return the summed loss, the number of chosen answers with the larger reward, and the summed reward margin."""
         margins, counts = self._margins(outputs, batch), _labelled_pairs(batch)
         right, rewards = (margins > 0) & counts, self.beta * margins * counts
         return torch.stack([self._sum_losses(margins, counts), right.sum().float(), rewards.sum()])
 
     def _margins(self, outputs: DecoderOutputs, batch: Microbatch) -> Tensor:
-        """The margin of each pair: [batch, pairs], fp32."""
+        """Compute the margin of each pair: [batch, pairs], fp32."""
         reference = outputs.reference_log_probabilities(batch.labels)
         growth = _sum_by_document(outputs.log_probabilities(batch.labels) - reference, batch)
         return growth[:, 0::2] - growth[:, 1::2]
@@ -73,15 +74,16 @@ class DPO:
 
 
 def _labelled_pairs(batch: Microbatch) -> Tensor:
-    """Which pairs there are: boolean [batch, pairs], room for as many as a sequence could hold."""
+    """Return which pairs exist: boolean [batch, pairs], with space for the most pairs that a sequence can have."""
     labels = _sum_by_document((batch.labels != IGNORE).float(), batch)
     return labels[:, 0::2] + labels[:, 1::2] > 0
 
 
 def _sum_by_document(values: Tensor, batch: Microbatch) -> Tensor:
-    """Sums over each document of a sequence: [batch, seq] to [batch, documents], an even number, as many as may be.
+    """Sum values over each document of a sequence: [batch, seq] to [batch, documents].
 
-    How many there are only the device knows. Padding has no labels, so its zeros may go to any document.
+    The result has space for the largest possible (even) number of documents: the actual number is only known on the
+    device. Padding has no labels, so its zeros may be added to any document.
     """
     assert batch.documents is not None, "pairs are documents"
     num_rows, length = values.shape
@@ -92,5 +94,5 @@ def _sum_by_document(values: Tensor, batch: Microbatch) -> Tensor:
 
 
 def build_dpo(config: ObjectiveConfig) -> DPO:
-    """The objective of the recipe's section."""
+    """Build the objective from the recipe's section."""
     return DPO(config.beta, config.loss, config.label_smoothing)

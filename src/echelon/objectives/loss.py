@@ -1,9 +1,9 @@
-"""Token cross-entropy that never holds [tokens, vocabulary] in fp32: summed, or token by token.
+"""Token cross-entropy, summed or per token, that never materialises fp32 logits [tokens, vocabulary].
 
-The head, its arithmetic and the softmax run a chunk of tokens at a time. Of the sum each chunk's gradient is taken at
-once, inside the forward pass, so that only [tokens, hidden] and [vocabulary, hidden] outlive a chunk, and no matmul
-runs twice. Of single tokens, whose gradients wait for what is made of them, the backward pass runs each chunk again.
-The form is that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989), in plain PyTorch.
+The head, its arithmetic and the softmax run on one chunk of tokens at a time. For the sum, each chunk's gradient is
+computed in the forward pass, so that only [tokens, hidden] and [vocabulary, hidden] outlive a chunk, and no matmul runs
+twice. For single tokens, whose upstream gradients are not known yet, the backward pass recomputes each chunk. The
+method is that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989), in plain PyTorch.
 """
 
 from collections.abc import Iterator
@@ -20,31 +20,31 @@ IGNORE = -100
 
 
 def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of cross-entropies in fp32, labels IGNORE left out. logits [tokens, vocabulary], labels [tokens]."""
+    """Return the fp32 sum of cross-entropies, without labels IGNORE. logits [tokens, vocabulary], labels [tokens]."""
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
 
 
 def token_log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    """Log-probability of each label, [tokens], fp32, 0 where it is IGNORE. logits [tokens, vocabulary]."""
+    """Return the log-probability of each label, [tokens], fp32, 0 for IGNORE. logits [tokens, vocabulary]."""
     return -F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="none")
 
 
 def chunked_loss_sum(
     hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: HeadArithmetic
 ) -> Tensor:
-    """Sum of token cross-entropies, straight from the last hidden states.
+    """Compute the sum of token cross-entropies from the last hidden states.
 
     Args:
         hidden: [batch, seq, hidden], after the final norm.
-        labels: [batch, seq], already shifted, IGNORE where there is no target.
-        weight: [vocabulary, hidden], the head's; bias: [vocabulary] or None.
-        arithmetic: what the family does to the logits before the softmax.
+        labels: [batch, seq], already shifted, IGNORE if there is no target.
+        weight: the head's weight, [vocabulary, hidden]; bias: [vocabulary] or None.
+        arithmetic: the family's scaling and soft-capping of the logits.
 
     Returns:
         A scalar in fp32. Under autocast the head's matmul runs in the autocast dtype.
     """
     rows, targets = hidden.flatten(0, -2), labels.flatten()
-    if not torch.is_grad_enabled():  # a Function is told that gradients are wanted even then
+    if not torch.is_grad_enabled():  # needs_input_grad of a Function is True even then
         rows, weight, bias = rows.detach(), weight.detach(), None if bias is None else bias.detach()
     dtype = autocast_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -54,7 +54,7 @@ def chunked_loss_sum(
 def chunked_log_probabilities(
     hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: HeadArithmetic
 ) -> Tensor:
-    """Log-probability of each label, [batch, seq], fp32, 0 where it is IGNORE. Arguments as of `chunked_loss_sum`."""
+    """Return the log-probability of each label, [batch, seq], fp32, 0 for IGNORE. Arguments: see `chunked_loss_sum`."""
     rows, targets = hidden.flatten(0, -2), labels.flatten()
     dtype = autocast_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -63,16 +63,17 @@ def chunked_log_probabilities(
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype a matmul on this tensor computes in: autocast's where it is on, else the tensor's own."""
+    """Return the dtype of a matmul on this tensor: autocast's if enabled, else the tensor's own."""
     device_type = tensor.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype
 
 
 def gradient_factor(dtype: torch.dtype, num_rows: int) -> float:
-    """What a chunk's gradients are taken times, before the loss scale is known: a power of two, 1 but for fp16.
+    """Return the factor on a chunk's gradients before the loss scale is known: a power of two, 1 except for fp16.
 
-    The head's gradient is a sum over rows, which in fp16 could overflow whatever the loss scale is. At most 1024 times
-    a hidden value cannot, unless that is above 63, and few rows leave small gradients room to be larger.
+    In fp16 the head's gradient, a sum over rows, could overflow at any loss scale. The factor times the number of rows
+    is at most 1024, so the sum cannot overflow unless a hidden value exceeds 63. With fewer rows the factor is larger,
+    to keep small gradients from underflowing.
     """
     return 1.0 if dtype != torch.float16 else 2.0 ** (10 - max(0, num_rows - 1).bit_length())
 
@@ -88,7 +89,8 @@ class _ChunkedLoss(torch.autograd.Function):
         arithmetic: HeadArithmetic,
         dtype: torch.dtype,
     ) -> Tensor:
-        wants_gradient, wants_head = any(ctx.needs_input_grad[:4]), any(ctx.needs_input_grad[2:4])  # frozen: not made
+        # A frozen head needs no gradient.
+        wants_gradient, wants_head = any(ctx.needs_input_grad[:4]), any(ctx.needs_input_grad[2:4])
         head = [tensor.detach().to(dtype) for tensor in (weight, bias) if tensor is not None]
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         row_gradient = torch.empty_like(rows) if wants_gradient else None
@@ -121,10 +123,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _head_logits(inputs: Tensor, head: list[Tensor], totals: list[Tensor]) -> Tensor:
-    """A chunk's raw logits [tokens, vocabulary]; as they are differentiated, the head's gradients go into `totals`.
+    """Return a chunk's raw logits [tokens, vocabulary]; their backward pass adds the head's gradients to `totals`.
 
-    A frozen head has none. The sums are fp32, so that many chunks lose nothing. In fp32 the product is added in place;
-    in another dtype it exists beside the sum for a moment.
+    `totals` is empty for a frozen head. The sums are fp32, so that many chunks lose no precision. An fp32 product is
+    added in place; in another dtype it needs temporary memory.
     """
     logits = F.linear(inputs, *head)
 
@@ -183,6 +185,6 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
 
 
 def _pieces(rows: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Rows [tokens, hidden] in chunks of which the logits may exist."""
+    """Split rows [tokens, hidden] into chunks whose logits fit the memory limit."""
     chunk = logits_chunk_tokens(weight.shape[0])
     return (slice(start, start + chunk) for start in range(0, rows.shape[0], chunk))

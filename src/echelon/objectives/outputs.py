@@ -1,4 +1,4 @@
-"""What an objective is given: one forward pass of a decoder, and the module that runs it."""
+"""The forward pass of a decoder as objectives use it, and the module that runs it."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -22,10 +22,10 @@ from echelon.objectives.loss import (
 
 
 class DecoderOutputs:
-    """One forward pass of a decoder, run when first asked for: hands out losses, log-probabilities or logits.
+    """One forward pass of a decoder, run at first use, that provides losses, log-probabilities or logits.
 
-    Must be used inside the forward of the module that data parallelism wraps: that is where the head's weight is whole.
-    Where the layers run elsewhere, as in the earlier stages of a pipeline, `hidden` stands for the pass through them.
+    Must be used inside the forward of the module that data parallelism wraps, where the head's weight is unsharded.
+    If the layers run elsewhere, as with pipeline stages, `hidden` provides their result.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class DecoderOutputs:
         tap: RouterTap | None = None,
         hidden: Callable[[], Tensor] | None = None,
     ) -> None:
-        """`hidden`: returns the last hidden states after the final norm, [batch, seq, hidden]; None: the backbone's.
+        """`hidden`: returns the last hidden states after the final norm, [batch, seq, hidden]; None runs the backbone.
 
-        Given, it takes a family with a row in `model/parts.py`, and a reference must be a copy of the whole model.
+        It requires a family with a row in `model/parts.py`, and a reference that is a separate copy of the model.
         """
         assert hidden is None or parts.head is not None, "hidden states need a head that is known"
         self._model = model
@@ -77,12 +77,12 @@ class DecoderOutputs:
             return module(**self._inputs)
 
     def router_loss_sum(self, token_weights: Tensor) -> Tensor:
-        """Balance losses of the sequences, each times its weight, the mean over routers: a scalar, fp32.
+        """Return the weighted sum of the sequences' balance losses, averaged over routers: an fp32 scalar.
 
-        To be called once the pass has run. 0 for a model without a router loss.
+        Must be called after the pass has run. 0 for a model without a router loss.
 
         Args:
-            token_weights: [batch, seq], fp32, of which a sequence's weight is the sum.
+            token_weights: [batch, seq], fp32; the weight of a sequence is their sum.
         """
         if self._tap is None:
             return token_weights.new_zeros(())
@@ -93,23 +93,23 @@ class DecoderOutputs:
         return torch.stack([balance_sum(logits, router, sequences) for logits, router in pairs]).mean()
 
     def token_loss_sum(self, labels: Tensor) -> Tensor:
-        """Sum of token cross-entropies against shifted labels [batch, seq]; scalar, fp32."""
+        """Return the sum of token cross-entropies for shifted labels [batch, seq]: an fp32 scalar."""
         if self._parts.head is None:
             return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
         parts = self._parts
         return chunked_loss_sum(self._hidden, labels, parts.head_weight, parts.head_bias, parts.arithmetic)
 
     def log_probabilities(self, labels: Tensor) -> Tensor:
-        """Log-probability of each label: [batch, seq], fp32, 0 where there is none."""
+        """Return the log-probability of each label: [batch, seq], fp32, 0 for IGNORE."""
         if self._parts.head is None:
             return token_log_probabilities(self._logits.flatten(0, -2), labels.flatten()).view_as(labels)
         parts = self._parts
         return chunked_log_probabilities(self._hidden, labels, parts.head_weight, parts.head_bias, parts.arithmetic)
 
     def reference_log_probabilities(self, labels: Tensor) -> Tensor:
-        """The same under the weights that training started from: no dropout, no gradient.
+        """Return the log-probabilities under the initial weights, without dropout and gradient.
 
-        Of the frozen copy where there is one, else of this model without its adapter. Collective where weights are
+        Uses the frozen copy if there is one, else this model with its adapter disabled. Collective if weights are
         sharded: they are gathered once more.
         """
         if self._reference is not None:
@@ -126,7 +126,7 @@ class DecoderOutputs:
             self._model.train(trains)
 
     def logits_at(self, places: Tensor) -> Tensor:
-        """Logits of the token after position `places` [batch] of each sequence: [batch, vocabulary], fp32."""
+        """Return fp32 logits of the token after position `places` [batch] of each sequence: [batch, vocabulary]."""
         rows = torch.arange(len(places), device=places.device)
         head = self._parts.head
         if head is None:
@@ -135,31 +135,31 @@ class DecoderOutputs:
 
 
 Reading = Callable[[DecoderOutputs, Microbatch], Tensor]
-"""What is taken from a forward pass, for example `objective.loss_sum`."""
+"""Computes a result from a forward pass, for example `objective.loss_sum`."""
 
 
 class ObjectiveModule(nn.Module):
-    """A decoder whose forward returns what is read from it: the objective's summed loss, in training.
+    """A decoder whose forward returns the result of a `Reading`: in training, the objective's summed loss.
 
-    Data parallelism wraps this module, so that the head and the loss run where its hooks have made the weights
-    whole and are ready to reduce gradients. The decoder's own parameter names start with `model.` here.
+    Data parallelism wraps this module, so that the head and the loss run inside its hooks, which gather weights and
+    reduce gradients. The decoder's parameter names have the prefix `model.` here.
     """
 
     def __init__(self, model: nn.Module, tap: RouterTap | None = None) -> None:
-        """`tap`: of a model whose router loss is trained."""
+        """`tap`: the router tap, if a router loss is trained."""
         super().__init__()
         self.model: Any = model
         self._tap = tap
-        # In tuples, so that they are not registered: parts a second time, and a reference not at all, since nothing
-        # that wraps, steps or saves this module's parameters is about a frozen copy.
+        # In tuples, so that they are not registered: the parts already are, and a frozen reference must not be wrapped,
+        # stepped or saved with this module's parameters.
         self._parts = (find_parts(model),)
         self._reference: tuple[ObjectiveModule | None] = (None,)
 
     def refer_to(self, reference: "ObjectiveModule") -> None:
-        """Give it a frozen copy of the starting weights, for objectives that compare with them."""
+        """Set a frozen copy of the initial weights as the reference of the objective."""
         self._reference = (reference,)
 
     def forward(self, batch: Microbatch, read: Reading, hidden: Callable[[], Tensor] | None = None) -> Tensor:
-        """What `read` takes from the forward pass of one microbatch. `hidden`: see DecoderOutputs."""
+        """Return the result of `read` on the forward pass of one microbatch. `hidden`: see DecoderOutputs."""
         outputs = DecoderOutputs(self.model, self._parts[0], batch, self._reference[0], self._tap, hidden)
         return read(outputs, batch)

@@ -1,1 +1,1 @@
-"""The written record of a run: journal, console, goodput, cost, trackers."""
+"""The record of a run: journal, console, goodput, cost, trackers."""

@@ -13,24 +13,24 @@ from echelon.stopping import StopRequest
 from echelon.supervise.launch_environment import find_last_end, find_start
 
 _LOOK_SECONDS = 0.2
-# A start that is killed loses at most so much of what it has used.
+# If a start is killed, at most this much of its usage is not recorded.
 _WRITE_SECONDS = 10.0
-# A save may take longer than the one before; the two steps under way when the stop is asked for come on top.
+# A save may take longer than the previous one; at a stop request, two steps are still to be finished first.
 _SAVE_MARGIN = 1.5
 _STEPS_UNDER_WAY = 2
-# Until a save is measured, `fault.notice_seconds` is held to be enough, yet never more than this share of the budget.
+# Until a save is measured, `fault.notice_seconds` is reserved for it, but at most this fraction of the budget.
 _UNKNOWN_SAVE_SHARE = 0.1
 
 
 class CostMeter:
-    """Adds this start's time and money to those of the starts before, and ends the run before its budget is used up.
+    """Adds this start's time and money to those of earlier starts, and stops the run before its budget is used up.
 
-    A thread looks at the clock, so that a step costs nothing for it. The seconds count from the command that began this
-    start; where an agent started the processes again by itself, from the moment the ones before were last at work.
+    A thread checks the clock, so that steps have no overhead. Time counts from the command that began this start; after
+    an automatic restart by an agent, from the moment the previous processes were last known to work.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, rate: Rate | None, num_machines: int) -> None:
-        """Raises ConfigError where the run's spending.json is damaged."""
+        """Raises ConfigError if the run's spending.json is damaged."""
         self._budget = recipe.budget
         self._notice_seconds = recipe.fault.notice_seconds
         self._folder = folder
@@ -50,31 +50,31 @@ class CostMeter:
 
     @property
     def usd_per_second(self) -> float | None:
-        """Of all machines; None where the price is not known."""
+        """Dollars per second of all machines; None if the price is unknown."""
         return None if self._rate is None else self._rate.usd_per_hour * self._num_machines / 3600
 
     @property
     def usd(self) -> float | None:
-        """Dollars that all starts have used up to now; None where the price is not known."""
+        """Dollars that all starts have used so far; None if the price is unknown."""
         return None if self._rate is None else self.spending().usd
 
     def expect_usd(self, remaining_seconds: float | None) -> float | None:
-        """Dollars at the end, where it is known how long that is away, and the price."""
+        """Estimate the dollars used at the end of the run; None if the remaining time or the price is unknown."""
         if self.usd is None or self.usd_per_second is None or remaining_seconds is None:
             return None
         return self.usd + remaining_seconds * self.usd_per_second
 
     def spending(self) -> Spending:
-        """All of it, up to now."""
+        """Return the spending of all starts so far."""
         grown = self._base.grown(time.monotonic() - self._mark, self._num_machines, self._rate)
         return replace(grown, until=time.time(), reserve_seconds=self._reserve_seconds)
 
     def saw_step(self, seconds: float) -> None:
-        """Take note of how long a step took: the longest of the last ones is what a stop may have to wait for."""
+        """Record the duration of a step: a stop may have to wait for the longest of the last ones."""
         self._step_seconds = max(seconds, 0.9 * self._step_seconds)
 
     def watch(self, stop: StopRequest, save_seconds: Callable[[], float | None]) -> None:
-        """Count from now on, and ask `stop` to end the run in time; `save_seconds` tells how long a save takes."""
+        """Start counting, and request a stop of the run in time; `save_seconds` returns the duration of a save."""
 
         def look() -> None:
             written = 0.0
@@ -88,14 +88,14 @@ class CostMeter:
         self._thread.start()
 
     def check(self, stop: StopRequest, save_seconds: float | None) -> None:
-        """Ask for the end of the run where a save begun now may just be done in time."""
-        if stop.limit is None:  # else the reserve that was kept is what the next start must know
+        """Request a stop of the run if a save that begins now would just finish within the budget."""
+        if stop.limit is None:  # otherwise keep the reserve of that moment for the next start
             self._reserve_seconds = self._find_reserve(save_seconds)
             ahead = self.spending().grown(self._reserve_seconds, self._num_machines, self._rate)
             stop.limit = ahead.exceeds(self._budget)
 
     def describe(self) -> str | None:
-        """What all starts have used, for a person; None where there is neither a price nor a budget."""
+        """Describe what all starts have used; None without a price and a budget."""
         if self._rate is None and self._budget == BudgetConfig():
             return None
         now = self.spending()
@@ -106,7 +106,7 @@ class CostMeter:
         return f"cost: {now.seconds / 3600:.2f} h{machines}{dollars}, all starts together"
 
     def close(self) -> None:
-        """Write down what was used."""
+        """Stop counting, and write spending.json."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -122,5 +122,5 @@ class CostMeter:
         return min([self._notice_seconds, *(_UNKNOWN_SAVE_SHARE * each for each in limits)]) + under_way
 
     def _write(self) -> None:
-        with suppress(OSError):  # a full disk takes no file, and ends no training
+        with suppress(OSError):  # a full disk must not end training
             write_spending(self._folder, self.spending())

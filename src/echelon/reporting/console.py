@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: one plain line per logged step."""
+"""Console output during training: one line per logged step."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _SAMPLE_WIDTH = 100
 def render_step(
     row: dict[str, Any], num_steps: int, remaining_seconds: float | None, expected_usd: float | None = None
 ) -> str:
-    """The console line of a train row: step, loss, norm, rate, speed, MFU, memory, data wait, time left, cost."""
+    """Return the console line of a train row: step, loss, norm, rate, speed, MFU, memory, data wait, ETA, cost."""
     width = len(str(num_steps))
     seconds = row["step_seconds"]
     wait = None if not seconds else min(1.0, row["data_wait_seconds"] / seconds)
@@ -32,7 +32,7 @@ def render_step(
 
 
 def render_evaluation(row: dict[str, Any]) -> list[str]:
-    """The console lines of an eval row: the whole, and each set where there are several."""
+    """Return the console lines of an eval row: the total, and each set if there are several."""
     lines = [f"eval at step {row['step']}: {_losses(row)}"]
     if len(row["sets"]) > 1:
         lines += [f"  {name}: {_losses(values)}" for name, values in row["sets"].items()]
@@ -46,13 +46,13 @@ def _losses(values: dict[str, Any]) -> str:
 
 
 def render_sample_line(text: str) -> str:
-    """The console line of a sample: the beginning of it, on one line."""
+    """Return the start of a sample as one console line."""
     line = " ".join(text.split())
     return f"  sample: {line if len(line) <= _SAMPLE_WIDTH else line[:_SAMPLE_WIDTH] + '...'}"
 
 
 def render_duration(seconds: float | None) -> str:
-    """Seconds as 3d04h, 2h05m, 4m10s or 12s; a dash when unknown."""
+    """Format seconds as 3d04h, 2h05m, 4m10s or 12s; a dash if unknown."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)

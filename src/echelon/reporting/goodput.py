@@ -20,28 +20,28 @@ CAUSES = {
     "down": "not running after a failure",
     "stopped": "stopped on request, or finished",
 }
-# What is done again when the run goes back to a checkpoint.
+# Causes whose time is lost and repeated if the run returns to a checkpoint.
 _WORK = ("training", "data", "skipped", "evaluating", "saving")
 
 
 class GoodputTracker:
     """The wall time of a run since its first start, each second assigned to one cause.
 
-    Each rank keeps one, and rank 0's goes into the checkpoints. So the seconds of a run that was killed are known up to
-    its newest checkpoint, and the gap from there to the next start is what that kill cost.
+    Each rank has one, and rank 0's is saved in checkpoints. The seconds of a run that was killed are therefore known up
+    to its newest checkpoint, and the gap from there to the next start is the cost of the failure.
     """
 
     def __init__(self, began: float | None = None) -> None:
-        """`began`: when this start of the run began, as `time.time()` counts; now, if not given."""
+        """`began`: when this start of the run began, as in `time.time()`; None for now."""
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self._cause = "starting"
         self._since = time.time() if began is None else began
         self._is_stopped = False
 
     def turn(self, cause: str) -> str:
-        """Assign the time from now on to this cause; returns the previous cause."""
+        """Assign the time from now on to this cause; return the previous cause."""
         now = time.time()
-        self.seconds[self._cause] += max(0.0, now - self._since)  # a clock may be set back
+        self.seconds[self._cause] += max(0.0, now - self._since)  # the clock may be set back
         before, self._cause, self._since = self._cause, cause, now
         return before
 
@@ -62,20 +62,20 @@ class GoodputTracker:
         self.seconds[target] += moved
 
     def stop(self) -> None:
-        """What comes after the state that is saved next is no failure: the run was asked to stop."""
+        """Record a stop on request: the time after the next saved state does not count as a failure."""
         self._is_stopped = True
 
     def go_back(self, seconds: Mapping[str, float]) -> None:
-        """The run continues from a checkpoint of this same start, with these seconds: what was done since is redone."""
+        """Return to a checkpoint of this start, with these seconds: the work since then counts as redone."""
         for cause in _WORK:
             self.move(cause, "redone", self.seconds[cause] - seconds.get(cause, 0.0))
 
     def resume(self, saved: GoodputState, last_sign: float) -> None:
-        """Go on from an earlier start of the run; this one has begun when this tracker has.
+        """Continue from an earlier start of the run. The current start began when this tracker began.
 
         Args:
-            saved: what the checkpoint that the run goes on from has.
-            last_sign: when the earlier start is last known to have been at work, as `time.time()` counts.
+            saved: the state in the checkpoint that the run resumes from.
+            last_sign: when the earlier start was last known to be running, as in `time.time()`.
         """
         until, began = saved.until, self._since
         for cause in CAUSES:
@@ -86,12 +86,12 @@ class GoodputTracker:
         self._since = max(began, until)
 
     def state_dict(self) -> dict[str, Any]:
-        """The seconds up to now, as JSON values."""
+        """Return the seconds up to now, as JSON values."""
         self.turn(self._cause)
         return {"seconds": dict(self.seconds), "until": self._since, "stopped": self._is_stopped}
 
     def describe(self) -> str:
-        """Goodput and what took the rest, for a person. The time that the run was stopped on request does not count."""
+        """Describe the goodput and the causes of the rest. Time stopped on request does not count."""
         self.turn(self._cause)
         counted = {cause: seconds for cause, seconds in self.seconds.items() if cause != "stopped"}
         wall = max(sum(counted.values()), 1e-9)

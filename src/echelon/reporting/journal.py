@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, which trackers read, and the console. Only on rank 0."""
+"""Writes metrics.jsonl, which trackers read, and the console lines of a run. Only on rank 0."""
 
 import io
 import json
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Writes each step's row, and the console's line every `log_every` steps."""
+    """Writes a row per step, and a console line every `log_every` steps."""
 
     def __init__(self, folder: RunFolder, num_steps: int, log_every: int, batches: BatchSchedule) -> None:
         self._folder = folder
@@ -33,18 +33,18 @@ class Journal:
         self._started: tuple[int, float] | None = None
         self._recovery: RecoveryWatch | None = None
         self.meter: CostMeter | None = None
-        """Counts what the run uses, where there is one."""
+        """Counts the run's time and money, if set."""
 
     def add_forwarders(self, forwarders: list[MetricsForwarder]) -> None:
         """Let these forwarders send the rows to their trackers; `close` waits for them."""
         self._forwarders += forwarders
 
     def tell_recovery(self, recovery: RecoveryWatch) -> None:
-        """Have this hear of the steps."""
+        """Report each step to this watch."""
         self._recovery = recovery
 
     def train(self, row: dict[str, Any]) -> None:
-        """One training step, whose row gets what the run has cost by now."""
+        """Write the row of a training step, adding the run's cost so far."""
         remaining, expected = None, None
         if self._is_logged(row["step"]):
             remaining = self._remaining(row["step"])
@@ -59,18 +59,18 @@ class Journal:
             logger.info(render_step(row, self._num_steps, remaining, expected))
 
     def evaluation(self, row: dict[str, Any]) -> None:
-        """One evaluation."""
+        """Write the row of an evaluation."""
         self._write(row)
         for line in render_evaluation(row):
             logger.info(line)
 
     def note(self, event: str, step: int) -> None:
-        """One line of events.jsonl, if the disk takes it."""
+        """Append a line to events.jsonl; errors are ignored."""
         with suppress(OSError):
             self.event(event, step=step)
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
-        """What the prompts became at one evaluation: into samples.jsonl, and a line each for the console."""
+        """Write the samples of an evaluation to samples.jsonl, and log one line for each."""
         rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         for text in texts:
             logger.info(render_sample_line(text))
@@ -80,10 +80,12 @@ class Journal:
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            logger.warning(f"The disk is full: the samples of step {step} are not in {self._folder.samples_path.name}.")
+            logger.warning(
+                f"The disk is full: the samples of step {step} were not written to {self._folder.samples_path.name}."
+            )
 
     def event(self, event: str, **fields: Any) -> None:
-        """A line of events.jsonl."""
+        """Append a line to events.jsonl."""
         self._folder.rows.append_event(event, **fields)
 
     def cut(self, step: int) -> None:
@@ -115,7 +117,7 @@ class Journal:
         try:
             self.flush()
         except OSError as error:
-            # A save that fills the disk gives the room back and is repeated: until then the rows wait here.
+            # A save that filled the disk frees the space and is retried: until then the rows wait here.
             if not is_disk_full(error):
                 raise
 
@@ -123,7 +125,10 @@ class Journal:
         return step % self._log_every == 0 or step == 1 or step == self._num_steps
 
     def _remaining(self, step: int) -> float | None:
-        """Time left at the mean pace, a sequence, since the second step of this start; the first one is slower."""
+        """Estimate the remaining time, from the mean time per sequence since the second step of this start.
+
+        The first step is slower, and does not count.
+        """
         now = time.monotonic()
         if self._started is None:
             self._started = (step, now)

@@ -1,4 +1,4 @@
-"""The time a run needs to recover after its processes were lost, by part."""
+"""Measures the time that a run needs to recover after it lost its processes, by phase."""
 
 import logging
 import time
@@ -13,14 +13,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recovery:
-    """Seconds of each part, up to the end of the first step.
+    """Seconds of each phase of a recovery, up to the end of the first step.
 
     Attributes:
-        detection_seconds: from the death of the first process until all of them had ended; None where no parent saw it.
-        restart_seconds: until new processes had met; where no parent saw the end, since the last sign of life.
+        detection_seconds: from the death of the first process until all had ended; None if no parent observed it.
+        restart_seconds: until the new processes had met; if no parent observed the end, since the last sign of life.
         load_seconds: until the model was built, and the checkpoint loaded if there is one.
         first_step_seconds: until the first step was done.
-        repeated_steps: steps that were done already, and are done again.
+        repeated_steps: steps that had been done before and are repeated.
     """
 
     detection_seconds: float | None
@@ -30,7 +30,7 @@ class Recovery:
     repeated_steps: int
 
     def describe(self) -> str:
-        """The line for the console."""
+        """Return the line for the console."""
         steps = "1 step" if self.repeated_steps == 1 else f"{self.repeated_steps} steps"
         detected = "" if self.detection_seconds is None else f"processes ended {self.detection_seconds:.1f} s, "
         since = "after the failure" if detected else "since the last sign of life"
@@ -44,18 +44,18 @@ class RecoveryWatch:
     """Measures a recovery on rank 0, from the start of this process to its first step."""
 
     def __init__(self, folder: RunFolder) -> None:
-        """To be made as soon as the ranks have met, before metrics.jsonl is cut."""
+        """Must be created as soon as the ranks have met, before metrics.jsonl is cut."""
         self._folder = folder
         self._up_at = self._loaded_at = time.time()
         self._done_before = folder.rows.last_step()
         self._end = find_last_end(folder.metrics_path)
 
     def loaded(self) -> None:
-        """The checkpoint is loaded."""
+        """Record that the checkpoint is loaded."""
         self._loaded_at = time.time()
 
     def stepped(self, step: int) -> None:
-        """A step is done; the first call writes the event and says the line, if this start follows a loss."""
+        """Record that a step is done; after a failure, the first call writes the event and logs the line."""
         if self._end is None:
             return
         recovery = Recovery(
@@ -66,6 +66,6 @@ class RecoveryWatch:
             repeated_steps=max(0, self._done_before - step + 1),
         )
         self._end = None
-        with suppress(OSError):  # a full disk takes no event
+        with suppress(OSError):  # the disk may be full
             self._folder.rows.append_event("recovered", step=step, **asdict(recovery))
         logger.info(recovery.describe())

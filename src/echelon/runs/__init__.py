@@ -1,1 +1,1 @@
-"""A run's folder and its files, without torch."""
+"""The run folder and its files. Does not import torch."""

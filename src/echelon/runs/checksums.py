@@ -16,14 +16,14 @@ _FILES_AT_ONCE = 4
 
 
 def write_manifest(folder: Path, described: Mapping[str, Any] | None = None) -> None:
-    """Write the manifest of a folder; `described` has the entries that are known already, the other files are read."""
+    """Write the manifest of a folder; `described` has already known entries, the other files are read."""
     files = dict(described or {})
     files |= describe_files(path for path in folder.iterdir() if path.name not in files and path.name != MANIFEST)
     write_json(folder / MANIFEST, {"format": FORMAT, "files": files})
 
 
 def describe_files(paths: Iterable[Path]) -> dict[str, Any]:
-    """The manifest's entry of each file, by its name: size and checksum. Reads them, a few at a time."""
+    """Return the manifest entry of each file, by name: size and checksum. Reads a few files at a time."""
     paths = sorted(paths)
     with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
         digests = list(readers.map(file_digest, paths))
@@ -33,20 +33,20 @@ def describe_files(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def check_files(folder: Path, checksums: bool = False) -> None:
-    """Compare a folder's files with its manifest: names and sizes, and contents if asked.
+    """Compare a folder's files with its manifest: names and sizes, and with `checksums` also contents.
 
     Raises:
-        CheckpointError: naming the first file that is missing or differs.
+        CheckpointError: the message names the first file that is missing or differs.
     """
     if faults := find_faults(folder, checksums):
         raise CheckpointError(f"{folder}: {faults[0]}.")
 
 
 def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int = 1) -> list[str]:
-    """The files of a folder that differ from its manifest, a phrase for each; empty if it is intact.
+    """Return a phrase for each file of a folder that differs from its manifest; empty if it is intact.
 
-    Sizes cost a look at each file. With `checksums` every byte is read and hashed once, a few files at a time. Of
-    several processes each may take the share `part` of `parts` of the files.
+    With `checksums` all contents are read and hashed, a few files at a time; otherwise only sizes are compared. Several
+    processes can divide the files: each checks share `part` of `parts`.
     """
     try:
         manifest = read_json(folder / MANIFEST)
@@ -59,7 +59,7 @@ def find_faults(folder: Path, checksums: bool = False, part: int = 0, parts: int
 
 
 def compare_files(folder: Path, entries: Iterable[tuple[str, int, str]], checksums: bool) -> list[str]:
-    """Compare files with their names, sizes and SHA-256 checksums: a phrase for each that differs."""
+    """Compare files with (name, size, SHA-256) entries; return a phrase for each that differs."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as readers:
         found = readers.map(
             lambda entry: _find_fault(folder / entry[0], entry[1], entry[2] if checksums else None), entries
@@ -69,7 +69,7 @@ def compare_files(folder: Path, entries: Iterable[tuple[str, int, str]], checksu
 
 def _parse_entry(name: str, entry: Any) -> tuple[str, int, str]:
     if Path(name).name != name or len(name) > 255:
-        raise ValueError(f"{name[:50]!r} is no file name")
+        raise ValueError(f"{name[:50]!r} is not a file name")
     return name, int(entry["bytes"]), str(entry["sha256"])
 
 
@@ -81,12 +81,12 @@ def _find_fault(path: Path, num_bytes: int, digest: str | None) -> str | None:
             return f"{path.name} has {path.stat().st_size} bytes; {num_bytes} were written"
         if digest is not None and file_digest(path) != digest:
             return f"the contents of {path.name} changed after it was written"
-    except OSError as error:  # a bad disk says so when it is read
+    except OSError as error:  # a failing disk
         return f"{path.name} cannot be read ({error.strerror or error})"
     return None
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's contents."""
+    """Return the SHA-256 of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

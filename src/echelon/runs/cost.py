@@ -1,4 +1,4 @@
-"""What a run costs, hours times the price of its machines over all of its starts, and the budget that bounds it."""
+"""The cost of a run, hours times the price of its machines over all its starts, and the budget that limits it."""
 
 import statistics
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Rate:
-    """The price of one machine in dollars per hour, and the source of that figure."""
+    """The price of one machine in dollars per hour, and its source."""
 
     usd_per_hour: float
     source: str
@@ -32,14 +32,14 @@ class Rate:
 
 @dataclass(frozen=True)
 class Spending:
-    """What all starts of a run have used, as its spending.json keeps it.
+    """Time and money used by all starts of a run, the content of spending.json.
 
     Attributes:
-        seconds: of the run on its machines: from each start's command to the last time that it was at work.
+        seconds: time of the run on its machines: from the command of each start to the last time it was known to work.
         usd: dollars, as far as the price was known.
-        unpriced_machine_seconds: seconds times machines without a price, to be priced by a later start that knows one.
-        until: when this was counted last, as `time.time()` counts.
-        reserve_seconds: what stopping with a save was held to need then.
+        unpriced_machine_seconds: seconds times machines without a known price; a later start with a price adds them.
+        until: time of the last update, as in `time.time()`.
+        reserve_seconds: estimated time that a stop with a save needs, at the last update.
     """
 
     seconds: float = 0.0
@@ -49,7 +49,7 @@ class Spending:
     reserve_seconds: float = 0.0
 
     def grown(self, seconds: float, num_machines: int, rate: Rate | None) -> "Spending":
-        """The spending after so many more seconds on these machines. A price also prices hours without one."""
+        """Return the spending after `seconds` more on these machines. A price also applies to unpriced time."""
         unpriced = self.unpriced_machine_seconds + seconds * num_machines
         if rate is None:
             return replace(self, seconds=self.seconds + seconds, unpriced_machine_seconds=unpriced)
@@ -57,7 +57,7 @@ class Spending:
         return replace(self, seconds=self.seconds + seconds, usd=usd, unpriced_machine_seconds=0.0)
 
     def exceeds(self, budget: "BudgetConfig") -> str | None:
-        """The one of LIMITS that is reached, or None."""
+        """Return the member of LIMITS that is reached, or None."""
         if budget.max_hours is not None and self.seconds >= 3600 * budget.max_hours:
             return LIMITS[0]
         if budget.max_usd is not None and self.usd >= budget.max_usd:
@@ -66,25 +66,25 @@ class Spending:
 
 
 def read_spending(folder: RunFolder) -> Spending:
-    """What the run has used so far; nothing where it has not begun. Raises ConfigError for a file that is damaged."""
+    """Read what the run has used so far; zero if it has not started. Raises ConfigError for a damaged file."""
     path = folder.spending_path
     if not path.exists():
         return Spending()
     try:
         found = read_as(path, dict[str, _Amount])
         if names := asdict(Spending()).keys() ^ found.keys():
-            raise ValueError(f"{min(names)}: missing, or not known")
+            raise ValueError(f"{min(names)}: missing or unknown key")
         return Spending(**found)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} does not say what the run has used so far ({error}); restore it, or remove it to count anew."
+            f"{path}: cannot read what the run has used so far ({error}); restore it, or remove it to count from zero."
         ) from error
 
 
 def forget_damaged_spending(recipe: "Recipe", folder: RunFolder) -> str | None:
-    """Remove a spending.json that cannot be read where nothing goes by it, and say so in a line.
+    """Remove a damaged spending.json if the recipe has no budget; return a line about that.
 
-    Raises ConfigError where the recipe has a budget: to count anew would be to spend it again.
+    Raises ConfigError if the recipe has a budget: counting from zero would allow it to be spent again.
     """
     try:
         read_spending(folder)
@@ -102,9 +102,9 @@ def write_spending(folder: RunFolder, spending: Spending) -> None:
 
 
 def find_price_here(recipe: "Recipe", variables: Mapping[str, str]) -> Rate | None:
-    """The price of the machine that this process runs on: the recipe's word, or that of SageMaker's instance type.
+    """Return the price of the machine that this process runs on: from the recipe, or of its SageMaker instance type.
 
-    `variables` is the environment. A container of SageMaker says its type, else the recipe does.
+    `variables` is the environment. The container names its instance type, else the recipe does.
     """
     name = variables.get("SM_CURRENT_INSTANCE_TYPE")
     if name is None and "TRAINING_JOB_NAME" in variables:
@@ -113,21 +113,21 @@ def find_price_here(recipe: "Recipe", variables: Mapping[str, str]) -> Rate | No
 
 
 def find_price_at_target(recipe: "Recipe") -> Rate | None:
-    """The price of one machine where the recipe is launched to."""
+    """Return the price of one machine at the launch target."""
     return _find_price(recipe, recipe.launch.sagemaker.instance_type if recipe.launch.to == "sagemaker" else None)
 
 
 def check_budget(recipe: "Recipe", rate: Rate | None) -> None:
-    """Raise ConfigError if there is a budget in dollars and the price is not known."""
+    """Raise ConfigError if there is a budget in dollars and the price is unknown."""
     if recipe.budget.max_usd is not None and rate is None:
         raise ConfigError(
-            f"budget.max_usd={recipe.budget.max_usd:g}: the price of these machines is not known; set "
+            f"budget.max_usd={recipe.budget.max_usd:g}: the price of these machines is unknown; set "
             "budget.usd_per_hour, the price of one machine, or use budget.max_hours."
         )
 
 
 def refuse_used_up(recipe: "Recipe", folder: RunFolder, rate: Rate | None, num_machines: int) -> None:
-    """Raise StoppedError if the rest of the budget would only suffice to start and save again."""
+    """Raise StoppedError if the remaining budget is only enough to start and save again."""
     spending = read_spending(folder)
     if not spending.seconds:
         return
@@ -136,21 +136,21 @@ def refuse_used_up(recipe: "Recipe", folder: RunFolder, rate: Rate | None, num_m
         dollars = f" and ${spending.usd:.2f}" if spending.usd else ""
         raise StoppedError(
             f"stopped by {name_limit(recipe.budget, limit)}: all starts of the run have used "
-            f"{spending.seconds / 3600:.2f} h{dollars}, which leaves no time to train and save; raise it to go on"
+            f"{spending.seconds / 3600:.2f} h{dollars}, which leaves no time to train and save; raise it to continue"
         )
 
 
 def name_limit(budget: "BudgetConfig", limit: str) -> str:
-    """One of LIMITS with its value: `budget.max_hours=2`."""
+    """Return a member of LIMITS with its value, as in `budget.max_hours=2`."""
     return f"{limit}={getattr(budget, limit.removeprefix('budget.')):g}"
 
 
 def describe_cost(
     recipe: "Recipe", folder: RunFolder, rate: Rate | None, num_machines: int, num_steps: int | None
 ) -> list[str]:
-    """What the run is expected to cost, for the person who starts it: nothing where there is neither price nor budget.
+    """Return lines for the user about the expected cost of the run; none without a price and a budget.
 
-    The pace is that of the run's own last steps; there is no other to go by. `num_steps` None: the text alone knows.
+    The estimate uses the time per sequence of the run's own last steps. `num_steps` is None if it depends on the text.
     """
     budget, spent = recipe.budget, read_spending(folder)
     lines = []
@@ -160,11 +160,12 @@ def describe_cost(
         seconds = None if num_steps is None else _estimate_seconds(recipe, folder, num_steps)
         so_far = f"; ${spent.usd:.2f} in {spent.seconds / 3600:.2f} h so far" if spent.seconds else ""
         if seconds is None:
-            lines.append(f"cost: {hourly}; the hours are unknown until steps are measured{so_far}")
+            lines.append(f"cost: {hourly}; the duration is unknown until steps are measured{so_far}")
         else:
             usd = seconds / 3600 * rate.usd_per_hour * num_machines
             lines.append(
-                f"cost: {hourly}; the steps left take {seconds / 3600:.2f} h at this run's pace, ${usd:.2f}{so_far}"
+                f"cost: {hourly}; the remaining steps take {seconds / 3600:.2f} h at this run's speed, "
+                f"${usd:.2f}{so_far}"
             )
     limits = [name_limit(budget, each) for each in LIMITS if getattr(budget, each.removeprefix("budget.")) is not None]
     if limits:
@@ -174,7 +175,7 @@ def describe_cost(
 
 
 def _estimate_seconds(recipe: "Recipe", folder: RunFolder, num_steps: int) -> float | None:
-    """Of the steps that are left, at the median time a sequence took in the run's last steps."""
+    """Estimate the time of the remaining steps, from the median time per sequence of the run's last steps."""
     rows = (row for row in folder.rows.rows_backwards() if row.get("kind") == "train" and row.get("step_seconds"))
     recent = list(islice(rows, _RECENT_STEPS))
     if not recent:

@@ -1,4 +1,4 @@
-"""What environment.json holds: the machine, the software and the settings that a run was started with."""
+"""The content of environment.json: the machine, software and settings that a run was started with."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from typing import Any
 
 from echelon.redaction import redact
 
-# Only these variables are written down: everything else may hold a secret.
+# Only these variables are recorded: any other may contain a secret.
 _RECORDED_VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS|MKL_NUM_THREADS"
     r"|CUDA_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|PYTORCH_ALLOC_CONF|PYTORCH_CUDA_ALLOC_CONF|NCCL_[A-Z_0-9]+"
@@ -33,7 +33,7 @@ _RECORDED_PACKAGES = (
 
 
 def describe_environment(variables: Mapping[str, str]) -> dict[str, Any]:
-    """What environment.json holds: versions, platform, git revision, and the launcher's variables by an allow-list."""
+    """Return the content of environment.json: versions, platform, git revision, and an allow-list of variables."""
     return {
         "time": time.time(),
         "python": platform.python_version(),
@@ -49,7 +49,7 @@ def describe_environment(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def find_version(package: str) -> str | None:
-    """The version of an installed package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -57,10 +57,10 @@ def find_version(package: str) -> str | None:
 
 
 def _find_git_revision(variables: Mapping[str, str]) -> str | None:
-    """The commit of the working directory, with `-dirty` when tracked files differ from it; None outside git.
+    """Return the commit of the working directory, with `-dirty` if tracked files differ from it; None outside git.
 
-    Nothing that the repository's own configuration names is run, for the folder may be a stranger's: no hook and no
-    monitor. To compare files git would run the filters it names; where there are such, the commit alone is told.
+    The repository may be untrusted, so no program from its configuration is run: no hooks and no file system monitor.
+    If it configures filters, which git would run to compare files, only the commit is returned.
     """
     commit = _ask_git(variables, "rev-parse", "--verify", "HEAD")
     if commit is None or _names_filters(variables):
@@ -70,15 +70,15 @@ def _find_git_revision(variables: Mapping[str, str]) -> str | None:
 
 
 def _names_filters(variables: Mapping[str, str]) -> bool:
-    """Whether the repository itself names a program that files go through, and not only its user or the machine."""
+    """Whether the repository's own configuration sets filters, in contrast to the user's or the system's."""
     found = _ask_git(variables, "config", "--show-scope", "--name-only", "--get-regexp", r"^filter\.") or ""
     return any(not line.startswith(("system\t", "global\t")) for line in found.splitlines())
 
 
 def _ask_git(variables: Mapping[str, str], *words: str) -> str | None:
-    """What git answers about the working directory; None where it refuses, or is not there."""
+    """Run a git command in the working directory and return its output; None if it fails or git is missing."""
     command = ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *words]
-    # It may write no index, which calls a hook, and fetch nothing, which calls what the repository names as its remote.
+    # No index writes, which call a hook, and no lazy fetches, which call the repository's remote helper.
     harmless = {**variables, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False, env=harmless)

@@ -1,4 +1,4 @@
-"""Who may write to a run folder: one live process, which holds its lock."""
+"""The lock of a run folder: only the live process that holds it may write."""
 
 import errno
 import fcntl
@@ -9,24 +9,24 @@ from pathlib import Path
 
 from echelon.errors import ConfigError, EchelonError, explain_storage_error, is_disk_full
 
-# `is_held` takes the lock itself for a moment; a process that wants it then tries for as long.
+# `is_held` takes the lock for a moment, so `acquire` retries for at least this long.
 _LOOK_SECONDS = 0.2
 
 
 class FolderLock:
-    """The lock of one folder, held by this process or by none of its objects. Making the object touches nothing."""
+    """The lock of a run folder. The constructor does no I/O."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._descriptor: int | None = None
 
     def acquire(self, patience_seconds: float) -> None:
-        """Hold the folder for this process until `release()` or its end. A live run raises ConfigError with its pid.
+        """Hold the lock until `release()` or the end of this process. Raises ConfigError if a live run holds it.
 
-        `patience_seconds`: how long one that is about to end may take to let go of it.
+        `patience_seconds`: how long to wait for a run that is about to end.
         """
         try:
-            if not os.access(self._folder, os.W_OK | os.X_OK):  # a lock that is there already would open all the same
+            if not os.access(self._folder, os.W_OK | os.X_OK):  # an existing lock file opens in a read-only folder too
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             fd = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
@@ -50,7 +50,7 @@ class FolderLock:
             raise explain_unusable(self._folder, "written to", error) from error
 
     def is_held(self) -> bool:
-        """Whether a live process holds the folder, this one included."""
+        """Whether a live process, possibly this one, holds the lock."""
         try:
             fd = os.open(self._folder / ".lock", os.O_RDONLY)
         except OSError:
@@ -61,7 +61,7 @@ class FolderLock:
             os.close(fd)
 
     def release(self) -> None:
-        """Let go of the folder; harmless when it is not held."""
+        """Release the lock, if held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -76,7 +76,7 @@ def _try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def explain_unusable(folder: Path, what: str, error: OSError) -> EchelonError:
-    """A full disk is nobody's mistake (exit code 1); a folder that cannot be used is the request's (2)."""
+    """Return the error for an unusable folder: exit code 1 if the disk is full, else 2, a wrong request."""
     if is_disk_full(error):
         return EchelonError(f"run.dir={folder}: {explain_storage_error(error, folder)}.")
     reason = error.strerror or error

@@ -1,4 +1,4 @@
-"""How a run is found again: what a recipe's run folder holds, whether that may go on, and what changed since."""
+"""Opens a recipe's run folder: whether the run is new, can be resumed or has finished, and what changed since."""
 
 import logging
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from echelon.runs.run_folder import FILES, FOLDERS, TEMPORARY, RunFolder, list_d
 
 logger = logging.getLogger(__name__)
 
-# What a run leaves in its folder before recipe.yaml exists; any other file means the folder is somebody else's.
+# Files that a run writes before recipe.yaml exists; any other file means that the folder is not a run's.
 _EARLY_FILES = {
     ".lock", ".outcomes", "logs", "checkpoints", "events.jsonl", "data.json", "environment.json", "estimate.json",
     "plan.json", "remote.json", "metrics.jsonl", "samples.jsonl", "trackers",
     "spending.json",
 }  # fmt: skip
-# A finished run goes on only when one of these asks for more.
+# A finished run continues only if one of these keys extends it.
 _LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs", "evaluate.early_stopping")
 
 RunState = Literal["new", "resumed", "finished"]
@@ -26,7 +26,7 @@ RunState = Literal["new", "resumed", "finished"]
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run folder ready to be used, locked unless finished, the recipe it was run by, and how this one differs."""
+    """A run folder, locked unless finished; `before` is the recipe it was run with, `differences` what changed."""
 
     folder: RunFolder
     state: RunState
@@ -41,13 +41,12 @@ def open_run(
     bring_back: Callable[[RunFolder], None] = lambda folder: None,
     patience_seconds: float = 0.0,
 ) -> OpenedRun:
-    """Find out what `recipe.run.dir` holds: nothing, a run to resume, or one that has finished; lock it.
+    """Find out whether `recipe.run.dir` has no run, a run to resume, or a finished run, and lock it.
 
-    A run whose recipe differs in a key that would change the model or its data raises ConfigError with the
-    difference; `fresh` moves the old run aside instead. `check` is called for a run that starts anew, before its
-    folder is made and before an old run is moved aside: what it refuses leaves everything as it was. `bring_back` may
-    fill the locked folder with what the run left elsewhere; it is not called where a run starts afresh.
-    `patience_seconds` is how long a live run may take to end.
+    Raises ConfigError with the differences if the recipe differs in a key that would change the model or its data;
+    `fresh` moves the old run aside instead. `check` is called for a new run, before its folder is created or an old run
+    is moved: if it raises, nothing has changed. `bring_back` may restore the run's files from elsewhere to the locked
+    folder; it is not called with `fresh`. `patience_seconds` is how long to wait for a live run to end.
     """
     folder = RunFolder(Path(recipe.run.dir))
     _refuse_foreign_folder(folder)
@@ -76,19 +75,19 @@ def open_run(
 
 
 def _reopen(folder: RunFolder, recipe: Recipe) -> OpenedRun:
-    """Compare with the recipe that ran here, and log what changed."""
+    """Compare the recipe with that of the existing run, and log the differences."""
     try:
         old, _ = load_recipe(folder.recipe_path)
     except ConfigError as error:
         raise ConfigError(
-            f"run.dir={folder.path} holds a run whose recipe cannot be read ({error}); "
+            f"run.dir={folder.path} contains a run whose recipe cannot be read ({error}); "
             "pass --fresh to move it aside, or choose another run.name."
         ) from error
     blocking = blocking_differences(old, recipe)
     if blocking:
         shown = "\n".join(f"  {line}" for line in _render_differences(blocking))
         raise ConfigError(
-            f"run.dir={folder.path} holds a run of another recipe:\n{shown}\n"
+            f"run.dir={folder.path} contains a run with another recipe:\n{shown}\n"
             "restore these keys to resume it, pass --fresh to move it aside, or choose another run.name."
         )
     differences = tuple(diff_recipes(old, recipe))
@@ -108,7 +107,7 @@ def _render_differences(differences: list[Difference] | tuple[Difference, ...]) 
 
 
 def _refuse_foreign_folder(folder: RunFolder) -> None:
-    """Refuse a folder with files that no run wrote. It is neither used nor moved aside."""
+    """Refuse a folder with files that no run wrote; it is neither used nor moved aside."""
     if folder.path.is_file():
         raise ConfigError(f"run.dir={folder.path} is a file; give a folder.")
     if folder.recipe_path.exists():
@@ -116,17 +115,17 @@ def _refuse_foreign_folder(folder: RunFolder) -> None:
     names = {path.name for path in list_directory(folder.path) if not TEMPORARY.fullmatch(path.name)} - _EARLY_FILES
     if names:
         raise ConfigError(
-            f"run.dir={folder.path} holds files but no run (for example {min(names)}); "
+            f"run.dir={folder.path} contains files but no run (for example {min(names)}); "
             "choose a new folder, or an empty one."
         )
 
 
 def _refuse_misplaced(folder: RunFolder) -> None:
-    """Refuse a folder in the place of one of the run's files, or a file in the place of a folder."""
+    """Refuse a run folder in which a folder has the name of a run's file, or the reverse."""
     files = (folder.path / name for name in (*FILES, ".lock"))
     for path in (*files, *folder.logs_dir.glob("*.log"), *folder.model_dir.glob("*.json")):
         if path.is_dir():
-            raise ConfigError(f"{path} is a folder, where the run keeps a file; move it away, or restore the file.")
+            raise ConfigError(f"{path} is a folder, but must be a file of the run; remove it, or restore the file.")
     for name in FOLDERS:
         if (path := folder.path / name).exists() and not path.is_dir():
-            raise ConfigError(f"{path} is a file, where the run keeps a folder; move it away.")
+            raise ConfigError(f"{path} is a file, but must be a folder of the run; remove it.")

@@ -1,4 +1,4 @@
-"""The rows of a run: metrics.jsonl, samples.jsonl and events.jsonl, of which any line may be torn or a stranger's."""
+"""The rows of a run: metrics.jsonl, samples.jsonl and events.jsonl, of which any line may be torn or invalid."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ _LARGEST = 1e300
 
 
 class RunRows:
-    """What happened in a run, as its folder tells it. One process appends to each file; any may read."""
+    """Metrics, samples and events in a run folder. One process appends to each file; any process may read."""
 
     def __init__(self, folder: Path) -> None:
         self.metrics_path = folder / "metrics.jsonl"
@@ -23,44 +23,44 @@ class RunRows:
         self.events_path = folder / "events.jsonl"
 
     def append_event(self, event: str, **fields: Any) -> None:
-        """Add one line to events.jsonl: the time in UTC seconds, the event, the step (null when unknown), `fields`."""
+        """Append a line to events.jsonl: the time in UTC seconds, the event, the step (null if unknown), `fields`."""
         row = {"time": time.time(), "event": event, "step": fields.pop("step", None), **fields}
         with self.events_path.open("ab", buffering=0) as file:
             size = file.tell()
             line = (json.dumps(row) + "\n").encode()
-            if file.write(line) < len(line):  # a disk that fills up takes the beginning of a line
+            if file.write(line) < len(line):  # a partial write, as the disk fills up
                 file.truncate(size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.events_path))
 
     def read_events(self) -> tuple[Row, ...]:
-        """The rows of events.jsonl, in order, without lines that are none."""
+        """Return the rows of events.jsonl, in order, without invalid lines."""
         return read_rows(self.events_path, _is_event).rows
 
     def read_metrics(self) -> Rows:
-        """The rows of metrics.jsonl, in order, and which lines are none."""
+        """Return the rows of metrics.jsonl, in order, and the numbers of invalid lines."""
         return read_rows(self.metrics_path, is_metrics_row)
 
     def describe_bad_lines(self) -> list[str]:
-        """A line about each of events.jsonl, metrics.jsonl and samples.jsonl that has lines which are passed over."""
+        """Describe the invalid lines of events.jsonl, metrics.jsonl and samples.jsonl, one line per affected file."""
         kinds = ((self.events_path, _is_event), (self.metrics_path, is_metrics_row), (self.samples_path, _has_step))
         found = (read_rows(path, is_row).describe_bad() for path, is_row in kinds)
         return [line for line in found if line is not None]
 
     def cut_metrics(self, step: int, owes_evaluation: bool = False) -> int:
-        """Drop the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; returns their number.
+        """Remove the rows of metrics.jsonl and samples.jsonl beyond `step`, and torn last lines; return their number.
 
-        Where the evaluation at `step` is owed, it is made again, and its rows go too.
+        With `owes_evaluation`, the evaluation at `step` will be repeated, so its rows are removed too.
         """
         evaluated = step - owes_evaluation
         paths = (self.metrics_path, self.samples_path)
         return sum(_cut_rows(path, step, evaluated) for path in paths if path.exists())
 
     def last_step(self) -> int:
-        """The last step that has a row in metrics.jsonl; 0 where none has."""
+        """Return the last step in metrics.jsonl; 0 if there is none."""
         return next((int(row["step"]) for row in self.rows_backwards()), 0)
 
     def rows_backwards(self) -> Iterator[Row]:
-        """The rows of metrics.jsonl, the last one first; none where there is no such file."""
+        """Yield the rows of metrics.jsonl, last one first; nothing if the file does not exist."""
         try:
             lines = list(whole_lines(self.metrics_path.read_bytes()))
         except OSError:
@@ -78,9 +78,9 @@ def _cut_rows(path: Path, step: int, evaluated: int) -> int:
 
 
 def is_row_up_to(name: str, line: bytes, step: int, evaluated: int) -> bool:
-    """Whether a line of metrics.jsonl or samples.jsonl (its `name`) is whole, and of `step` or before.
+    """Whether a line of metrics.jsonl or samples.jsonl (the file `name`) is complete and not beyond `step`.
 
-    Of an evaluation, of step `evaluated` or before.
+    For rows of an evaluation, not beyond step `evaluated`.
     """
     is_row = is_metrics_row if name == "metrics.jsonl" else _has_step
     row = parse_row(line, is_row) if line.endswith(b"\n") else None
@@ -88,7 +88,7 @@ def is_row_up_to(name: str, line: bytes, step: int, evaluated: int) -> bool:
 
 
 def is_metrics_row(row: Row) -> bool:
-    """Whether a row is one of metrics.jsonl: of a kind and a step, numbers where there must be numbers."""
+    """Whether a row is valid in metrics.jsonl: it has a kind and a step, and its numeric fields are numbers."""
     numbers = (row.get(name) for name in _NUMBERS)
     sets = row.get("sets")
     return (
@@ -100,7 +100,7 @@ def is_metrics_row(row: Row) -> bool:
 
 
 def _is_event(row: Row) -> bool:
-    """Whether a row is one of events.jsonl; of a rollback, whether it says which step was ruled out."""
+    """Whether a row is valid in events.jsonl; a rollback must have the suppressed step."""
     is_event = isinstance(row.get("event"), str) and _is_number(row.get("time"))
     has_step = row.get("step") is None or _has_step(row)
     return is_event and has_step and (row["event"] != "rollback" or _is_count(row.get("suppressed")))
@@ -115,5 +115,5 @@ def _is_count(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    # Compared, since a whole number may be too large to be made a float; nan is neither.
+    # By comparison: an integer may be too large for a float. NaN compares False.
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST

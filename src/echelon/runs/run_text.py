@@ -1,4 +1,4 @@
-"""Which prepared text a run reads: noted in its folder, so that every rank opens that and none prepares its own."""
+"""Records which prepared text a run reads, so that all ranks open the same one and none prepares its own."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,31 +10,28 @@ from echelon.stored import read_as, write_json
 
 @dataclass(frozen=True)
 class RunText:
-    """The prepared text that a run reads, and what stands for its content, wherever it lies."""
+    """The path of the prepared text that a run reads, and a digest of its content, independent of the path."""
 
     prepared: str
     digest: str | None
 
 
 class TextRecord:
-    """data.json of a run folder; where it is damaged, the newest start in events.jsonl says the same."""
+    """data.json of a run folder; if it is damaged, the newest start in events.jsonl has the same information."""
 
     def __init__(self, folder: Path, rows: RunRows) -> None:
         self.path = folder / "data.json"
         self._rows = rows
 
     def write_prepared_path(self, path: Path, digest: str | None = None) -> None:
-        """Note which prepared text the run reads, so that every rank opens that and none prepares its own.
-
-        `digest` stands for its content, wherever it lies.
-        """
+        """Record the prepared text that the run reads. `digest` identifies its content, independent of the path."""
         write_json(self.path, {"prepared": str(path.resolve()), "digest": digest})
 
     def read_texts(self) -> list[RunText]:
-        """Which text the run reads, as data.json says and as the newest start in events.jsonl does, of which one may be
-        damaged; none where the run has not begun.
+        """Return the run's text according to data.json and to the newest start in events.jsonl.
 
-        Raises DataError where data.json is damaged and there is no such start.
+        One of the two may be damaged. Empty if the run has not started. Raises DataError if data.json is damaged and
+        there is no such start.
         """
         found, damage = list[RunText](), None
         try:
@@ -49,20 +46,20 @@ class TextRecord:
                 break
         if damage is not None and not found:
             raise DataError(
-                f"{self.path} does not say which text the run reads ({damage}); restore it, or remove it and "
-                "start `echelon train` with the run's recipe and the same text, which writes it again."
+                f"{self.path}: cannot read which text the run uses ({damage}); restore it, or remove it and run "
+                "`echelon train` with the run's recipe and the same text, which writes it again."
             )
         return found
 
     def read_prepared_path(self) -> Path:
-        """The prepared text the run reads. Raises DataError when the run never got that far, or nothing tells."""
+        """Return the path of the run's prepared text. Raises DataError if it is not recorded."""
         paths = [Path(text.prepared) for text in self.read_texts()]
         if not paths:
             raise DataError(
-                f"{self.path} does not name the prepared text of this run; run `echelon train` once to write it."
+                f"{self.path}: the prepared text of this run is not recorded; run `echelon train` once to write it."
             )
         return next((path for path in paths if path.is_dir()), paths[0])
 
     def read_data_digest(self) -> str | None:
-        """What `write_prepared_path` was told of the content; None when nothing was noted. Raises DataError."""
+        """Return the digest that `write_prepared_path` recorded; None if there is none. Raises DataError."""
         return next((text.digest for text in self.read_texts()), None)

@@ -1,1 +1,1 @@
-"""The trainer and what stands around it: metrics, evaluation, generation."""
+"""The trainer, and its metrics, evaluations, saves and recovery from bad steps."""

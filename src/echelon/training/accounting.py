@@ -1,4 +1,4 @@
-"""The account of a run while it trains: each step's time and row, the heartbeat, the user's callbacks."""
+"""Records a run while it trains: time and row of each step, the heartbeat, and the user's callbacks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +16,7 @@ from echelon.training.state import TrainState
 
 
 class Accounting:
-    """Every rank measures time. Rank 0, which has the journal, also writes rows and calls the callbacks."""
+    """Measures time on every rank. Rank 0, which has the journal, also writes rows and calls the callbacks."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Accounting:
         journal: Journal | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        """`find_mfu`: the model FLOPs utilization at so many tokens a second over all ranks; None if unknown."""
+        """`find_mfu`: returns the MFU at a number of tokens per second over all ranks; None if unknown."""
         self.goodput = goodput
         self.heart = heart
         self.journal = journal
@@ -40,22 +40,22 @@ class Accounting:
         self._mark = Stamp(device)
 
     def begin(self, step: int) -> None:
-        """Training starts, or goes on, after this many steps."""
+        """Record that training starts or continues after this many steps."""
         self.goodput.turn("training")
         self.heart.beat(f"step {step + 1}")
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """The next step starts now: the time since the last step does not count as its time."""
+        """Start the clock of the next step: time since the last step does not count."""
         self._mark = Stamp(self._device)
 
     def peak_if_due(self, step: int) -> int | None:
-        """This rank's memory, as this start begins and at the steps that are logged; None at the others."""
+        """Return this rank's peak memory at the first step of this start and at logged steps; None at others."""
         is_due = self._peak_bytes is None or (step + 1) % self._log_every == 0
         return peak_memory_bytes(self._device) if is_due else None
 
     def book(self, metrics: StepMetrics, finished: Stamp) -> float:
-        """Take in the next finished step; how many seconds it took."""
+        """Record the next finished step; return its duration in seconds."""
         self.heart.beat(f"step {metrics.step + 2}")
         seconds, self._mark = finished.seconds_since(self._mark), finished
         self.goodput.move("training", "data", metrics.data_wait_seconds)
@@ -66,7 +66,7 @@ class Accounting:
         return seconds
 
     def write(self, metrics: StepMetrics, seconds: float, state: TrainState) -> None:
-        """Write the row of a step that `book` has taken in. `state`: after it."""
+        """Write the row of a step that `book` has recorded. `state`: the state after the step."""
         if self.journal is None:
             return
         rate = metrics.tokens / seconds
@@ -91,7 +91,7 @@ class Accounting:
             self._tell("on_evaluation", row)
 
     def tell_start(self, step: int) -> None:
-        """Tell the callbacks that training begins after this many steps."""
+        """Tell the callbacks that training starts after this many steps."""
         self._tell("on_start", step)
 
     def tell_save(self, step: int) -> None:
@@ -103,27 +103,27 @@ class Accounting:
         self._tell("on_end")
 
     def spending(self, cause: str) -> AbstractContextManager[None]:
-        """Time of the block goes into this cause of the goodput."""
+        """Return a scope whose time is assigned to this cause of the goodput."""
         return self.goodput.spending(cause)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """The block saves: it may take any time, and no step has it."""
+        """Scope of a save: its time counts as saving, and the heartbeat does not limit it."""
         with self.goodput.spending("saving"), self.heart.resting():
             yield
 
     def event(self, name: str, **fields: Any) -> None:
-        """A line of events.jsonl. Raises OSError where the disk does not take it."""
+        """Append a line to events.jsonl. Raises OSError if that fails."""
         if self.journal is not None:
             self.journal.event(name, **fields)
 
     def note(self, name: str, step: int) -> None:
-        """A line of events.jsonl, if the disk takes it."""
+        """Append a line to events.jsonl; errors are ignored."""
         if self.journal is not None:
             self.journal.note(name, step)
 
     def go_back(self, step: int, seconds: dict[str, float]) -> None:
-        """The run goes back to the state after this step, which has these seconds of goodput: remove the later rows."""
+        """Return to the state after this step, with its goodput seconds, and remove the rows of later steps."""
         self.goodput.go_back(seconds)
         if self.journal is not None:
             self.journal.cut(step)

@@ -1,4 +1,4 @@
-"""What a user's own code is told of a run while it trains."""
+"""Callbacks: hooks for user code in a training run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,32 +8,31 @@ from echelon.recipe.training import CallbackConfig
 
 
 class Callback:
-    """Hooks into a run, each of which does nothing here: derive from it and write those that are wanted.
+    """Base class for callbacks. Every hook does nothing; override the ones you need.
 
-    They are called on rank 0 alone, in the thread that trains, between two steps; the other ranks wait at their next
-    collective for as long as a hook takes. So a hook starts no collective and keeps nobody waiting. An error in one is
-    an error of the run: training ends with exit code 1, the traceback is in the log of rank 0, and the newest
-    checkpoint stays.
+    Hooks are called only on rank 0, in the training thread, between two steps; the other ranks wait at their next
+    collective until the hook returns. A hook must not start a collective, and should be fast. An exception in a hook
+    ends training with exit code 1; the traceback is in the log of rank 0, and the newest checkpoint is kept.
     """
 
     def on_start(self, step: int) -> None:
-        """Training begins after this many steps: 0, or where the checkpoint is that it goes on from."""
+        """Training starts after this many steps: 0, or the step of the checkpoint that it resumes from."""
 
     def on_step_end(self, row: Mapping[str, Any]) -> None:
-        """A step's row of metrics.jsonl. It comes when the step has been read, at least one step later."""
+        """Receives a step's row of metrics.jsonl, at least one step later, when its metrics have been read."""
 
     def on_evaluation(self, row: Mapping[str, Any]) -> None:
-        """An evaluation's row of metrics.jsonl."""
+        """Receives an evaluation's row of metrics.jsonl."""
 
     def on_save(self, step: int) -> None:
-        """A checkpoint of this step has been copied; it is whole on disk when events.jsonl has its `checkpoint`."""
+        """A save of this step has begun; the checkpoint is on disk when events.jsonl has its `checkpoint` event."""
 
     def on_end(self) -> None:
-        """Training ends, however it does: at its last step, early, on request or by an error."""
+        """Training ends for any reason: at its last step, early, on request or by an error."""
 
 
 def build_callbacks(configs: Sequence[CallbackConfig]) -> list[Callback]:
-    """The callbacks of `train.callbacks`, in order. For rank 0 alone."""
+    """Build the callbacks of `train.callbacks`, in order. Only on rank 0."""
     return [
         build_named(f"train.callbacks.{index}.name", each.name, {}, Callback, options=each.options)
         for index, each in enumerate(configs)

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and where each part of it goes."""
+"""The content of a run's checkpoint, and how it is loaded."""
 
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,18 +17,18 @@ from echelon.training.state import SavedState, TrainState
 
 @dataclass(frozen=True)
 class RunContents:
-    """The parts of a run that a checkpoint is made of and loaded into, besides counters. Every method is collective."""
+    """The parts of a run that are saved in a checkpoint, other than counters. Every method is collective."""
 
     engine: Engine
     sync: Synchronizer
     judge: StepJudge
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of a checkpoint: the engine's and the synchronizer's."""
+        """Return every tensor of a checkpoint: the engine's and the synchronizer's."""
         return self.sync.tensors(self.engine.state_dict())
 
     def describe(self, state: TrainState, goodput: GoodputTracker) -> dict[str, Any]:
-        """What is no tensor, as JSON values."""
+        """Return the content that is not a tensor, as JSON values."""
         return {
             "train": state.to_dict(),
             "sync": self.sync.state_dict(),
@@ -37,10 +37,10 @@ class RunContents:
         }
 
     def load(self, checkpoint: Checkpoint, store: CheckpointStore) -> SavedState:
-        """Put every part where a checkpoint has it; everything in it that is no tensor.
+        """Load a checkpoint into every part; return its content that is not a tensor.
 
         Raises:
-            CheckpointError: it is hostile, or of something else than this run. The run cannot go on from here.
+            CheckpointError: it is hostile, or does not belong to this run. The run cannot continue after this.
         """
         saved = SavedState.from_dict(checkpoint.read_state())
         fill = partial(store.load, checkpoint)

@@ -1,4 +1,4 @@
-"""What a bad step was made of: its samples, and where its numbers first stopped being finite."""
+"""Diagnoses a bad step: its samples, and where the first non-finite value occurred."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +14,14 @@ MAX_SAMPLES = 16
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What running a bad step again has shown, over all ranks.
+    """The result of rerunning a bad step, over all ranks.
 
     Attributes:
-        finding: the first thing that was not finite; None where all was, or where the step was only a spike.
-        ranks: those that found something.
-        world_size: of how many.
-        sample_ids: of the microbatches where something was not finite, or of all where none was; the first few.
-        num_samples: how many there are of them.
+        finding: the first non-finite value; None if all values were finite, as in a spike.
+        ranks: the ranks on which it occurred.
+        world_size: the number of all ranks.
+        sample_ids: the first few samples of the microbatches with a non-finite value, or of all microbatches.
+        num_samples: the number of all such samples.
     """
 
     finding: Finding | None
@@ -31,21 +31,21 @@ class Diagnosis:
     num_samples: int
 
     def describe(self) -> str:
-        """Two sentences."""
+        """Describe the diagnosis in two sentences."""
         if self.finding is None:
-            found = "Run again, its batch gives nothing that is not finite"
+            found = "When its batch was rerun, all values were finite"
         else:
-            on = "" if len(self.ranks) == self.world_size else f", on rank {', '.join(map(str, self.ranks))} alone"
-            found = f"First not finite, when its batch is run again: {self.finding.describe()}{on}"
+            on = "" if len(self.ranks) == self.world_size else f", only on rank {', '.join(map(str, self.ranks))}"
+            found = f"When its batch was rerun, the first non-finite value was {self.finding.describe()}{on}"
         return f"{found}. {self.describe_samples()}."
 
     def describe_samples(self) -> str:
-        """The samples, as many as are kept."""
+        """List the sample ids."""
         more = self.num_samples - len(self.sample_ids)
         return f"Samples {', '.join(map(str, self.sample_ids))}{f' and {more} more' if more else ''}"
 
     def fields(self) -> dict[str, Any]:
-        """JSON values for an event."""
+        """Return JSON values for an event."""
         return {
             "first_nonfinite": None if self.finding is None else self.finding.describe(),
             "ranks": list(self.ranks),
@@ -55,11 +55,11 @@ class Diagnosis:
 
 
 def diagnose(engine: Engine, batch: StepBatch, num_targets: Tensor, group: dist.ProcessGroup) -> Diagnosis:
-    """Run a bad step's batch again, a microbatch at a time, and look at every layer. Collective.
+    """Rerun a bad step's batch, one microbatch at a time, with every layer checked. Collective.
 
     Args:
-        batch: this rank's, on its device.
-        num_targets: over all ranks.
+        batch: this rank's batch, on its device.
+        num_targets: the number of targets over all ranks.
     """
     found: list[tuple[Finding | None, list[int]]] = []
     for microbatch in batch.microbatches:
@@ -71,11 +71,11 @@ def diagnose(engine: Engine, batch: StepBatch, num_targets: Tensor, group: dist.
 
 
 def _merge(everyone: list[list[tuple[Finding | None, list[int]]]]) -> Diagnosis:
-    """One diagnosis of what each rank found in each of its microbatches."""
+    """Merge the findings of all ranks and microbatches into one diagnosis."""
     entries = [(rank, finding, ids) for rank, found in enumerate(everyone) for finding, ids in found]
     findings = [(finding, rank) for rank, finding, _ in entries if finding is not None]
     first = min((finding for finding, _ in findings), default=None)
-    # A loss that is not finite is an earlier sign than a gradient, which other ranks have only from the sum.
+    # A non-finite loss shows the origin; non-finite gradients spread to other ranks by the reduction.
     origins = [entry for entry in entries if entry[1] is not None and first is not None and entry[1].part == first.part]
     sample_ids = [each for _, _, ids in origins or entries for each in ids]
     ranks = sorted({rank for rank, _, _ in origins})

@@ -1,4 +1,4 @@
-"""Evaluating a run while it trains: losses on the held-out text, and samples of the prompts."""
+"""Evaluation during training: losses on held-out text, and samples of the prompts."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,10 +14,10 @@ from echelon.training.state import TrainState
 
 @dataclass(frozen=True)
 class Evaluations:
-    """When and how a run is evaluated; of a run that holds text out.
+    """When and how a run with held-out text is evaluated.
 
     Attributes:
-        select_by: the validation set that says which step was best; None: all of them together.
+        select_by: the validation set that determines the best step; None for all sets together.
     """
 
     engine: Engine
@@ -29,11 +29,11 @@ class Evaluations:
     stop: StopRequest
 
     def is_due(self, done: int) -> bool:
-        """Whether one is due after this step by its rhythm; after the last step one always is."""
+        """Whether an evaluation is due after this step by the interval; the last step is always evaluated."""
         return self.rhythm.is_due(done)
 
     def run(self, state: TrainState) -> TrainState:
-        """Evaluate, and say how good the run is now; it owes the evaluation where a stop comes first. Collective."""
+        """Evaluate and return the new state; after a stop request the evaluation is still owed. Collective."""
         with self.accounting.spending("evaluating"):
             results = None if self.stop.agreed is not None else self._evaluate(state.step)
         if results is None:

@@ -1,4 +1,4 @@
-"""Noticing that training stands still: for a peer that hangs, a network that lost a message, a disk without answer."""
+"""Detects that training hangs: because of another rank, a lost network message, or a disk that does not answer."""
 
 import faulthandler
 import sys
@@ -13,16 +13,18 @@ _PEERS_SECONDS = 2.0
 
 
 class Heartbeat:
-    """Calls `on_timeout` when no progress was reported for too long.
+    """Calls `on_timeout` if no progress is reported for too long.
 
-    Time counts only while this process runs: one that was suspended and wakes up, a whole job or a laptop, is not late.
+    Time counts only while this process runs: a job or laptop that was suspended does not time out when it resumes.
     """
 
     def __init__(
         self, limit_seconds: float | None = None, on_timeout: Callable[[str], None] = lambda what: None
     ) -> None:
-        """`on_timeout` gets the name of what was begun last. It is called in a thread, does not return, and is never
-        called without a limit."""
+        """`on_timeout` receives the name of the last activity. It is called in a thread and must not return.
+
+        Without a limit it is never called.
+        """
         self._limit = limit_seconds
         self._on_timeout = on_timeout
         self._what = "the start"
@@ -31,17 +33,17 @@ class Heartbeat:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Watch from now on, if there is a limit."""
+        """Start watching, if there is a limit."""
         if self._limit is not None:
             threading.Thread(target=self._watch, args=(self._limit,), name="heartbeat", daemon=True).start()
 
     def beat(self, what: str) -> None:
-        """Something was done, and this begins."""
+        """Report progress; `what` names the activity that begins."""
         self._what, self._silent_ticks = what, 0
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """The block may take any time: a save waits for storage as long as that needs."""
+        """Scope without a time limit: a save waits for storage as long as it takes."""
         self._is_resting = True
         try:
             yield
@@ -49,7 +51,7 @@ class Heartbeat:
             self._is_resting, self._silent_ticks = False, 0
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._ended.set()
 
     def _watch(self, limit: float) -> None:
@@ -61,7 +63,7 @@ class Heartbeat:
 
 
 def find_unresponsive_ranks(folder: Path, rank: int, world_size: int) -> list[int]:
-    """The ranks that have not noticed the hang. Every rank that has calls this, with the same shared folder."""
+    """Return the ranks that have not noticed the hang. Every rank that has must call it, with the same folder."""
     (folder / f"hanging-{rank}").touch()
     threading.Event().wait(_PEERS_SECONDS)
     return [peer for peer in range(world_size) if not (folder / f"hanging-{peer}").exists()]

@@ -1,4 +1,4 @@
-"""When a run saves: every so many steps, or as often as its failures and the cost of a save make best."""
+"""The interval between saves: a fixed number of steps, or chosen from the cost of a save and the failure rate."""
 
 import math
 import statistics
@@ -11,24 +11,24 @@ from echelon.recipe import Recipe
 from echelon.reporting.console import render_duration
 
 # Grattafiori et al., "The Llama 3 Herd of Models" (arXiv 2407.21783), section 3.3.4: 419 unexpected interruptions in 54
-# days on 16,384 GPUs, which is one in 50,676 hours of a GPU.
+# days on 16,384 GPUs, which is one per 50,676 GPU hours.
 DEVICE_HOURS_BETWEEN_FAILURES = 50_000.0
 
-# `auto` saves for the first time here, late enough for a step's time to be known.
+# The first save with `auto`, after enough steps to measure their time.
 _FIRST_STEPS = 10
 _RECENT_STEPS = 50
-# A choice that moves by less is not worth a line.
+# Relative change of the interval from which on it is logged.
 _NEWS_FRACTION = 0.2
 
 
 def best_interval_seconds(save_seconds: float, failure_seconds: float) -> float:
-    """The time of training between two saves that loses least.
+    """Return the training time between two saves that minimises the expected loss of time.
 
     Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
     Systems 22 (2006), equation 37; its first term is Young's (1974).
 
     Args:
-        save_seconds: how long a save keeps training from going on.
+        save_seconds: how long a save blocks training.
         failure_seconds: the mean time between two failures of the job.
     """
     if save_seconds >= 2 * failure_seconds:
@@ -38,17 +38,19 @@ def best_interval_seconds(save_seconds: float, failure_seconds: float) -> float:
 
 
 def lost_fractions(interval_seconds: float, save_seconds: float, failure_seconds: float) -> tuple[float, float]:
-    """The expected shares of time that go into saves, and into work done again: half an interval at each failure."""
+    """Return the expected fractions of time for saves and for repeated work: half an interval at each failure."""
     period = interval_seconds + save_seconds
     return save_seconds / period, period / 2 / failure_seconds
 
 
 class SaveInterval:
-    """Says after which steps the run is saved, on every rank alike."""
+    """Decides after which steps the run is saved, the same on every rank."""
 
     def __init__(self, recipe: Recipe, num_samples: int, num_devices: int, step: int) -> None:
-        """`num_samples`: the sequences of an epoch. `step`: how many are done; under `auto` the first save of a start
-        comes soon, and is what is measured."""
+        """`num_samples`: sequences per epoch. `step`: steps already done.
+
+        With `auto` the first save of a start comes early, to measure its cost.
+        """
         self._rhythm = None if recipe.checkpoint.every_steps == "auto" else recipe.save_rhythm(num_samples)
         hours = recipe.fault.mean_hours_between_failures
         self._failure_seconds = 3600 * (hours or DEVICE_HOURS_BETWEEN_FAILURES / num_devices)
@@ -61,17 +63,17 @@ class SaveInterval:
         return self._rhythm.is_due(done) if self._rhythm is not None else done >= self._next
 
     def saw_step(self, seconds: float) -> None:
-        """Take note of how long a step took."""
+        """Record the duration of a step."""
         self._step_seconds.append(seconds)
 
     def learn(self, done: int, stall_seconds: float, write_seconds: float, group: dist.ProcessGroup) -> str | None:
-        """After a save: choose the next one, and say so when the choice has changed. Collective.
+        """After a save, choose the next one; return a line for the user if the interval has changed. Collective.
 
         Args:
             done: the step that was saved.
-            stall_seconds: how long the save kept this rank from training.
-            write_seconds: how long the save before took until it was published; 0 if there was none.
-            group: all ranks. The slowest decides.
+            stall_seconds: how long the save blocked training on this rank.
+            write_seconds: how long the previous save took until it was published; 0 if there was none.
+            group: all ranks. The slowest rank determines the interval.
         """
         if self._rhythm is not None:
             return None
@@ -80,7 +82,7 @@ class SaveInterval:
         slowest = torch.tensor([stall_seconds, write_seconds, step_seconds], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         stall, write, step = slowest.tolist()
-        # Saves that follow each other faster than they can be written would wait for each other.
+        # With a shorter interval than the writing time, saves would wait for each other.
         seconds = max(best_interval_seconds(stall, self._failure_seconds), write)
         every = max(1, math.ceil(seconds / step))
         self._next = done + every
@@ -93,7 +95,7 @@ class SaveInterval:
         saving, redone = lost_fractions(seconds, stall, self._failure_seconds)
         hours = self._failure_seconds / 3600
         return (
-            f"checkpoint.every_steps auto: every {every} steps ({render_duration(seconds)}): a save stops training for "
-            f"{stall:.2f} s, and a failure is expected every {hours:,.{0 if hours >= 10 else 1}f} h; expected loss "
-            f"{100 * (saving + redone):.2g} %: {100 * saving:.2g} % saving, {100 * redone:.2g} % done again"
+            f"checkpoint.every_steps auto: every {every} steps ({render_duration(seconds)}): a save blocks training "
+            f"for {stall:.2f} s, and a failure is expected every {hours:,.{0 if hours >= 10 else 1}f} h; expected loss "
+            f"of time {100 * (saving + redone):.2g} %: {100 * saving:.2g} % saving, {100 * redone:.2g} % repeated work"
         )

@@ -1,4 +1,4 @@
-"""Measuring a step: device tensors gathered without waiting, reduced over ranks in one sum, read one step late."""
+"""Metrics of a step: collected on the device without synchronization, reduced in one sum, and read one step late."""
 
 import math
 import resource
@@ -15,22 +15,22 @@ from echelon.distributed.mesh import Meshes
 from echelon.stopping import agreed_stop
 from echelon.training.bad_steps import Verdict
 
-LIMB_BITS = 16  # a batch hash travels as four limbs, whose sums over any number of ranks are exact in fp64
+LIMB_BITS = 16  # a batch hash is reduced as four limbs, whose sums over any number of ranks are exact in fp64
 _NUM_LIMBS = 4
 
 
 class Targets(NamedTuple):
-    """How many targets a step has: int64 scalars on the device. `shared` is what the loss is divided by."""
+    """The number of targets of a step, int64 scalars on the device. The loss is divided by `shared`."""
 
     own: Tensor
     """On this rank."""
     shared: Tensor
-    """On all ranks of this replica, whose losses make one."""
+    """On all ranks of this replica."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step as this rank saw it, before anything was reduced. Tensors are scalars on the device."""
+    """The values of one step on this rank, before any reduction. Tensors are scalars on the device."""
 
     step: int
     loss_sum: Tensor
@@ -49,7 +49,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step over all ranks, on the host."""
+    """The metrics of one step over all ranks, on the host."""
 
     step: int
     loss: float
@@ -65,13 +65,13 @@ class StepMetrics:
     memory_peak_bytes: int | None
     is_bad: bool
     bad_in_a_row: int
-    """How many bad steps in a row this one is the last of."""
+    """Number of consecutive bad steps up to this one."""
     stopped_by: str | None
-    """The signal or the limit that any rank stops for."""
+    """The signal or budget limit that stops the run, on any rank."""
 
 
 class Stamp:
-    """A moment in the device's own time: an event on a GPU, where the host runs ahead, else the host's clock."""
+    """A timestamp: a CUDA event on a GPU, because the host runs ahead, else the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -81,12 +81,12 @@ class Stamp:
         self._host = time.perf_counter()
 
     def wait(self) -> None:
-        """Until the device has come this far."""
+        """Wait until the device has reached this point."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: "Stamp") -> float:
-        """Time between two stamps of one device; waits until this one is reached."""
+        """Return the time since an earlier stamp of the same device; waits until this one is reached."""
         if self._event is None or earlier._event is None:
             return self._host - earlier._host
         self.wait()
@@ -94,15 +94,15 @@ class Stamp:
 
 
 class PendingMetrics:
-    """A step's sums, on their way over the ranks and to the host; `read` waits for them. Building one is collective.
+    """The metrics of a step while they are reduced and copied to the host. The constructor is collective.
 
-    Of the ranks that read the same sequences one counts them, and of those that compute the same loss one reports it.
-    The loss is divided by the targets of all ranks, also where each replica divides its gradients by its own.
-    Nothing here waits for the device, and `read` waits for this step alone, not for the one launched after it.
+    One of the ranks that read the same sequences counts them, and one of those that compute the same loss reports it.
+    The loss is divided by the targets of all ranks, even if each replica divides its gradients by its own.
+    The constructor does not wait for the device, and `read` waits only for this step, not for later ones.
     """
 
     def __init__(self, record: StepRecord, meshes: Meshes, peak_bytes: int | None = None) -> None:
-        """`peak_bytes`: this rank's memory, of which `read` tells the largest; on all ranks or on none."""
+        """`peak_bytes`: this rank's peak memory; `read` returns the largest. Give it on all ranks or on none."""
         device = record.loss_sum.device
         limbs = [(record.batch_hash >> (LIMB_BITS * place)) & (2**LIMB_BITS - 1) for place in range(_NUM_LIMBS)]
         data = [record.num_tokens, record.num_labels, *limbs]
@@ -113,7 +113,7 @@ class PendingMetrics:
                 losses if meshes.counts_loss else torch.zeros_like(losses),
                 _to_device(data if meshes.counts_data else [0] * len(data), device),
                 _to_device([record.data_wait_seconds, *record.stop_flags], device),
-                record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all: they part ways otherwise
+                record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all, or the ranks would diverge
             ]
         )
         dist.all_reduce(sums, group=meshes.everyone)
@@ -129,7 +129,7 @@ class PendingMetrics:
         self.finished = Stamp(device)
 
     def read(self) -> StepMetrics:
-        """The step's metrics. The only place where the host waits for the device."""
+        """Return the step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
         grad_norm, committed, in_a_row, scale, peak, *sums = self._values.tolist()
         loss_sum, router_sum, num_targets, tokens, labels, *rest, num_bad = sums
@@ -155,13 +155,13 @@ class PendingMetrics:
 
 
 def _to_device(values: list[float], device: torch.device) -> Tensor:
-    """fp64 numbers on the device, without waiting for it."""
+    """Copy numbers to the device as fp64, without waiting for it."""
     host = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """The tensor on the host, there once the device has come this far."""
+    """Copy a tensor to the host without waiting; valid once the device has reached this point."""
     if tensor.device.type != "cuda":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -169,7 +169,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has held: on the GPU where there is one, else resident memory of the process."""
+    """Return the peak memory of this process: reserved GPU memory, or resident memory without a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
@@ -177,12 +177,12 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def finite(value: float) -> float | None:
-    """The value, or None where JSON has no number for it."""
+    """Return the value, or None if it is not finite, which JSON cannot represent."""
     return value if math.isfinite(value) else None
 
 
 def train_row(metrics: StepMetrics, **measured: Any) -> dict[str, Any]:
-    """A row of metrics.jsonl: every key of its kind, null where unknown."""
+    """Return a train row of metrics.jsonl with every key, null if unknown."""
     return {
         "kind": "train",
         "step": metrics.step + 1,

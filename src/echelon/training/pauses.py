@@ -1,4 +1,4 @@
-"""What is done between two steps: replicas compared, the run evaluated, saved, and left when it is to stop."""
+"""Work between two steps: comparing replicas, evaluating, saving, and stopping on request."""
 
 from dataclasses import asdict, dataclass
 
@@ -15,7 +15,7 @@ from echelon.training.state import TrainState
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be done after a step: nothing, after most."""
+    """The work that is due after a step; usually none."""
 
     comparison: bool = False
     evaluation: bool = False
@@ -28,12 +28,12 @@ class Due:
 
 @dataclass
 class Pauses:
-    """Decides after each step what is due, and does it. Every rank calls its methods in the same order.
+    """Decides what is due after each step, and does it. Every rank must call its methods in the same order.
 
     Attributes:
-        evaluations: None for a run that holds no text out.
-        compare_every: every how many steps replicas are compared, and before each save; None: never.
-        patience: how many evaluations in a row without a lower loss end the run; None: never.
+        evaluations: None for a run without held-out text.
+        compare_every: interval in steps at which replicas are compared, also before each save; None for never.
+        patience: number of consecutive evaluations without a lower loss that end the run; None for no limit.
     """
 
     engine: Engine
@@ -46,9 +46,9 @@ class Pauses:
     patience: int | None
 
     def agree_on_due(self, done: int, is_last: bool) -> Due:
-        """What is due after this step, the same on every rank; to be called once after each. Collective at times.
+        """Return what is due after this step, the same on every rank. Must be called once after each step.
 
-        `is_last`: it is the run's last step.
+        Collective after some steps. `is_last`: whether it is the run's last step.
         """
         return Due(
             comparison=self.compare_every is not None and done % self.compare_every == 0,
@@ -58,19 +58,21 @@ class Pauses:
         )
 
     def stops_early(self, state: TrainState) -> bool:
-        """Whether the loss has not become lower for `evaluate.early_stopping` evaluations."""
+        """Whether the loss has not improved for `evaluate.early_stopping` evaluations."""
         return self.patience is not None and state.evaluations_since_best >= self.patience
 
     def run(self, state: TrainState, due: Due) -> TrainState:
-        """Do what is due, and what a stop asks for; the state after it. Its time is no step's. Collective.
+        """Do what is due, handle a stop request, and return the new state. Collective.
+
+        The time does not count for any step.
 
         Raises:
             StoppedError: the ranks have agreed to stop, and the run is saved.
-            TrainingError: replicas hold different weights.
+            TrainingError: replicas have different weights.
             CheckpointError: see Saver.
         """
         is_best = False
-        if self.compare_every is not None:  # also before a save: what is saved is one replica's
+        if self.compare_every is not None:  # also before a save, which stores the weights of one replica
             self._compare_replicas(state.step)
         if self.evaluations is not None and due.evaluation:
             state = self.evaluations.run(state)
@@ -85,10 +87,10 @@ class Pauses:
         return state
 
     def _compare_replicas(self, step: int) -> None:
-        """Raise TrainingError where replicas hold different weights. Collective."""
+        """Raise TrainingError if replicas have different weights. Collective."""
         differences = compare_replicas(self.engine.state_dict(), self.meshes)
         if differences:
-            self.saver.wait()  # what is being saved was compared before
+            self.saver.wait()  # the pending save was compared before it began
             for each in differences:
                 self.accounting.event("replicas_differ", step=step, **asdict(each))
             raise TrainingError(describe_differences(differences, step))

@@ -1,4 +1,4 @@
-"""Whether all replicas still hold the same weights: bad memory and missed broadcasts are silent otherwise."""
+"""Checks that all replicas have the same weights, to detect silent faults such as bad memory."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,10 +13,10 @@ from echelon.distributed.mesh import MESH_AXES, Grid, Meshes
 from echelon.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
 
-# Ranks with other places on these belong to one replica and one stage of a pipeline.
+# Ranks that differ only along these axes belong to the same replica and pipeline stage.
 _COPYING_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 2**22  # numbers hashed at once: 64-bit copies of a whole parameter would need much memory
+_CHUNK = 2**22  # numbers hashed at once: a 64-bit copy of a full parameter would need much memory
 # The constants and shifts of SplitMix64 (Steele, Lea & Flood 2014), as signed words.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
@@ -24,13 +24,13 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 @dataclass(frozen=True)
 class Difference:
-    """Ranks whose weights are not those of their replicas.
+    """Ranks whose weights differ from their replicas.
 
     Attributes:
-        ranks: those that differ from most of their replicas; all of them where most do not agree.
-        replicas: the ranks that should hold the same.
-        parameter: the first one that differs.
-        num_parameters: how many do.
+        ranks: the ranks that differ from the majority; all of them if there is no majority.
+        replicas: the ranks that should have equal weights.
+        parameter: the first parameter that differs.
+        num_parameters: the number of parameters that differ.
     """
 
     ranks: tuple[int, ...]
@@ -39,35 +39,37 @@ class Difference:
     num_parameters: int
 
     def describe(self) -> str:
-        """One sentence without its end."""
+        """Return a clause for a message."""
         others = [rank for rank in self.replicas if rank not in self.ranks]
-        who = f"rank {_listed(self.ranks)} {'holds' if len(self.ranks) == 1 else 'hold'}"
+        who = f"rank {_listed(self.ranks)} {'has' if len(self.ranks) == 1 else 'have'}"
         than = f"other weights than rank {_listed(others)}" if others else "different weights"
-        return f"{who} {than}, where all should be equal: {self.num_parameters} tensors, the first {self.parameter}"
+        return (
+            f"{who} {than}, and all must be equal: {self.num_parameters} tensors differ, the first is {self.parameter}"
+        )
 
 
 def describe_replicas(plan: ParallelPlan) -> str:
-    """What `fault.verify_replicas_every` compares under a plan; for the start of a run."""
+    """Return a line for the start of a run: what `fault.verify_replicas_every` compares under a plan."""
     if plan.dp_replicate == 1:
-        return "replicas: each weight is on one rank alone under this plan, so there is nothing to compare"
-    return f"replicas: {plan.dp_replicate} of each weight are compared"
+        return "replicas: under this plan each weight is on one rank only, so there is nothing to compare"
+    return f"replicas: {plan.dp_replicate} copies of each weight are compared"
 
 
 def compare_replicas(tensors: Mapping[str, Tensor], meshes: Meshes) -> list[Difference]:
-    """Compare all copies of the weights inside each replica: what differs, the same on every rank. Collective.
+    """Compare all copies of each weight; return the differences, the same on every rank. Collective.
 
-    Copies lie along dp_replicate, and along every other axis that does not divide the tensor. Each rank sends two
-    numbers for each of its tensors.
+    Copies are along dp_replicate, and along every other axis that does not shard the tensor. Each rank sends two
+    numbers per tensor.
 
     Args:
-        tensors: what the engine keeps: those named `model.NAME` are compared.
+        tensors: the engine's tensors, of which those named `model.NAME` are compared.
     """
     weights = {name.removeprefix("model."): each for name, each in tensors.items() if name.startswith("model.")}
     names = list(weights)
     found = list(_find_differing(_gather_digests(list(weights.values()), meshes), meshes.grid))
     if not found:
         return []
-    all_names = [names] * meshes.num_devices  # ranks with other layers have other names
+    all_names = [names] * meshes.num_devices  # other pipeline stages have other names
     dist.all_gather_object(all_names, names, group=meshes.everyone)
     return [
         Difference(odd, copies, all_names[copies[0]][differing[0]], len(differing)) for odd, copies, differing in found
@@ -77,10 +79,10 @@ def compare_replicas(tensors: Mapping[str, Tensor], meshes: Meshes) -> list[Diff
 def _find_differing(
     digests: list[list[tuple[int, int]]], grid: Grid
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], list[int]]]:
-    """The ranks that differ, the ranks that should be equal, and the places of the tensors that are not.
+    """Yield (ranks that differ, ranks that should be equal, indices of the differing tensors).
 
     Args:
-        digests: for each rank, as `_gather_digests` has them.
+        digests: for each rank, the result of `_gather_digests`.
     """
     for code in sorted({code for each in digests for code, _ in each} - {0}):
         for copies in grid.peers(_decode(code)):
@@ -93,9 +95,9 @@ def _find_differing(
 
 
 def _gather_digests(weights: list[Tensor], meshes: Meshes) -> list[list[tuple[int, int]]]:
-    """For each rank and each of its tensors: the axes along which there are copies of it, as a code, and its hash.
+    """Return, for each rank and tensor, the axes along which it has copies, encoded as a number, and its hash.
 
-    The code 0 means that there are none; stages of a pipeline with fewer tensors than others are filled up with it.
+    Code 0 means no copies; it also pads pipeline stages with fewer tensors than others.
     """
     device = torch.device("cpu" if dist.get_backend(meshes.everyone) == "gloo" else meshes.device_type)
     count = torch.tensor(len(weights), device=device)
@@ -112,7 +114,7 @@ def _gather_digests(weights: list[Tensor], meshes: Meshes) -> list[list[tuple[in
 
 
 def copied_axes(weight: Tensor, grid: Grid) -> tuple[str, ...]:
-    """The axes with several places along which the ranks of one replica and one stage hold the same of a tensor."""
+    """Return the axes of size above 1 along which the ranks of a replica and stage have the same part of a tensor."""
     divided: set[str] = set()
     if isinstance(weight, DTensor):
         for name, placement in zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=True):
@@ -122,7 +124,7 @@ def copied_axes(weight: Tensor, grid: Grid) -> tuple[str, ...]:
 
 
 def _encode(axes: tuple[str, ...]) -> int:
-    """Axes as a number, one bit for each."""
+    """Encode axes as a number, one bit per axis."""
     return sum(1 << _COPYING_AXES.index(axis) for axis in axes)
 
 
@@ -131,21 +133,21 @@ def _decode(code: int) -> tuple[str, ...]:
 
 
 def describe_differences(differences: list[Difference], step: int) -> str:
-    """The message with which a run ends after this many steps."""
+    """Return the message for a run that ends after this step because replicas differ."""
     return (
         f"after step {step}: {'; '.join(each.describe() for each in differences)}. Nothing was saved since the "
-        "replicas were last equal. Look for bad memory or another fault of that machine; the same command goes on from "
-        "the newest checkpoint."
+        "replicas were last equal. Check that machine for bad memory or another hardware fault; run the same command "
+        "again to resume from the newest checkpoint."
     )
 
 
 @torch.no_grad()
 def hash_bits(tensor: Tensor) -> Tensor:
-    """A 64-bit hash of a tensor's bits and their places: an int64 scalar on its device. The host waits for nothing.
+    """Hash a tensor's bits and their positions to 64 bits: an int64 scalar on its device. No synchronization.
 
-    The sum, modulo 2^64, of SplitMix64's finalizer of each number's bits and place. For one place the finalizer is a
-    bijection, so a change of a single number is always seen; for two tensors that differ otherwise the odds of an
-    equal hash are about 2^-64. It guards against mistakes and broken memory, not against an adversary.
+    The sum, modulo 2^64, of SplitMix64's finalizer of each element's bits and position. For a fixed position the
+    finalizer is a bijection, so a change of a single element is always detected; for other changes the probability of
+    an equal hash is about 2^-64. It detects mistakes and broken memory, not attacks.
     """
     words = tensor.detach().contiguous().flatten().view(_WORDS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -159,15 +161,15 @@ def hash_bits(tensor: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, places: int) -> Tensor:
-    """Shift to the right as unsigned words are: torch repeats the sign."""
+    """Logical right shift: torch's shift of signed integers is arithmetic."""
     return torch.bitwise_and(words >> places, 2 ** (64 - places) - 1)
 
 
 def find_odd_ranks(hashes: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """The ranks whose hashes are not those of most; all of them where most do not agree, none where all do.
+    """Return the ranks whose hashes differ from the majority; all if there is no majority, none if all are equal.
 
     Args:
-        hashes: by rank, of ranks that should have the same.
+        hashes: by rank, for ranks that should have equal hashes.
     """
     counts = Counter(hashes.values())
     if len(counts) == 1:

@@ -1,4 +1,4 @@
-"""What is done about a bad step: it is passed over, or leads back to a checkpoint, or ends the run with a diagnosis."""
+"""Handles bad steps: skips them, rolls back to a checkpoint, or ends the run with a diagnosis."""
 
 import logging
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class BadStep(Exception):
-    """A step with which training cannot simply go on. Raised on every rank, between two steps."""
+    """A bad step that needs a rollback or ends the run. Raised on every rank, between two steps."""
 
     def __init__(self, metrics: StepMetrics) -> None:
         super().__init__(f"step {metrics.step + 1}")
@@ -28,7 +28,7 @@ class BadStep(Exception):
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a run does about its bad steps, as the recipe's `fault` says."""
+    """Handles bad steps according to the recipe's `fault`."""
 
     fault: FaultConfig
     train_step: TrainingStep
@@ -36,14 +36,14 @@ class Recovery:
     accounting: Accounting
 
     def prepare(self, state: TrainState) -> None:
-        """Before the first step of a run: save somewhere to go back to, where that may be wanted. Collective."""
+        """Before the first step of a run with rollbacks, save a checkpoint to return to. Collective."""
         if state.step == 0 and self.fault.on_bad_step == "rollback":
             self.saver.save(state)
 
     def pass_over(self, metrics: StepMetrics, state: TrainState) -> None:
-        """Note a bad step; it was not applied, and nothing else is to be done unless there were too many in a row.
+        """Record a bad step, which was not applied.
 
-        Raises BadStep where there were, on every rank.
+        Raises BadStep on every rank if the recipe does not skip bad steps, or there were too many in a row.
         """
         if metrics.step + 1 in state.suppressed:
             return
@@ -52,21 +52,21 @@ class Recovery:
         self._note(metrics, "skip", None)
         logger.warning(
             f"bad step {metrics.step + 1}: {describe_numbers(metrics)}; not applied, {metrics.bad_in_a_row} in a row "
-            f"of fault.max_bad_steps={self.fault.max_bad_steps}"
+            f"(fault.max_bad_steps={self.fault.max_bad_steps})"
         )
 
     def recover(self, metrics: StepMetrics, state: TrainState) -> TrainState:
-        """Go back to the newest checkpoint, never to apply this step; or end the run. Collective.
+        """Return to the newest checkpoint and exclude this step, or end the run. Collective.
 
-        The weights are those that the step met: the judge has applied nothing since.
+        The weights are still those that the step ran with: the judge has applied no step since.
 
         Returns:
-            The state to go on from.
+            The state to continue from.
 
         Raises:
-            TrainingError: the recipe wants the run to stop, or it had too many bad steps in a row.
+            TrainingError: the recipe stops at bad steps, or there were too many in a row.
         """
-        self.saver.wait()  # every rank is here, so the save under way can be whole first
+        self.saver.wait()  # every rank is here, so the pending save can complete first
         goes_back = self.fault.on_bad_step == "rollback" and metrics.bad_in_a_row < self.fault.max_bad_steps
         diagnosis = self.train_step.diagnose(metrics.step)
         self._note(metrics, "rollback" if goes_back else "stop", diagnosis)
@@ -75,14 +75,14 @@ class Recovery:
         number, checkpoint = metrics.step + 1, self.saver.find_newest()
         if checkpoint is None:
             raise TrainingError(
-                f"step {number}: {describe_numbers(metrics)}, and there is no checkpoint to go back to any more; start "
-                "the same command again."
+                f"step {number}: {describe_numbers(metrics)}, and there is no intact checkpoint to return to; run the "
+                "same command again."
             )
-        # What is written first is the event: a run that dies here must know that the step is ruled out.
+        # Write the event first: a run that dies here must know that the step is excluded.
         self.accounting.event("rollback", step=checkpoint.step, suppressed=number)
         logger.warning(
-            f"bad step {number}: {describe_numbers(metrics)}; back to step {checkpoint.step}, and step {number} will "
-            f"not be applied. {diagnosis.describe()}"
+            f"bad step {number}: {describe_numbers(metrics)}; returning to step {checkpoint.step}, and step {number} "
+            f"will not be applied. {diagnosis.describe()}"
         )
         saved = self.saver.load(checkpoint)
         self.accounting.go_back(checkpoint.step, {} if saved.goodput is None else saved.goodput.seconds)
@@ -103,33 +103,33 @@ class Recovery:
 
 
 def describe_numbers(metrics: StepMetrics) -> str:
-    """The loss and the norm of a step."""
+    """Describe the loss and the gradient norm of a step."""
     return f"loss={metrics.loss:.6g} and gradient norm={metrics.grad_norm:.6g}"
 
 
 def describe_stop(metrics: StepMetrics, fault: FaultConfig, diagnosis: Diagnosis) -> str:
-    """Why the run ends at this step, what is known of it, and what to do."""
+    """Return the message for a run that ends at a bad step: the reason, the diagnosis and the fix."""
     if finite(metrics.grad_norm) is None:
         rule = "and both must be finite"
     elif fault.spike_factor is None:
         rule = "and the synchronizer (sync.name) rejected the update"
     else:
-        rule = f"which is more than fault.spike_factor={fault.spike_factor:g} times the median of the steps before"
+        rule = f"which is more than fault.spike_factor={fault.spike_factor:g} times the median of the preceding steps"
     many = ""
     if fault.on_bad_step != "stop":
         many = f"; it is the last of {metrics.bad_in_a_row} bad steps in a row (fault.max_bad_steps)"
     return (
-        f"step {metrics.step + 1}: {describe_numbers(metrics)}, {rule}{many}; the update was not applied, and the "
-        f"checkpoints before it are kept. {diagnosis.describe()} Lower optim.learning_rate, lengthen "
-        "optim.warmup_steps or set optim.max_grad_norm, and train anew with --fresh or another run.name"
-        + ("; or pass over such steps with fault.on_bad_step=skip." if fault.on_bad_step == "stop" else ".")
+        f"step {metrics.step + 1}: {describe_numbers(metrics)}, {rule}{many}; the update was not applied, and earlier "
+        f"checkpoints are kept. {diagnosis.describe()} Lower optim.learning_rate, raise optim.warmup_steps or set "
+        "optim.max_grad_norm, and start again with --fresh or another run.name"
+        + ("; or skip such steps with fault.on_bad_step=skip." if fault.on_bad_step == "stop" else ".")
     )
 
 
 def find_suppressed(folder: RunFolder) -> tuple[int, ...]:
-    """The steps that rollbacks of this run have ruled out, by events.jsonl: also those no checkpoint was saved after.
+    """Return the steps that rollbacks have excluded, from events.jsonl, also those not in any checkpoint yet.
 
-    Collective: rank 0 reads.
+    Collective: rank 0 reads the file.
     """
     found = [_read_suppressed(folder) if dist.get_rank() == 0 else []]
     dist.broadcast_object_list(found, src=0)

@@ -1,4 +1,4 @@
-"""Saving a run while it trains: checkpoints and snapshots, and the last save before a stop."""
+"""Saves during training: checkpoints and snapshots, and the last save before a stop."""
 
 import logging
 import time
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Decides when a run is saved, and saves it. Every method but `snapshot_due` and `saw_step` is collective.
+    """Decides when a run is saved, and saves it. Every method except `snapshot_due` and `saw_step` is collective.
 
-    `save` and what calls it raise CheckpointError at the third failure in a row.
+    `save` and the methods that call it raise CheckpointError at the third consecutive failure.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class Saver:
         self._has_warned = False
 
     def agree_on_save(self, done: int) -> bool:
-        """Whether a checkpoint is due after this step: by the interval, or because a failed save is repeated.
+        """Whether a checkpoint is due after this step, by the interval or as the retry of a failed save.
 
-        To be called once after every step, by every rank: the ranks sometimes ask each other whether a save has ended.
+        Must be called once after every step, by every rank: after some steps the ranks communicate about a pending
+        save.
         """
         return self._interval.is_due(done) or self.store.agree_on_retry(done)
 
@@ -60,7 +61,7 @@ class Saver:
         return self.snapshots.is_due(done)
 
     def saw_step(self, seconds: float) -> None:
-        """Take note of how long a step took."""
+        """Record the duration of a step."""
         self._interval.saw_step(seconds)
 
     def save(self, state: TrainState) -> None:
@@ -71,7 +72,7 @@ class Saver:
         self._accounting.tell_save(state.step)
 
     def save_and_learn(self, state: TrainState) -> None:
-        """Save between two steps, and let the interval see what that cost."""
+        """Save between two steps, and report the cost to the save interval."""
         started = time.monotonic()
         with self._accounting.saving():
             self.save(state)
@@ -88,12 +89,12 @@ class Saver:
             self.snapshots.save(state.step, self.contents.tensors(), described)
 
     def settle(self, state: TrainState) -> None:
-        """Wait until the newest save is whole, which is repeated where it failed: without it a run is not done."""
+        """Wait until the newest save is complete, retrying it if it failed: a run must end with a checkpoint."""
         with self._accounting.saving():
             self._await_whole(state)
 
     def save_and_leave(self, state: TrainState, cause: str) -> NoReturn:
-        """Save, wait until that is whole, and raise StoppedError. `cause`: a signal, or the limit that is reached."""
+        """Save, wait until it is complete, and raise StoppedError. `cause`: a signal, or the limit that is reached."""
         started = time.monotonic()
         self._accounting.goodput.turn("saving")
         self._accounting.goodput.stop()
@@ -101,22 +102,22 @@ class Saver:
             self.save(state)
             self._await_whole(state)
         if cause in LIMITS:
-            cause, remark = name_limit(self._budget, cause), "; raise it to go on"
+            cause, remark = name_limit(self._budget, cause), "; raise it to continue"
         else:
-            remark = f" of the {self._notice_seconds:g} s that fault.notice_seconds gives"
+            remark = f" of the {self._notice_seconds:g} s allowed by fault.notice_seconds"
         seconds = time.monotonic() - started
         raise StoppedError(f"stopped by {cause} at step {state.step}, saved in {seconds:.1f} s{remark}")
 
     def wait(self) -> None:
-        """Until the save under way has ended."""
+        """Wait until the pending save has ended."""
         self.store.wait()
 
     def find_newest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, the same one on every rank."""
+        """Return the newest intact checkpoint, the same on every rank."""
         return self.store.newest()
 
     def load(self, checkpoint: Checkpoint) -> SavedState:
-        """Go back to a checkpoint. See RunContents.load."""
+        """Load a checkpoint. See RunContents.load."""
         return self.contents.load(checkpoint, self.store)
 
     def _await_whole(self, state: TrainState) -> None:
@@ -124,12 +125,12 @@ class Saver:
             self.save(state)
 
     def _warn_of_slow_saves(self) -> None:
-        """Once, where a stop would not leave the time to save."""
+        """Warn once if a save takes longer than the notice before a stop."""
         notice, taken = self._notice_seconds, self.store.write_seconds
         if taken is not None and 0 < notice < taken and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"A checkpoint took {taken:.1f} s until it was whole on disk, longer than "
-                f"fault.notice_seconds={notice:g}: a stop by a signal may not get as far; raise it where whoever sends "
-                "the signal waits longer, or save to a faster disk."
+                f"Writing a checkpoint took {taken:.1f} s, longer than fault.notice_seconds={notice:g}: a stop by a "
+                "signal may kill the run before it is saved; save to a faster disk, or raise fault.notice_seconds if "
+                "the sender of the signal waits longer."
             )

@@ -1,4 +1,4 @@
-"""What a run has done so far: the part of a checkpoint that is not a tensor."""
+"""The progress of a run: the part of a checkpoint that is not a tensor."""
 
 import json
 import math
@@ -12,23 +12,23 @@ from echelon.errors import CheckpointError
 
 T = TypeVar("T")
 
-# An unknown counter is a damaged one, or of a version that counts what this one does not.
+# An unknown key means a damaged file, or one of another version.
 _STRICT = ConfigDict(extra="forbid")
 
 
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class TrainState:
-    """Counters after a number of whole steps.
+    """Counters after a number of complete steps.
 
     Attributes:
         step: optimizer steps done, committed or not.
         tokens: positions fed to the model other than padding, over all ranks.
         target_tokens: positions with a label.
-        best_loss: the lowest evaluation loss so far, at `best_step`, of the set `best_set` (None: of all together).
-        evaluations_since_best: how many evaluations in a row were not better.
-        suppressed: steps, counted from 1, that are fed and never applied: a rollback ruled them out.
-        owes_evaluation: a stop came before the evaluation that was due at this step, or in its middle.
+        best_loss: the lowest evaluation loss so far, at `best_step`, of the set `best_set` (None: all sets together).
+        evaluations_since_best: number of consecutive evaluations that were not better.
+        suppressed: steps, counted from 1, that a rollback excluded: they run but are never applied.
+        owes_evaluation: whether a stop prevented or interrupted the evaluation that was due at this step.
     """
 
     step: int = 0
@@ -42,42 +42,42 @@ class TrainState:
     owes_evaluation: bool = False
 
     def advanced(self, tokens: int, target_tokens: int) -> "TrainState":
-        """The state one step later."""
+        """Return the state after one more step."""
         return replace(
             self, step=self.step + 1, tokens=self.tokens + tokens, target_tokens=self.target_tokens + target_tokens
         )
 
     def evaluated(self, loss: float) -> "TrainState":
-        """The state after an evaluation at this step."""
+        """Return the state after an evaluation at this step."""
         done = replace(self, owes_evaluation=False)
         if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             return replace(done, best_loss=loss, best_step=self.step, evaluations_since_best=0)
         return replace(done, evaluations_since_best=self.evaluations_since_best + 1)
 
     def suppressing(self, steps: Iterable[int]) -> "TrainState":
-        """The state of a run in which these steps are never applied either."""
+        """Return the state with these steps also excluded."""
         return replace(self, suppressed=tuple(sorted({*self.suppressed, *steps})))
 
     def judged_by(self, name: str | None) -> "TrainState":
-        """The state for a run that goes by this validation set; losses of another one say nothing about it."""
+        """Return the state for selection by this validation set; the best loss of another set is discarded."""
         if name == self.best_set:
             return self
         return replace(self, best_loss=None, best_step=None, best_set=name, evaluations_since_best=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the counters as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainState":
-        """The state that `to_dict` described. Raises CheckpointError for anything else."""
+        """Parse the result of `to_dict`. Raises CheckpointError for anything else."""
         return _parse(cls, values)
 
 
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class JudgeState:
-    """What the next steps are judged by, as `StepJudge.state_dict` gives it."""
+    """The result of `StepJudge.state_dict`."""
 
     in_a_row: int = 0
     norms: tuple[float, ...] = ()
@@ -86,7 +86,7 @@ class JudgeState:
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class GoodputState:
-    """Where the time went, as `GoodputTracker.state_dict` gives it."""
+    """The result of `GoodputTracker.state_dict`."""
 
     seconds: dict[str, float]
     until: float
@@ -105,7 +105,7 @@ class SavedState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "SavedState":
-        """What `Trainer` saved. Raises CheckpointError for anything else."""
+        """Parse a saved state. Raises CheckpointError for anything else."""
         names = ["train", "judge", "goodput", "sync"]
         return _parse(cls, {name: values[name] for name in names if name in values})
 
@@ -115,4 +115,4 @@ def _parse(kind: type[T], values: dict[str, Any]) -> T:
         return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"state.json holds no counters of a run ({reason}).") from error
+        raise CheckpointError(f"state.json has no valid counters of a run ({reason}).") from error

@@ -15,7 +15,7 @@ from echelon.training.training_step import TrainingStep
 
 @dataclass
 class Trainer:
-    """Runs step after step, and what is due between them. Every rank holds one and calls its methods in one order."""
+    """Runs the steps, and the work that is due between them. Every rank must call its methods in the same order."""
 
     num_steps: int
     train_step: TrainingStep
@@ -27,12 +27,12 @@ class Trainer:
     state: TrainState
 
     def fit(self) -> TrainState:
-        """Train to the last step, or until `evaluate.early_stopping` says so. Collective.
+        """Train to the last step, or until `evaluate.early_stopping` ends the run. Collective.
 
         Raises:
-            TrainingError: a step was bad and the recipe stops there, with nothing of it applied; or replicas differ.
-            CheckpointError: a checkpoint could not be written, three times in a row.
-            StoppedError: a rank was asked to stop, or a budget is reached; all of them have saved at the same step.
+            TrainingError: a step was bad, was not applied, and the recipe stops there; or replicas differ.
+            CheckpointError: a checkpoint could not be written three times in a row.
+            StoppedError: a rank received a stop request, or a budget is reached; all ranks have saved the same step.
         """
         self.accounting.tell_start(self.state.step)
         try:
@@ -51,11 +51,11 @@ class Trainer:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether the loss has not become lower for `evaluate.early_stopping` evaluations."""
+        """Whether the loss has not improved for `evaluate.early_stopping` evaluations."""
         return self.pauses.stops_early(self.state)
 
     def _go_on(self) -> None:
-        """Train to the end, or until a step is so bad that training cannot simply go on: BadStep. Collective."""
+        """Train to the end, or raise BadStep at a bad step that needs recovery. Collective."""
         self.accounting.begin(self.state.step)
         if self.state.owes_evaluation or self.stop.agreed is not None:
             self.state = self.pauses.run(self.state, self._agree_on_due(self.state.step))
@@ -65,7 +65,7 @@ class Trainer:
                 break
             record = self.train_step(step, is_suppressed=step + 1 in self.state.suppressed)
             pending.append(PendingMetrics(record, self.train_step.meshes, self.accounting.peak_if_due(step)))
-            # The host reads a step late, or several, so that it never waits for the step it has just launched.
+            # The host reads metrics one or more steps late, so that it never waits for the step it has just launched.
             if len(pending) > self.train_step.sync.lag:
                 self._account(pending.popleft())
             due = self._agree_on_due(step + 1)
@@ -82,7 +82,7 @@ class Trainer:
             self._account(pending.popleft())
 
     def _account(self, pending: PendingMetrics) -> None:
-        """Book one finished step and write its row; raise BadStep where it was too bad. Collective."""
+        """Record a finished step and write its row; raise BadStep if it needs recovery. Collective."""
         metrics = pending.read()
         seconds = self.accounting.book(metrics, pending.finished)
         self.saver.saw_step(seconds)

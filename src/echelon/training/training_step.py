@@ -1,6 +1,6 @@
-"""One optimizer step: the path every step takes, in which the host waits for nothing on the device.
+"""One optimizer step, without any synchronization between host and device.
 
-Read it in five files: this one, `engines/native.py`, `parallel/step.py`, `objectives/objective.py` and
+The code of a step is in five files: this one, `engines/native.py`, `parallel/step.py`, `objectives/objective.py` and
 `sync/every_step.py`.
 """
 
@@ -23,7 +23,7 @@ from echelon.training.metrics import StepRecord, Targets
 
 @dataclass
 class TrainingStep:
-    """Runs a step's microbatches through an engine, and applies what comes out if it may be. Collective."""
+    """Runs a step's microbatches through an engine, and applies the update unless the step is bad. Collective."""
 
     engine: Engine
     objective: Objective
@@ -37,18 +37,18 @@ class TrainingStep:
     stop: StopRequest
 
     def __call__(self, step: int, is_suppressed: bool = False) -> StepRecord:
-        """Run the loader's next step, again where the synchronizer asks for it.
+        """Run the loader's next step; repeat it if the synchronizer asks for that.
 
         Args:
-            step: its number, from 0.
-            is_suppressed: a rollback excluded it: it runs, and is not applied.
+            step: its index, from 0.
+            is_suppressed: whether a rollback excluded the step: it runs, but is not applied.
         """
         while (record := self._attempt(step, is_suppressed)) is None:
             self.loader.seek(step)
         return record
 
     def _attempt(self, step: int, is_suppressed: bool) -> StepRecord | None:
-        """Run the step once; None where it changed nothing and is to be run again."""
+        """Run the step once; return None if it changed nothing and must be run again."""
         self.loader.reshare(*self.sync.begin_step(step))
         batch = next(self.loader).to(self.device)
         targets = self.count_targets(batch)
@@ -80,14 +80,14 @@ class TrainingStep:
         )
 
     def count_targets(self, batch: StepBatch) -> Targets:
-        """The step's targets over all microbatches; they stay on the device. Collective."""
+        """Count the step's targets over all microbatches, as tensors on the device. Collective."""
         own = torch.stack([self.objective.count(microbatch) for microbatch in batch.microbatches]).sum()
         shared = own.clone()
         dist.all_reduce(shared, group=self.meshes.loss)
         return Targets(own, shared)
 
     def diagnose(self, step: int) -> Diagnosis:
-        """Run the batch of an earlier step again to find what was not finite; apply nothing. Collective."""
+        """Rerun the batch of an earlier step, without applying it, to find non-finite values. Collective."""
         batch = self.loader.batch(step).to(self.device)
         num_targets = self.count_targets(batch).shared.clamp(min=1)
         return diagnose(self.engine, batch, num_targets, self.meshes.everyone)

@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, MLflow and W&B, each fed from metrics.jsonl by a forwarder. Rank 0 alone."""
+"""Trackers: TensorBoard, MLflow and W&B, each fed from metrics.jsonl by a forwarder. Only on rank 0."""
 
 from importlib.util import find_spec
 
@@ -15,14 +15,16 @@ _PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "psutil"), "w
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Raise ConfigError for a tracker that cannot work: a missing package, an address with a password in the recipe,
-    W&B online without a key. Called before any text is read or worker started; nothing is asked of a server."""
+    """Raise ConfigError for a tracker that cannot work: a missing package, a password in an address, no key for W&B.
+
+    Called before any text is read or worker started; makes no request to a server.
+    """
     for name in recipe.track:
         for package in _PACKAGES[name]:
             if find_spec(package) is None:
                 raise ConfigError(
-                    f"track: {name} needs {package}, which is not installed; pip install 'echelon[{name}]', or remove "
-                    "it from track."
+                    f"track: {name} requires the package {package}, which is not installed; run pip install "
+                    f"'echelon[{name}]', or remove it from track."
                 )
     if recipe.mlflow.tracking_uri is not None and has_login(recipe.mlflow.tracking_uri):
         raise ConfigError(
@@ -35,7 +37,7 @@ def check_trackers(recipe: Recipe) -> None:
 
 
 def _check_wandb_key(recipe: Recipe) -> None:
-    """W&B itself would ask at the terminal, or fail when training has begun."""
+    """Refuse online W&B without a key: W&B itself would prompt at the terminal, or fail after training has begun."""
     import wandb
     from wandb.sdk.lib import wbauth
 
@@ -47,13 +49,13 @@ def _check_wandb_key(recipe: Recipe) -> None:
         is None
     ):
         raise ConfigError(
-            f"track: wandb has no key for {settings.base_url}; run `wandb login`, set WANDB_API_KEY, or write to the "
-            "run folder with wandb.mode: offline."
+            f"track: wandb has no key for {settings.base_url}; run `wandb login`, set WANDB_API_KEY, or set "
+            "wandb.mode: offline to write to the run folder."
         )
 
 
 def start_trackers(recipe: Recipe, folder: RunFolder, resumed_step: int) -> list[MetricsForwarder]:
-    """The forwarders of the trackers that `track` names, at work; `resumed_step` is the checkpoint's, 0 without one."""
+    """Start a forwarder for each tracker in `track`. `resumed_step`: step of the checkpoint, 0 without one."""
     return [_start(name, recipe, folder, resumed_step) for name in recipe.track]
 
 
@@ -82,7 +84,7 @@ def _start(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int | Non
 
 
 def _build(name: str, recipe: Recipe, folder: RunFolder, resumed_step: int) -> Tracker:
-    """Imports happen here, in the main thread: two threads importing at once trip over half-made modules."""
+    """Build a tracker. Its package is imported here, in the main thread: concurrent imports can fail."""
     match name:
         case "mlflow":
             from echelon.reporting.trackers.mlflow import Mlflow

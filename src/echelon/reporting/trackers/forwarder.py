@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 10.0
-# At the end of a run: for how long a tracker that fails is tried again, and how long one is awaited after a failed run.
+# At the end of a run: how long a failing tracker is retried, and how long a tracker is awaited after a failed run.
 PATIENCE_SECONDS = 5.0
 HURRY_SECONDS = 3.0
 _RETRY_AT_END_SECONDS = 1.0
@@ -32,7 +32,7 @@ _ROWS_AT_ONCE = 50
 
 @dataclass(frozen=True)
 class _Entries:
-    """What the file of a ledger holds."""
+    """The content of a ledger's file."""
 
     run_key: str
     steps: dict[str, int]
@@ -43,7 +43,8 @@ class _Entries:
 class Ledger:
     """The state of one tracker in the run folder: `trackers/NAME.json`.
 
-    `run_key` names the tracking run. It is written before that run is made, so that no crash leads to a second one.
+    `run_key` identifies the tracking run. It is written before that run is created, so that a crash does not lead to a
+    second one.
     """
 
     path: Path
@@ -53,18 +54,18 @@ class Ledger:
 
     @classmethod
     def read(cls, path: Path) -> "Ledger":
-        """The ledger of the file, or a new one where there is none that can be read."""
+        """Read the ledger; return a new one if the file is missing or damaged."""
         try:
             found = read_as(path, _Entries)
         except FileNotFoundError:
             return cls(path)
         except (OSError, ValueError) as error:
-            logger.warning(f"track: {path} cannot be read ({error}); all rows are sent to a new run of this tracker")
+            logger.warning(f"track: cannot read {path} ({error}); all rows are sent to a new run of this tracker")
             return cls(path)
         return cls(path, found.run_key, found.steps, found.complete)
 
     def write(self) -> None:
-        """Put it on disk."""
+        """Write the ledger to its file."""
         self.path.parent.mkdir(exist_ok=True)
         values = asdict(self)
         del values["path"]
@@ -72,7 +73,7 @@ class Ledger:
 
 
 class MetricsForwarder:
-    """Sends the rows of one run to one tracker. Any exception of the tracker becomes a line on the console."""
+    """Sends the rows of one run to one tracker. Exceptions of the tracker are only logged."""
 
     def __init__(
         self,
@@ -81,13 +82,13 @@ class MetricsForwarder:
         metrics_path: Path,
         resumed_step: int | None = None,
     ) -> None:
-        """`resumed_step`: the checkpoint's that the run goes on from; None when it does not go on."""
+        """`resumed_step`: step of the checkpoint that the run resumes from; None if the run does not train."""
         self._resumed_step = resumed_step
         self._tracker = tracker
         self._ledger = Ledger.read(ledger_path)
         self._metrics_path = metrics_path
         self._held: Held = defaultdict(int, self._ledger.steps)
-        self._reader: RowReader | None = None  # None: the tracker is to be opened
+        self._reader: RowReader | None = None  # None: the tracker must be opened first
         self._where = ""
         self._ending = threading.Event()
         self._given_up = threading.Event()
@@ -101,30 +102,32 @@ class MetricsForwarder:
         self._thread.start()
 
     def reread(self) -> None:
-        """Read from the beginning of a file that has taken the old one's place, with the last rows cut off.
+        """Read again from the start, after the file was replaced by one without the last rows.
 
-        Trackers take nothing back: what they hold of the rows that are written anew stays as it was.
+        Trackers cannot delete rows: their values for repeated steps stay unchanged.
         """
         self._was_cut.set()
 
     def close(self, done: bool) -> None:
-        """Bring the rest, and wait for it: as long as it works, but not long for a tracker that fails.
+        """Send the remaining rows and wait: as long as that succeeds, but only briefly for a failing tracker.
 
-        `done`: the run reached its last step. After a failed run nothing is awaited for more than a moment.
+        `done`: the run reached its last step. After a failed run the wait is always brief.
         """
         self._done = done
         self._ending.set()
         deadline = time.monotonic() + (PATIENCE_SECONDS if done else HURRY_SECONDS)
         while self._thread.is_alive() and not (time.monotonic() > deadline and (self._failure or not done)):
             self._thread.join(0.1)
-        self._given_up.set()  # another start may send the rest from here on
+        self._given_up.set()  # a later start may send the remaining rows
         if not self._ledger.complete and done:
-            logger.warning(f"track: {self._tracker.name} {self._describe_lack()}; the same command sends them again")
+            logger.warning(
+                f"track: {self._tracker.name} {self._describe_lack()}; run the same command again to send them"
+            )
 
     def _work(self) -> None:
         while not self._given_up.is_set():
-            ending = self._ending.is_set()  # before the rows are read: after it no more are written
-            # The isolation that trackers are promised: they are other people's code and other people's servers.
+            ending = self._ending.is_set()  # checked before reading: no rows are written after it is set
+            # Client libraries and servers may fail in any way, and must not end training.
             try:
                 count = self._deliver()
                 if ending:
@@ -140,7 +143,7 @@ class MetricsForwarder:
                 self._ending.wait(RETRY_SECONDS if self._failure else POLL_SECONDS)
 
     def _deliver(self) -> int:
-        """Send every row that the file has and the tracker has not; returns how many."""
+        """Send every row that the tracker does not have yet; return their number."""
         if self._reader is None:
             self._open()
         assert self._reader is not None
@@ -167,11 +170,11 @@ class MetricsForwarder:
             logger.info(f"track: {opened.where}")
             self._warn_ahead(max(opened.held.values(), default=0))
         self._held = opened.held
-        # From the first row: a store that was changed or restored may lack more than the newest rows.
+        # Start at the first row: a store that was changed or restored may lack more than the newest rows.
         self._reader = RowReader(self._metrics_path)
 
     def _warn_ahead(self, held_step: int) -> None:
-        """Trackers take nothing back, so steps that a crash lost and that are done again keep their first values."""
+        """Warn that repeated steps keep their first values in this tracker, because trackers cannot delete rows."""
         if self._resumed_step is not None and held_step > self._resumed_step:
             logger.warning(
                 f"track: {self._tracker.name} keeps the values of steps {self._resumed_step + 1} to {held_step} from "
@@ -188,34 +191,34 @@ class MetricsForwarder:
     def _note_success(self, count: int) -> None:
         if self._failure is not None:
             self._failure = None
-            logger.info(f"track: {self._tracker.name} works again and has received the {count} waiting rows")
+            logger.info(f"track: {self._tracker.name} works again and has received the {count} pending rows")
 
     def _note_failure(self, error: Exception) -> None:
-        """Report the failure once, until the tracker works again."""
+        """Report a failure, unless the tracker was already failing."""
         reason = (str(error).strip().splitlines() or [""])[0]
         reason = redact_text(f"{type(error).__name__}: {reason}")[:300]
         if self._failure is None:
             logger.warning(
-                f"track: {self._tracker.name} fails ({reason}); training continues, metrics.jsonl keeps every row, and "
-                f"{self._tracker.name} receives them when it works again"
+                f"track: {self._tracker.name} fails ({reason}); training continues, metrics.jsonl has every row, and "
+                f"{self._tracker.name} will receive the rows when it works again"
             )
         self._failure = reason
         if self._reader is not None:
             self._reader.close()
-        self._reader = None  # the tracker is opened anew
+        self._reader = None  # reopen the tracker
 
     def _describe_lack(self) -> str:
         reader = RowReader(self._metrics_path)
         rows = reader.read()
         reader.close()
         missing = sum(row["step"] > self._held[row["kind"]] for row in rows)
-        return f"is missing {missing} of {len(rows)} rows" if missing else "has every row, but not the files of the end"
+        return f"is missing {missing} of {len(rows)} rows" if missing else "has every row, but not the final files"
 
 
 class RowReader:
-    """The rows of metrics.jsonl from its beginning, while the run goes on writing them.
+    """Reads the rows of metrics.jsonl from its start, while the run continues to write it.
 
-    The file stays open, so that one that takes its place is not read from the middle.
+    The file stays open, so that a file that replaces it is not read from the middle.
     """
 
     def __init__(self, path: Path) -> None:
@@ -224,14 +227,14 @@ class RowReader:
         self._offset = 0
 
     def read(self, limit: int | None = None) -> list[dict[str, Any]]:
-        """The next rows, `limit` at most; none at the end of the file, until there are more."""
+        """Return the next rows, at most `limit`; none at the current end of the file."""
         if self._file is None and self._path.exists():
             self._file = self._path.open("rb")
         rows: list[dict[str, Any]] = []
         if self._file is not None:
             self._file.seek(self._offset)
             for line in self._file:
-                if not line.endswith(b"\n"):  # it is being written
+                if not line.endswith(b"\n"):  # still being written
                     break
                 self._offset += len(line)
                 if (row := parse_row(line, is_metrics_row)) is not None:
@@ -241,7 +244,7 @@ class RowReader:
         return rows
 
     def close(self) -> None:
-        """Let go of the file. The next `read` begins with the first row of what then has its name."""
+        """Close the file. The next `read` opens it again and starts with its first row."""
         if self._file is not None:
             self._file.close()
         self._file, self._offset = None, 0

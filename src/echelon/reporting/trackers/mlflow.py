@@ -1,4 +1,4 @@
-"""MLflow: a server, or by default a SQLite file beside the run folder that needs none."""
+"""MLflow: a tracking server, or by default a SQLite file next to the run folder."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from echelon.reporting.trackers.tracker import Opened, scalars
 from echelon.runs.run_folder import RunFolder
 from echelon.supervise.launch_environment import read_environment, set_default_variables
 
-# Read when mlflow is imported. Its own patience would be minutes; the forwarder has its own.
+# Read when mlflow is imported. By default it would retry for minutes; the forwarder has its own retries.
 set_default_variables(
     {
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -34,7 +34,7 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  #
 
 KEY_TAG = "echelon.run_key"
 STEP_TAG = "echelon.step"
-# Or its pages show an experiment without traces as one of evaluations.
+# Without this tag MLflow's UI shows an experiment without traces as one of evaluations.
 _KIND = {"mlflow.experimentKind": "custom_model_development"}
 # https://mlflow.org/docs/latest/api_reference/rest-api.html#request-limits
 MAX_METRICS, MAX_PARAMS, MAX_KEY, MAX_VALUE = 1000, 100, 250, 6000
@@ -42,22 +42,22 @@ _FORBIDDEN = re.compile(r"[^\w\-. :/]")
 
 
 def find_tracking_uri(recipe: Recipe, folder: Path) -> str:
-    """`mlflow.tracking_uri`, else MLFLOW_TRACKING_URI, else the SQLite file beside the run folder."""
+    """Return `mlflow.tracking_uri`, else MLFLOW_TRACKING_URI, else the SQLite file next to the run folder."""
     given = recipe.mlflow.tracking_uri or read_environment().get("MLFLOW_TRACKING_URI")
     return given or f"sqlite:///{folder.absolute().parent / 'mlflow.db'}"
 
 
 class Mlflow:
-    """An MLflow run, found again by a tag that holds the run's key.
+    """An MLflow run, identified by a tag with the run's key.
 
-    Each row's step is itself a metric, `train/step`: its last value is what the store holds, so that a batch whose
-    answer was lost is not stored twice.
+    Each row's step is also a metric, `train/step`. Its last value shows which rows the store has, so that a batch is
+    not stored twice if the response was lost.
     """
 
     name = "mlflow"
 
     def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
-        # Nobody reads its log lines, and they may hold the password of an address.
+        # Its log lines are not needed, and may contain the password of an address.
         logging.getLogger("mlflow").setLevel(logging.CRITICAL + 1)
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self._recipe = recipe
@@ -66,7 +66,7 @@ class Mlflow:
         self._monitor: SystemMetricsMonitor | None = None
 
     def open(self, run_key: str, given: Mapping[str, int]) -> Opened:
-        """Find the run or make it, and describe it: parameters, the data, the files of the run folder."""
+        """Find or create the run, and log its parameters, dataset and files of the run folder."""
         self._client = MlflowClient(self._uri)
         experiment = self._find_experiment()
         run = self._find_run(experiment, run_key)
@@ -87,7 +87,7 @@ class Mlflow:
         return Opened(defaultdict(int, steps), self._describe(experiment))
 
     def send(self, rows: list[dict[str, Any]]) -> None:
-        """Every number of a row, in as few requests as their limit allows."""
+        """Send every number of the rows, in as few requests as MLflow's limit allows."""
         now = time.time_ns() // 10**6
         batch: list[Metric] = []
         for row in rows:
@@ -100,7 +100,7 @@ class Mlflow:
         self._client.log_batch(self._run_id, metrics=batch)
 
     def finish(self, done: bool) -> None:
-        """Add metrics.jsonl, and the model where the recipe says so; close the run."""
+        """Log metrics.jsonl, and the model if the recipe says so, and close the run."""
         if self._monitor is not None:
             self._monitor.finish()
             self._monitor = None
@@ -115,7 +115,7 @@ class Mlflow:
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
             return str(experiment.experiment_id)
-        # MLflow's own place for a local store's files is ./mlruns, wherever the command was started.
+        # By default MLflow would put a local store's files into ./mlruns of the current folder.
         beside = self._uri.removeprefix("sqlite:///")
         artifacts = str(Path(beside).absolute().parent / "mlartifacts") if beside != self._uri else None
         return str(self._client.create_experiment(name, artifact_location=artifacts, tags=_KIND))
@@ -128,13 +128,13 @@ class Mlflow:
         return self._client.create_run(experiment, tags=tags, run_name=self._recipe.run.name)
 
     def _log_params(self, known: set[str]) -> None:
-        """The recipe, key by key. MLflow lets no parameter change: those of the first start stay."""
+        """Log the keys of the recipe. MLflow's parameters cannot change: those of the first start stay."""
         params = [Param(key, value) for key, value in flatten(redact(recipe_mapping(self._recipe))) if key not in known]
         for start in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
 
     def _log_data(self) -> None:
-        """The text as a dataset of the run, under the digest of its tokens."""
+        """Log the training text as a dataset of the run, with the digest of its tokens."""
         digest = self._folder.text.read_data_digest()
         if digest is None:
             return
@@ -145,7 +145,7 @@ class Mlflow:
         self._client.set_tag(self._run_id, "echelon.data_digest", digest)
 
     def _start_monitor(self) -> None:
-        """MLflow's own thread; it ends for good at its first failure."""
+        """Start MLflow's own thread, which stops permanently at its first failure."""
         if self._monitor is not None:
             self._monitor.finish()
         self._monitor = SystemMetricsMonitor(self._run_id, resume_logging=True, tracking_uri=self._uri)
@@ -157,7 +157,7 @@ class Mlflow:
 
         step = self._folder.newest_step()
         artifact = f"model/step-{step:08d}"
-        # Where the store of checkpoints clears away what a killed process left.
+        # A name that the checkpoint store removes if a killed process leaves it behind.
         exported = self._folder.checkpoints_dir / ".writing-export"
         shutil.rmtree(exported, ignore_errors=True)
         try:
@@ -179,11 +179,11 @@ class Mlflow:
         where = redact_text(self._uri)
         if self._uri.startswith("http"):
             return f"mlflow run {self._run_id} at {where.rstrip('/')}/#/experiments/{experiment}/runs/{self._run_id}"
-        return f"mlflow run {self._run_id} in {where}; look with: mlflow ui --backend-store-uri {where}"
+        return f"mlflow run {self._run_id} in {where}; to view it: mlflow ui --backend-store-uri {where}"
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, value as text) of a nested mapping, within what MLflow takes of a parameter."""
+    """Yield (dotted key, value as text) of a nested mapping, truncated to MLflow's limits for parameters."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -194,5 +194,5 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _legal(key: str) -> str:
-    """MLflow takes letters, digits and few signs in a name."""
+    """Replace the characters that MLflow does not allow in a name."""
     return _FORBIDDEN.sub("_", key)

@@ -9,7 +9,7 @@ from echelon.reporting.trackers.tracker import Opened, scalars
 
 
 class TensorBoard:
-    """A resumed run goes on at its own step: TensorBoard drops the later points of an earlier attempt."""
+    """A resumed run continues at its own step: TensorBoard discards the later points of an earlier attempt."""
 
     name = "tensorboard"
 
@@ -19,17 +19,17 @@ class TensorBoard:
         self._writer: Any = None
 
     def open(self, run_key: str, given: Mapping[str, int]) -> Opened:
-        """Begin a new event file after the checkpoint that the run resumed from."""
+        """Start a new event file after the checkpoint that the run resumed from."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(self._folder), purge_step=self._resumed_step + 1)
         return Opened(
             defaultdict(lambda: self._resumed_step),
-            f"tensorboard in {self._folder}; look with: tensorboard --logdir {self._folder}",
+            f"tensorboard in {self._folder}; to view it: tensorboard --logdir {self._folder}",
         )
 
     def send(self, rows: list[dict[str, Any]]) -> None:
-        """Every number of a row as a scalar."""
+        """Write every number of the rows as a scalar."""
         for row in rows:
             for name, value in scalars(row).items():
                 self._writer.add_scalar(name, value, row["step"])

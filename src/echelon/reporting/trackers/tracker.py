@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-# The last step that a tracker holds of each kind of row; 0 where it holds none.
+# The last step that a tracker has for each kind of row; 0 if none.
 Held = defaultdict[str, int]
 
 # Everything before the @ of an address: a password, or a token on its own.
@@ -27,23 +27,23 @@ class Tracker(Protocol):
     name: str
 
     def open(self, run_key: str, given: Mapping[str, int]) -> Opened:
-        """Make the tracking run of this key, or find it again. Also called to reconnect after any failure.
+        """Create the tracking run of this key, or find it. Also called to reconnect after any failure.
 
-        `given` is what the run folder notes as sent: the answer of a tracker that cannot be asked what it holds.
+        `given`: the steps already sent according to the run folder, for trackers that cannot be queried.
         """
         ...
 
     def send(self, rows: list[dict[str, Any]]) -> None:
-        """Store these rows, whole and in order."""
+        """Store all these rows, in order."""
         ...
 
     def finish(self, done: bool) -> None:
-        """Store what belongs to the end, and close the tracking run. `done`: the run reached its last step."""
+        """Store the final files, and close the tracking run. `done`: the run reached its last step."""
         ...
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row, named KIND/KEY, and KIND/SET/KEY for those of its named `sets`; the step is left out."""
+    """Return the numbers of a row except the step, named KIND/KEY, and KIND/SET/KEY for those of its `sets`."""
     return {
         f"{row['kind']}/{name}": value
         for name, value in [*_numbers(row), *_numbers_of_sets(row.get("sets") or {})]
@@ -64,5 +64,5 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def has_login(address: str) -> bool:
-    """Whether an address carries a name or a password."""
+    """Whether an address contains a user name or password."""
     return bool(_LOGIN.search(address))

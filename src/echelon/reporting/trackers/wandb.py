@@ -1,4 +1,4 @@
-"""Weights & Biases: online by its own settings, or files in the run's `wandb/` folder."""
+"""Weights & Biases: online according to its own settings, or files in the run's `wandb/` folder."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ _FINISH_SECONDS = 60.0
 
 
 class WeightsAndBiases:
-    """A W&B run whose id is the run's key, so that a resumed run goes on in it.
+    """A W&B run whose id is the run's key, so that a resumed run continues it.
 
-    W&B's own process takes the rows at once, keeps them in a file, and uploads them when it can. It takes no step
-    backwards; what it was given is what the ledger notes.
+    W&B's own process accepts the rows immediately, stores them in a file, and uploads them when it can. It ignores
+    steps that go backwards; the ledger records the rows it was given.
     """
 
     name = "wandb"
@@ -33,7 +33,7 @@ class WeightsAndBiases:
         self._run: wandb.Run | None = None
 
     def open(self, run_key: str, given: Mapping[str, int]) -> Opened:
-        """Start the run, or go on with the one of this key."""
+        """Start the run, or resume the one with this key."""
         if self._run is not None:
             wandb.teardown(exit_code=1)
         config = self._recipe.wandb
@@ -54,13 +54,13 @@ class WeightsAndBiases:
         return Opened(defaultdict(int, given), self._describe())
 
     def send(self, rows: list[dict[str, Any]]) -> None:
-        """Every number of a row, under its step."""
+        """Log every number of the rows at its step."""
         assert self._run is not None
         for row in rows:
             self._run.log(scalars(row), step=row["step"])
 
     def finish(self, done: bool) -> None:
-        """Close the run, and end W&B's process: it would outlive this one otherwise."""
+        """Close the run, and end W&B's process, which would otherwise outlive this one."""
         assert self._run is not None
         self._run.finish(exit_code=0 if done else 1)
         wandb.teardown(exit_code=0 if done else 1)
@@ -70,4 +70,4 @@ class WeightsAndBiases:
         if self._run.settings.mode == "online":
             return f"wandb run at {self._run.url}"
         files = self._folder / "wandb"
-        return f"wandb run {self._run.id} in {files}; send it with: wandb sync {files}/offline-run-*"
+        return f"wandb run {self._run.id} in {files}; to upload it: wandb sync {files}/offline-run-*"
