@@ -28,7 +28,7 @@ def look_around(*arguments):
     torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
 
 assemble.run_training = look_around
-print(json.dumps(run_rank(RunFolder(Path(sys.argv[1])), sys.stdout, StopRequest()).message))
+print(json.dumps(run_rank(RunFolder(Path(sys.argv[1])), StopRequest()).message))
 """
 
 
@@ -47,7 +47,7 @@ def test_a_worker_is_deterministic_and_names_a_forbidden_operation(tmp_path, mon
     found, message = (json.loads(line) for line in done.stdout.splitlines()[-2:])
     if deterministic:
         assert found == [True, True, ":4096:8"]
-        assert message.startswith("rank 0: train.deterministic=true, and put_ has no way here")
+        assert message.startswith("rank 0: train.deterministic=true, and put_ has no deterministic implementation")
         assert "set train.deterministic=false" in message
     else:
         assert found == [False, False, None] and message == ""
