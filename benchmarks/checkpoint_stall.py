@@ -1,11 +1,12 @@
-"""What a save takes from training: asynchronous beside synchronous, and beside HF Trainer's save of the same model.
+"""The training time lost to a save: asynchronous, synchronous, and compared with HF Trainer's save of the same model.
 
     python benchmarks/checkpoint_stall.py [--rounds 7] [--folder DISK]
 
-One process, on a GPU where there is one; weights and AdamW's two moments. Each round saves in all three ways, one after
-the other, with steps between them. *the call* is what stands between two steps. After an asynchronous save the steps
-go on beside the writing: *slowed steps* is what they take, until the checkpoint is published, beyond as many ordinary
-steps; *stall* is both together. *checksums* is the hashing alone, which a save does on its way to the manifest.
+Runs in one process, on a GPU if there is one, and saves weights and AdamW's two moments. Each round saves in all three
+ways, with steps in between. *the call* is the pause between two steps. After an asynchronous save, training continues
+during the writing: *slowed steps* is the additional time of these steps, compared with the same number of ordinary
+steps, until the checkpoint is published. *stall* is the sum of both. *checksums* is the time of hashing alone, which is
+part of a save.
 """
 
 import argparse
@@ -30,8 +31,8 @@ from echelon.recipe import load_recipe
 from echelon.runs.checksums import describe_files
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tinyshakespeare.yaml"
-TEXT = Path(pydoc_data.topics.__file__)  # real text that every machine has
-# GPT-2's width and half its depth in the shape of a Llama; few tokens a step, so that a save is long beside it.
+TEXT = Path(pydoc_data.topics.__file__)  # real text that exists on every machine
+# A Llama with GPT-2's width and half its depth; few tokens per step, so that a save takes long compared with a step.
 CHANGES = [
     "model.config.hidden_size=768", "model.config.intermediate_size=2048", "model.config.num_hidden_layers=6",
     "model.config.num_attention_heads=12", "model.config.num_key_value_heads=12", "model.config.vocab_size=16384",
@@ -42,7 +43,7 @@ ORDINARY_STEPS = 3
 
 
 class Echelon:
-    """echelon's trainer, driven step by step; saves when told to."""
+    """echelon's trainer, run step by step; saves on request."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -68,7 +69,7 @@ class Echelon:
         return time.perf_counter() - started
 
     def save_asynchronously(self):
-        """(the call, what the steps beside the writing took beyond ordinary ones, until it was published)."""
+        """(the call, the additional time of the steps until the checkpoint was published)."""
         ordinary = self.ordinary_step()
         call, began, steps = self.save(True), time.perf_counter(), []
         while not self.store._pending.done():
@@ -78,7 +79,7 @@ class Echelon:
         return call, sum(steps) - len(steps) * ordinary, writing, ordinary
 
     def save_synchronously(self):
-        """(the call, the hashing of the same files alone)."""
+        """(the call, the hashing of the same files)."""
         self.step()
         call = self.save(False)
         [folder] = self.store._folder.glob("step-*")
@@ -88,7 +89,7 @@ class Echelon:
 
 
 def build_peer(config, folder, device):
-    """HF Trainer over the same model, after one step, so that its optimizer has what is to be saved."""
+    """HF Trainer with the same model, after one step, so that its optimizer has its state."""
 
     class Rows(torch.utils.data.Dataset):
         def __len__(self):
@@ -111,7 +112,7 @@ def build_peer(config, folder, device):
 
 
 def save_with_peer(peer):
-    """HF Trainer's own save: weights, optimizer, scheduler and random state, not flushed to the disk."""
+    """HF Trainer's save: weights, optimizer, scheduler and random state, without a flush to disk."""
     peer.state.global_step += 1
     started = time.perf_counter()
     peer._save_checkpoint(peer.model, trial=None)
@@ -156,7 +157,7 @@ def main():
         f"{torch.__version__}, transformers {transformers.__version__}"
     )
     print(
-        f"{num_parameters / 1e6:.0f} M parameters, {num_bytes / 1e9:.2f} GB a checkpoint, "
+        f"{num_parameters / 1e6:.0f} M parameters, {num_bytes / 1e9:.2f} GB per checkpoint, "
         f"{arguments.rounds} rounds, an ordinary step {statistics.median(ordinary):.3f} s\n"
     )
     print("| per save | median | spread over rounds |\n|---|---|---|")

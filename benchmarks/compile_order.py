@@ -1,10 +1,11 @@
-"""Which comes first, torch.compile or data parallelism? Every order of the two, timed against each other.
+"""Compares all orders of torch.compile and data parallelism.
 
     python benchmarks/compile_order.py [--device cpu|cuda] [--nproc N] [--rounds 6] [--steps 8] [--out FILE.md]
 
-Each order runs in processes of its own, all of them started and compiled one after the other (from an empty cache) and
-then kept. Rounds of a few steps go around them, so that a machine whose speed drifts slows all alike; whoever is not
-on turn sleeps. Every order trains the same model on the same batches: its loss is compared with the uncompiled one's.
+Each order runs in separate processes. They are started and compiled one after the other, from an empty cache, and then
+kept. In each round every order runs a few steps in turn while the others sleep, so that a drift of the machine's speed
+affects all alike. All orders train the same model on the same batches, and their losses are compared with those of the
+uncompiled model.
 """
 
 import argparse
@@ -58,12 +59,12 @@ def sharded(model, device):
 
 
 def whole(model):
-    """Without DDPOptimizer, which cuts a graph compiled inside DDP's forward where its gradient buckets end."""
+    """Without DDPOptimizer, which splits a graph compiled inside DDP's forward at the ends of gradient buckets."""
     torch._dynamo.config.optimize_ddp = False
     return model
 
 
-# From the inside out, in reading order.
+# From the innermost transform to the outermost.
 ORDERS = {
     "DDP, not compiled": lambda model, device: data_parallel(model, device),
     "compile each layer, then DDP": lambda model, device: data_parallel(each_layer(model), device),
@@ -77,7 +78,7 @@ ORDERS = {
 
 
 class Contestant:
-    """One rank of one order: the model, wrapped and compiled, and its optimizer."""
+    """One rank of one order: the wrapped and compiled model, and its optimizer."""
 
     def __init__(self, order, rank, size, device):
         config = load_config(
@@ -96,7 +97,7 @@ class Contestant:
         self.device, self.size, self.generator = device, size, torch.Generator().manual_seed(rank)
         self.model = ORDERS[order](model.to(device).train(), device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        # As in echelon: DDP keeps fp32 parameters under autocast, fully_shard casts what it gathers.
+        # As in echelon: DDP keeps fp32 parameters under autocast, fully_shard casts the gathered parameters.
         self.autocast = device.type == "cuda" and "DDP" in order
 
     def step(self):
@@ -126,7 +127,7 @@ class Contestant:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
-            with contextlib.suppress(OSError):  # Linux: begin the high-water mark of resident memory anew
+            with contextlib.suppress(OSError):  # Linux: reset the peak of resident memory
                 Path("/proc/self/clear_refs").write_text("5")
 
     def peak_bytes(self):
@@ -137,7 +138,7 @@ class Contestant:
 
 
 def serve(order, rank, arguments, size, folder, connection):
-    """One process: build, compile, then steps on demand until the connection closes."""
+    """Run one process: build, compile, then run steps on request until the connection closes."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/cache"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.nproc))
@@ -164,11 +165,11 @@ def serve(order, rank, arguments, size, folder, connection):
         traceback.print_exc()
         with contextlib.suppress(OSError):
             connection.send(error if isinstance(error, Exception) else RuntimeError(str(error)))
-    os._exit(0)  # threads of compilers and of process groups are not waited for
+    os._exit(0)  # do not wait for threads of compilers and process groups
 
 
 class Group:
-    """The processes of one order, as the driver sees them."""
+    """The processes of one order, seen from the parent."""
 
     def __init__(self, order, arguments, size, folder):
         self.order, self.failure = order, None
@@ -198,7 +199,7 @@ class Group:
             connection.send(message)
 
     def _receive(self):
-        """Rank 0's answer, once every rank has answered."""
+        """The answer of rank 0, after all ranks have answered."""
         try:
             answers = [connection.recv() for connection in self.connections]
         except EOFError:
@@ -234,7 +235,7 @@ def report(groups, arguments, size):
     lines = [
         f"{device}, {arguments.nproc} processes, {versions}, Python {platform.python_version()}, {precision}",
         f"Llama with {size['layers']} layers of width {size['hidden']}, vocabulary {size['vocabulary']}, "
-        f"{size['batch']} sequences of {size['length']} tokens a process; {arguments.rounds} rounds of "
+        f"{size['batch']} sequences of {size['length']} tokens per process; {arguments.rounds} rounds of "
         f"{arguments.steps} steps each",
         "",
         "| order | compiling, s | step, ms | 10th to 90th percentile | against not compiled | graphs, breaks "
@@ -251,7 +252,7 @@ def main():
     parser.add_argument("--nproc", type=int, help="processes; default: one per GPU, or 2 on a CPU")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--out", type=Path, help="write the table there, too")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     for name, default in SIZES["cpu"].items():
         parser.add_argument(f"--{name}", type=int, help=f"default {default} on a CPU, {SIZES['cuda'][name]} on a GPU")
     arguments = parser.parse_args()

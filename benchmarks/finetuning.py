@@ -1,17 +1,17 @@
-"""LoRA and QLoRA beside PEFT and HF Trainer: tokens per second and peak memory of the same work, in one run.
+"""LoRA and QLoRA compared with PEFT and HF Trainer: tokens per second and peak memory for the same work.
 
     python benchmarks/finetuning.py [ROW ...] [--pairs 2] [--blocks 6] [--steps 3]
 
-Each side is a process of its own, on a GPU where there is one. Both of a pair live at the same time and take turns: a
-block of steps here while the other waits, then the other way round, so that a machine whose speed drifts slows both.
-The peer is unmodified: `transformers.Trainer`, its own collator, and `peft.get_peft_model`, after
-`prepare_model_for_kbit_training` for QLoRA, as PEFT's documentation says. It reads token rows, examples and base
-weights from files and knows nothing of echelon.
+Each side is a separate process, on a GPU if there is one. Both processes of a pair run at the same time and take turns:
+one runs a block of steps while the other waits, so that a drift of the machine's speed affects both. The peer is
+unmodified: `transformers.Trainer`, its own collator, and `peft.get_peft_model`, after
+`prepare_model_for_kbit_training` for QLoRA, as in PEFT's documentation. It reads token rows, examples and base weights
+from files and does not import echelon.
 
-*tokens/s* is from the median step of a block; *tokens/CPU s* from the processor time that a block took, which other
-work on the same cores hardly changes (on a GPU it says what the host has to do). *memory* is, on a CPU, the process's
-high-water mark of resident memory beyond what it held after its imports, which is printed; on a GPU the most bytes that
-tensors held. *whole run* is from there to the end, loading included; *steps* is counted anew after the first block.
+*tokens/s* is computed from the median step of a block; *tokens/CPU s* from the CPU time of a block, which other work on
+the same cores hardly affects (on a GPU it measures the work of the host). *memory* is, on a CPU, the peak resident
+memory minus the memory after the imports, which is printed; on a GPU, the peak of allocated bytes. *whole run* is the
+peak from the imports to the end, including loading; for *steps* the peak is reset after the first block.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Row:
     adapter: str
     precision: str = "bf16"
     checkpointing: bool = False
-    examples: str = ""  # uneven ones: echelon packs them, the peer pads a batch to its longest; how it makes batches
+    examples: str = ""  # if examples have uneven lengths: how the peer forms its padded batches
 
 
 ROWS = {
@@ -68,7 +68,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama, and what is fed to it in a step."""
+    """The size of a Llama and of a step's batch."""
 
     hidden: int
     layers: int
@@ -90,11 +90,11 @@ ON_CPU = Size(512, 8, 8, 1408, 8192, 256, 4)
 ON_CUDA = Size(2048, 16, 32, 5632, 32000, 2048, 4)
 
 
-# What both sides are given
+# Inputs of both sides
 
 
 def prepare(scratch, size, row):
-    """Base weights, tokenizer and text once; of a row, its echelon run and the peer's rows of the same tokens."""
+    """Write base weights, tokenizer and text once; for a row, echelon's run and the peer's rows of the same tokens."""
     from echelon.data.order import SampleOrder
     from echelon.data.prepared import open_prepared
     from echelon.hardware.detection import detect_cluster
@@ -134,7 +134,7 @@ def prepare(scratch, size, row):
 
 
 def write_base(scratch, size, precision):
-    """A Llama's first weights and a tokenizer, in a folder; frozen weights are stored as they are computed with."""
+    """Write the initial weights of a Llama and a tokenizer; frozen weights are stored in the compute dtype."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from echelon.data.tokenizer import train_tokenizer
@@ -156,7 +156,7 @@ def write_base(scratch, size, precision):
 
 
 def write_chats(path):
-    """Questions about the functions of Python's standard library, answered by their documentation."""
+    """Write questions about functions of Python's standard library, with their docstrings as answers."""
     modules = [importlib.import_module(name) for name in DOCUMENTED.split()]
     seen = {}
     for module in modules:
@@ -198,7 +198,7 @@ def describe_recipe(scratch, folder, base, size, row):
 
 
 def split_examples(samples):
-    """The examples in packed sequences, as the peer takes them: ids and labels that stand under their own ids."""
+    """The examples of packed sequences in the peer's format: ids and unshifted labels."""
     examples = []
     for inputs, labels, documents in zip(samples.inputs, samples.labels, samples.documents, strict=True):
         for number in range(documents.max() + 1):
@@ -213,26 +213,26 @@ def split_examples(samples):
     return examples
 
 
-# The two sides, each in a process of its own
+# The two sides, each in a separate process
 
 
 class Gate:
-    """Between imports and the first weight: from here on a side is measured, and runs a block of steps when told to."""
+    """The start of a side's measurement, between imports and loading; then a side runs blocks of steps on request."""
 
     def __init__(self):
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # whatever a library prints is no answer
+        os.dup2(2, 1)  # output of libraries is not an answer
         self._baseline = 0 if torch.cuda.is_available() else resident_bytes("VmRSS")
         reset_peak()
 
     def wait(self):
-        """Whether another block is wanted."""
+        """Wait for a request; return whether another block should run."""
         wanted = sys.stdin.readline().strip() == "go"
         self._used = time.process_time()
         return wanted
 
     def tell(self, **measured):
-        """Answer with what was measured in a block."""
+        """Send the measurements of a block."""
         answer = {
             "peak": peak_bytes() - self._baseline, "baseline": self._baseline, "threads": torch.get_num_threads(),
             "cpu_seconds": time.process_time() - self._used,
@@ -247,12 +247,12 @@ def resident_bytes(field):
 
 
 def peak_bytes():
-    """The most memory since the peak was last reset."""
+    """The peak memory since the last reset."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes("VmHWM")
 
 
 def reset_peak():
-    """Count the peak from what is held now."""
+    """Reset the peak to the current memory."""
     if torch.cuda.is_available():
         torch.cuda.init()
         torch.cuda.reset_peak_memory_stats()
@@ -261,7 +261,7 @@ def reset_peak():
 
 
 def run_echelon(run_dir, steps):
-    """echelon's trainer in this process, as a worker runs it."""
+    """Run echelon's trainer in this process, as a worker does."""
     from echelon.distributed.runtime import start_runtime, stop_runtime
     from echelon.lifecycle.assemble import build_trainer
     from echelon.lifecycle.setup import read_plan
@@ -296,7 +296,7 @@ def run_echelon(run_dir, steps):
 
 
 def run_peer(config_path, steps):
-    """PEFT and HF Trainer. Nothing of echelon is imported."""
+    """Run PEFT and HF Trainer, without an import of echelon."""
     from transformers import (
         AutoModelForCausalLM,
         AutoTokenizer,
@@ -338,7 +338,7 @@ def run_peer(config_path, steps):
         return batch
 
     class Blocks(TrainerCallback):
-        """Stands still between blocks."""
+        """Pauses the trainer between blocks."""
 
         def pause(self, control):
             control.should_training_stop = not gate.wait()
@@ -392,7 +392,7 @@ def run_peer(config_path, steps):
 
 
 def import_what_both_use():
-    """So that the high-water mark counts what is trained, not what is imported."""
+    """Import the packages first, so that the peak memory measures training, not imports."""
     import bitsandbytes  # noqa: F401
     import peft  # noqa: F401
     import transformers.models.llama.modeling_llama
@@ -414,7 +414,7 @@ class Side:
             )
 
     def run_block(self):
-        """Let it run a block of steps; what it measured."""
+        """Run a block of steps; return the measurements."""
         print("go", file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
@@ -422,13 +422,13 @@ class Side:
         return json.loads(answer)
 
     def end(self):
-        """Ask it to leave, and wait until it has."""
+        """Ask the process to exit, and wait for it."""
         self._process.stdin.close()
         self._process.wait(60)
 
 
 def run_pair(run_dir, peer_json, blocks, steps):
-    """Blocks of both sides, in turns: [(echelon's, the peer's), ...]; the first of each is warming up."""
+    """Run blocks of both sides in turns: [(echelon's, the peer's), ...]; the first of each is a warm-up."""
     ours, theirs = Side("echelon", run_dir, steps), Side("peer", peer_json, steps)
     done = []
     for number in range(blocks + 1):
@@ -441,19 +441,19 @@ def run_pair(run_dir, peer_json, blocks, steps):
 
 
 def rate(block, is_uneven):
-    """Target tokens per second: by the median step, or where steps are not alike by all of them."""
+    """Target tokens per second: from the median step, or from all steps if they differ in size."""
     seconds = sum(block["seconds"]) if is_uneven else statistics.median(block["seconds"]) * len(block["seconds"])
     return block["targets"] / seconds
 
 
 def spread(values, form):
-    """The median, and from where to where."""
+    """The median and the range."""
     low, middle, high = (format(value, form) for value in (min(values), statistics.median(values), max(values)))
     return f"{middle} ({low} to {high})"
 
 
 def compare(name, scratch, size, arguments):
-    """Measure one row; its line of the table, and a remark."""
+    """Measure one row; return its line of the table and a remark."""
     row = ROWS[name]
     run_dir, peer_json, fed = prepare(scratch, size, row)
     rates, costs, whole, later, kept = [], [], [], [], []

@@ -1,8 +1,8 @@
-"""A corpus larger than memory ought to be: prepared with how much memory, and fed from a cold disk with what waits?
+"""A large corpus: the memory needed to prepare it, and the waits for data when it is read from a cold disk.
 
-One command makes a .jsonl of the size asked for out of the standard library's source, prepares it with the demo's
-recipe while measuring the memory of every process, puts the shards out of the page cache, trains the demo's model for
-some steps, and prints what the steps waited for data. What it made is deleted at the end.
+The script writes a .jsonl of the given size from the source of the standard library, and prepares it with the demo
+recipe while it measures the memory of every process. It then removes the shards from the page cache, trains the demo
+model for some steps, and prints how long the steps waited for data. All files are deleted at the end.
 """
 
 import argparse
@@ -26,7 +26,7 @@ RECIPE = ROOT / "recipes" / "demo.yaml"
 
 
 def read_library() -> list[str]:
-    """The running Python's modules, tests included, as far as they are UTF-8."""
+    """The modules of the running Python, including tests, if they are UTF-8."""
     texts = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" not in path.parts:
@@ -38,7 +38,7 @@ def read_library() -> list[str]:
 
 
 def make_documents(seed: int = 0) -> Iterator[str]:
-    """Documents without end, of 200 to 60,000 characters: stretches of modules under a line that makes each its own."""
+    """Generate documents of 200 to 60,000 characters without end: parts of modules with a unique first line."""
     texts, rng = read_library(), random.Random(seed)
     number = 0
     while True:
@@ -50,7 +50,7 @@ def make_documents(seed: int = 0) -> Iterator[str]:
 
 
 def write_corpus(path: Path, num_bytes: int) -> int:
-    """Write documents as .jsonl until there are so many bytes; how many documents that are."""
+    """Write documents as .jsonl up to this number of bytes; return the number of documents."""
     written = count = 0
     with path.open("w", encoding="utf-8") as stream:
         for count, text in enumerate(make_documents(), 1):
@@ -61,7 +61,7 @@ def write_corpus(path: Path, num_bytes: int) -> int:
 
 
 def run_measured(command: list[str]) -> tuple[float, dict[str, int]]:
-    """Run a command; its seconds, and the peak resident bytes of its parent, its largest child, and all together."""
+    """Run a command; return its seconds, and the peak resident bytes of the parent, the largest child, and all."""
     peaks = {"parent": 0, "largest worker": 0, "all together": 0}
     started = time.monotonic()
     process = psutil.Popen(command, cwd=ROOT)
@@ -80,7 +80,7 @@ def run_measured(command: list[str]) -> tuple[float, dict[str, int]]:
 
 
 def drop_from_cache(folder: Path) -> str:
-    """Put the files of a folder out of the page cache; says how."""
+    """Remove the files of a folder from the page cache; return how."""
     os.sync()
     for path in folder.rglob("*.bin"):
         with path.open("rb") as stream:
@@ -93,7 +93,7 @@ def drop_from_cache(folder: Path) -> str:
 
 
 def report_waits(metrics: Path) -> None:
-    """Print what share of each step was waiting for data."""
+    """Print the share of each step spent waiting for data."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "train"]
     shares = [row["data_wait_seconds"] / row["step_seconds"] for row in rows]
@@ -109,11 +109,11 @@ def report_waits(metrics: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=10.0)
-    parser.add_argument("--tokenizer", help="as the recipe's key; default: the demo's, trained on the corpus")
+    parser.add_argument("--tokenizer", help="value of the recipe key; default: that of the demo, trained on the corpus")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
-        "--folder", type=Path, help="where there is room for three times the size; default: a temporary one"
+        "--folder", type=Path, help="a folder with free space for three times the size; default: a temporary one"
     )
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="large-corpus-", dir=arguments.folder))

@@ -1,10 +1,10 @@
-"""Predicted against measured memory, for big vocabularies and long sequences.
+"""Predicted and measured memory, for large vocabularies and long sequences.
 
     python benchmarks/memory.py [CASE ...] [--json]
 
-Each case trains a small model for two steps of two microbatches, in a process of its own, on a GPU where there is
-one. Measured is the most bytes that tensors held at once: the allocator's own count on a GPU, every allocation and
-release that torch's profiler saw on a CPU. Predicted is what `echelon plan` prints for the same plan.
+Each case trains a small model for two steps of two microbatches, in a separate process, on a GPU if there is one. The
+measured value is the peak of the bytes allocated for tensors: from the allocator on a GPU, from the allocations that
+torch's profiler records on a CPU. The predicted value is that of `echelon plan` for the same plan.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffe
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a microbatch; fields of the HF config beside a small Llama's."""
+    """A model and a microbatch; HF config fields that differ from a small Llama's."""
 
     vocab_size: int = 256
     sequence_len: int = 1024
@@ -77,7 +77,7 @@ CASES = {
 
 
 def measure(case: Case) -> tuple[int, MemoryEstimate]:
-    """(the most bytes that tensors held, the estimate) of two steps in this process."""
+    """(the peak of allocated bytes, the estimate) of two steps in this process."""
     runtime = start_runtime()
     config, plan = load_config(case.model()), case.plan()
     recipe = Recipe.model_validate(
@@ -106,7 +106,7 @@ def measure(case: Case) -> tuple[int, MemoryEstimate]:
 
 
 class Recorder:
-    """Watches allocations for the time of its block."""
+    """Records allocations during its block."""
 
     def __init__(self, device):
         self.peak_bytes = 0

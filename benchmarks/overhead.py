@@ -1,10 +1,10 @@
-"""What echelon's step costs beside a plain PyTorch loop: the same model, batches and optimizer, interleaved.
+"""The step time of echelon compared with a plain PyTorch loop, with the same model, batches and optimizer.
 
     python benchmarks/overhead.py [TEXT_FILE] [--size tiny|small] [--precision fp32|bf16] [--compile]
 
-One process, on a GPU where there is one. Rounds of plain steps and of echelon's alternate, so that a machine whose
-speed drifts slows both. Each round gives a median step; the figure is the median over rounds of their ratio, with its
-spread.
+Runs in one process, on a GPU if there is one. Rounds of both loops alternate, so that a drift of the machine's speed
+affects both. Each round gives two median step times; the result is the median of their ratio over rounds, with its
+range.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from echelon.recipe import load_recipe
 from echelon.training.pauses import Due
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tinyshakespeare.yaml"
-TEXT = Path(pydoc_data.topics.__file__)  # real text that every machine has
+TEXT = Path(pydoc_data.topics.__file__)  # real text that exists on every machine
 SIZES = {
-    "tiny": [],  # the recipe as it stands: where every microsecond of a trainer shows
-    "small": [  # the width and depth of GPT-2, in the shape of a Llama
+    "tiny": [],  # the recipe unchanged: a model so small that the trainer's own time is visible
+    "small": [  # a Llama with the width and depth of GPT-2
         "model.config.hidden_size=768", "model.config.intermediate_size=2048", "model.config.num_hidden_layers=12",
         "model.config.num_attention_heads=12", "model.config.num_key_value_heads=12", "model.config.vocab_size=32000",
         "model.config.max_position_embeddings=512", "data.sequence_len=512", "train.global_batch_size=16",
@@ -43,7 +43,7 @@ SIZES = {
 
 
 class PlainLoop:
-    """What a careful person would write by hand: fused AdamW, clipping, a schedule, the loss read every step."""
+    """A careful hand-written loop: fused AdamW, clipping, a schedule, the loss read at every step."""
 
     def __init__(self, config, tokens, batch, length, device, plan):
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
@@ -91,7 +91,7 @@ def main():
     parser.add_argument("text", type=Path, nargs="?", default=TEXT)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--compile", action="store_true", help="compile both, each in its own way")
+    parser.add_argument("--compile", action="store_true", help="compile both, each in its usual way")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=50)
     arguments = parser.parse_args()

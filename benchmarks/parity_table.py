@@ -1,9 +1,9 @@
-"""Publish how far every strategy is from the single process: docs/parity.md, from what the parity tests measured.
+"""Writes docs/parity.md, the differences between every strategy and the single process, from the parity tests' results.
 
     python benchmarks/parity_table.py [RESULTS.jsonl ...]
 
-reads what `pytest tests/parity --publish RESULTS.jsonl` wrote, and writes the page; `make parity-table` does both.
-Parts that ran on several machines are given together. Rows of another source than the newest's are left out, and said.
+reads the results of `pytest tests/parity --publish RESULTS.jsonl` and writes the page; `make parity-table` does both.
+Results from several machines are passed together. Rows measured with older source are skipped with a message.
 """
 
 import argparse
@@ -39,7 +39,7 @@ gradient norm, relative; of any single weight after the last step, absolute.
 
 
 def render_page(measured: list[Measured]) -> str:
-    """The page, of rows that one source was measured by."""
+    """The page, from rows that were measured with the same source."""
     failed = [each for each in measured if not each.equal]
     lines = [
         *HEAD.splitlines(),
@@ -77,7 +77,7 @@ def _render_coverage(measured: list[Measured]) -> list[str]:
 
 
 def _render_machines(measured: list[Measured]) -> list[str]:
-    """A line for each kind of machine and set of versions, with the days on which it measured."""
+    """A line for each type of machine and set of versions, with the dates of its measurements."""
     machines: dict[str, set[str]] = {}
     for each in measured:
         on = each.environment
@@ -90,7 +90,7 @@ def _render_machines(measured: list[Measured]) -> list[str]:
 
 
 def _place(measured: Measured) -> tuple[str, ...]:
-    """Where a row stands in the first table."""
+    """The key of a row in the first table."""
     return STRATEGIES[measured.row.parallel], str(measured.row.ranks), measured.row.precision
 
 
@@ -112,7 +112,7 @@ def _by_option(measured: Iterable[Measured]) -> list[tuple[tuple[str, ...], Meas
 
 
 def _render_table(heads: tuple[str, ...], rows: list[tuple[tuple[str, ...], Measured]]) -> list[str]:
-    """A line for each key, in their order, with the largest differences of the rows that have it."""
+    """A line for each key, in order, with the largest differences of its rows."""
     groups: dict[tuple[str, ...], list[Measured]] = {}
     for key, measured in sorted(rows, key=lambda row: [_sort_key(part) for part in row[0]]):
         groups.setdefault(key, []).append(measured)
@@ -124,7 +124,7 @@ def _render_table(heads: tuple[str, ...], rows: list[tuple[tuple[str, ...], Meas
 
 
 def _sort_key(word: str) -> tuple[int, str]:
-    """Strategies in their order, everything else by name."""
+    """Strategies in a fixed order, everything else by name."""
     names = list(STRATEGIES.values())
     return (names.index(word), "") if word in names else (len(names), word)
 
@@ -136,16 +136,16 @@ def _describe(measured: Measured) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="*", default=[RESULTS], help="files that --publish wrote")
-    parser.add_argument("--out", type=Path, default=PAGE, help="the page")
+    parser.add_argument("results", type=Path, nargs="*", default=[RESULTS], help="files written by --publish")
+    parser.add_argument("--out", type=Path, default=PAGE, help="path of the page")
     arguments = parser.parse_args()
     measured = read_measured(arguments.results)
     if not measured:
-        sys.exit(f"no row stands in {', '.join(map(str, arguments.results))}; run `make parity-table`")
+        sys.exit(f"no rows in {', '.join(map(str, arguments.results))}; run `make parity-table`")
     newest = measured[-1].environment["source"]
     kept = [each for each in measured if each.environment["source"] == newest]
     if len(kept) < len(measured):
-        print(f"left out: {len(measured) - len(kept)} rows of other source than {newest}; measure them again")
+        print(f"skipped {len(measured) - len(kept)} rows measured with other source than {newest}; measure them again")
     arguments.out.write_text(render_page(kept), encoding="utf-8")
     print(f"{arguments.out}: {len(kept)} rows, {sum(each.equal for each in kept)} of them equal")
 

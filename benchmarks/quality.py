@@ -1,9 +1,10 @@
-"""What a known setting reaches: recipes/tinyshakespeare.yaml on one process and on two.
+"""The loss of a well-known setting: recipes/tinyshakespeare.yaml on one process and on two.
 
     python benchmarks/quality.py PATH/TO/tinyshakespeare.txt
 
-Prints the loss on the text's last tenth after 2000 steps and how far the two curves part. nanoGPT publishes 1.88 for
-its own model of this size (README, "I only have a macbook"). About five minutes on two cores.
+Prints the loss on the last tenth of the text after 2000 steps, and the largest difference between the two loss curves.
+nanoGPT reports 1.88 for its own model of this size (README, "I only have a macbook"). Takes about five minutes on two
+cores.
 """
 
 import argparse

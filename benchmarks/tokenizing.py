@@ -1,8 +1,8 @@
-"""Tokenizing beside `datasets.map`: the same .jsonl, the same tokenizer, the same number of processes, ids on the disk.
+"""Tokenization compared with `datasets.map`, with the same .jsonl, tokenizer and number of processes, and ids on disk.
 
-The sides run in turn, round after round, each in processes of its own. `datasets` loads the file, maps a function that
-calls the tokenizer on batches, and saves to disk; its caches are empty each time. echelon prepares the file with
-nothing held out. Both read the text, tokenize it, put eos behind each document, and end with all ids in files.
+In each round both sides run in turn, in separate processes. `datasets` loads the file, maps a function that calls the
+tokenizer on batches, and saves to disk; its caches are empty each time. echelon prepares the file without held-out
+text. Both read the text, tokenize it, append eos to each document, and write all ids to files.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SIDES = ("datasets.map", "echelon")
 
 
 def tokenize_with_datasets(corpus: Path, tokenizer_dir: Path, target: Path, workers: int) -> int:
-    """What people write; the number of ids."""
+    """Tokenize in the usual way with `datasets`; return the number of ids."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -41,7 +41,7 @@ def tokenize_with_datasets(corpus: Path, tokenizer_dir: Path, target: Path, work
 
 
 def tokenize_with_echelon(corpus: Path, tokenizer_dir: Path, target: Path, workers: int) -> int:
-    """`prepare`; the number of ids."""
+    """Tokenize with `prepare`; return the number of ids."""
     from echelon.data.prepare import PrepareSpec, prepare
     from echelon.data.source import Source
 
@@ -59,7 +59,7 @@ def tokenize_with_echelon(corpus: Path, tokenizer_dir: Path, target: Path, worke
 
 
 def run_side(side: str, corpus: Path, tokenizer_dir: Path, workers: int) -> None:
-    """One side in this process: prints its seconds, imports left out, and its ids."""
+    """Run one side in this process; print its seconds, without imports, and its number of ids."""
     import datasets
     import transformers  # noqa: F401
 
@@ -75,7 +75,7 @@ def run_side(side: str, corpus: Path, tokenizer_dir: Path, workers: int) -> None
 
 
 def measure(side: str, corpus: Path, tokenizer_dir: Path, workers: int) -> dict[str, float]:
-    """One side in a process of its own."""
+    """Run one side in a separate process."""
     command = [sys.executable, __file__, "--side", side, "--corpus", str(corpus), "--tokenizer", str(tokenizer_dir)]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
@@ -85,7 +85,7 @@ def measure(side: str, corpus: Path, tokenizer_dir: Path, workers: int) -> dict[
 
 
 def compare(megabytes: float, workers: int, rounds: int, vocab_size: int) -> None:
-    """Both sides in turn, and a table of it."""
+    """Run both sides in turn, and print a table."""
     from echelon.data.tokenizer import train_tokenizer
 
     folder = Path(tempfile.mkdtemp(prefix="tokenize-"))
@@ -98,7 +98,7 @@ def compare(megabytes: float, workers: int, rounds: int, vocab_size: int) -> Non
         for index in range(rounds):
             order = SIDES if index % 2 == 0 else SIDES[::-1]
             results = {side: measure(side, corpus, tokenizer_dir, workers) for side in order}
-            assert len({result["ids"] for result in results.values()}) == 1, f"the ids differ in number: {results}"
+            assert len({result["ids"] for result in results.values()}) == 1, f"the numbers of ids differ: {results}"
             for side, result in results.items():
                 seconds[side].append(result["seconds"])
         print(f"load {os.getloadavg()[0]:.1f}\n\n| | median | spread over {rounds} rounds |\n|---|---|---|")
