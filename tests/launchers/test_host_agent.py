@@ -122,7 +122,7 @@ def test_a_malicious_rendezvous_state_is_not_executed_and_ends_all(agents, tmp_p
     endings = [finish(each, 60) for each in (coordinator, guest)]
     assert not (tmp_path / "pwned").exists()
     assert [each.code for each in endings] == [1, 1], endings
-    assert any("holds data that no agent wrote (posix.mkdir)" in each.err for each in endings), endings
+    assert any("contains data that no agent wrote (posix.mkdir)" in each.err for each in endings), endings
     assert not any("Traceback" in each.err for each in endings), endings
 
 

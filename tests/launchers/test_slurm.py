@@ -331,7 +331,7 @@ def test_killed_sweep_of_a_grid_is_one_array_and_a_failing_trial_one_of_four(des
     process.kill()
     assert "jobs: an array of up to 4" in process.communicate()[0]
     said = sweep(desk)
-    assert "0 trials have ended, 4 were under way" in said and "is submitted as" not in said
+    assert "0 trials have ended, 4 were running" in said and "is submitted as" not in said
     ids = job_ids(desk)
     number = ids["000-1"].partition("_")[0]
     assert ids == {f"{index:03d}-1": f"{number}_{index}" for index in range(4)}
@@ -387,7 +387,7 @@ def test_sweep_that_learns_from_results_submits_one_by_one(desk):
         search={"optim.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}},
     )
     said = sweep(desk)
-    assert "jobs: one by one, no array, since what sweep.sampler=tpe draws follows from results" in said
+    assert "jobs: one by one, without an array, because the values of sweep.sampler=tpe depend on" in said
     ids = [job_ids(desk)[f"{index:03d}-1"] for index in range(3)]
     assert [int(number) for number in ids] == sorted({int(number) for number in ids})
     assert most_at_once(desk) == 1

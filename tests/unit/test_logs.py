@@ -159,5 +159,5 @@ def test_the_options_set_the_level_of_this_process_and_its_children(tmp_path, mo
 
 def test_an_unknown_level_is_refused(monkeypatch):
     monkeypatch.setenv("ECHELON_LOG_LEVEL", "loud")
-    with pytest.raises(ConfigError, match=r"^ECHELON_LOG_LEVEL=loud is no level; use one of debug, info, warning"):
+    with pytest.raises(ConfigError, match=r"^ECHELON_LOG_LEVEL=loud is not a log level; use one of debug, info"):
         find_log_level()

@@ -61,7 +61,7 @@ def test_rank_zero_on_another_machine_requires_its_address(env):
 
 
 def test_an_mpirun_without_variables_requires_an_address():
-    with pytest.raises(ConfigError, match="does not say where it runs"):
+    with pytest.raises(ConfigError, match="does not give its own address"):
         find_meeting({**SIZES, "OMPI_COMM_WORLD_RANK": "1"})
 
 

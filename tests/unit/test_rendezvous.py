@@ -54,7 +54,7 @@ def test_a_malicious_state_is_refused_and_not_executed(store, tmp_path, moment):
             list(pool.map(lambda each: each.next_rendezvous(), handlers))
     payload = hostile_pickle(tmp_path / "pwned")
     store.set("torch.rendezvous.echelon-0", base64.b64encode(payload).decode())
-    with pytest.raises(RendezvousStateError, match=r"at 127.0.0.1:\d+ holds data that no agent wrote \(posix.mkdir\)"):
+    with pytest.raises(RendezvousStateError, match=r"127.0.0.1:\d+ contains data that no agent wrote \(posix.mkdir\)"):
         handlers[0].next_rendezvous()
     assert not (tmp_path / "pwned").exists()
     pickle.loads(payload)

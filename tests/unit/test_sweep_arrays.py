@@ -61,16 +61,21 @@ RATES = {"optim.learning_rate": {"low": 1e-4, "high": 1e-2}, "optim.weight_decay
 @pytest.mark.parametrize(
     ("settings", "search", "at_once", "why"),
     [
-        ({"sampler": "grid"}, GRID, 6, "jobs: an array of up to 6, since no trial waits"),
+        ({"sampler": "grid"}, GRID, 6, "jobs: an array of up to 6, because no trial depends"),
         ({"sampler": "random", "trials": 1000}, RATES, 200, "jobs: an array of up to 200"),
         ({"sampler": "qmc", "trials": 5}, RATES, 5, "jobs: an array of up to 5"),
-        ({"sampler": "random", "trials": 1}, RATES, 1, "jobs: one, as there is one trial"),
-        ({"sampler": "tpe", "trials": 5}, RATES, 1, "sweep.sampler=tpe draws follows from results"),
-        ({"sampler": "cmaes", "trials": 5}, RATES, 1, "sweep.sampler=cmaes draws"),
-        ({"sampler": "gp", "trials": 5}, RATES, 1, "sweep.sampler=gp draws"),
+        ({"sampler": "random", "trials": 1}, RATES, 1, "jobs: one, for one trial"),
+        ({"sampler": "tpe", "trials": 5}, RATES, 1, "the values of sweep.sampler=tpe depend on earlier results"),
+        ({"sampler": "cmaes", "trials": 5}, RATES, 1, "sweep.sampler=cmaes depend"),
+        ({"sampler": "gp", "trials": 5}, RATES, 1, "sweep.sampler=gp depend"),
         ({"sampler": "grid", "pruner": "median"}, GRID, 1, "sweep.pruner=median compares trials"),
-        ({"sampler": "grid"}, {"launch.nodes": [1, 2]}, 1, "ask local for the same, and launch.nodes is searched"),
-        ({"sampler": "grid"}, {"fault.notice_seconds": [10, 20]}, 1, "and fault.notice_seconds is searched"),
+        (
+            {"sampler": "grid"},
+            {"launch.nodes": [1, 2]},
+            1,
+            "the same resources, but launch.nodes is searched",
+        ),
+        ({"sampler": "grid"}, {"fault.notice_seconds": [10, 20]}, 1, "but fault.notice_seconds is searched"),
     ],
 )
 def test_which_sweeps_use_an_array(
@@ -157,7 +162,7 @@ def test_a_refused_array_goes_one_by_one(here: Path, monkeypatch: pytest.MonkeyP
     ending, results, lines = run(here, monkeypatch, launcher)
     assert ending == Ending("done") and [each["state"] for each in results["trials"]] == ["done"] * 6
     assert launcher.arrays == [] and launcher.submitted == ALL
-    assert "jobs: one by one, since the array was refused: Slurm refused `sbatch`: too many." in lines
+    assert "jobs: one by one, because the array was refused: Slurm refused `sbatch`: too many." in lines
 
 
 def test_a_target_that_refuses_all_jobs_fails_no_trial(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ def test_a_stopped_sweep_is_resumed_by_the_next(here: Path, monkeypatch: pytest.
 
     launcher.status = status  # type: ignore[method-assign]
     ending, results, _ = run(here, monkeypatch, launcher, stop=stop)
-    assert ending == Ending("stopped", "stopped by SIGTERM; its trials have saved, and the same command goes on")
+    assert ending == Ending("stopped", "stopped by SIGTERM; its trials have saved; the same command resumes the sweep")
     assert sorted(launcher.cancelled) == ["000", "001"]
     assert [each["state"] for each in results["trials"]] == ["unfinished"] * 2
     launcher.holds, launcher.status = False, original  # type: ignore[method-assign]
@@ -214,7 +214,7 @@ def test_gpus_are_assigned_by_their_names(monkeypatch: pytest.MonkeyPatch) -> No
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
         assert tuple(sorted(os.sched_getaffinity(0))) == slots[1].cores
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,3"
-    with pytest.raises(ConfigError, match=r"sweep.parallel=3: .* shows 2; use parallel: 2 or less"):
+    with pytest.raises(ConfigError, match=r"sweep.parallel=3: .* has 2; use parallel: 2 or less"):
         share_machine(3)
 
 

@@ -1,1 +1,1 @@
-"""What hardware there is: known accelerators and machine types, and what this machine has."""
+"""Hardware: known accelerators and machine types, and detection of this machine's hardware."""

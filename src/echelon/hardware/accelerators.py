@@ -1,7 +1,7 @@
-"""Accelerators and clusters: the numbers a plan is made from, each with its source.
+"""Accelerators and clusters: the figures used by the planner, each with its source.
 
-FLOP/s are dense (no sparsity) peaks, memory is the datasheet's decimal gigabytes. For the larger parts that is a
-little less than the driver reports, so a plan made on a laptop errs on the safe side; a run puts the real figure in.
+FLOP/s are dense peaks (no sparsity); memory is in the datasheet's decimal gigabytes. For the larger devices this is
+slightly less than the driver reports, so a plan made on a laptop is conservative; a run uses the driver's figure.
 """
 
 import difflib
@@ -13,14 +13,14 @@ from echelon.errors import PlanError
 
 DeviceKind = Literal["cpu", "cuda"]
 
-# A CPU has fast bf16 where its matmuls are this much faster than in fp32. Those with instructions for it (AMX, AVX-512
-# bf16) are three times as fast and more, those without are slower than in fp32: in between there is nothing to gain.
+# A CPU has fast bf16 if its matmuls are this much faster than in fp32. CPUs with bf16 instructions (AMX, AVX-512 bf16)
+# are at least three times as fast; those without are slower than in fp32.
 CPU_BF16_MARGIN = 1.5
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One device. FLOP/s and bytes/s per device; None where it does not apply or is not known."""
+    """One device. FLOP/s and bytes/s are per device; None if unknown or not applicable."""
 
     name: str
     memory_bytes: int | None
@@ -30,7 +30,7 @@ class Accelerator:
     source: str
 
     def peak_flops(self, compute_dtype: str) -> float | None:
-        """Dense peak in FLOP/s for a dtype name: the denominator of MFU. Where bf16 has a rate, fp16 has the same."""
+        """Dense peak in FLOP/s for a dtype name, the denominator of MFU. fp16 has the rate of bf16."""
         return self.fp32_flops if compute_dtype == "float32" else self.bf16_flops
 
 
@@ -41,7 +41,7 @@ def _gpu(
     return Accelerator(name, int(gigabytes * 1e9), bf16_flops, fp32_tflops * 1e12, gigabytes_per_s * 1e9, source)
 
 
-# fp32 is the rate outside tensor cores. V100 and T4 have tensor cores for fp16 alone, hence no bf16 rate.
+# fp32 is the rate outside tensor cores. The tensor cores of V100 and T4 support only fp16, hence no bf16 rate.
 ACCELERATORS: dict[str, Accelerator] = {
     accelerator.name: accelerator
     for accelerator in (
@@ -69,8 +69,8 @@ ACCELERATORS: dict[str, Accelerator] = {
             500,
             120,
             1597,
-            "NVIDIA RTX PRO 6000 Blackwell Server Edition datasheet; its bf16 rate is not there: half of the 1 "
-            "PFLOP/s on NVIDIA's page of it, taken for a sparse rate, not confirmed",
+            "NVIDIA RTX PRO 6000 Blackwell Server Edition datasheet; it has no bf16 rate: half of the 1 PFLOP/s on "
+            "NVIDIA's product page, assumed to be the sparse rate, not confirmed",
         ),
         _gpu("A10G", 24, 70, 35, 600, "NVIDIA A10G datasheet, the part in AWS g5 (an A10 has 125 TFLOP/s)"),
         _gpu("T4", 16, None, 8.1, 320, "NVIDIA T4 datasheet"),
@@ -85,9 +85,9 @@ ACCELERATORS: dict[str, Accelerator] = {
 class Cluster:
     """Equal devices on equal machines; one process drives one device.
 
-    `memory_bytes` of a CPU cluster's accelerator is one process's share of its machine (None: not known).
-    `bf16_supported` is what the running hardware says; None takes the word of the table, or of what was measured.
-    `host_memory_bytes` is the memory of one machine beside that of its GPUs (None: not known).
+    `memory_bytes` of a CPU cluster's accelerator is one process's share of its machine (None: unknown).
+    `bf16_supported` is as reported by the running hardware; None: as in the table, or as measured.
+    `host_memory_bytes` is the main memory of one machine, without that of its GPUs (None: unknown).
     """
 
     accelerator: Accelerator
@@ -101,14 +101,14 @@ class Cluster:
         """Raises PlanError unless the devices fill whole machines."""
         if self.num_devices < 1 or self.devices_per_node < 1:
             raise PlanError(
-                f"A cluster of {self.num_devices} devices with {self.devices_per_node} per machine is empty; "
+                f"a cluster of {self.num_devices} devices with {self.devices_per_node} per machine is empty; "
                 "give at least one of each."
             )
         if self.num_devices % self.devices_per_node:
             below = self.num_devices // self.devices_per_node * self.devices_per_node
             fits = " or ".join(str(n) for n in (below, below + self.devices_per_node) if n)
             raise PlanError(
-                f"{self.num_devices} devices do not fill machines of {self.devices_per_node}; use {fits} devices."
+                f"{self.num_devices} devices do not fill machines of {self.devices_per_node} each; use {fits} devices."
             )
 
     @property
@@ -152,11 +152,11 @@ def parse_devices(text: str, devices_per_node: int = 8) -> Cluster:
 
 
 def find_accelerator(device_name: str, memory_bytes: int) -> Accelerator | None:
-    """Table entry for a name as drivers give it ("NVIDIA A100-SXM4-40GB"), by its memory where a name has two sizes.
+    """Table entry for a driver's device name ("NVIDIA A100-SXM4-40GB"), chosen by memory if a name has two sizes.
 
-    None when the device is not in the table; PCIe and NVL variants of H100 are slower parts and are not in it either.
+    None if the device is not in the table. PCIe and NVL variants of H100 are slower and not in the table.
     """
-    # The Workstation and Max-Q parts of this name are others.
+    # The Workstation and Max-Q editions of this name are different devices.
     words = re.sub(r"(?i)\bRTX\s+PRO\s+6000\s+Blackwell\s+Server\b", "RTXPRO6000", device_name)
     words = re.sub(r"(?i)\bRTX\s+", "RTX", words)
     if re.search(r"(?i)H100.*(PCIe|NVL)", words):

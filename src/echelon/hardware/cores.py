@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def num_cores() -> int:
-    """The CPU cores this process may use: its affinity, cut to the container's quota."""
+    """The number of CPU cores this process may use: its affinity, limited by the container's quota."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -17,7 +17,7 @@ def num_cores() -> int:
 
 
 def read_system_file(path: str) -> str:
-    """A file by which the system tells about itself; empty where there is none."""
+    """The text of a system file, such as one below /sys; empty if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

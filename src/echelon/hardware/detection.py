@@ -1,4 +1,4 @@
-"""The hardware of this machine, detected and where need be measured."""
+"""Detect this machine's hardware; measure what no table has."""
 
 import os
 import time
@@ -18,7 +18,7 @@ _TURNS = 4
 
 
 def detect_cluster(num_processes: int) -> Cluster:
-    """The hardware of this machine as `num_processes` processes will use it, with figures for one process each.
+    """This machine's hardware as used by `num_processes` processes, with figures per process.
 
     Raises ConfigError when there are fewer GPUs than processes.
     """
@@ -33,7 +33,7 @@ def detect_cluster(num_processes: int) -> Cluster:
 
 
 def detect_launched_cluster() -> Cluster:
-    """The hardware under a foreign launcher: machines like this one, as many as the world size needs."""
+    """The hardware under another launcher: machines like this one, as many as the world size needs."""
     place = find_place()
     return _describe_cluster(place.world_size, min(place.local_world_size, place.world_size))
 
@@ -66,7 +66,7 @@ def _describe_gpu() -> Accelerator:
 
 
 def _describe_cpu(num_processes: int) -> Accelerator:
-    """One process's share of the machine's memory, and of its cores at the matmul rates measured on one of them."""
+    """One process's share of the machine's memory and cores, at the matmul rates measured on one core."""
     import torch
 
     cores = torch.get_num_threads() / num_processes
@@ -77,10 +77,10 @@ def _describe_cpu(num_processes: int) -> Accelerator:
 
 @cache
 def measure_core_flops() -> tuple[float, float]:
-    """FLOP/s of one core of this CPU in bf16 and in fp32: the best of a few square matmuls of each, by turns.
+    """FLOP/s of one core of this CPU in bf16 and in fp32: the best of a few square matmuls of each, in alternation.
 
-    In seconds of the processor, so that other work on the machine does not decide which of the two is faster. Small
-    enough to be over in a second where bf16 is emulated.
+    Uses CPU time, so that other work on the machine does not affect the comparison. The matmuls are small enough to
+    take less than a second if bf16 is emulated.
     """
     import torch
 
@@ -103,7 +103,7 @@ def measure_core_flops() -> tuple[float, float]:
 
 
 def find_peak_flops(device: "torch.device", compute_dtype: str) -> float:
-    """The peak that MFU is stated against, FLOP/s of this process's device: from the table, else measured now.
+    """The peak FLOP/s of this process's device, the denominator of MFU: from the table, else measured now.
 
     On a CPU every process measures its own share at the same time, so call it on all ranks together.
     """
@@ -115,12 +115,12 @@ def find_peak_flops(device: "torch.device", compute_dtype: str) -> float:
 
 
 def describe_peak(device: "torch.device") -> str:
-    """Where the figure of `find_peak_flops` comes from."""
+    """The source of the figure of `find_peak_flops`."""
     return "its vendor's figure" if device.type == "cuda" else "the matmul rate measured now"
 
 
 def machine_memory_bytes() -> int:
-    """The machine's memory, or the container's limit where that is smaller."""
+    """The machine's memory in bytes, or the container's limit if that is smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         limit = read_system_file(path).strip()
@@ -130,7 +130,7 @@ def machine_memory_bytes() -> int:
 
 
 def measure_matmul_flops(dtype_name: str, budget_seconds: float = 0.15) -> float:
-    """FLOP/s of the best of a few square matmuls on this machine's device, with the threads torch has now."""
+    """FLOP/s of the best of a few square matmuls on this machine's device, with torch's current threads."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,8 +1,8 @@
-"""Machine types of Amazon SageMaker training: what is in one, how it talks to others, and what it costs where known.
+"""Machine types of Amazon SageMaker training: devices, memory, network and, if known, price.
 
-Counts, memory, cores and network are EC2's own, as DescribeInstanceTypes tells them; links between GPUs are those of
-AWS's product pages. A price is for one machine on demand, and stands here only with where, when and from whom; without
-one it is unknown, and `budget.usd_per_hour` says it.
+Counts, memory, cores and network are from EC2's DescribeInstanceTypes; links between GPUs are from AWS's product pages.
+A price is for one machine on demand, and has a region, a date and a source; if it is unknown, `budget.usd_per_hour`
+sets it.
 """
 
 import difflib
@@ -18,7 +18,7 @@ Link = Literal["PCIe", "NVLink", "NVSwitch", "NeuronLink"]
 
 @dataclass(frozen=True)
 class Price:
-    """Dollars an hour for one machine, on demand; what is billed depends on region and contract."""
+    """US dollars per hour for one machine on demand; the bill depends on region and contract."""
 
     usd_per_hour: float
     region: str
@@ -26,27 +26,27 @@ class Price:
     source: str
 
     def describe(self) -> str:
-        """For a person: `$63.296/h (us-west-2, 2026-09-01)`."""
+        """Format the price as `$63.296/h (us-west-2, 2026-09-01)`."""
         return f"${self.usd_per_hour:g}/h ({self.region}, {self.date})"
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One machine type. None: it has no such thing, or nothing is known.
+    """One machine type. None: not present, or unknown.
 
     Attributes:
-        name: as SageMaker spells it, `ml.p5.48xlarge`.
-        gpus: GPUs of one machine; 0 for a CPU type and for Trainium.
-        accelerator: what it computes with, a name of `hardware.ACCELERATORS`; `cpu` for a CPU type.
-        gpu_memory_gib: of one accelerator, as EC2 tells it; plans go by the smaller figure of its datasheet.
-        link: what joins the accelerators of one machine, and link_gigabytes_per_s how fast one of them sends and
-            receives together.
-        network_gbits: of one machine; for small types the most it may reach for a while.
-        efa_interfaces: network cards that EFA can use; 0: no EFA.
-        efa_rdma: whether those read and write GPU memory by themselves.
+        name: SageMaker's name, `ml.p5.48xlarge`.
+        gpus: GPUs per machine; 0 for CPU types and Trainium.
+        accelerator: a name in `ACCELERATORS`; `cpu` for CPU types.
+        gpu_memory_gib: memory of one accelerator, from EC2; plans use the smaller figure of its datasheet.
+        link: the link between the accelerators of one machine.
+        link_gigabytes_per_s: bandwidth of the link per accelerator, both directions together.
+        network_gbits: network bandwidth of one machine; for small types the burst limit.
+        efa_interfaces: network cards with EFA; 0: no EFA.
+        efa_rdma: whether EFA supports RDMA to GPU memory.
         neuron_devices: Trainium chips.
-        own_disks: whether it has NVMe disks of its own, of fixed size and encrypted by the machine itself; SageMaker
-            then provides no volume.
+        own_disks: whether it has local NVMe disks, of fixed size and encrypted by the hardware; SageMaker then
+            provides no volume.
     """
 
     name: str
@@ -66,14 +66,14 @@ class Instance:
 
     @property
     def num_processes(self) -> int:
-        """Processes that training starts on one machine: one per GPU, else one per two cores and at least one."""
+        """The number of training processes per machine: one per GPU, else one per two cores and at least one."""
         return self.gpus or max(1, self.vcpus // 2)
 
 
 _WEST = ("us-west-2", "2026-09-01", "AWS price list, Studio JupyterLab meter of the type, as quoted publicly")
 _EAST = ("us-east-1", "2026-08", "AWS price list, training rate, as quoted publicly")
 
-# In dollars an hour. Where both were found, the training rate stands.
+# In dollars per hour. If both rates were found, the training rate is used.
 _PRICES: dict[str, Price] = {
     f"ml.{name}": Price(usd, *where)
     for where, prices in (
@@ -97,10 +97,10 @@ _PRICES: dict[str, Price] = {
     for name, usd in prices.items()
 }  # fmt: skip
 
-# Types whose EFA cards reach GPU memory; on others the provider refuses to start when it is asked for.
+# Types whose EFA supports GPU RDMA; on others libfabric's provider refuses to start if RDMA is requested.
 _RDMA = ("p4d.", "p4de.", "p5.48", "p5e.", "p5en.", "p6-", "trn1.32", "trn1n.", "trn2.")
 
-# Families without disks of their own.
+# Families without local disks.
 _NO_DISKS = ("p3", "m5", "c5")
 
 # size: GPUs, Gbit/s, EFA interfaces, cores, GiB of RAM
@@ -200,7 +200,7 @@ INSTANCES: dict[str, Instance] = {instance.name: instance for instance in _build
 
 
 def find_instance(name: str) -> Instance:
-    """The type of this name, with or without `ml.`. Raises ConfigError with the nearest names there are."""
+    """The type of this name, with or without `ml.`. Raises ConfigError with the nearest names."""
     wanted = name.strip().lower().removeprefix("ml.")
     if f"ml.{wanted}" in INSTANCES:
         return INSTANCES[f"ml.{wanted}"]
@@ -214,9 +214,9 @@ def find_instance(name: str) -> Instance:
 
 
 def cluster_of(instance: Instance, count: int, num_processes: int | None = None) -> Cluster:
-    """The cluster that `count` of these machines are, with `num_processes` on each (default: the type's own number).
+    """The cluster of `count` such machines, with `num_processes` on each (default: the type's own number).
 
-    Raises ConfigError for Trainium, and where a machine has fewer GPUs than processes.
+    Raises ConfigError for Trainium, and if a machine has fewer GPUs than processes.
     """
     if instance.neuron_devices:
         raise ConfigError(
@@ -239,7 +239,7 @@ def cluster_of(instance: Instance, count: int, num_processes: int | None = None)
 
 
 def nearest_gpu_instance(trainium: Instance) -> Instance:
-    """The GPU type with the least memory in all that has at least as much; of equal ones, the nearest network."""
+    """The GPU type with the smallest sufficient total memory; among equals, the nearest network bandwidth."""
     assert trainium.neuron_devices and trainium.gpu_memory_gib is not None
     needed = trainium.neuron_devices * trainium.gpu_memory_gib
     candidates = [
@@ -251,10 +251,10 @@ def nearest_gpu_instance(trainium: Instance) -> Instance:
 
 
 def efa_environment(instance: Instance) -> dict[str, str]:
-    """Variables that have libfabric use the machine's EFA cards; empty for a type without any.
+    """Variables that make libfabric use EFA; empty for a type without EFA.
 
-    SageMaker's own launchers set them for a list of types that lacks p5en, p6, trn2, g6, g6e, g7e and some of g5; set
-    twice they do no harm.
+    SageMaker's launchers set them from a list of types that lacks p5en, p6, trn2, g6, g6e, g7e and some of g5; setting
+    them twice is harmless.
     """
     if not instance.efa_interfaces:
         return {}

@@ -1,1 +1,1 @@
-"""Starting, watching and restarting the processes of a machine, and agreeing on it with other machines."""
+"""Start, watch and restart the processes of a machine, in agreement with the other machines of a job."""

@@ -1,10 +1,9 @@
 """The agent of a machine: it starts the workers under torchrun's elastic agent, which runs inside this process.
 
-There is one agent for each machine of a job, and a machine alone is a group of one. Within an attempt torchrun's agents
-meet each other, give out the ranks, and start everybody again when a machine comes. How an attempt ended, and whether
-there is another one, is decided once for all machines (`meeting.py`): torchrun's agents know exit codes, but neither
-what a rank said nor that a failure would come back, and between two of their attempts nobody could remove what was left
-half-written.
+Each machine of a job has one agent; a single machine is a group of one. Within an attempt, torchrun's agents meet,
+assign the ranks, and restart all workers when a machine joins. How an attempt ended, and whether there is another one,
+is decided once for all machines (`meeting.py`): torchrun's agents know exit codes, but neither the messages of ranks
+nor that a failure would recur, and they leave no room to remove partial files between two of their own attempts.
 """
 
 import json
@@ -48,26 +47,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long the workers of a machine alone may take to leave after a signal of torchrun's agent before they are killed.
+# On a single machine: seconds between a signal of torchrun's agent and SIGKILL.
 _SHUTDOWN_SECONDS = 5
 _MONITOR_SECONDS = 0.2
-# The first machines of an elastic job wait so long for more.
+# The first machines of an elastic job wait this long for others.
 _LAST_CALL_SECONDS = 5
-# Machines of a cloud may come up minutes apart.
+# Cloud machines may start minutes apart.
 _JOIN_SECONDS = 1800
 # These end the job at once; STOP_SIGNALS let it save first.
 _ENDING_SIGNALS = (signal.SIGHUP, signal.SIGQUIT)
 
 
 class Agent:
-    """Starts this machine's workers, waits for them, starts them again when one fails, ends them when it is stopped.
+    """Starts this machine's workers, waits for them, restarts them when one fails, and ends them when stopped.
 
-    The agents of all machines end with the same outcome. The coordinator logs what concerns all of them; each machine,
-    what only it can know.
+    The agents of all machines end with the same outcome. The coordinator logs events of the whole job; each machine
+    logs its local events.
     """
 
     def __init__(self, group: HostGroup) -> None:
-        """Raises LaunchError where the coordinator's name does not resolve, ConfigError for an unknown interface."""
+        """Raises LaunchError if the coordinator's name does not resolve, ConfigError for an unknown interface."""
         self._group = group
         if not group.is_alone:
             await_name(group)
@@ -75,7 +74,7 @@ class Agent:
         self.is_coordinator = False
         """Whether this machine tells the user how the job ended."""
         self.keeps_journal = False
-        """Whether this machine writes the run's events: the coordinator; where files are not shared, rank 0's."""
+        """Whether this machine writes the run's events: the coordinator, or without shared files, rank 0's machine."""
 
     def submit(self, job: Workers) -> Outcome:
         """Run the job to its end; the outcome is the same on every machine. No worker outlives the call.
@@ -101,7 +100,7 @@ class Agent:
                     meeting.close()
 
     def _run(self, job: Workers, meeting: Meeting, asked: Sequence[object]) -> Outcome:
-        """Attempt after attempt, each under an agent of torchrun of its own, until the machines decide to end."""
+        """Run attempts, each under a new torchrun agent, until the machines decide to end."""
         folder = job.folder
         announced: dict[str, str] = {}
         while True:
@@ -127,33 +126,33 @@ class Agent:
     def _attempt(
         self, job: Workers, meeting: Meeting, attempt: int, announced: Mapping[str, str]
     ) -> tuple[Cause, float | None]:
-        """Start the workers once, with all other machines: how they ended here, and when the first of them died."""
+        """Start the workers once, with all other machines; returns how they ended here, and when the first one died."""
         folder, was_run = job.folder, is_run(job.folder.path)
         variables = {**self._network_variables(), **job.env, **announced}
-        # Nobody else is there to be told, and a stop at the very start is the workers' to answer.
+        # A single machine has no other to inform, and its workers handle a stop during startup themselves.
         news: AbstractContextManager[None] = (
             nullcontext() if self._group.is_alone else news_shared(meeting.watch(attempt), folder)
         )
         with exported(variables), deaths_watched(folder, job.num_processes) as death, news:
             deaths = self._run_torchrun(job, self._settings(job, meeting, attempt))
         cause = find_cause(read_outcomes(folder.outcomes_dir), deaths, folder.logs_dir)
-        if not folder.outcomes_dir.exists() or (was_run and not is_run(folder.path)):  # and what the ranks said
+        if not folder.outcomes_dir.exists() or (was_run and not is_run(folder.path)):  # with the ranks' reports
             cause = Cause(Outcome(FAILED, describe_gone(folder.path), final=True), Weight.CAUSE, time.time())
         elif deaths and cause.weight is Weight.NOTHING:
             cause = replace(cause, outcome=Outcome(FAILED, "its peers were lost"), weight=Weight.ECHO)
-        elif self._group.is_alone and is_peer_leaving(folder.outcomes_dir):  # by itself, as no machine comes or goes
+        elif self._group.is_alone and is_peer_leaving(folder.outcomes_dir):  # not because a machine joins or leaves
             cause = replace(cause, outcome=replace(cause.outcome, final=True))
         return cause, death.died_at
 
     def _network_variables(self) -> dict[str, str]:
-        """What this machine's workers need to know of the network; those of a machine alone talk over loopback."""
+        """The network variables of this machine's workers; a single machine uses loopback."""
         interface = find_interface(self._address)
         names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-        # The store of torchrun's agent listens everywhere, and would give workers that start anew stale addresses.
+        # The store of torchrun's agent listens on every interface, and would give restarted workers stale addresses.
         return {ADDRESS_VARIABLE: self._address, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **names}
 
     def _settings(self, job: Workers, meeting: Meeting, attempt: int) -> dict[str, Any]:
-        """Of torchrun's LaunchConfig: how its agent meets the others, if there are any."""
+        """The rendezvous settings in torchrun's LaunchConfig."""
         group = self._group
         settings = {"min_nodes": group.min_nodes, "max_nodes": group.max_nodes, "run_id": f"echelon-{attempt}"}
         if group.is_alone:
@@ -163,13 +162,13 @@ class Agent:
             "rdzv_endpoint": meeting.endpoint,
             "rdzv_configs": {"is_host": 0, "last_call_timeout": _LAST_CALL_SECONDS, "join_timeout": _JOIN_SECONDS},
             "local_addr": group.name or self._address,
-            # Workers that are stopped because a machine came have to save.
+            # Workers that are stopped because a machine joins must save.
             "shutdown_timeout": max(1, int(job.notice_seconds)),
         }
 
     def _run_torchrun(self, job: Workers, settings: Mapping[str, Any]) -> list[ProcessDeath]:
-        """Run torchrun's agent for one attempt: the processes that did not leave with 0."""
-        # torch is imported here alone, so that this module stays light enough for `echelon --help`.
+        """Run torchrun's agent for one attempt; returns the processes with a non-zero exit code."""
+        # torch is imported only here, so that `echelon --help` is fast.
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import (
             RendezvousClosedError,
@@ -208,8 +207,8 @@ class Agent:
         )
 
     def _tell_restart(self, job: Workers, decision: Decision, detection: float | None) -> None:
-        """One line, and the events where the run's journal is kept."""
-        if not decision.message:  # machines left or came
+        """Log the restart, and write its events on the machine that keeps the journal."""
+        if not decision.message:  # machines left or joined
             return
         if self.keeps_journal:
             job.folder.sweep()
@@ -225,7 +224,7 @@ class Agent:
 
 
 def _find_newest_step(job: Workers) -> int | None:
-    """Of the checkpoints on disk and in memory."""
+    """The newest step of the checkpoints on disk and the snapshots in memory."""
     held = None if job.memory is None else newest_step(job.memory)
     return max((step for step in (job.folder.newest_step(), held) if step is not None), default=None)
 
@@ -240,7 +239,7 @@ def _build_config(job: Workers, scratch: Path, settings: Mapping[str, Any]) -> "
         "role": "echelon",
         "max_restarts": 0,
         "monitor_interval": _MONITOR_SECONDS,
-        # Under nohup the job outlives its terminal.
+        # Under nohup SIGHUP is ignored, and the job outlives its terminal.
         "signals_to_handle": ",".join(
             each.name for each in _ENDING_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN
         ),
@@ -251,7 +250,7 @@ def _build_config(job: Workers, scratch: Path, settings: Mapping[str, Any]) -> "
 
 
 def _silence_torchrun() -> None:
-    """Its loggers repeat, as warnings and errors, what the outcome says in one sentence."""
+    """Silence torchrun's loggers, which repeat the outcome's message as warnings and errors."""
     import torch.distributed.elastic.agent.server.local_elastic_agent
     import torch.distributed.elastic.rendezvous.dynamic_rendezvous  # noqa: F401
 
@@ -265,8 +264,8 @@ def _silence_torchrun() -> None:
 def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence[object]]:
     """The first signal asks the workers to save and stop; a second one, or the end of the notice, ends the agent.
 
-    Yields a sequence that is not empty once a signal has come. Afterwards the earlier handlers come back, also those
-    that the agent has replaced.
+    Yields a sequence that is non-empty once a signal has arrived. Afterwards restores the earlier handlers, including
+    those that torchrun's agent has replaced.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -298,5 +297,5 @@ def stops_forwarded(notice_seconds: float, stop_file: Path) -> Iterator[Sequence
 
 
 def worker_argv(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command that runs a module of this same Python."""
+    """The command that runs a module with this Python."""
     return (sys.executable, "-m", module, *arguments)

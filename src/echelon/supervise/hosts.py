@@ -1,4 +1,4 @@
-"""The machines of a job as one of them knows them before they have met, and its own address among them."""
+"""The machines of a job as each knows them before the rendezvous, and this machine's own address."""
 
 import fcntl
 import logging
@@ -24,12 +24,12 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 @dataclass(frozen=True)
 class HostGroup:
-    """`min_nodes` to `max_nodes` machines that meet at `host:port`, which one of them, the coordinator, listens at.
+    """`min_nodes` to `max_nodes` machines that meet at `host:port`, where one of them, the coordinator, listens.
 
-    `coordinates`: whether that is this machine; None: if the address turns out to be its own. `interface`: the network
-    interface to use; None: the one that reaches the coordinator. `shares_files`: whether every machine sees the same
-    run folder. `name`: what the others call this machine; torch gives out the ranks in the order of the names, or else
-    of the addresses.
+    `coordinates`: whether this machine is the coordinator; None: it is if the address is its own. `interface`: the
+    network interface to use; None: the one that reaches the coordinator. `shares_files`: whether every machine sees the
+    same run folder. `name`: this machine's name for the others; torch assigns ranks in the order of the names, else of
+    the addresses.
     """
 
     min_nodes: int
@@ -43,22 +43,22 @@ class HostGroup:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other machine, and never will be."""
+        """Whether the job has a single machine."""
         return self.max_nodes == 1
 
     @property
     def is_elastic(self) -> bool:
-        """Whether machines may leave and come."""
+        """Whether machines may leave and join."""
         return self.min_nodes < self.max_nodes
 
     @property
     def endpoint(self) -> str:
-        """Where all meet, as torch's rendezvous takes it."""
+        """The rendezvous endpoint in torch's format."""
         return join_endpoint(self.host, self.port)
 
 
 THIS_MACHINE = HostGroup(1, 1, "127.0.0.1", 0)
-"""The group of a machine that was given no other."""
+"""The group of a single machine."""
 
 
 def join_endpoint(host: str, port: int) -> str:
@@ -78,12 +78,12 @@ def parse_group(nodes: str, rendezvous: str, interface: str | None = None) -> Ho
 
 
 def await_name(group: HostGroup) -> None:
-    """Wait until the coordinator's name resolves. A pod's name does so when it has its address, which takes minutes.
+    """Wait until the coordinator's name resolves. For a pod this can take minutes.
 
     Raises LaunchError after ten minutes.
     """
     until = time.monotonic() + _NAME_SECONDS
-    waits = False
+    is_logged = False
     while True:
         try:
             _resolve(group)
@@ -91,17 +91,18 @@ def await_name(group: HostGroup) -> None:
         except LaunchError as error:
             if time.monotonic() > until:
                 raise
-            if not waits:
+            if not is_logged:
                 logger.info(f"{str(error).rstrip('.')}; waiting up to {_NAME_SECONDS / 60:.0f} minutes")
-            waits = True
+            is_logged = True
             time.sleep(_LOOK_SECONDS)
 
 
 def find_own_address(group: HostGroup) -> str:
-    """This machine's address as the others can reach it: that of the interface, else of the way to the coordinator.
+    """This machine's address for the others: that of the interface, else the source address of its route to the
+    coordinator.
 
-    A machine alone has that of loopback: no host name to resolve, no firewall to ask, and nobody else gets in.
-    Raises LaunchError when the coordinator's name does not resolve, ConfigError for an interface there is not.
+    A single machine uses loopback, which needs no name resolution or firewall rule and is not reachable from outside.
+    Raises LaunchError if the coordinator's name does not resolve, ConfigError for an unknown interface.
     """
     if group.is_alone:
         return THIS_MACHINE.host
@@ -112,7 +113,7 @@ def find_own_address(group: HostGroup) -> str:
             raise ConfigError(f"--interface {group.interface} has no address on this machine; it has {names}.")
         return address
     family, target = _resolve(group)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # no packet is sent: the kernel only picks the way
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # no packet is sent: the kernel only chooses the route
         try:
             probe.connect(target)
         except OSError as error:
@@ -121,26 +122,25 @@ def find_own_address(group: HostGroup) -> str:
 
 
 def find_interface(address: str) -> str | None:
-    """The interface that has this address; None where that cannot be told."""
+    """The interface with this address; None if it cannot be found."""
     if is_loopback(address):
         return "lo0" if sys.platform == "darwin" else "lo"
     return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
 
 
 def open_coordinator(group: HostGroup) -> socket.socket | None:
-    """The socket of the store in which all meet, if this machine is the coordinator; None if it is another one.
+    """The listening socket for the rendezvous store if this machine is the coordinator, else None.
 
-    It listens where the others look for it, and nowhere else: at the coordinator's address. It listens at this
-    machine's own address where `coordinates` is set and the coordinator's address is none of this machine's, or where
-    others do not reach that address. An address at which somebody here listens already is taken for another agent's.
-    Raises LaunchError where `coordinates` is set and the port is taken.
+    Listens only at the coordinator's address. If `coordinates` is set and that address is not this machine's, or other
+    machines cannot reach it, listens at this machine's own address instead. If the port is in use, this machine is not
+    the coordinator; if `coordinates` is set, raises LaunchError.
     """
     if group.coordinates is False:
         return None
     try:
         found = listen_at(group.host, group.port)
         is_elsewhere = found is None and group.coordinates is True
-        # A line of /etc/hosts may give this machine's name an address of loopback.
+        # /etc/hosts may map this machine's name to a loopback address.
         is_hidden = found is not None and group.interface is not None and is_loopback(found.getsockname()[0])
         if found is not None and is_hidden:
             found.close()
@@ -157,7 +157,7 @@ def open_coordinator(group: HostGroup) -> socket.socket | None:
 def is_coordinator(group: HostGroup) -> bool:
     """Whether this machine is the coordinator, before the machines have met.
 
-    Where the group does not say so, it is the one that has the coordinator's address, if nobody listens there yet.
+    If the group does not specify it, this is the machine with the coordinator's address, if no process listens there.
     """
     if group.is_alone or group.coordinates:
         return True
@@ -168,13 +168,13 @@ def is_coordinator(group: HostGroup) -> bool:
 
 
 def limit_silence(group: HostGroup, seconds: float) -> None:
-    """Have connections that this process has to the coordinator break once nobody has answered on them for so long.
+    """Make this process's connections to the coordinator fail after this many seconds without an answer.
 
-    torch's store waits for an answer for ever, and a link that is cut, or a machine without power, tells nobody.
-    Where the system has no list of open files nothing is done.
+    torch's store waits for an answer forever, and neither a broken link nor a machine without power closes connections.
+    Has no effect on systems without a list of open files in /proc.
     """
     for entry in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):  # it is no connection, or closed by now
+        with suppress(OSError):  # not a connection, or closed meanwhile
             copy = os.dup(int(entry.name))
             try:
                 line = socket.socket(fileno=copy)
@@ -188,8 +188,8 @@ def limit_silence(group: HostGroup, seconds: float) -> None:
 
 
 def _limit_silence(line: socket.socket, seconds: float) -> None:
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))  # of what was sent
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # and where nothing was
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))  # for unacknowledged data
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for an idle connection
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 3)))
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds / 3)))
 
@@ -204,8 +204,8 @@ def _resolve(group: HostGroup) -> tuple[int, tuple[str, int]]:
 
 
 def address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface; None where it has none, or that cannot be told."""
-    if not Path("/proc/net").exists():  # the number of the request is Linux's
+    """The IPv4 address of an interface; None if it has none or cannot be queried."""
+    if not Path("/proc/net").exists():  # the ioctl number is that of Linux
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

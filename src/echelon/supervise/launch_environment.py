@@ -1,7 +1,7 @@
-"""What the environment says about this process, and what the processes that it starts find in theirs.
+"""Read this process's role and place from its environment, and build the environment of the processes it starts.
 
 The only module that reads or sets environment variables. torch is not imported: `echelon --help` needs the role of a
-command, and the variables of a library have to be set before that library is imported.
+command, and the variables of a library must be set before that library is imported.
 """
 
 import json
@@ -26,31 +26,31 @@ from echelon.supervise.workers import HUB_PLACES
 Role = Literal["worker", "agent", "local"]
 
 AGENT_PID_VARIABLE = "ECHELON_AGENT_PID"
-"""Set for the workers of `echelon train` on one machine: the process that they must not outlive."""
+"""Set for the workers of `echelon train` on one machine: the id of the process that they must not outlive."""
 
 SNAPSHOT_VARIABLE = "ECHELON_SNAPSHOT_DIR"
-"""The folder in memory that a worker's parent holds for snapshots."""
+"""The in-memory folder that a worker's parent provides for snapshots."""
 
 HOST_VARIABLE = "ECHELON_HOST_DIR"
-"""Set for the workers of an agent of one machine of several: the folder for the outcomes of this machine's ranks."""
+"""Set for the workers of an agent in a job of several machines: the folder for the outcomes of its ranks."""
 
 SHARED_VARIABLE = "ECHELON_SHARES_FILES"
-"""0 where the machines of a job do not see the same run folder."""
+"""0 if the machines of a job do not see the same run folder."""
 
 ADDRESS_VARIABLE = "ECHELON_ADDRESS"
-"""The address of this machine at which the others reach it; the store of one of its workers listens there."""
+"""This machine's address for the others; if rank 0 is here, its store listens at this address."""
 
 RESTART_VARIABLE = "ECHELON_RESTART"
-"""Set for restarted workers: JSON of when the processes before them ended, and after how many seconds."""
+"""Set for restarted workers: JSON with the time when the previous processes ended, and the seconds to detect it."""
 
 LOG_LEVEL_VARIABLE = "ECHELON_LOG_LEVEL"
-"""The level from which on a command, and the processes that it starts, show messages: one of `logs.LEVELS`."""
+"""The log level of a command and the processes that it starts: one of `logs.LEVELS`."""
 
-# When the command began that started this process, and when this process did.
+# When the command that started this process began, and when this process began.
 _STARTED_VARIABLE = "ECHELON_STARTED_AT"
 _PROCESS_STARTED = time.time()
 
-# cuBLAS adds up in a fixed order only in workspaces of its own; of what NVIDIA's documentation offers, the faster one.
+# cuBLAS sums in a fixed order only with this setting; of the two in NVIDIA's documentation, the faster one.
 CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 _SAGEMAKER_PORT = 7777
@@ -58,7 +58,7 @@ _SAGEMAKER_PORT = 7777
 
 @dataclass(frozen=True)
 class Place:
-    """What the launcher says about this process, before any process group exists."""
+    """This process's ranks, as set by the launcher, before any process group exists."""
 
     rank: int
     world_size: int
@@ -67,7 +67,7 @@ class Place:
 
 
 def launch_role(env: Mapping[str, str] | None = None) -> Role:
-    """What a command is by its environment: a worker, the agent of its machine, or the start of a new local job."""
+    """The role of a command, from its environment: a worker, the agent of its machine, or a new local job."""
     env = os.environ if env is None else env
     if ("RANK" in env and "WORLD_SIZE" in env) or "OMPI_COMM_WORLD_RANK" in env:
         return "worker"
@@ -80,7 +80,7 @@ def launch_role(env: Mapping[str, str] | None = None) -> Role:
 
 
 def find_host_group(env: Mapping[str, str] | None = None) -> HostGroup:
-    """The machines of an agent's job, as Slurm or SageMaker tell. Raises ConfigError where they tell too little."""
+    """The machines of an agent's job, from Slurm's or SageMaker's variables. Raises ConfigError if they are missing."""
     env = os.environ if env is None else env
     if "SM_HOSTS" in env or "SM_CURRENT_HOST" in env:
         hosts = json.loads(env.get("SM_HOSTS", "null")) or [env["SM_CURRENT_HOST"]]
@@ -90,16 +90,16 @@ def find_host_group(env: Mapping[str, str] | None = None) -> HostGroup:
         interface = env.get("SM_NETWORK_INTERFACE_NAME") or None
         return HostGroup(len(hosts), len(hosts), hosts[0], _SAGEMAKER_PORT, name == hosts[0], interface, shares, name)
     names = expand_nodelist(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
-    told = env.get("ECHELON_RENDEZVOUS")
-    if not names and told is None:
+    endpoint = env.get("ECHELON_RENDEZVOUS")
+    if not names and endpoint is None:
         raise ConfigError("SLURM_STEP_NODELIST is not set, so machines cannot find each other; start them with srun.")
     port = 20_000 + _read_int(env, "SLURM_JOB_ID", 0) % 10_000
-    group = parse_group(str(_read_int(env, "SLURM_NTASKS", 1)), told or f"{names[0]}:{port}")
+    group = parse_group(str(_read_int(env, "SLURM_NTASKS", 1)), endpoint or f"{names[0]}:{port}")
     return replace(group, coordinates=_read_int(env, "SLURM_PROCID", 0) == 0)
 
 
 def find_place(env: Mapping[str, str] | None = None) -> Place:
-    """This process's ranks, as torchrun, Open MPI or Slurm tell them; a single process when none does."""
+    """This process's ranks, from the variables of torchrun, Open MPI or Slurm; without them, a single process."""
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
         keys: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -119,16 +119,16 @@ def find_place(env: Mapping[str, str] | None = None) -> Place:
     rank, world_size = _read_int(env, keys[0], 0), _read_int(env, keys[1], 1)
     if not 0 <= rank < world_size:
         raise ConfigError(f"{keys[0]}={rank} is not below {keys[1]}={world_size}; check the launcher.")
-    # A launcher that says nothing of machines is taken to run them all on this one.
+    # Without LOCAL_RANK and LOCAL_WORLD_SIZE, assume that all ranks are on this machine.
     return Place(rank, world_size, _read_int(env, keys[2], rank), _read_int(env, keys[3], world_size))
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a job meet: MASTER_ADDR and MASTER_PORT, as the launcher set them.
+    """The rendezvous of a job's ranks: MASTER_ADDR and MASTER_PORT, as set by the launcher.
 
-    `own_address`: the address of this machine, where echelon's agent has told it. `is_local`: whether all ranks are
-    known to be on this machine.
+    `own_address`: the address of this machine, if echelon's agent has set it. `is_local`: whether all ranks are known
+    to be on this machine.
     """
 
     address: str
@@ -142,9 +142,9 @@ class Rendezvous:
 
 
 def find_rendezvous() -> Rendezvous | None:
-    """Where this process meets the other ranks; None for a process that is alone.
+    """The rendezvous of this process with the other ranks; None for a single process.
 
-    For ranks of `mpirun`, which sets no address, it is worked out and set. Raises LaunchError where it is not known.
+    For ranks of `mpirun`, which sets no address, derives and sets it. Raises LaunchError if it is unknown.
     """
     place = find_place()
     if place.world_size == 1 and not is_managed() and "MASTER_PORT" not in os.environ:
@@ -167,7 +167,7 @@ def find_rendezvous() -> Rendezvous | None:
 
 
 def shares_agent_store() -> bool:
-    """Whether torchrun has its workers meet in a store that outlives them."""
+    """Whether torchrun's workers use a store of its agent, which outlives them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
@@ -177,72 +177,72 @@ def is_managed() -> bool:
 
 
 def find_host_dir() -> Path | None:
-    """Where this worker says how it ended, if echelon's agent of its machine started it."""
+    """The folder for this worker's outcome, if echelon's agent of its machine started it."""
     place = os.environ.get(HOST_VARIABLE)
     return Path(place) if place else None
 
 
 def find_snapshot_dir() -> Path | None:
-    """The folder in memory that the parent of this worker holds for it, if it does."""
+    """The in-memory folder that the parent of this worker provides, if any."""
     place = os.environ.get(SNAPSHOT_VARIABLE)
     return Path(place) if place else None
 
 
 def shares_files() -> bool:
-    """Whether every machine sees the same run folder, as far as whoever started this process knows."""
+    """Whether every machine sees the same run folder, as far as the starter of this process knows."""
     return os.environ.get(SHARED_VARIABLE, "1") == "1"
 
 
 def is_elastic() -> bool:
-    """Whether the processes before this one may still be alive: an agent of one machine of several starts processes
-    anew, when one fails or machines come and go, without waiting for those of machines that are lost."""
+    """Whether the previous processes may still be alive: an agent in a job of several machines restarts processes when
+    one fails or machines join or leave, without waiting for those of lost machines."""
     is_foreign = not is_managed() and _read_int(os.environ, "TORCHELASTIC_MAX_RESTARTS", 0) > 0
     return is_foreign or find_host_dir() is not None
 
 
 def is_gpu_private() -> bool:
-    """Whether the launcher may show each process its own GPU alone, as Slurm does with --gpus-per-task."""
+    """Whether the launcher may show each process only its own GPU, as Slurm does with --gpus-per-task."""
     return launch_role() == "worker" and not is_managed() and "SLURM_PROCID" in os.environ
 
 
 def find_agent_pid() -> int:
-    """The process that this worker must not outlive: the one that its agent named, or else its parent."""
+    """The id of the process that this worker must not outlive: the one set by its agent, or else its parent."""
     return _read_int(os.environ, AGENT_PID_VARIABLE, os.getppid())
 
 
 def is_thread_count_set() -> bool:
-    """Whether OMP_NUM_THREADS says how many threads this process computes with."""
+    """Whether OMP_NUM_THREADS sets this process's number of threads."""
     return "OMP_NUM_THREADS" in os.environ
 
 
 def find_start(earlier: float) -> float:
-    """When this start of the run began, as `time.time()` counts: with its command, or, where that had begun before
-    `earlier` already, with this process, which the agent has started anew."""
+    """When this start of the run began (UTC seconds): the start of its command, or, if that is before `earlier`, the
+    start of this process, which the agent has restarted."""
     command = float(os.environ.get(_STARTED_VARIABLE, _PROCESS_STARTED))
     return command if command >= earlier else _PROCESS_STARTED
 
 
 @dataclass(frozen=True)
 class LastEnd:
-    """When the processes before this one had ended (UTC seconds), and how long that took; None if nobody saw it."""
+    """When the previous processes ended (UTC seconds), and the seconds to detect it; None if unknown."""
 
     time: float
     detection_seconds: float | None
 
 
 def find_last_end(sign_of_life: Path) -> LastEnd | None:
-    """What this process goes on from, where it was started again by itself; None for a start by somebody's command.
+    """The end of the previous processes, if this process was restarted automatically; None if a user started it.
 
-    Under torchrun, which does not say so, it is the last change of the file `sign_of_life`.
+    Under torchrun, which does not report it, this is the last change of the file `sign_of_life`.
     """
     ended_at = sign_of_life.stat().st_mtime if sign_of_life.exists() else 0.0
     if RESTART_VARIABLE in os.environ:
-        words = json.loads(os.environ[RESTART_VARIABLE])
-        told = LastEnd(words["ended_at"], words["detection_seconds"])
-        # Of echelon's agent; since then torchrun's, for a machine that came, may have started all anew.
-        return told if find_host_dir() is None or ended_at < told.time else LastEnd(ended_at, None)
+        fields = json.loads(os.environ[RESTART_VARIABLE])
+        recorded = LastEnd(fields["ended_at"], fields["detection_seconds"])
+        # By echelon's agent. torchrun's agent may have restarted all workers since then, when a machine joined.
+        return recorded if find_host_dir() is None or ended_at < recorded.time else LastEnd(ended_at, None)
     if "TORCHELASTIC_RUN_ID" in os.environ and not is_managed() and ended_at:
-        # Whether it is echelon's own agent that starts anew, its own start tells.
+        # Under echelon's own agent, compare with the start of the agent.
         is_first = find_host_dir() is not None and ended_at < float(os.environ[_STARTED_VARIABLE])
         return None if is_first else LastEnd(ended_at, None)
     return None
@@ -254,9 +254,9 @@ def read_environment() -> dict[str, str]:
 
 
 def worker_environment(num_processes: int, deterministic: bool = False) -> dict[str, str]:
-    """The variables of `num_processes` workers of this machine: their share of its cores, and when the command began.
+    """The variables of `num_processes` workers on this machine: their number of threads, and when the command began.
 
-    `deterministic`: with what cuBLAS must find before CUDA starts, for `use_deterministic_algorithms`.
+    `deterministic` adds the cuBLAS setting that `use_deterministic_algorithms` requires before CUDA starts.
     """
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes))),
@@ -266,18 +266,18 @@ def worker_environment(num_processes: int, deterministic: bool = False) -> dict[
 
 
 def managed_environment(memory: Path | None = None) -> dict[str, str]:
-    """What tells workers that this process prepared their run; `memory`: the folder for their snapshots."""
+    """The variables of workers whose run this process prepared; `memory` is the folder for their snapshots."""
     return {AGENT_PID_VARIABLE: str(os.getpid()), **({} if memory is None else {SNAPSHOT_VARIABLE: str(memory)})}
 
 
 def hosted_environment(outcomes_dir: Path, shares_files: bool) -> dict[str, str]:
-    """What tells workers that they prepare the run themselves, and where the agent reads how they ended."""
+    """The variables of workers that prepare the run themselves, with the folder where the agent reads outcomes."""
     return {HOST_VARIABLE: str(outcomes_dir), SHARED_VARIABLE: str(int(shares_files))}
 
 
 @contextmanager
 def exported(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables in the environment during the block, for the processes that are started in it."""
+    """Set these variables in the environment during the block, for processes started in it."""
     before = {key: os.environ.get(key) for key in variables}
     os.environ.update(variables)
     try:
@@ -296,36 +296,36 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 
 def set_default_variables(variables: Mapping[str, str]) -> None:
-    """Set each variable that this process's environment does not have: the settings of a library that reads it."""
+    """Set each variable that is not yet in this process's environment, for a library that reads it."""
     for key, value in variables.items():
         os.environ.setdefault(key, value)
 
 
 def find_log_level() -> int:
-    """The level from which on messages are shown, as the environment names it; by default INFO. Raises ConfigError."""
+    """The log level from the environment; INFO by default. Raises ConfigError for an unknown one."""
     name = os.environ.get(LOG_LEVEL_VARIABLE) or "info"
     if name not in LEVELS:
-        raise ConfigError(f"{LOG_LEVEL_VARIABLE}={name} is no level; use one of {', '.join(LEVELS)}.")
+        raise ConfigError(f"{LOG_LEVEL_VARIABLE}={name} is not a log level; use one of {', '.join(LEVELS)}.")
     return LEVELS[name]
 
 
 def keep_hub_cache_beside(run_dir: Path) -> None:
-    """In a pod, have the hub's files in `huggingface` beside the run, on a volume: a container's own disk is small.
+    """In a pod, store hub files in `huggingface` next to the run folder, on a volume: a container's disk is small.
 
-    Whatever says already where they go wins. For a command, before anything asks the hub.
+    An existing setting wins. Call it before any access to the hub.
     """
     if "KUBERNETES_SERVICE_HOST" in os.environ and not HUB_PLACES & os.environ.keys():
         os.environ["HF_HOME"] = str((run_dir.parent / "huggingface").absolute())
 
 
 def restart_in_utf8() -> NoReturn:
-    """Start this program anew, and so what it starts, with paths in UTF-8 whatever the locale says."""
+    """Restart this program with Python's UTF-8 mode, also for its children, whatever the locale is."""
     environment = {**os.environ, "PYTHONUTF8": "1"}
     os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], environment)
 
 
 def use_one_tokenizer_thread() -> None:
-    """Keep `tokenizers` to one thread in this process: the processes beside it have the other cores."""
+    """Limit `tokenizers` to one thread in this process: parallel processes use the other cores."""
     set_variables({"TOKENIZERS_PARALLELISM": "false"})
 
 

@@ -1,4 +1,4 @@
-"""The sockets of torch's stores: listening on one address only, and recognizing a store."""
+"""Sockets of torch's stores: listen on one address only, and recognize a store."""
 
 import errno
 import os
@@ -18,10 +18,10 @@ _VALIDATE, _PING = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=B", 13)
 
 
 def listen_at(host: str, port: int, admits_loopback: bool = True) -> socket.socket | None:
-    """A socket that listens at `host:port` alone, or None if this machine has no such address.
+    """A socket that listens only at `host:port`, or None if this machine has no such address.
 
     torch's own stores listen on every interface; they take over this socket as `master_listen_fd`. `admits_loopback`:
-    whether an address that only this machine reaches will do. Raises OSError when the port is taken, or the name does
+    whether a loopback address is acceptable. Raises OSError when the port is in use, or the name does
     not resolve.
     """
     for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -36,19 +36,19 @@ def listen_at(host: str, port: int, admits_loopback: bool = True) -> socket.sock
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine itself reaches the address."""
+    """Whether only this machine can reach the address."""
     return address.startswith("127.") or address == "::1"
 
 
 def answers_as_store(line: socket.socket) -> bool:
-    """Whether a TCPStore of torch is at the other end of a new connection, asked as torch's own client begins.
+    """Whether a torch TCPStore is at the other end of a new connection; sends the first request of torch's client.
 
-    That client waits for ever for a program that is silent, and tells of any other in C++ frames. The connection's
-    timeout says how long the answer may take.
+    torch's client waits forever for a program that does not answer, and reports any other with C++ frames. The answer
+    must arrive within the connection's timeout.
     """
     nonce = os.urandom(4)
     answer = b""
-    with suppress(OSError):  # it hangs up, or says nothing
+    with suppress(OSError):  # it closes the connection, or does not answer
         line.sendall(_VALIDATE + _PING + nonce)
         while len(answer) < len(nonce) and (part := line.recv(len(nonce) - len(answer))):
             answer += part
@@ -56,9 +56,9 @@ def answers_as_store(line: socket.socket) -> bool:
 
 
 def within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """`ask()` in a thread: torch's client waits for ever on a port where some other program listens.
+    """Call `ask()` in a thread with a timeout: torch's client waits forever if another program listens on the port.
 
-    After a failure the thread may be alive still, so the process should end by `os._exit`.
+    After a failure the thread may still be alive, so the process should end with `os._exit`.
     """
     answered: Queue[Answer | Exception] = Queue()
 

@@ -1,8 +1,8 @@
-"""How the agents of a job agree: through a key-value store that one of them, the coordinator, hosts.
+"""Agreement between the agents of a job, through a key-value store that one of them, the coordinator, hosts.
 
 Every attempt to train has a number. Each machine reports when it joins an attempt and how the attempt ended there. The
-coordinator then decides for all, so no two machines do different things. Machines send heartbeats; one that stops is
-lost. A machine alone uses a store within its own process.
+coordinator then decides for all, so all machines do the same. Machines send heartbeats; a machine without heartbeats is
+lost. A single machine uses a store within its own process.
 """
 
 import json
@@ -26,14 +26,14 @@ from echelon.supervise.restart import Restarts
 logger = logging.getLogger(__name__)
 
 LOST_SECONDS = 15.0
-"""A machine that has sent no heartbeat for so long is lost."""
+"""A machine without a heartbeat for this long is lost."""
 
 _BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
 _JOIN_SECONDS = 600.0
-# Of one answer of the store.
+# Timeout of one request to the store.
 _PATIENCE = timedelta(seconds=5)
-# Stops of a whole job reach its machines one after the other.
+# A stop of the whole job reaches its machines at slightly different times.
 _ASKING_SECONDS = 1.5
 
 
@@ -50,7 +50,7 @@ class _Store(Protocol):
 
 @dataclass(frozen=True)
 class HostReport:
-    """How an attempt ended on one machine: the cause as its own ranks show it, and the newest checkpoint it sees."""
+    """How an attempt ended on one machine: the cause according to its ranks, and the newest checkpoint it sees."""
 
     host: str
     code: int
@@ -74,10 +74,10 @@ class HostReport:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all machines do after an attempt: go on with another one, or end with this outcome.
+    """What all machines do after an attempt: start another one, or end with this outcome.
 
-    `restarts`: how many failures were answered by another attempt so far, this one included. `leaving`: machines that
-    were asked to stop and end, while the others go on.
+    `restarts`: the number of restarts after failures so far, including this one. `leaving`: machines that were asked to
+    stop and end, while the others continue.
     """
 
     goes_on: bool
@@ -93,13 +93,13 @@ def decide(
 ) -> Decision:
     """The coordinator's decision; a machine without a report is lost.
 
-    What ended the attempt is the report that explains most, and of those the earliest.
+    The cause of the end is the report with the smallest weight, and of those the earliest.
     """
     tally = _Tally.of(reports, asked)
     first = tally.first
     ending = tally.find_ending(group)
     if ending is None and (asked or (first is not None and first.code == STOPPED)):
-        # Machines leave or come: the others have saved and go on.
+        # Machines leave or join: the others have saved and continue.
         return Decision(True, FAILED, "", restarts.done, tally.step, tuple(sorted(asked)))
     if ending is None:
         failure = tally.describe_failure()
@@ -111,7 +111,7 @@ def decide(
 
 @dataclass(frozen=True)
 class _Tally:
-    """The reports of an attempt, the one that explains most first; which machines are lost, or were asked to stop."""
+    """The reports of an attempt, the likely cause first; the machines that are lost, or were asked to stop."""
 
     reports: tuple[HostReport, ...]
     lost: tuple[str, ...]
@@ -119,10 +119,10 @@ class _Tally:
 
     @staticmethod
     def of(reports: Mapping[str, HostReport | None], asked: frozenset[str]) -> "_Tally":
-        told = sorted(
+        received = sorted(
             (each for each in reports.values() if each is not None), key=lambda each: (each.weight, each.time)
         )
-        return _Tally(tuple(told), tuple(host for host, report in reports.items() if report is None), asked)
+        return _Tally(tuple(received), tuple(host for host, report in reports.items() if report is None), asked)
 
     @property
     def first(self) -> HostReport | None:
@@ -142,10 +142,10 @@ class _Tally:
         if first is not None and (first.code == REFUSED or (first.code == DONE and not self.lost)):
             return first.outcome
         if self.asked and not (group.is_elastic and self.num_staying >= group.min_nodes):
-            told = next((each for each in self.reports if each.code == STOPPED), first)
-            return Outcome(FAILED, "stopped by a signal") if told is None else told.outcome
+            stopped = next((each for each in self.reports if each.code == STOPPED), first)
+            return Outcome(FAILED, "stopped by a signal") if stopped is None else stopped.outcome
         if first is not None and first.code == STOPPED:
-            # torchrun's agents stop their workers when a machine has come.
+            # torchrun's agents stop their workers when a machine joins.
             is_membership = not group.is_alone and first.message.startswith("stopped by SIG")
             return None if is_membership else first.outcome
         return None
@@ -165,21 +165,20 @@ class _Tally:
 
 
 class Meeting:
-    """This machine's connection to the others. Every agent of a job makes one, for use by its main thread.
+    """This machine's connection to the others. Every agent of a job creates one, for use by its main thread.
 
-    A machine alone meets nobody, in a store within this process. Methods raise torch's DistError when the coordinator
-    is gone.
+    A single machine uses a store within this process. Methods raise torch's DistError when the coordinator is gone.
     """
 
     def __init__(self, group: HostGroup, name: str, restarts: Restarts) -> None:
-        """`name`: what messages call this machine. Waits until the coordinator listens, or raises LaunchError."""
+        """`name` is this machine's name in messages. Waits until the coordinator listens, or raises LaunchError."""
         self._group = group
         self._restarts = restarts
         self.host = f"{name} ({uuid.uuid4().hex[:6]})"
         listener = None if group.is_alone else open_coordinator(group)
         self.coordinates = group.is_alone or listener is not None
         self.endpoint = group.endpoint if listener is None else join_endpoint(*listener.getsockname()[:2])
-        """Where this machine reaches the store."""
+        """The endpoint at which this machine reaches the store."""
         if listener is not None:
             _warn_of_loopback(group, listener.getsockname()[0])
             self._store = _host_store(listener)
@@ -191,11 +190,11 @@ class Meeting:
         threading.Thread(target=self._beat, args=(self._store.clone(),), name="beat", daemon=True).start()
 
     def attempt(self) -> int:
-        """The number of the attempt that is under way, or comes next."""
+        """The number of the current or next attempt."""
         return self._store.add("attempt", 0)
 
     def join(self, attempt: int) -> None:
-        """Say that this machine takes part."""
+        """Announce that this machine takes part."""
         logger.debug(f"attempt {attempt}: {self.host} takes part, store at {self.endpoint}")
         self._store.append(f"{attempt}/hosts", self.host + "\n")
 
@@ -228,7 +227,7 @@ class Meeting:
         if reports is None:
             return False
         asked = self._find_asked(list(reports))
-        # Where the coordinator leaves, the store goes with it, and so must all.
+        # If the coordinator leaves, the store is lost, so all machines must leave.
         leaving = frozenset(reports if self.host in asked else asked)
         decision = decide(reports, leaving, self._group, self._restarts)
         if decision.goes_on:
@@ -237,7 +236,7 @@ class Meeting:
         return True
 
     def _collect(self, attempt: int) -> dict[str, HostReport | None] | None:
-        """The reports of all who joined; None while one of them still works. Lost ones have None."""
+        """The reports of all machines that joined, None for lost ones; None while one is still running."""
         hosts = _lines(self._store, f"{attempt}/hosts")
         reports: dict[str, HostReport | None] = {}
         for host in hosts:
@@ -281,17 +280,17 @@ class Meeting:
 
     def _beat(self, store: "_Store") -> None:
         count = 0
-        with suppress(RuntimeError):  # the coordinator is gone; whoever uses the store next says so
+        with suppress(RuntimeError):  # the coordinator is gone; the next user of the store reports it
             while not self._over.is_set():
                 store.set(f"beat/{self.host}", str(count := count + 1))
-                if not self.coordinates:  # every time, since torch opens connections of its own
+                if not self.coordinates:  # every time, since torch opens new connections
                     limit_silence(self._group, LOST_SECONDS)
                 self._over.wait(_BEAT_SECONDS)
 
 
 @dataclass(frozen=True)
 class Watch:
-    """The part of a meeting for the thread that runs beside an attempt's workers: stops and deaths, both ways."""
+    """The part of a meeting used by a second thread during an attempt: sends and receives stops and deaths."""
 
     store: "_Store"
     attempt: int
@@ -306,12 +305,12 @@ class Watch:
         self.store.set("asked/name", name)
 
     def asked(self) -> str | None:
-        """The signal by which the whole job was asked to stop; machines that may leave alone stop alone."""
+        """The signal that asked the whole job to stop; None in an elastic job, whose machines stop individually."""
         is_all = not self.group.is_elastic and self.store.check(["asked/name"])
         return self.store.get("asked/name").decode() if is_all else None
 
     def count_missing(self) -> int:
-        """How many machines have not joined that the attempt needs."""
+        """How many machines the attempt still needs to join."""
         return max(0, self.group.min_nodes - len(self._hosts()))
 
     def tell_death(self) -> None:
@@ -319,7 +318,7 @@ class Watch:
         self.store.set(f"{self.attempt}/death", self.host)
 
     def has_death(self) -> bool:
-        """Whether some machine has lost a rank, or is lost itself."""
+        """Whether a machine has lost a rank, or is itself lost."""
         key = f"{self.attempt}/death"
         is_looking = self.coordinates and not self.store.check([key])
         if is_looking and any(self.silent(self.store, host) for host in self._hosts()):
@@ -337,7 +336,7 @@ def _lines(store: "_Store", key: str) -> list[str]:
 def _warn_of_loopback(group: HostGroup, address: str) -> None:
     if group.max_nodes > 1 and is_loopback(address) and group.host not in (address, "localhost"):
         logger.warning(
-            f"note: {group.host} resolves to {address} here, which other machines cannot reach; remove that line from "
+            f"{group.host} resolves to {address} here, which other machines cannot reach; remove that line from "
             "/etc/hosts, or name the network interface (--interface)"
         )
 
@@ -359,24 +358,24 @@ def _open_own_store() -> "_Store":
 
 
 def _find_store(group: HostGroup) -> "_Store":
-    """The coordinator's store, as soon as that listens. Raises LaunchError when nobody does, or another program."""
+    """Connect to the coordinator's store once it listens. Raises LaunchError if none does, or another program does."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     deadline = time.monotonic() + _JOIN_SECONDS
     strange_since: float | None = None
-    is_told = False
+    is_logged = False
     while True:
         asked_at = time.monotonic()
         try:
             with socket.create_connection((group.host, group.port), _PATIENCE.total_seconds()) as line:
                 if answers_as_store(line):
                     return cast(_Store, TCPStore(group.host, group.port, timeout=_PATIENCE, wait_for_workers=False))
-            # It may also be a coordinator that is just leaving.
+            # It may also be a coordinator that is shutting down.
             strange_since = strange_since or asked_at
             if time.monotonic() - strange_since >= _PATIENCE.total_seconds():
                 raise LaunchError(
-                    f"another program listens at the rendezvous endpoint {group.endpoint}; end it, or "
-                    "choose another port."
+                    f"another program listens at the rendezvous endpoint {group.endpoint}; end it, or choose another "
+                    "port."
                 )
         except OSError as error:
             if asked_at > deadline:
@@ -386,7 +385,7 @@ def _find_store(group: HostGroup) -> "_Store":
                     "or start the same command on that machine too."
                 ) from error
             strange_since = None
-            if not is_told:
-                is_told = True
+            if not is_logged:
+                is_logged = True
                 logger.info(f"waiting for the coordinator at {group.endpoint}")
         time.sleep(_LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""Sharing stops and deaths between machines while the workers run."""
+"""Share stops and deaths between machines while the workers run."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from echelon.supervise.meeting import Watch
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.2
-# Between two lines about machines that are not there yet.
+# Between two log lines about machines that have not joined yet.
 _WAITING_SECONDS = 20.0
 
 
@@ -24,7 +24,7 @@ _WAITING_SECONDS = 20.0
 def news_shared(watch: Watch, folder: RunFolder) -> Iterator[None]:
     """Share stops and deaths with the other machines of an attempt during the block.
 
-    A lost coordinator counts as a death: the workers leave, and the main thread learns why when it next asks the store.
+    A lost coordinator counts as a death: the workers leave, and the main thread's next use of the store fails.
     """
     news = _News(watch, folder)
     thread = threading.Thread(target=news.share, name="news", daemon=True)
@@ -44,18 +44,18 @@ class _News:
         self._next_line_at = time.monotonic() + _WAITING_SECONDS
 
     def share(self) -> None:
-        """Poll the folder and the store until the attempt is over. Each stop and each death is passed on once."""
+        """Poll the folder and the store until the attempt is over. Forwards each stop and each death once."""
         is_stop_known = is_death_known = False
         try:
             while not self.over.wait(_LOOK_SECONDS):
-                self._tell_who_is_missing()
+                self._log_missing()
                 is_stop_known = is_stop_known or self._share_stop()
                 is_death_known = is_death_known or self._share_death()
         except RuntimeError:
             with suppress(OSError):
                 write_text(self._folder.death_path, "the coordinator is lost\n")
 
-    def _tell_who_is_missing(self) -> None:
+    def _log_missing(self) -> None:
         is_late = self._watch.coordinates and time.monotonic() > self._next_line_at
         if is_late and (missing := self._watch.count_missing()):
             needed = self._watch.group.min_nodes
@@ -68,12 +68,12 @@ class _News:
         elif (name := self._watch.asked()) is not None:
             write_text(self._folder.stop_path, name)
             if not self._folder.read_pids():
-                os.kill(os.getpid(), signal.Signals[name])  # the main thread waits for machines, and hears this
+                os.kill(os.getpid(), signal.Signals[name])  # the main thread is waiting for machines
                 time.sleep(_LOOK_SECONDS)
         else:
             return False
-        if not self._folder.read_pids():  # no rank is there yet that could use the notice to save
-            os.kill(os.getpid(), signal.SIGALRM)  # what `stops_forwarded` takes for the end of the notice
+        if not self._folder.read_pids():  # there is no rank yet that could save
+            os.kill(os.getpid(), signal.SIGALRM)  # `stops_forwarded` treats it as the end of the notice
         return True
 
     def _share_death(self) -> bool:

@@ -1,4 +1,4 @@
-"""Expanding Slurm's node lists, such as `n[1-3,07],gpu-a`."""
+"""Expand Slurm's node lists, such as `n[1-3,07],gpu-a`."""
 
 import re
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The names in their order, as `scontrol show hostnames` prints them; no name for an empty text.
+    """The host names in order, as `scontrol show hostnames` prints them; empty for an empty text.
 
-    A range keeps the zeros of its first number: `n[08-10]` is n08, n09, n10. Of several brackets in a name, the last
-    one counts fastest. Raises ConfigError naming the part that is no list of machines.
+    A range keeps the leading zeros of its first number: `n[08-10]` is n08, n09, n10. Of several brackets in a name, the
+    last one varies fastest. Raises ConfigError with the invalid part.
     """
     return [name for part in _split(text) for name in _expand(part)]
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside of brackets."""
+    """Split at the commas outside of brackets."""
     return [part.strip() for part in re.split(r",(?![^\[\]]*\])", text) if part.strip()]
 
 
@@ -45,5 +45,5 @@ def _numbers(inside: str, part: str) -> list[str]:
 
 
 def in_number_order(name: str) -> list[tuple[int, str]]:
-    """Sorts machines as people count them: algo-2 before algo-10."""
+    """A sort key for natural order: algo-2 before algo-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,8 +1,8 @@
-"""Where the ranks of a job that `mpirun` started meet: Open MPI tells them their ranks, but no address.
+"""The rendezvous of ranks started by `mpirun`: Open MPI sets their ranks, but no address.
 
-It does tell where `mpirun` itself runs: Open MPI 4 by the addresses of its first daemon
-(`OMPI_MCA_orte_hnp_uri=4711.0;tcp://10.0.0.1,192.168.0.1:44775`), Open MPI 5 by the job's name
-(`PMIX_NAMESPACE=prterun-node-1-2114@1`). Rank 0 is there, unless the user asked for another place.
+It does set where `mpirun` itself runs: Open MPI 4 in the addresses of its first daemon
+(`OMPI_MCA_orte_hnp_uri=4711.0;tcp://10.0.0.1,192.168.0.1:44775`), Open MPI 5 in the job's name
+(`PMIX_NAMESPACE=prterun-node-1-2114@1`). Rank 0 is on that machine unless the user maps ranks otherwise.
 """
 
 import re
@@ -19,13 +19,13 @@ _CONNECT_SECONDS = 3.0
 
 
 def find_meeting(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of torch's rendezvous, and of the network it is on, for one rank of a job of mpirun.
+    """The rendezvous and network variables for one rank of an mpirun job.
 
-    Raises ConfigError where rank 0's machine cannot be told, and LaunchError where it cannot be reached.
+    Raises ConfigError if rank 0's machine is unknown, and LaunchError if it cannot be reached.
     """
     size, local_size = (int(env[f"OMPI_COMM_WORLD_{key}"]) for key in ("SIZE", "LOCAL_SIZE"))
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
-    # Every rank works it out by itself; below the ports that systems give out on their own.
+    # Every rank derives the same port, below the range of ephemeral ports.
     port = int(env.get("MASTER_PORT") or _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS)
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if size == local_size else _find_address(env))
     variables = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
@@ -38,11 +38,11 @@ def find_meeting(env: Mapping[str, str]) -> dict[str, str]:
 
 def _find_address(env: Mapping[str, str]) -> str:
     """The address of mpirun's machine."""
-    # Daemons have numbers, the one beside mpirun has 0.
+    # Daemons are numbered; the one on mpirun's machine is 0.
     daemon = re.search(r"\.(\d+);", env.get("PMIX_SERVER_URI2", ""))
     if env["OMPI_COMM_WORLD_RANK"] == "0" and daemon is not None and daemon[1] != "0":
         raise ConfigError(
-            "MASTER_ADDR is not set, and rank 0 runs on another machine than mpirun, so its address is not known; "
+            "MASTER_ADDR is not set, and rank 0 runs on another machine than mpirun, so its address is unknown; "
             "add -x MASTER_ADDR=ADDRESS to mpirun, with the address of rank 0's machine."
         )
     if found := re.search(r";tcp://([^:;]+):(\d+)", env.get("OMPI_MCA_orte_hnp_uri", "")):
@@ -50,13 +50,13 @@ def _find_address(env: Mapping[str, str]) -> str:
     if found := re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", env.get("PMIX_NAMESPACE", "")):
         return found[1]
     raise ConfigError(
-        "MASTER_ADDR is not set, and mpirun does not say where it runs; add -x MASTER_ADDR=ADDRESS to it, with "
+        "MASTER_ADDR is not set, and mpirun does not give its own address; add -x MASTER_ADDR=ADDRESS to it, with "
         "the address of rank 0's machine."
     )
 
 
 def _find_reachable(addresses: list[str], port: int) -> str:
-    """The one of mpirun's addresses that this machine reaches; mpirun listens there."""
+    """The first of mpirun's addresses that this machine can reach; mpirun listens there."""
     if len(addresses) == 1:
         return addresses[0]
     for address in addresses:
@@ -64,6 +64,6 @@ def _find_reachable(addresses: list[str], port: int) -> str:
             socket.create_connection((address, port), _CONNECT_SECONDS).close()
             return address
     raise LaunchError(
-        f"no address of mpirun's machine can be reached from here ({', '.join(addresses)}); add -x MASTER_ADDR=ADDRESS "
-        "to mpirun, with an address that can."
+        f"cannot reach any address of mpirun's machine ({', '.join(addresses)}); add -x MASTER_ADDR=ADDRESS "
+        "to mpirun, with a reachable address."
     )

@@ -1,7 +1,7 @@
-"""How the ranks of a job ended, reduced to one exit code and one message.
+"""The outcomes of a job's ranks, reduced to one exit code and one message.
 
-Each worker writes `rank-N.json` before it leaves. When one rank fails the others soon fail too, because a peer
-vanished; the message must come from the first, so a report says whether it is only such an echo.
+Each worker writes `rank-N.json` before it exits. When one rank fails, the others soon fail too, because they lost a
+peer. The message must come from the first failure, so a report records whether it is only such a secondary error.
 """
 
 import json
@@ -19,12 +19,12 @@ from echelon.stored import read_as, write_json, write_text
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
-# The agent kills a worker that outlives its SIGTERM by more than this many seconds: such a death explains nothing.
+# The agent kills a worker that outlives its SIGTERM by this many seconds: such a death is not a cause.
 _KILLED_BY_AGENT_SECONDS = 5.0
 
 _REPORT_BYTES = 4096
 
-# What gloo, NCCL and the store say when the process at the other end is gone.
+# Error messages of gloo, NCCL and the store when the process at the other end is gone.
 _PEER_VANISHED = re.compile(
     r"connection closed by peer|connection reset|broken pipe|connection refused|read error|socket closed"
     r"|unexpected EOF|remote (process|peer|error)|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
@@ -37,7 +37,7 @@ _PEER_VANISHED = re.compile(
 class Outcome:
     """How a job, or one command, ended: the exit code of the contract, and the message to show.
 
-    `final`: a new start would end in the same way.
+    `final`: a restart would end in the same way.
     """
 
     code: int
@@ -47,8 +47,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What a rank reported: its exit code, its message, when (UTC seconds), whether it only echoes a peer, and whether
-    it is final: a new start would end in the same way.
+    """A rank's report; `time` is in UTC seconds.
+
+    `secondary`: it is only a consequence of a peer's failure. `final`: a restart would end in the same way.
     """
 
     rank: int
@@ -61,7 +62,7 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class ProcessDeath:
-    """What the agent saw: a process that left with a code other than 0, or by a signal (negative)."""
+    """A process that the agent saw end with a non-zero exit code, or by a signal (negative)."""
 
     rank: int
     pid: int
@@ -70,7 +71,7 @@ class ProcessDeath:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether the error only says that a peer is gone, which that peer's own report explains better."""
+    """Whether the error only means that a peer is gone, whose own report has the cause."""
     if isinstance(error, ConfigError | PlanError | DataError | LaunchError):
         return False
     if isinstance(error, RuntimeError | ConnectionError) and _PEER_VANISHED.search(str(error)):
@@ -80,21 +81,21 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether a new start from the newest checkpoint would end in the same error: one that echelon raised by itself.
+    """Whether a restart from the newest checkpoint would end in the same error: true for errors raised by echelon.
 
-    Steps repeat bit for bit, so a loss that is not finite comes back, and a full disk stays full. Only a meeting of
-    ranks that failed may succeed another time.
+    Steps repeat bit for bit, so a non-finite loss occurs again, and a full disk stays full. Only a failed rendezvous
+    may succeed the next time.
     """
     return isinstance(error, EchelonError) and not isinstance(error, LaunchError) and not is_secondary(error)
 
 
 def reserve_outcome(directory: Path, rank: int) -> None:
-    """Reserve disk space for a report in advance: it may have to say that the disk is full."""
+    """Reserve disk space for a report in advance: it may have to report a full disk."""
     write_text(directory / f"rank-{rank}.json", " " * _REPORT_BYTES)
 
 
 def write_outcome(directory: Path, outcome: RankOutcome) -> None:
-    """Report how this rank ended; on a full disk, in the space that `reserve_outcome` reserved."""
+    """Write this rank's report; on a full disk, into the space reserved by `reserve_outcome`."""
     path = directory / f"rank-{outcome.rank}.json"
     try:
         write_json(path, asdict(outcome))
@@ -105,7 +106,7 @@ def write_outcome(directory: Path, outcome: RankOutcome) -> None:
 
 
 def read_outcomes(directory: Path) -> list[RankOutcome]:
-    """The reports there are, by rank; a report that cannot be read counts as absent."""
+    """The reports in a folder, by rank; unreadable reports are left out."""
     outcomes = []
     for path in directory.glob("rank-*.json"):
         try:
@@ -116,12 +117,12 @@ def read_outcomes(directory: Path) -> list[RankOutcome]:
 
 
 def is_peer_leaving(directory: Path) -> bool:
-    """Whether a rank was refused or stopped after a save: then its peers' errors are no failure to restart from."""
+    """Whether a rank was refused or stopped after a save: then its peers' errors need no restart."""
     return any(each.code in (REFUSED, STOPPED) and not each.secondary for each in read_outcomes(directory))
 
 
 class Weight(IntEnum):
-    """How much an outcome explains, the cause first: of several outcomes, the smallest is the cause of the others."""
+    """How likely an outcome is the cause: of several outcomes, the smallest weight caused the others."""
 
     CAUSE = 0
     DEATH = 1
@@ -131,7 +132,7 @@ class Weight(IntEnum):
 
 @dataclass(frozen=True)
 class Cause:
-    """What ended a group of ranks, when (UTC seconds), and how much that explains."""
+    """What ended a group of ranks, its weight, and when it happened (UTC seconds)."""
 
     outcome: Outcome
     weight: Weight
@@ -139,11 +140,11 @@ class Cause:
 
 
 def find_cause(outcomes: Sequence[RankOutcome], deaths: Sequence[ProcessDeath], logs_dir: Path) -> Cause:
-    """What ended these ranks first.
+    """Find what ended these ranks first.
 
-    In this order: a process killed by a signal that nobody sends on purpose; the earliest report that is not an echo;
-    an abort (also what a collective does when its peer dies); a process that left without a report; one ended by
-    SIGTERM; an echo.
+    In this order: a process killed by a signal that neither agents nor collectives send; the earliest report that is
+    not secondary; an abort (also raised by a collective when a peer dies); a process that exited without a report; a
+    process ended by SIGTERM; a secondary report.
     """
     reports = sorted((each for each in outcomes if each.code != DONE), key=lambda each: each.time)
     cause = next((each for each in reports if not each.secondary), None)
@@ -155,7 +156,7 @@ def find_cause(outcomes: Sequence[RankOutcome], deaths: Sequence[ProcessDeath], 
     reported = {each.rank for each in reports}
     unexplained = [each for each in deaths if each.exit_code < 0 or each.rank not in reported]
     if unexplained:
-        # An abort explains more than an exit code, and that more than any other signal.
+        # An abort is the likeliest cause, then an exit code, then any other signal.
         first = min(unexplained, key=lambda each: (each.exit_code != -signal.SIGABRT, each.exit_code < 0))
         return Cause(_describe_death(first, logs_dir), Weight.DEATH, first.time)
     if reports:
@@ -164,7 +165,7 @@ def find_cause(outcomes: Sequence[RankOutcome], deaths: Sequence[ProcessDeath], 
 
 
 def _find_accident(deaths: Sequence[ProcessDeath], first_cause_time: float) -> ProcessDeath | None:
-    """The first process killed by a signal that neither an agent nor a collective sends, before the agent did."""
+    """The first process killed by a signal that neither agents nor collectives send, before the agent's SIGKILL."""
     until = first_cause_time + _KILLED_BY_AGENT_SECONDS
     expected = (-signal.SIGTERM, -signal.SIGABRT)
     return next(

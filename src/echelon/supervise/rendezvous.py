@@ -1,7 +1,7 @@
-"""The rendezvous of torch's agents: without a socket on one machine, with checked state on several.
+"""The rendezvous of torch's agents: without a socket on one machine, with validated state on several.
 
-torch's own backend, `c10d`, keeps the state of a rendezvous as a pickle in a store that listens on every interface and
-asks nobody who they are. Whoever reaches the port can write a pickle there that runs code in every agent.
+torch's own backend, `c10d`, keeps the state of a rendezvous as a pickle in a store that listens on every interface
+without authentication. Anyone who can reach the port could write a pickle there that runs code in every agent.
 """
 
 import io
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 ALONE = "echelon-alone"
-"""The backend of an agent that is the only one of its job."""
+"""The backend of the only agent of a job."""
 
 TOGETHER = "echelon-together"
-"""The backend of agents of several machines: c10d's, whose state is checked before torch unpickles it."""
+"""The backend of agents on several machines: c10d's, with a check of the state before torch unpickles it."""
 
 _HERE = "127.0.0.1"
 _TORCHS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
@@ -40,7 +40,7 @@ def register_backends() -> None:
 
 
 class AloneHandler:
-    """The RendezvousHandler of the only agent: rank 0 of 1 at once. Its workers meet at a free port of loopback."""
+    """The RendezvousHandler of the only agent: immediately rank 0 of 1. Its workers use a free loopback port."""
 
     use_agent_store = False
 
@@ -52,7 +52,7 @@ class AloneHandler:
         return ALONE
 
     def next_rendezvous(self) -> "RendezvousInfo":
-        """A new port for each group of workers: the old one may still be held by a process that ends."""
+        """Return a new port for each group of workers: an ending process may still hold the old one."""
         from torch.distributed import HashStore  # type: ignore[attr-defined]
         from torch.distributed.elastic.rendezvous import RendezvousInfo
         from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
@@ -62,27 +62,27 @@ class AloneHandler:
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(_HERE, port))
 
     def is_closed(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     def set_closed(self) -> None:
-        """There is nobody else to tell."""
+        """Has no effect: there is no other agent."""
 
     def num_nodes_waiting(self) -> int:
         """Always 0."""
         return 0
 
     def get_run_id(self) -> str:
-        """As the configuration has it."""
+        """The run id in the configuration."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """There is nothing to close."""
+        """Always True: there is nothing to close."""
         return True
 
 
 class GuardedBackend:
-    """A RendezvousBackend that hands out the state of another one only after `check_state`."""
+    """A RendezvousBackend that returns the state of another one only after `check_state`."""
 
     name = TOGETHER
 
@@ -91,14 +91,14 @@ class GuardedBackend:
         self._endpoint = endpoint
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """See torch's RendezvousBackend. Raises RendezvousStateError for a state that none of the agents wrote."""
+        """See torch's RendezvousBackend. Raises RendezvousStateError for a state that no agent wrote."""
         found = self._inner.get_state()
         if found is not None:
             check_state(found[0], self._endpoint)
         return found
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """See torch's RendezvousBackend; what it returns may be another's state."""
+        """See torch's RendezvousBackend; the result may be a state written by another agent."""
         found = self._inner.set_state(state, token)
         if found is not None:
             check_state(found[0], self._endpoint)
@@ -106,9 +106,9 @@ class GuardedBackend:
 
 
 def check_state(state: bytes, endpoint: str) -> None:
-    """Raises RendezvousStateError if the pickle is more than a rendezvous state, of the classes that torch makes it of.
+    """Raise RendezvousStateError unless the pickle is a rendezvous state made only of torch's expected classes.
 
-    Nothing else that the pickle names is imported or called.
+    No other name in the pickle is imported or called.
     """
     from torch.distributed.elastic.rendezvous import RendezvousStateError
 
@@ -116,10 +116,10 @@ def check_state(state: bytes, endpoint: str) -> None:
         kind = type(_Admitting(io.BytesIO(state)).load())
         if (kind.__module__, kind.__qualname__) != (_TORCHS, "_RendezvousState"):
             raise pickle.UnpicklingError(f"a {kind.__qualname__}")
-    except Exception as error:  # a pickle is a program, which may fail in any way
+    except Exception as error:  # a pickle can raise anything
         raise RendezvousStateError(
-            f"the state of the rendezvous at {endpoint} holds data that no agent wrote ({error}), and none of it "
-            "was executed; another program can reach that port: close it to all but the machines of the job"
+            f"the state of the rendezvous at {endpoint} contains data that no agent wrote ({error}); none of it was "
+            "executed; another program can reach that port: close it to all but the machines of the job"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Whether a group of processes that failed is restarted, and the message about it."""
+"""Decide whether a failed group of processes is restarted, and with which message."""
 
 import os
 import re
@@ -14,18 +14,18 @@ from echelon.stored import write_text
 from echelon.supervise.outcome import FAILED, STOPPED, Outcome, read_outcomes
 
 SAME_FAILURES = 3
-"""The same failure this many times in a row, without a new checkpoint, ends the job, whatever restarts are left."""
+"""The same failure this many times in a row, without a new checkpoint, ends the job even if restarts are left."""
 
 _LOOK_SECONDS = 0.1
-# How long workers whose peer has died may take to leave. Longer than what counts as a death of its own in outcome.py.
+# How long workers may take to exit after a peer died. Longer than `_KILLED_BY_AGENT_SECONDS` in outcome.py.
 _PATIENCE_SECONDS = 6.0
-# What differs between two occurrences of one failure: who it struck first.
+# The part of a message that differs between two occurrences of the same failure: the rank that failed first.
 _WHO = re.compile(r"rank \d+ (\(pid \d+\) )?|; see \S+")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How an attempt failed, and at which newest checkpoint; None: there was none."""
+    """The message of a failed attempt, and the step of the newest checkpoint; None if there was none."""
 
     message: str
     step: int | None
@@ -41,7 +41,7 @@ class Restarts:
     _in_a_row: int = 0
 
     def refuse(self, outcome: Outcome, step: int | None) -> Outcome | None:
-        """Take note of a failure. None: start again; else how the job ends, in words that say why it is not restarted.
+        """Count a failure. Returns None for a restart, else the job's outcome, whose message has the reason.
 
         `step` is that of the newest checkpoint.
         """
@@ -58,12 +58,12 @@ class Restarts:
         else:
             self.done += 1
             return None
-        way_on = "" if step is None else f"; the same command resumes from step {step}"
-        return replace(outcome, message=f"{outcome.message}; not restarted: {why}{way_on}")
+        resume = "" if step is None else f"; the same command resumes from step {step}"
+        return replace(outcome, message=f"{outcome.message}; not restarted: {why}{resume}")
 
 
 class DeathWatch:
-    """When the first process of an attempt died; None while none has, or where the system does not tell."""
+    """Watches the workers; `died_at` is when the first one died, None if none has or the system cannot tell."""
 
     def __init__(self, folder: RunFolder, num_processes: int) -> None:
         self.died_at: float | None = None
@@ -74,28 +74,28 @@ class DeathWatch:
         self._over = threading.Event()
 
     def watch(self) -> None:
-        """Wait for a worker that fails, and note it in the run folder, so that its peers, which may hang, leave.
+        """Wait for a worker that fails, and record it in the run folder, so that its peers, which may hang, exit.
 
-        Workers are those that wrote down their pid: this process may have other children. The dead one is left for the
-        agent to collect.
+        Workers are the processes that wrote their pid: this process may have other children. The agent reaps the dead
+        one.
         """
         while not self._over.wait(_LOOK_SECONDS):
             if len(self._pids) - len(self._left) < self._num_processes:  # the folder may be on another machine
                 self._pids = self._folder.read_pids()
                 self._left &= set(self._pids.values())
             ended = [(rank, pid) for rank, pid in self._pids.items() if pid not in self._left and not _is_alive(pid)]
-            # A rank that left in order may be followed by another: torchrun's agent starts all anew for a new machine.
+            # A rank that exited normally may have a successor: torchrun's agent restarts all when a machine joins.
             self._left |= {pid for rank, pid in ended if not _has_failed(self._folder, rank, pid)}
             if any(pid not in self._left for _, pid in ended):
                 self.died_at = time.time()
-                with suppress(OSError):  # the disk may be full; the agent ends them too, later
+                with suppress(OSError):  # the disk may be full; the agent also ends them, later
                     write_text(self._folder.death_path, "a rank has died\n")
                 if not self._over.wait(_PATIENCE_SECONDS):
                     self._kill_the_rest()
                 return
 
     def _kill_the_rest(self) -> None:
-        """A suspended worker reads no file and handles no SIGTERM, and the agent would wait half a minute for it."""
+        """Kill the other workers: a suspended one handles no SIGTERM, and the agent would wait half a minute for it."""
         for pid in self._pids.values():
             with suppress(ProcessLookupError):
                 if _is_alive(pid):
@@ -111,7 +111,7 @@ def deaths_watched(folder: RunFolder, num_processes: int) -> Iterator[DeathWatch
     """Watch the workers of a run, children of this process, during the block."""
     watch = DeathWatch(folder, num_processes)
     thread = threading.Thread(target=watch.watch, name="death-watch", daemon=True)
-    if hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
+    if hasattr(os, "waitid"):  # on macOS since Python 3.13
         thread.start()
     try:
         yield watch
@@ -132,20 +132,20 @@ def forget_ended(folder: RunFolder) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether this child has not ended; one that has ended is left for the agent to collect."""
+    """Whether this child is still running; does not reap it, which the agent does."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # collected already
+    except ChildProcessError:  # already reaped
         return False
 
 
 def _has_failed(folder: RunFolder, rank: int, pid: int) -> bool:
-    """Whether this child, which has ended, left with neither exit code 0 nor a report of a stop."""
+    """Whether this ended child has neither exit code 0 nor a report of a stop."""
     ends = {each.rank: each.code for each in read_outcomes(folder.outcomes_dir)}
     if ends.get(rank) == STOPPED:
         return False
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # the agent has collected it already; a rank that ended well has said so
+    except ChildProcessError:  # already reaped by the agent; a rank that ended well has a report
         return ends.get(rank, FAILED) == FAILED
     return found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0)

@@ -1,4 +1,4 @@
-"""A folder in this machine's memory, which outlives the workers of a job and not their parent."""
+"""An in-memory folder for snapshots, which outlives the workers of a job but not their parent."""
 
 import shutil
 import tempfile
@@ -11,9 +11,9 @@ PLACE = Path("/dev/shm")
 
 @contextmanager
 def memory_held(is_wanted: bool) -> Iterator[Path | None]:
-    """A new folder for the time of the block, which only this user may enter; None where none is wanted.
+    """Create a folder for the duration of the block, accessible only to this user; None if it is not wanted.
 
-    A parent that is killed cannot remove it: its workers do (`start_watchdog`).
+    If the parent is killed, its workers remove the folder (`start_watchdog`).
     """
     if not is_wanted:
         yield None

@@ -1,4 +1,4 @@
-"""The processes of one machine, as its agent starts them."""
+"""The worker processes that an agent starts on its machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ HUB_PLACES = frozenset({"HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG
 
 @dataclass(frozen=True)
 class Workers:
-    """`num_processes` copies of `argv`, told apart by RANK and the other variables of torchrun.
+    """`num_processes` copies of `argv`, which differ in RANK and the other variables of torchrun.
 
-    `max_restarts`: how often all of them are started again because one has failed. `notice_seconds`: how long they may
-    take to save when they are asked to stop; 0: they are ended at once. `memory`: a folder in memory where they may
-    leave what the next ones go on from.
+    `max_restarts`: how often all of them are restarted after a failure. `notice_seconds`: how long they may take to
+    save when they are asked to stop; 0: they are ended immediately. `memory`: an in-memory folder for snapshots, from
+    which restarted workers resume.
     """
 
     argv: tuple[str, ...]

@@ -27,19 +27,19 @@ from echelon.sweep.trials import Trials, best_recipe
 
 logger = logging.getLogger(__name__)
 
-# A cluster's queue is asked less often than this machine's processes.
+# A cluster's queue is polled less often than this machine's processes.
 _LOOK_SECONDS = {"local": 0.5}
 _LOOK_AT_A_TARGET_SECONDS = 15.0
 _MOST_SHOWN = 20
-# In one array: a look asks the target about each of them.
+# Trials in one array; each poll queries the target for every one of them.
 _MOST_AT_ONCE = 200
-# What these draw does not follow from results.
+# Samplers whose values do not depend on results.
 _INDEPENDENT = ("grid", "random", "qmc")
 
 
 @dataclass(frozen=True)
 class CheckedSweep:
-    """A sweep whose every trial, as far as that can be known, the recipe takes."""
+    """A sweep whose values were checked against the recipe."""
 
     sweep: Sweep
     space: Space
@@ -49,15 +49,15 @@ class CheckedSweep:
 
 
 def check_sweep(path: Path) -> CheckedSweep:
-    """Read the sweep file and try its values on the recipe. Raises ConfigError; writes nothing."""
+    """Read the sweep file and check its values against the recipe. Raises ConfigError; writes nothing."""
     sweep = load_sweep(path)
     require_optuna(sweep)
     space = Space(sweep, path)
     base = space.base_recipe()
     if base.launch.to == "sagemaker":
         raise ConfigError(
-            f"{path}: launch.to=sagemaker: a sweep reads each trial's metrics.jsonl while it runs, and a SageMaker job "
-            "keeps its run folder to itself; use local, torchrun, slurm or kubernetes."
+            f"{path}: launch.to=sagemaker: a sweep reads each trial's metrics.jsonl while it runs, but cannot access "
+            "the run folder of a SageMaker job; use local, torchrun, slurm or kubernetes."
         )
     is_grid = sweep.sweep.sampler == "grid"
     num_trials = sweep.sweep.trials
@@ -66,7 +66,7 @@ def check_sweep(path: Path) -> CheckedSweep:
         num_trials = num_points if num_trials is None else num_trials
         if num_trials > num_points:
             raise ConfigError(
-                f"{path}: sweep.trials={num_trials} is more than the {num_points} points of the grid; leave it out."
+                f"{path}: sweep.trials={num_trials} is more than the {num_points} points of the grid; remove it."
             )
     assert num_trials is not None
     space.check(is_grid)
@@ -74,9 +74,9 @@ def check_sweep(path: Path) -> CheckedSweep:
 
 
 def plan_arrays(checked: CheckedSweep) -> tuple[int, str]:
-    """How many trials are submitted together, 1 for each by itself, and a line that says why.
+    """The number of trials submitted together (1: one by one), and a line with the reason.
 
-    There is no line where the target has no arrays.
+    The line is empty if the target has no arrays.
     """
     settings, target = checked.sweep.sweep, checked.base.launch.to or "local"
     if not isinstance(find_launcher(target), ArrayLauncher):
@@ -84,21 +84,21 @@ def plan_arrays(checked: CheckedSweep) -> tuple[int, str]:
     asked = [each.key for each in checked.space.dimensions if each.key.startswith(("launch.", "fault."))]
     obstacle = ""
     if settings.sampler not in _INDEPENDENT:
-        obstacle = f"what sweep.sampler={settings.sampler} draws follows from results"
+        obstacle = f"the values of sweep.sampler={settings.sampler} depend on earlier results"
     elif settings.pruner != "none":
-        obstacle = f"sweep.pruner={settings.pruner} compares trials with those before"
+        obstacle = f"sweep.pruner={settings.pruner} compares trials with earlier ones"
     elif asked:
-        obstacle = f"the jobs of an array ask {target} for the same, and {asked[0]} is searched"
+        obstacle = f"the jobs of a {target} array must request the same resources, but {asked[0]} is searched"
     if obstacle:
-        return 1, f"jobs: one by one, no array, since {obstacle}"
+        return 1, f"jobs: one by one, without an array, because {obstacle}"
     count = min(checked.num_trials, _MOST_AT_ONCE)
     if count == 1:
-        return 1, "jobs: one, as there is one trial"
-    return count, f"jobs: an array of up to {count}, since no trial waits for another one's result"
+        return 1, "jobs: one, for one trial"
+    return count, f"jobs: an array of up to {count}, because no trial depends on another's result"
 
 
 def render_first_array(checked: CheckedSweep) -> dict[str, str]:
-    """Exactly what is submitted first, where the trials go together; else nothing. Writes nothing."""
+    """The files of the first array, exactly as submitted; empty if trials are submitted one by one. Writes nothing."""
     count, _ = plan_arrays(checked)
     launcher = find_launcher(checked.base.launch.to or "local")
     if count == 1 or not isinstance(launcher, ArrayLauncher):
@@ -110,7 +110,7 @@ def render_first_array(checked: CheckedSweep) -> dict[str, str]:
 
 
 def describe_sweep(checked: CheckedSweep, slots: tuple[Slot, ...]) -> list[str]:
-    """Lines about what will be tried, and where."""
+    """Lines for the user about the search and the slots."""
     settings = checked.sweep.sweep
     at_once, line = plan_arrays(checked)
     pruner = "" if settings.pruner == "none" else f", pruned by {settings.pruner}"
@@ -124,7 +124,7 @@ def describe_sweep(checked: CheckedSweep, slots: tuple[Slot, ...]) -> list[str]:
 
 
 def share_slots(checked: CheckedSweep) -> tuple[Slot, ...]:
-    """The slots: shares of this machine for local trials; elsewhere the target shares out what it has."""
+    """The slots: shares of this machine for local trials; other targets assign resources themselves."""
     count = checked.sweep.sweep.parallel
     if checked.base.launch.to in (None, "local"):
         return share_machine(count)
@@ -132,7 +132,7 @@ def share_slots(checked: CheckedSweep) -> tuple[Slot, ...]:
 
 
 def first_job(checked: CheckedSweep) -> tuple[JobSpec, list[str]]:
-    """The job of the first trial as the sampler would draw it, and lines about the next ones. Writes nothing."""
+    """The job of the first trial, with the sampler's values, and lines about the trials. Writes nothing."""
     study = SweepStudy(checked.sweep, checked.space, checked.base, None)
     trials = _build_trials(checked, study)
     number, values = study.begin()
@@ -147,9 +147,9 @@ def first_job(checked: CheckedSweep) -> tuple[JobSpec, list[str]]:
 
 
 def run_sweep(checked: CheckedSweep, slots: tuple[Slot, ...], stop: StopWord) -> tuple[Ending, dict[str, Any]]:
-    """Run the sweep, or what is left of it, in its folder; how it ended, and what results.json holds.
+    """Run or resume the sweep in its folder; returns how it ended, and the contents of results.json.
 
-    Raises ConfigError where the folder is in use, or another sweep's.
+    Raises ConfigError if the folder is in use or belongs to another sweep.
     """
     sweep, folder = checked.sweep, checked.folder
     folder.lock()
@@ -158,7 +158,7 @@ def run_sweep(checked: CheckedSweep, slots: tuple[Slot, ...], stop: StopWord) ->
         study = SweepStudy(sweep, checked.space, checked.base, folder.journal_path)
         if begun := len(study.trials()):
             left = len(study.unfinished())
-            logger.info(f"sweep: goes on in {folder.path}: {begun - left} trials have ended, {left} were under way")
+            logger.info(f"sweep: resumes in {folder.path}: {begun - left} trials have ended, {left} were running")
 
         def write_down() -> None:
             write_results(sweep, list_results(sweep, checked.space, study, folder), folder)
@@ -176,7 +176,7 @@ def run_sweep(checked: CheckedSweep, slots: tuple[Slot, ...], stop: StopWord) ->
 
 
 def _conclude(checked: CheckedSweep, study: SweepStudy, ending: Ending) -> dict[str, Any]:
-    """The table, the files, and the plots of a sweep that has come to its end."""
+    """Print the table, and write the result files and plots of a sweep that has ended."""
     sweep, folder = checked.sweep, checked.folder
     results = list_results(sweep, checked.space, study, folder)
     write_results(sweep, results, folder)

@@ -1,4 +1,4 @@
-"""The sweep itself: fills the slots with trials, watches them, and goes on until there are enough."""
+"""The main loop of a sweep: starts trials in free slots and watches them until enough have ended."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ from echelon.sweep.trials import Ended, Running, Trials
 
 logger = logging.getLogger(__name__)
 
-# Beyond the notice that a trial has to save, before it is left to itself.
+# Added to a trial's time to save, before the sweep stops waiting for it.
 _GRACE_SECONDS = 60.0
 _NAP_SECONDS = 0.1
 
@@ -29,20 +29,20 @@ class Ending:
 
 
 class StopWord:
-    """Whether somebody asked to stop: a signal's handler leaves its name here."""
+    """A stop request: the signal handler stores the signal's name here."""
 
     def __init__(self) -> None:
         self.name: str | None = None
 
     def wait(self, seconds: float) -> None:
-        """Until somebody asks, at most so long."""
+        """Wait for a stop request, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while self.name is None and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _NAP_SECONDS))
 
 
 class Conductor:
-    """Runs trials until `num_trials` have ended, one in each slot at a time. No trial's failure is another's."""
+    """Runs trials until `num_trials` have ended, one per slot at a time. A failed trial does not affect others."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class Conductor:
         ended: Callable[[], None] = lambda: None,
         at_once: int = 1,
     ) -> None:
-        """`ended` is called whenever a trial has, and may write down how things stand.
+        """`ended` is called whenever a trial ends, and may write intermediate results.
 
-        `at_once`: up to so many trials are submitted together, and their target starts them, where that can be.
+        `at_once` is the maximum number of trials submitted together as an array, which the target starts itself.
         """
         self._study, self._trials, self._slots = study, trials, tuple(slots)
         self._num_trials, self._max_failures = num_trials, max_failures
@@ -68,12 +68,12 @@ class Conductor:
         self._failures: list[str] = []
 
     def run(self, stop: StopWord) -> Ending:
-        """All trials, to their end. A stop asks those under way to save, and leaves them to the next start.
+        """Run all trials to their end. On a stop request, running trials save, and the next start resumes them.
 
-        Raises LaunchError where the target takes no job while none is under way: that is no trial's failure.
+        Raises LaunchError if the target refuses a job while no trial is running; this is not counted as a failed trial.
         """
         self._adopt()
-        self._look()  # those that have ended since hold nothing up
+        self._look()  # frees the slots of trials that have ended meanwhile
         while stop.name is None and not self._has_failed():
             if not self._fill() and not self._running:
                 return Ending("done")
@@ -87,10 +87,10 @@ class Conductor:
         self._stop_all()
         late = [str(each.number) for each in self._running.values()]
         trials = f"trials {', '.join(late)} have not ended yet" if late else "its trials have saved"
-        return Ending("stopped", f"stopped by {stop.name}; {trials}, and the same command goes on")
+        return Ending("stopped", f"stopped by {stop.name}; {trials}; the same command resumes the sweep")
 
     def _has_failed(self) -> bool:
-        """Failures in a row end a sweep that has still something to lose."""
+        """Whether too many trials failed in a row while there are trials left."""
         return len(self._failures) >= self._max_failures and (bool(self._running) or self._has_more())
 
     def _num_new(self) -> int:
@@ -100,7 +100,7 @@ class Conductor:
         return bool(self._left) or self._num_new() > 0
 
     def _adopt(self) -> None:
-        """Take over the jobs that a sweep before this one left, each in the slot that it had."""
+        """Take over the jobs of an earlier start of this sweep, each in its former slot."""
         for number in self._study.unfinished():
             _, values = self._study.begin(number)
             before = self._study.recall(number, SLOT)
@@ -113,10 +113,10 @@ class Conductor:
             if running is None:
                 self._left.append(number)
             else:
-                self._enter(running, "goes on", values)
+                self._enter(running, "continues", values)
 
     def _fill(self) -> bool:
-        """Start what there is room for; whether there was something to start. Unfinished trials come first."""
+        """Start trials in the free slots, unfinished ones first; returns whether any was started."""
         begun = False
         while self._has_room() and not self._has_failed():
             begun = True
@@ -128,7 +128,7 @@ class Conductor:
         return begun
 
     def _has_room(self) -> bool:
-        """Beside an array, whose target counts for itself, only what has to be started again is; the rest waits."""
+        """Whether a trial can start now. While an array runs, only unfinished trials are started again."""
         waits = self._at_once > 1 and bool(self._running)
         return len(self._running) < len(self._slots) and (bool(self._left) if waits else self._has_more())
 
@@ -138,7 +138,7 @@ class Conductor:
     def _start(self, number: int, values: Values) -> None:
         held = {running.slot for running in self._running.values()}
         free = [slot for slot in self._slots if slot not in held]
-        before = self._study.recall(number, SLOT)  # a job that the dead sweep could not note may be there still
+        before = self._study.recall(number, SLOT)  # an unrecorded job of a killed sweep may still run there
         slot = next((each for each in free if each.index == before), free[0])
         try:
             running = self._trials.start(number, values, slot)
@@ -150,7 +150,7 @@ class Conductor:
         self._enter(running, "starts", values)
 
     def _start_array(self, count: int) -> None:
-        """One that the recipe refuses fails alone. A target that refuses the array may take its jobs alone."""
+        """Submit an array. Trials that the recipe refuses fail; if the target refuses the array, submit one by one."""
         values: dict[int, Values] = {}
         jobs: dict[int, JobSpec] = {}
         for _ in range(count):
@@ -164,7 +164,7 @@ class Conductor:
         try:
             array = self._trials.start_array(jobs, min(len(self._slots), len(jobs)))
         except LaunchError as error:
-            logger.warning(f"jobs: one by one, since the array was refused: {error}")
+            logger.warning(f"jobs: one by one, because the array was refused: {error}")
             self._at_once, self._left = 1, [*jobs, *self._left]
             return
         for running in array:
@@ -210,8 +210,8 @@ class Conductor:
         self._ended()
 
     def _stop_all(self) -> None:
-        """Ask every trial to save and end, and wait for it; one that reaches its end instead is done."""
-        for running in reversed(self._running.values()):  # the waiting ones of an array first, or they would start now
+        """Ask every trial to save and end, and wait for it; a trial that completes meanwhile is done."""
+        for running in reversed(self._running.values()):  # pending trials of an array first, or they would start now
             self._trials.stop(running)
         notice = max((each.recipe.fault.notice_seconds for each in self._running.values()), default=0.0)
         deadline = time.monotonic() + notice + _GRACE_SECONDS

@@ -1,4 +1,4 @@
-"""The metric of a trial, read from its metrics.jsonl."""
+"""Compute the metric of a trial from its metrics.jsonl."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,7 @@ from echelon.runs.run_rows import is_metrics_row
 from echelon.stored import Row, parse_row, whole_lines
 from echelon.sweep.sweep_file import SweepSettings
 
-# By metric: the kind of row, and the field of it.
+# metric: kind of row and its field
 _FIELDS = {
     "eval_loss": ("eval", "loss"),
     "best_eval_loss": ("eval", "loss"),
@@ -23,14 +23,14 @@ _FIELDS = {
 
 
 class MetricsReader:
-    """The rows of a file that grows, each read once; rows that were taken back and come again are read again."""
+    """Reads each row of a growing file once; after a truncation, reads the file from the start again."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = RunFolder(run_dir).metrics_path
         self._offset = 0
 
     def read_new(self) -> list[Row]:
-        """The rows since the last call; the file need not be there, nor its last line whole."""
+        """The rows since the last call; the file may be missing, and its last line incomplete."""
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:
@@ -45,14 +45,14 @@ class MetricsReader:
 
 
 def read_rows(run_dir: Path) -> list[Row]:
-    """All rows there are."""
+    """All rows of a run's metrics.jsonl."""
     return MetricsReader(run_dir).read_new()
 
 
 def measure(rows: list[Row], settings: SweepSettings) -> float | None:
     """The sweep's metric: the last evaluation's or the best one's, or the mean of the last `last_steps` steps.
 
-    None where there is no number, as before the first evaluation; rows without one are passed over.
+    None if there is no value, as before the first evaluation; rows without a value are skipped.
     """
     kind, field = _FIELDS[settings.metric]
     numbers = [row[field] for row in rows if row.get("kind") == kind and _is_number(row.get(field))]
@@ -67,7 +67,7 @@ def measure(rows: list[Row], settings: SweepSettings) -> float | None:
 
 
 def training_hours(rows: list[Row]) -> float:
-    """The hours that the steps took; starting, evaluating and saving are not in it."""
+    """The total time of the steps in hours, without startup, evaluation and saving."""
     steps = (row.get("step_seconds") for row in rows if row.get("kind") == "train")
     return math.fsum(seconds for seconds in steps if isinstance(seconds, int | float)) / 3600
 

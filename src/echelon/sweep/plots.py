@@ -1,4 +1,4 @@
-"""The plots of a sweep, by Optuna's own drawing on matplotlib."""
+"""The plots of a sweep, drawn by Optuna with matplotlib."""
 
 import warnings
 from collections.abc import Callable
@@ -14,10 +14,10 @@ _DPI = 120
 
 
 def draw_plots(study: "Study", metric: str, folder: SweepFolder) -> tuple[list[Path], list[str]]:
-    """Draw history, parallel coordinates and importance; what was written, and why what is missing is.
+    """Draw history, parallel coordinates and importance; returns the files written, and a line per missing plot.
 
-    For a study with a trial that is done. Importance is fANOVA's share of the variance (Hutter, Hoos, Leyton-Brown,
-    ICML 2014), whose forest is drawn with a fixed seed.
+    Requires a study with a completed trial. Importance is the share of variance by fANOVA (Hutter, Hoos, Leyton-Brown,
+    ICML 2014), whose random forest has a fixed seed.
     """
     import matplotlib
 
@@ -43,7 +43,7 @@ def draw_plots(study: "Study", metric: str, folder: SweepFolder) -> tuple[list[P
             warnings.simplefilter("ignore", ExperimentalWarning)
             try:
                 axes = draw(study, target_name=metric)
-            except (ValueError, RuntimeError, ZeroDivisionError) as error:  # as Optuna says that there is too little
+            except (ValueError, RuntimeError, ZeroDivisionError) as error:  # Optuna has too little data
                 missing.append(f"no {path.name}: {str(error).splitlines()[0] if str(error) else error!r}")
                 continue
         axes.figure.set_size_inches(10, 6)

@@ -21,7 +21,7 @@ _LONGEST_MESSAGE = 60
 
 @dataclass(frozen=True)
 class Result:
-    """One trial. `rank`: 1 for the best of those that are done. `hours`: of its steps."""
+    """One trial. `rank` is 1 for the best completed trial, None for others. `hours` is the total time of its steps."""
 
     rank: int | None
     trial: int
@@ -34,7 +34,7 @@ class Result:
 
 
 def list_results(sweep: Sweep, space: Space, study: SweepStudy, folder: SweepFolder) -> list[Result]:
-    """All trials: those that are done by their value, the best first, then the others by number."""
+    """All trials: the completed ones, best first, then the others by number."""
     sign = 1 if sweep.sweep.better == "minimize" else -1
     trials = sorted(
         study.trials(), key=lambda each: (each.state.name != "COMPLETE", sign * (each.value or 0.0), each.number)
@@ -62,7 +62,7 @@ def list_results(sweep: Sweep, space: Space, study: SweepStudy, folder: SweepFol
 
 
 def results_mapping(sweep: Sweep, results: Sequence[Result]) -> dict[str, Any]:
-    """What results.json holds."""
+    """The contents of results.json."""
     best = next((each.trial for each in results if each.rank == 1), None)
     return {
         "sweep": sweep.sweep.name,
@@ -95,7 +95,7 @@ def write_results(sweep: Sweep, results: Sequence[Result], folder: SweepFolder) 
 
 
 def write_best(sweep: Sweep, best: Result, recipe: Recipe, folder: SweepFolder) -> None:
-    """Write the recipe of the best trial, with where it comes from."""
+    """Write the recipe of the best trial, with a comment about its origin."""
     lines = (
         f"# The best of the sweep {sweep.sweep.name}: trial {best.trial}, {sweep.sweep.metric} {best.value:.6g}",
         *(f"#   {key}: {_cell(value)}" for key, value in best.values.items()),
@@ -104,7 +104,7 @@ def write_best(sweep: Sweep, best: Result, recipe: Recipe, folder: SweepFolder) 
 
 
 def render_table(sweep: Sweep, results: Sequence[Result]) -> list[str]:
-    """The trials as lines for a console; a message stands at the end, cut."""
+    """The trials as a table for the console, each with its message, shortened, at the end."""
     keys = list(sweep.search)
     head = ["rank", "trial", *keys, sweep.sweep.metric, "state", "hours"]
     rows = [
@@ -133,5 +133,5 @@ def _short(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value as YAML reads it back; None as nothing."""
+    """A value as inline YAML; empty for None."""
     return "" if value is None else value if isinstance(value, str) else render_inline(value)

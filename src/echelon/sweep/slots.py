@@ -1,4 +1,4 @@
-"""This machine's devices and cores, shared out to the trials that run at the same time."""
+"""Divide this machine's devices and cores among the trials that run at the same time."""
 
 import os
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for one trial at a time: its GPUs as CUDA_VISIBLE_DEVICES names them, its cores by number.
+    """A slot for one trial at a time: its GPUs as in CUDA_VISIBLE_DEVICES, and its core numbers.
 
-    Both are empty where nothing is shared out, as at another target.
+    Both are empty if nothing is assigned, as at other targets.
     """
 
     index: int
@@ -28,7 +28,7 @@ class Slot:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Processes that are started inside the block have this slot's devices and cores, and no others."""
+        """Restrict processes started in the block to this slot's devices and cores."""
         before = os.sched_getaffinity(0) if self.cores else None
         try:
             if self.cores:
@@ -47,14 +47,14 @@ class Slot:
 
 
 def share_machine(count: int) -> tuple[Slot, ...]:
-    """`count` slots of this machine, as equal as they can be. Raises ConfigError where there are too few GPUs.
+    """Divide this machine into `count` slots, as equal as possible. Raises ConfigError if there are too few GPUs.
 
-    On a system that pins nothing, macOS, the slots are without cores.
+    On systems without core pinning (macOS) the slots have no cores.
     """
     devices = _find_devices()
     if devices and len(devices) < count:
         raise ConfigError(
-            f"sweep.parallel={count}: each trial has a GPU of its own, and this machine shows {len(devices)}; use "
+            f"sweep.parallel={count}: each trial needs its own GPU, but this machine has {len(devices)}; use "
             f"parallel: {len(devices)} or less."
         )
     pins = hasattr(os, "sched_getaffinity")
@@ -74,7 +74,7 @@ def _find_devices() -> tuple[str, ...]:
 
 
 def _share(items: tuple[Item, ...], index: int, count: int) -> tuple[Item, ...]:
-    if len(items) < count:  # cores alone: some trials have one in common
+    if len(items) < count:  # only cores: some trials share one
         return (items[index % len(items)],) if items else ()
     return items[index * len(items) // count : (index + 1) * len(items) // count]
 

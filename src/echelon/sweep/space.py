@@ -1,4 +1,4 @@
-"""What is searched: for each recipe key the values it may take, and the recipe that a choice of them makes."""
+"""The search space: the values of each searched recipe key, and the recipe for a choice of values."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from optuna import Trial
 
 Values = dict[str, Any]
-"""A choice: by recipe key its value."""
+"""A choice of values, by recipe key."""
 
 MAX_CHECKED = 500
-"""So many corners of the space are tried on the recipe; of more, those that differ from the first in one key."""
+"""If the space has more corners, only those that differ from the first in one key are checked."""
 
 MAX_GRID = 10_000
 
-# The keys that `check_model` looks at.
+# The keys that `check_model` reads.
 _OF_THE_MODEL: dict[str, Any] = {
     **dict.fromkeys(("model", "tokenizer", "adapter", "track", "mlflow"), True),
     "data": {"train", "sequence_len"},
@@ -39,7 +39,7 @@ _OF_THE_MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Dimension:
-    """One searched key. `whole`: its numbers are whole ones. A list has `choices`, a range has `low` to `high`."""
+    """One searched key: a list has `choices`, a range `low` to `high`. `whole`: its values are whole numbers."""
 
     key: str
     choices: tuple[Any, ...] = ()
@@ -60,15 +60,15 @@ class Dimension:
         return tuple(self._number(low + index * each) for index in range(int((high - low) / each) + 1))
 
     def corners(self) -> tuple[Any, ...]:
-        """The values at which a recipe is tried before anything runs."""
+        """The values that are checked against the recipe before the sweep starts."""
         return self.choices or (self._number(self.low), self._number(self.high))
 
     def label(self, value: Any) -> Any:
-        """A value as Optuna takes it: what is no word or number, as its YAML."""
+        """A value as passed to Optuna; lists and mappings as inline YAML."""
         return render_inline(value) if isinstance(value, list | dict) else value
 
     def suggest(self, trial: "Trial") -> Any:
-        """The value of a trial: chosen now, or what it has already."""
+        """The trial's value: chosen by the sampler now, or already stored in the trial."""
         if self.choices:
             by_label = {self.label(value): value for value in self.choices}
             return by_label[trial.suggest_categorical(self.key, list(by_label))]
@@ -93,7 +93,7 @@ class Space:
     """The searched keys of a sweep, and the recipes of their values."""
 
     def __init__(self, sweep: Sweep, source: Path) -> None:
-        """Raises ConfigError, naming `source` and the key, for keys and ranges that mean nothing to a recipe."""
+        """Raises ConfigError, with `source` and the key, for keys and ranges that a recipe does not accept."""
         _check_keys(sweep, source)
         self.dimensions = tuple(_build_dimension(key, values, source) for key, values in sweep.search.items())
         self._recipe_path = source.parent / sweep.recipe
@@ -101,21 +101,21 @@ class Space:
         self._source = source
 
     def base_recipe(self) -> Recipe:
-        """The recipe with what all trials have in common."""
+        """The recipe with the keys in `set`, which all trials share."""
         try:
             return load_recipe(self._recipe_path, self._fixed)[0]
         except ConfigError as error:
             raise ConfigError(str(error).replace(f"{COMMAND_LINE}: ", f"{self._source}, set: ")) from None
 
     def recipe(self, values: Values, own: Mapping[str, Any] | None = None) -> Recipe:
-        """The recipe of these values, with `own` keys of the trial itself. Raises ConfigError naming the values."""
+        """The recipe with these values, and the trial's `own` keys. Raises ConfigError with the values."""
         chosen = [f"{key}={render_inline(value)}" for key, value in {**values, **(own or {})}.items()]
         with self._refused(values):
             return load_recipe(self._recipe_path, [*self._fixed, *chosen])[0]
 
     @contextmanager
     def _refused(self, values: Values) -> Iterator[None]:
-        """Names the values of which something is refused in the block."""
+        """Add the values to errors raised in the block."""
         try:
             yield
         except (ConfigError, DataError, PlanError) as error:
@@ -123,14 +123,14 @@ class Space:
             raise ConfigError(f"{self._source}: the trial with {show_values(values)} is refused: {message}") from None
 
     def grid(self) -> list[Values]:
-        """Every point, the last key changing first. Raises ConfigError for a range that has no points."""
+        """Every point of the grid; the last key changes fastest. Raises ConfigError for a range without a step."""
         points = []
         for each in self.dimensions:
             values = each.points()
             if values is None:
                 raise ConfigError(
-                    f"{self._source}: sweep.sampler=grid needs every value, and search.{each.key} is a range without a "
-                    f"step; give a list such as [{each.low:g}, {each.high:g}], or a step, or use sampler: random."
+                    f"{self._source}: sweep.sampler=grid needs a list of values, but search.{each.key} is a range "
+                    f"without a step; use a list such as [{each.low:g}, {each.high:g}], a step, or sampler: random."
                 )
             points.append(values)
         count = 1
@@ -138,16 +138,16 @@ class Space:
             count *= len(values)
         if count > MAX_GRID:
             raise ConfigError(
-                f"{self._source}: sweep.sampler=grid makes {count:,} points of search; use {MAX_GRID:,} or fewer, or "
-                "sampler: random."
+                f"{self._source}: sweep.sampler=grid gives {count:,} points; use {MAX_GRID:,} or fewer, or sampler: "
+                "random."
             )
         keys = [each.key for each in self.dimensions]
         return [dict(zip(keys, values, strict=True)) for values in itertools.product(*points)]
 
     def check(self, is_grid: bool) -> None:
-        """Try the recipe on every point of a grid, else on the corners; each model that this makes is checked once.
+        """Check the recipe at every point of a grid, else at the corners; each distinct model is checked once.
 
-        Raises ConfigError for the first that is refused.
+        Raises ConfigError for the first point that is refused.
         """
         checked: set[str] = set()
         for values in self.grid() if is_grid else self._corners():
@@ -172,7 +172,7 @@ class Space:
 
 
 def _check_model(recipe: Recipe) -> None:
-    """Refuse what `echelon train` would, as far as this machine can know it."""
+    """Raise the errors of `echelon train` about the model, as far as this machine can check it."""
     elsewhere = recipe.launch.to not in (None, "local")
     if elsewhere and find_checkpoint_out_of_reach(recipe) is not None:
         return
@@ -184,7 +184,7 @@ def _check_model(recipe: Recipe) -> None:
 
 
 def show_values(values: Values) -> str:
-    """`optim.learning_rate=0.001 train.steps=50`, numbers as short as they are told apart."""
+    """Format values as `optim.learning_rate=0.001 train.steps=50`, with floats rounded to four digits."""
     return " ".join(f"{key}={show_value(_rounded(value))}" for key, value in values.items())
 
 
@@ -196,7 +196,7 @@ def _check_keys(sweep: Sweep, source: Path) -> None:
     places = {key: f"search.{key}" for key in sweep.search}
     for key in sweep.fixed:
         if key in places:
-            raise ConfigError(f"{source}: {key} stands below set and below search; keep one.")
+            raise ConfigError(f"{source}: {key} is in both set and search; keep one.")
         places[key] = f"set.{key}"
     for key, place in places.items():
         _check_key(key, place, source)
@@ -214,15 +214,15 @@ def _check_key(key: str, place: str, source: Path) -> None:
         hint = f"did you mean {nearest}?" if nearest else "docs/recipe.md lists them."
         raise ConfigError(f"{source}: {place}: {dotted(unknown)} is not a recipe key; {hint}")
     if key in ("run", "run.name", "run.dir"):
-        raise ConfigError(f"{source}: {place} cannot be chosen: the sweep gives every trial its own name and folder.")
+        raise ConfigError(f"{source}: {place} cannot be set: the sweep gives every trial its own name and folder.")
     if key in ("launch", "launch.to") and place.startswith("search"):
-        raise ConfigError(f"{source}: {place} cannot be searched: all trials go to one target; put it below set.")
+        raise ConfigError(f"{source}: {place} cannot be searched: all trials use one target; move it to set.")
 
 
 def _name_the_same(one: KeyPath, other: KeyPath) -> str | None:
     shorter = min(len(one), len(other))
     if one[:shorter] == other[:shorter]:
-        return "are one within the other"
+        return "overlap"
     for group in EXCLUSIVE_KEYS:
         if one[:2] in group and other[:2] in group and one[:2] != other[:2]:
             return "exclude each other in a recipe"
@@ -244,11 +244,11 @@ def _build_dimension(key: str, values: RangeConfig | Sequence[Any], source: Path
 def _build_range(key: str, values: RangeConfig, place: str) -> Dimension:
     whole = _takes_whole_numbers(key, values)
     if whole is None:
-        raise ConfigError(f"{place}: {key} takes no numbers; give a list of values instead of low and high.")
+        raise ConfigError(f"{place}: {key} is not a number; give a list of values instead of low and high.")
     low, high, step = values.low, values.high, values.step
     for name, number in (("low", low), ("high", high), ("step", step or 1)):
         if whole and number != int(number):
-            raise ConfigError(f"{place}.{name}={number:g}: {key} takes whole numbers; use one.")
+            raise ConfigError(f"{place}.{name}={number:g}: {key} must be a whole number.")
     if low >= high:
         raise ConfigError(f"{place}.low={low:g} must be less than high={high:g}.")
     if values.log and (low <= 0 or step is not None):
@@ -256,14 +256,14 @@ def _build_range(key: str, values: RangeConfig, place: str) -> Dimension:
         raise ConfigError(f"{place}.log=true: {wrong}.")
     if step is not None and (rest := (Fraction(str(high)) - Fraction(str(low))) % Fraction(str(step))):
         raise ConfigError(
-            f"{place}.step={step:g} does not lead from low={low:g} to high={high:g}; use "
+            f"{place}.step={step:g} does not divide the range low={low:g} to high={high:g}; use "
             f"high={float(Fraction(str(high)) - rest):g}."
         )
     return Dimension(key, low=low, high=high, step=step, log=values.log, whole=whole)
 
 
 def _takes_whole_numbers(key: str, values: RangeConfig) -> bool | None:
-    """Whether the recipe key takes whole numbers alone; None where it takes none."""
+    """Whether the recipe key accepts only whole numbers; None if it accepts no numbers."""
     path = _path(key)
     for length in range(len(path), 0, -1):
         generic = dotted(path[:length])
@@ -292,7 +292,7 @@ def _path(key: str) -> KeyPath:
 
 
 def _nest(path: KeyPath) -> Any:
-    """The smallest recipe that has a key."""
+    """The smallest recipe with this key."""
     if not path:
         return None
     return [_nest(path[1:])] if isinstance(path[0], int) else {path[0]: _nest(path[1:])}

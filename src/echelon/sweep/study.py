@@ -25,17 +25,17 @@ MESSAGE, PRUNED, SLOT, STOPPED = "message", "pruned", "slot", "stopped"
 
 
 def require_optuna(sweep: Sweep) -> None:
-    """Raise ConfigError where a package is missing that this sweep needs."""
+    """Raise ConfigError if a package that this sweep needs is missing."""
     for name, samplers in _NEEDED.items():
         if find_spec(name) is None and (not samplers or sweep.sweep.sampler in samplers.split()):
             why = f"sweep.sampler={sweep.sweep.sampler}" if samplers else "echelon sweep"
-            raise ConfigError(f"{why} needs {name}, which is not installed; pip install 'echelon[sweep]'.")
+            raise ConfigError(f"{why} requires the package {name}; run: pip install 'echelon[sweep]'.")
 
 
 class SweepStudy:
-    """The trials of a sweep. In memory where there is no journal.
+    """The trials of a sweep; kept in memory if there is no journal.
 
-    A trial has its number and values from the moment it is asked for, and keeps them however often the sweep dies.
+    A trial keeps the number and values that it gets when it begins, also when the sweep is killed and restarted.
     """
 
     def __init__(self, sweep: Sweep, space: Space, recipe: Recipe, journal: Path | None) -> None:
@@ -60,18 +60,18 @@ class SweepStudy:
         return self._study
 
     def trials(self) -> "list[FrozenTrial]":
-        """All trials there are, in order."""
+        """All trials, by number."""
         return self._study.get_trials(deepcopy=False)
 
     def unfinished(self) -> list[int]:
-        """The numbers of the trials that were begun and did not end."""
+        """The numbers of the trials that began but have not ended."""
         return [trial.number for trial in self.trials() if not trial.state.is_finished()]
 
     def begin(self, number: int | None = None) -> tuple[int, Values]:
-        """A new trial, or one that is unfinished, with its values.
+        """Begin a new trial, or reopen an unfinished one; returns its number and values.
 
-        Whatever the sampler draws follows from the seed, the trial's number and the trials before it alone, so that a
-        sweep that died draws what it would have drawn.
+        The sampler's values depend only on the seed, the trial's number and the earlier trials, so a killed sweep
+        draws the same values when it is restarted.
         """
         from optuna import Trial
         from optuna.samplers import RandomSampler
@@ -84,40 +84,40 @@ class SweepStudy:
             else:
                 trial = Trial(self._study, self.trials()[number]._trial_id)
             values = {each.key: each.suggest(trial) for each in self._space.dimensions}
-            # It draws, no more: told of its last point, a GridSampler stops an optimization that Optuna does not run.
+            # Only used to draw: told of its last point, a GridSampler would stop an Optuna optimization loop.
             self._study.sampler = RandomSampler()
         self._open[trial.number] = trial
         return trial.number, values
 
     def note(self, number: int, name: str, value: Any) -> None:
-        """Keep something with an unfinished trial."""
+        """Store an attribute of an unfinished trial."""
         self._open[number].set_user_attr(name, value)
 
     def recall(self, number: int, name: str) -> Any:
-        """What was kept under that name, or None."""
+        """An attribute stored by `note`, or None."""
         return self.trials()[number].user_attrs.get(name)
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Tell a value on the way; whether the trial is to be pruned."""
+        """Report an intermediate value; returns whether the trial should be pruned."""
         with _quiet():
             if step not in self.trials()[number].intermediate_values:
                 self._open[number].report(value, step)
             return self._open[number].should_prune()
 
     def complete(self, number: int, value: float) -> None:
-        """The trial ended well."""
+        """Record that the trial completed, with its value."""
         with _quiet():
             self._study.tell(self._open.pop(number), value)
 
     def prune(self, number: int) -> None:
-        """The trial was ended early."""
+        """Record that the trial was pruned."""
         from optuna.trial import TrialState
 
         with _quiet():
             self._study.tell(self._open.pop(number), state=TrialState.PRUNED)
 
     def fail(self, number: int, message: str) -> None:
-        """The trial failed, with this message."""
+        """Record that the trial failed, with a message."""
         from optuna.trial import TrialState
 
         self.note(number, MESSAGE, message)
@@ -125,7 +125,7 @@ class SweepStudy:
             self._study.tell(self._open.pop(number), state=TrialState.FAIL)
 
     def best(self) -> "FrozenTrial | None":
-        """The best of the trials that ended well, the first of equal ones."""
+        """The best completed trial; the first of several equal ones."""
         from optuna.trial import TrialState
 
         done = [trial for trial in self.trials() if trial.state == TrialState.COMPLETE]
@@ -135,7 +135,7 @@ class SweepStudy:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Optuna calls parts of itself experimental; which ones are used here is no news to a user."""
+    """Suppress Optuna's warnings about experimental features, which do not concern the user."""
     from optuna.exceptions import ExperimentalWarning
 
     with warnings.catch_warnings():
@@ -147,7 +147,7 @@ def _open_journal(path: Path) -> Any:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-    # Who holds the sweep's folder is alone here: what is left of a killed sweep is nobody's lock, and half a line.
+    # The sweep's folder is locked, so this process is alone: remove a killed sweep's lock file and incomplete line.
     path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
     if path.exists():
         text = path.read_bytes()
@@ -160,7 +160,7 @@ def _build_sampler(sweep: Sweep, space: Space, number: int) -> "BaseSampler":
     from optuna import samplers
 
     settings = sweep.sweep
-    # A sampler of its own for each trial, or a resumed sweep would draw again what it drew first.
+    # A separate sampler for each trial; otherwise a resumed sweep would draw its first values again.
     own = (settings.seed * 1_000_003 + number) % 2**32
     match settings.sampler:
         case "grid":
@@ -175,7 +175,7 @@ def _build_sampler(sweep: Sweep, space: Space, number: int) -> "BaseSampler":
         case "gp":
             return samplers.GPSampler(seed=own)
         case "qmc":
-            return samplers.QMCSampler(  # one sequence: its place in it stands in the journal
+            return samplers.QMCSampler(  # one sequence; the journal has the position in it
                 seed=settings.seed, scramble=True, warn_independent_sampling=False,
                 independent_sampler=samplers.RandomSampler(seed=own),
             )  # fmt: skip
@@ -188,11 +188,11 @@ def _build_pruner(sweep: Sweep, recipe: Recipe) -> "BasePruner":
         return pruners.NopPruner()
     every = recipe.train.eval_every
     if every is None:
-        # The others count in steps, which an evaluation has only when the data is prepared.
+        # The others count steps; evals_per_epoch is known in steps only after the data is prepared.
         if sweep.sweep.pruner == "median" and recipe.train.evals_per_epoch is not None:
             return pruners.MedianPruner()
         raise ConfigError(
-            f"sweep.pruner={sweep.sweep.pruner} compares evaluations of the same step, and train.eval_every is null; "
+            f"sweep.pruner={sweep.sweep.pruner} compares evaluations of the same step, but train.eval_every is null; "
             "set it, or use pruner: none."
         )
     match sweep.sweep.pruner:
@@ -201,7 +201,7 @@ def _build_pruner(sweep: Sweep, recipe: Recipe) -> "BasePruner":
         case "asha":
             return pruners.SuccessiveHalvingPruner(min_resource=every)
         case _:
-            # How long a trial is, a sweep over lengths and an epoch do not tell beforehand.
+            # The number of steps is unknown if train keys are searched or the run is measured in epochs.
             lengths = any(key.startswith("train.") for key in sweep.search) or recipe.train.epochs is not None
             steps = None if lengths else recipe.num_steps(0)
             return pruners.HyperbandPruner(min_resource=every, max_resource="auto" if steps is None else steps)

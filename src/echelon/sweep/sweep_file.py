@@ -1,4 +1,4 @@
-"""The sweep file: frozen pydantic models, and from a file to a Sweep or to one message that says what to change."""
+"""The sweep file: frozen pydantic models, and reading a file into a Sweep, or into one message with the fix."""
 
 import difflib
 from pathlib import Path
@@ -24,26 +24,26 @@ _NUMBERS_ONLY = ("cmaes", "qmc")
 
 
 class SweepSettings(Section):
-    """How the search goes on, and what decides."""
+    """Settings of the search."""
 
     name: str = Field(description="Name of the sweep: letters, digits, `.`, `_` and `-`.")
     dir: AnyPath = Field(
         default_factory=lambda sweep: Path("sweeps") / sweep["name"],
-        description="The sweep's folder. Default: `sweeps/NAME`. The same command goes on with an existing one.",
+        description="The sweep's folder. Default: `sweeps/NAME`. The same command resumes an existing sweep.",
     )
     sampler: Literal["grid", "random", "tpe", "cmaes", "gp", "qmc"] = Field(
-        "tpe", description="Who chooses the values: Optuna's sampler of that name."
+        "tpe", description="The Optuna sampler that chooses the values."
     )
     pruner: Literal["none", "median", "asha", "hyperband"] = Field(
-        "none", description="Who ends trials early that do worse than others did at the same step."
+        "none", description="The Optuna pruner that ends trials early if they are worse than others at the same step."
     )
-    trials: Count | None = Field(None, description="Trials in all. Default, for `grid` alone: one for each point.")
-    parallel: Count = Field(1, description="Trials at a time.")
-    metric: Metric = Field("eval_loss", description="What is compared, from metrics.jsonl.")
-    direction: Direction | None = Field(None, description="Default: what is better of the metric.")
-    last_steps: Count = Field(10, description="Steps that a metric of training is the mean of: the last ones.")
-    seed: CountOrZero = Field(0, lt=2**32, description="Of the sampler.")
-    max_failures: Count = Field(3, description="Trials failing one after the other that end the sweep.")
+    trials: Count | None = Field(None, description="Number of trials. Default, only for `grid`: one per point.")
+    parallel: Count = Field(1, description="Number of trials that run at the same time.")
+    metric: Metric = Field("eval_loss", description="The metric that is compared, from metrics.jsonl.")
+    direction: Direction | None = Field(None, description="Default: depends on the metric.")
+    last_steps: Count = Field(10, description="A training metric is the mean over this many last steps.")
+    seed: CountOrZero = Field(0, lt=2**32, description="Seed of the sampler.")
+    max_failures: Count = Field(3, description="Number of consecutive failed trials that ends the sweep.")
 
     @field_validator("name")
     @classmethod
@@ -54,23 +54,23 @@ class SweepSettings(Section):
     def _pruning_needs_evaluations(self) -> Self:
         if self.pruner != "none" and not self.metric.endswith("eval_loss"):
             raise ValueError(
-                f"sweep.pruner={self.pruner} compares evaluations while training goes on, and sweep.metric="
-                f"{self.metric} is known at the end; use metric: eval_loss or pruner: none."
+                f"sweep.pruner={self.pruner} compares evaluations during training, but sweep.metric={self.metric} is "
+                "known only at the end; use metric: eval_loss or pruner: none."
             )
         return self
 
     @property
     def better(self) -> Direction:
-        """The direction, where it is not given that of the metric."""
+        """The direction; by default that of the metric."""
         return self.direction or ("maximize" if self.metric in _MAXIMIZED else "minimize")
 
 
 class RangeConfig(Section):
     """Numbers from `low` to `high`, both included."""
 
-    low: Number = Field(description="The least.")
-    high: Number = Field(description="The most.")
-    log: Flag = Field(False, description="Every order of magnitude is as likely as another.")
+    low: Number = Field(description="Smallest value.")
+    high: Number = Field(description="Largest value.")
+    log: Flag = Field(False, description="Search on a logarithmic scale.")
     step: Positive | None = Field(None, description="Only `low`, `low` + `step`, and so on.")
 
 
@@ -84,11 +84,11 @@ Searched = Annotated[
 
 
 class Sweep(Section):
-    """What is tried: a recipe, what all trials change in it, and the keys whose values are searched."""
+    """A sweep: a recipe, keys set in all trials, and the keys whose values are searched."""
 
     sweep: SweepSettings
     recipe: AnyPath = Field(description="The recipe, relative to the sweep file.")
-    fixed: dict[str, Any] = Field(default_factory=dict, alias="set", description="Keys that all trials change.")
+    fixed: dict[str, Any] = Field(default_factory=dict, alias="set", description="Keys set in all trials.")
     search: dict[str, Searched] = Field(
         min_length=1, description="By recipe key: a list of values, or `{low: , high: , log: , step: }`."
     )
@@ -99,23 +99,25 @@ class Sweep(Section):
         lists = [key for key, values in self.search.items() if isinstance(values, tuple)]
         if sampler in _NUMBERS_ONLY and lists:
             raise ValueError(
-                f"sweep.sampler={sampler} searches ranges of numbers only, and search.{lists[0]} is a list; use "
+                f"sweep.sampler={sampler} searches only ranges of numbers, but search.{lists[0]} is a list; use "
                 "sampler: tpe, or give {low: , high: }."
             )
         if sampler == "cmaes" and len(self.search) == 1:
             raise ValueError(
-                f"sweep.sampler=cmaes searches two keys or more, and search has {next(iter(self.search))} alone; use "
+                f"sweep.sampler=cmaes needs two or more keys, but search has only {next(iter(self.search))}; use "
                 "sampler: tpe or gp."
             )
         if sampler != "grid" and self.sweep.trials is None:
-            raise ValueError(f"sweep.trials is missing: sampler: {sampler} has no end of its own; use trials: 20.")
+            raise ValueError(
+                f"sweep.trials is missing: sampler: {sampler} has no natural end; set it, such as trials: 20."
+            )
         return self
 
 
 def load_sweep(path: Path) -> Sweep:
-    """Read a sweep file. Raises ConfigError, naming the file's line, for anything it cannot mean.
+    """Read a sweep file. Raises ConfigError, with the line in the file, for anything invalid.
 
-    What the keys of `search` mean to the recipe is not looked at: see `build_space`.
+    Does not check the keys of `search` against the recipe: see `Space`.
     """
     draft = _parse_draft(path)
     _refuse_unknown_keys(draft)
@@ -130,7 +132,7 @@ def _parse_draft(path: Path) -> Draft:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"{path} does not exist; name a sweep file, a YAML file with sweep, recipe and search."
+            f"{path} does not exist; give a sweep file, a YAML file with the keys sweep, recipe and search."
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text; a sweep file is a YAML file.") from None
@@ -138,7 +140,7 @@ def _parse_draft(path: Path) -> Draft:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     data, origins = parse_yaml(text, str(path))
     if not isinstance(data, dict) or not {"sweep", "search"} & data.keys():
-        what = "is a recipe" if isinstance(data, dict) and "model" in data else "is no sweep file"
+        what = "is a recipe" if isinstance(data, dict) and "model" in data else "is not a sweep file"
         raise ConfigError(f"{path} {what}; a sweep file is a YAML file with the keys sweep, recipe and search.")
     return Draft({key: value for key, value in data.items() if value is not None}, origins, str(path))
 
@@ -154,7 +156,7 @@ def _refuse_unknown_keys(draft: Draft) -> None:
         if not isinstance(values, dict | list):
             raise ConfigError(
                 f"{draft.origin(('search', key))}: search.{key}={show_value(values)} must be a list of values or "
-                "{low: , high: }; what all trials have in common goes below set."
+                "{low: , high: }; move keys that all trials share to set."
             )
         if not isinstance(values, list):
             for path, section in find_unknown_keys(values, RangeConfig, ("search", key)):

@@ -17,14 +17,14 @@ from echelon.runs.run_folder import OWNER_ONLY
 from echelon.stored import write_text
 from echelon.sweep.sweep_file import Sweep
 
-# Of the sweep file, what may change between two starts: none of it changes which values a trial has.
+# Keys of the sweep file that may change between two starts: they do not affect the values of trials.
 _FREE = ("sweep.parallel", "sweep.max_failures", "recipe")
 
 
 class SweepFolder:
     """`sweep.yaml recipe.yaml journal.log trials/000/ jobs/000-1/ results.json results.csv best.yaml` and the plots.
 
-    Making the object touches nothing.
+    Creating the object does not access the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,17 +33,17 @@ class SweepFolder:
 
     @property
     def sweep_path(self) -> Path:
-        """The sweep file as it was last started, every default written out."""
+        """The sweep file of the last start, with all defaults."""
         return self.path / "sweep.yaml"
 
     @property
     def recipe_path(self) -> Path:
-        """The recipe without any trial's own values."""
+        """The recipe without the values of any trial."""
         return self.path / "recipe.yaml"
 
     @property
     def journal_path(self) -> Path:
-        """Optuna's journal: every trial with its values and how it ended."""
+        """Optuna's journal of all trials, with their values and results."""
         return self.path / "journal.log"
 
     @property
@@ -56,23 +56,23 @@ class SweepFolder:
         return self.path / "trials" / f"{number:03d}"
 
     def jobs(self, number: int) -> list[Path]:
-        """The job folders of a trial, one for each start, in order."""
+        """The job folders of a trial, one per start, in order."""
         found = (self.path / "jobs").glob(f"{number:03d}-*")
         return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
     def next_job_dir(self, number: int) -> Path:
-        """Where the next start of a trial keeps its job."""
+        """The job folder of the next start of a trial."""
         return self.path / "jobs" / f"{number:03d}-{len(self.jobs(number)) + 1}"
 
     def last_job(self, number: int) -> JobRecord | None:
-        """The newest job of a trial; None where it never was submitted, or died in that moment."""
+        """The newest job of a trial; None if it has no readable record."""
         jobs = self.jobs(number)
         return read_job(jobs[-1]) if jobs else None
 
     def lock(self) -> None:
-        """Hold the folder until this process ends; where there is none it is made, for its owner alone.
+        """Lock the folder until this process ends; creates it, accessible to its owner only, if it does not exist.
 
-        A live sweep raises ConfigError.
+        Raises ConfigError if another sweep holds the lock.
         """
         self.path.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
         fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -90,15 +90,16 @@ class SweepFolder:
         self._lock_fd = fd
 
     def unlock(self) -> None:
-        """Let go of the folder; harmless when it is not held."""
+        """Release the lock; has no effect if it is not held."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
 
     def agree(self, sweep: Sweep, recipe: Recipe) -> None:
-        """Write down what this sweep is, or compare it with what it was. Raises ConfigError showing what differs.
+        """Store the sweep file and recipe, after comparing them with those of an earlier start.
 
-        `sweep.parallel` and `sweep.max_failures` may change, `sweep.trials` may grow, and the recipe's `launch` may.
+        Raises ConfigError with the differences. `sweep.parallel`, `sweep.max_failures` and the recipe's `launch` may
+        change, and `sweep.trials` may grow.
         """
         mine = redact(plain_value(sweep))
         if self.sweep_path.exists():
@@ -107,11 +108,11 @@ class SweepFolder:
             if lines:
                 shown = "\n".join(f"  {line}" for line in lines)
                 raise ConfigError(
-                    f"sweep.dir={self.path} holds another sweep:\n{shown}\nrestore these keys to go on with it, or "
-                    "give this sweep another sweep.name; sweep.trials may grow."
+                    f"sweep.dir={self.path} contains another sweep:\n{shown}\nrestore these keys to resume it, or give "
+                    "this sweep another sweep.name; sweep.trials may grow."
                 )
         elif self.journal_path.exists():
-            raise ConfigError(f"sweep.dir={self.path} holds files but no sweep; choose a new folder.")
+            raise ConfigError(f"sweep.dir={self.path} contains files but no sweep; choose a new folder.")
         write_text(self.recipe_path, render_recipe(recipe))
         write_text(self.sweep_path, render_yaml(mine))
 
@@ -122,7 +123,7 @@ class SweepFolder:
 
 
 def _compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What differs of two sweep files, a line each; `set` is part of the recipe, which is compared by itself."""
+    """The differences of two sweep files, one line each; `set` is compared as part of the recipe."""
     lines = []
     flat = [
         {f"{section}.{key}": value for section in ("sweep", "search") for key, value in each[section].items()}

@@ -1,4 +1,4 @@
-"""The trials under way: each a job of a launcher, started, adopted, watched and stopped."""
+"""The running trials: each is a job of a launcher, which is started, adopted, watched and stopped here."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -21,13 +21,13 @@ from echelon.sweep.sweep_folder import SweepFolder
 
 logger = logging.getLogger(__name__)
 
-# What `echelon train` says when a run folder is locked: by the job of a sweep that died before it could note the job.
+# `echelon train`'s message about a locked run folder: a killed sweep may have left a job without a record.
 _IN_USE = "is in use by a live run"
 
 
 @dataclass
 class Running:
-    """A trial under way. `slot`: None where its target starts it. `step`: where it stood when it was submitted."""
+    """A running trial. `slot` is None if its target starts it. `step` is its last step when it was submitted."""
 
     number: int
     recipe: Recipe
@@ -41,7 +41,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a trial ended. `message` for one that failed; `again`: it only stopped, and has to be started again."""
+    """How a trial ended. `message` is that of a failed one; `again`: it only stopped and must be started again."""
 
     value: float | None = None
     pruned: bool = False
@@ -50,7 +50,7 @@ class Ended:
 
 
 class Trials:
-    """Makes jobs of trials. What is asked of the target goes through its Launcher alone, whichever it is."""
+    """Runs trials as jobs; talks to the target only through its Launcher."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class Trials:
         self._find_launcher, self._workdir = find_launcher, workdir
 
     def job(self, number: int, values: Values) -> JobSpec:
-        """The job of a trial's next start. Raises ConfigError where the recipe refuses the values."""
+        """The job of a trial's next start. Raises ConfigError if the recipe refuses the values."""
         recipe = trial_recipe(self._space, self._base, values, self._sweep.sweep.name, number, self._folder)
         return JobSpec(name_job(recipe), recipe, self._folder.next_job_dir(number), self._workdir)
 
     def start(self, number: int, values: Values, slot: Slot) -> Running:
-        """Submit the trial's job, in this slot. Raises EchelonError where it is refused, here or by the target."""
+        """Submit the trial's job in this slot. Raises EchelonError if it is refused, here or by the target."""
         job = self.job(number, values)
         assert job.recipe.launch.to is not None
         launcher = self._find_launcher(job.recipe.launch.to)
@@ -82,9 +82,9 @@ class Trials:
         return _watch(number, job.recipe, slot, record)
 
     def start_array(self, jobs: Mapping[int, JobSpec], parallel: int) -> list[Running]:
-        """Submit the jobs of these trials as one array, which runs `parallel` of them at a time: all, or none.
+        """Submit the jobs of these trials, all or none, as one array, which runs `parallel` of them at a time.
 
-        Raises EchelonError where they are refused. The launcher must be an ArrayLauncher.
+        Raises EchelonError if they are refused. The launcher must be an ArrayLauncher.
         """
         target = next(iter(jobs.values())).recipe.launch.to
         assert target is not None
@@ -97,7 +97,7 @@ class Trials:
         ]
 
     def adopt(self, number: int, values: Values, slot: Slot | None) -> Running | None:
-        """The trial's job where one was submitted that still runs, or ended while nobody looked; else None."""
+        """The trial's earlier job if it still runs, or has ended with a result; None if it must be started again."""
         record = self._folder.last_job(number)
         if record is None:
             return None
@@ -105,7 +105,7 @@ class Trials:
         running = _watch(number, recipe, slot, record)
         if self._study.recall(number, PRUNED):
             running.pruned = True
-            self.cancel(running)  # the word may not have got there
+            self.cancel(running)  # the earlier request may not have arrived
             return running
         status = self._status(running)
         if status is None or status.state == "done":
@@ -116,7 +116,7 @@ class Trials:
         return None if status.state == "stopped" or killed or was_stopped else running
 
     def look(self, running: Running) -> Ended | None:
-        """Report what the trial has reached, ask it to end where it is pruned; how it ended, once it has."""
+        """Report the trial's new values and cancel it if it is pruned; returns how it ended, None while it runs."""
         status = self._status(running)
         if status is None:
             return None
@@ -129,29 +129,29 @@ class Trials:
         if status.state == "done":
             value = measure(read_rows(Path(running.record.run_dir)), self._sweep.sweep)
             wanted = self._sweep.sweep.metric
-            return Ended(value, message="" if value is not None else f"it ended without a number for {wanted}")
+            return Ended(value, message="" if value is not None else f"it ended without a value of {wanted}")
         message = self._find_message(running, status)
         if status.state == "stopped":
             goes_on = RunFolder(Path(running.record.run_dir)).rows.last_step() > running.step
-            return Ended(again=goes_on, message=f"it stopped and got no further: {message}")
+            return Ended(again=goes_on, message=f"it stopped without progress: {message}")
         return Ended(again=True) if _IN_USE in message else Ended(message=message)
 
     def stop(self, running: Running) -> None:
-        """Ask a trial to save and end, so that the next start of the sweep goes on with it, however it takes it."""
+        """Ask a trial to save and end; the next start of the sweep resumes it, whatever its exit code."""
         self._study.note(running.number, STOPPED, running.record.folder.name)
         self.cancel(running)
 
     def cancel(self, running: Running) -> None:
-        """Ask a trial to save and end; one that has ended already is left alone."""
+        """Ask a trial to save and end; has no effect if it has already ended."""
         with suppress(LaunchError):
             self._find_launcher(running.record.target).cancel(running.record)
 
     def _status(self, running: Running) -> JobStatus | None:
         try:
             status = self._find_launcher(running.record.target).status(running.record)
-        except LaunchError as error:  # the job runs on at its target, whether it answers or not
+        except LaunchError as error:  # the job may still run at its target
             if not running.unreachable:
-                logger.warning(f"trial {running.number}: {error}; asking again")
+                logger.warning(f"trial {running.number}: {error}; trying again")
             running.unreachable = True
             return None
         running.unreachable = False
@@ -168,14 +168,14 @@ class Trials:
                 self.cancel(running)
 
     def _find_message(self, running: Running, status: JobStatus) -> str:
-        """The first line of the error: echelon's own last one, or else the last thing the job printed."""
+        """The job's error message: its last line that starts with `echelon: `, else its last line."""
         try:
             lines = list(self._find_launcher(running.record.target).logs(running.record, False))
         except (LaunchError, OSError):
             lines = []
         own = [line.removeprefix("echelon: ") for line in lines if line.startswith("echelon: ")]
-        spoken = own or [line for line in lines if line.strip()]
-        return (spoken[-1] if spoken else status.detail) or "it said nothing"
+        printed = own or [line for line in lines if line.strip()]
+        return (printed[-1] if printed else status.detail) or "it printed nothing"
 
 
 def _watch(number: int, recipe: Recipe, slot: Slot | None, record: JobRecord) -> Running:
@@ -184,18 +184,18 @@ def _watch(number: int, recipe: Recipe, slot: Slot | None, record: JobRecord) ->
 
 
 def trial_recipe(space: Space, base: Recipe, values: Values, name: str, number: int, folder: SweepFolder) -> Recipe:
-    """The recipe of a trial: its values, a run folder of its own, and the prepared text that all trials share."""
+    """The recipe of a trial: its values, its own run folder, and the prepared data that all trials share."""
     own = _own_keys(base, f"{name}-{number:03d}", folder.trial_dir(number))
     return space.recipe(values, {**own, "launch.to": base.launch.to or "local"})
 
 
 def best_recipe(space: Space, base: Recipe, values: Values, name: str) -> Recipe:
-    """The recipe of the best trial, to be trained by itself: beside the base recipe's run."""
+    """The recipe of the best trial as a separate run, in a folder next to the base recipe's run."""
     return space.recipe(values, _own_keys(base, f"{name}-best", base.run.dir.parent / f"{name}-best"))
 
 
 def _own_keys(base: Recipe, name: str, run_dir: Path) -> dict[str, str]:
-    """What no two runs of a sweep have in common, and where all find the text."""
+    """The keys that differ between all runs of a sweep, and the folder of the shared prepared data."""
     remote = base.checkpoint.remote
     return {
         "run.name": name,
