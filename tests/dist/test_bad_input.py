@@ -73,8 +73,8 @@ def assert_refused(ending, code, *words):
 REFUSALS = [
     (["data.train.0.path=nope.txt"], ["data.train.0.path=nope.txt", "no such file", "give a text file"]),
     (["data.train.0.path=empty.txt"], ["data.train.0.path=empty.txt", "empty", "Give text"]),
-    (["data.train.0.path=no_text"], ["data.train.0.path=no_text", "holds no text file", "glob"]),
-    (["data.train.0.path=letter.txt"], ["data.train.0 holds 1 tokens", "at least 2", "Give more text"]),
+    (["data.train.0.path=no_text"], ["data.train.0.path=no_text", "contains no text file", "glob"]),
+    (["data.train.0.path=letter.txt"], ["data.train.0 has 1 tokens", "at least 2", "Give more text"]),
     (["data.train.0.path=short.txt", "--nproc", "2"], ["1 samples of data.sequence_len=32", "at most 1 process"]),
     (["train.global_batch_size=1", "--nproc", "2"], ["train.global_batch_size=1", "2 ranks", "use 2"]),
     (["data.train=[{path: text.txt}, {path: short.txt, weight: 1e-9}]"], ["data.train.1.weight=1e-09", "larger weight"]),

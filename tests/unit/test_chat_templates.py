@@ -111,7 +111,7 @@ def test_targets_follow_the_recipe_and_the_turns(tokenizer):
         "<|im_start|>[system\nBe brief.<|im_end|>\n<|im_start|>user\nOne and one?<|im_end|>\n<|im_start|>assistant\n]"
         "Two.<|im_end|>\n<|im_start|>user\nAnd two?<|im_end|>\n[<|im_start|>assistant\nFour.<|im_end|>\n]"
     )
-    with pytest.raises(BrokenRecordError, match="asks to learn a turn of the user"):
+    with pytest.raises(BrokenRecordError, match="marks a user turn for training"):
         encoding.encode({"messages": [USER("x", train=True), ASSISTANT("y")]})
     with pytest.raises(BrokenRecordError, match="no token to train on"):
         encoding.encode({"messages": [USER("x"), ASSISTANT("y", train=False)]})
@@ -139,7 +139,7 @@ def test_tools_are_rendered_or_refused(tokenizer):
     )
     zephyr = build(tokenizer, chat_template="zephyr")
     for part in ({"tools": tools, "messages": TALK}, {"messages": record["messages"]}):
-        with pytest.raises(BrokenRecordError, match="of which the chat template knows nothing"):
+        with pytest.raises(BrokenRecordError, match="which the chat template does not use"):
             zephyr.encode(part)
 
 
@@ -236,7 +236,7 @@ def test_a_turn_may_end_in_a_token_of_the_vocabulary(tmp_path):
     )
     (tmp_path / "t.jinja").write_text(text)
     path, bytes_alone = str(tmp_path / "t.jinja"), {"separator": None}
-    with pytest.raises(ConfigError, match=r"in no token at which .*name the token that ends one in data\.eot_tokens"):
+    with pytest.raises(ConfigError, match=r"not with a token at which .*set data\.eot_tokens to the token that ends"):
         build(build_bytes_tokenizer(), chat_template=path, **bytes_alone)
     encoding = build(build_bytes_tokenizer(), chat_template=path, eot_tokens=("|",), **bytes_alone)
     assert learned(encoding, {"messages": TALK[1:3]}) == "user: One and one?|\nassistant: [Two.|]\n"
@@ -247,7 +247,7 @@ def test_an_end_of_turns_must_be_one_id(tokenizer):
     with pytest.raises(ConfigError, match=r"'<\|stop\|>' is \d+ ids of .*model\.new_tokens: \['<\|stop\|>'\]"):
         build(tokenizer, chat_template="chatml", eot_tokens=("<|stop|>",))
     with pytest.raises(
-        ConfigError, match=r"data\.eot_tokens=\[</s>\] is for conversations, and the data is plain text"
+        ConfigError, match=r"data\.eot_tokens=\[</s>\] is for conversations, but the data is plain text"
     ):
         build_instruction_encoding(InstructionOptions(eot_tokens=("</s>",)), tokenizer, [])
 
@@ -266,18 +266,14 @@ def test_a_generation_prompt_that_does_not_begin_a_turn_is_refused(tokenizer, tm
         NAMED_TEMPLATES["chatml"].text.replace("assistant\\n' }}", "assistant\\n<think>' }}")
     )
     for train_on in ("assistant", "last"):
-        with pytest.raises(
-            ConfigError, match=r"than its prompt to generate begins it, .*use another data\.chat_template"
-        ):
+        with pytest.raises(ConfigError, match=r"from its generation prompt, .*use another data\.chat_template"):
             build(tokenizer, chat_template=str(tmp_path / "t.jinja"), train_on=train_on)
 
 
 def test_a_template_that_rerenders_earlier_turns_works_with_the_last_turn(tokenizer, tmp_path):
     (tmp_path / "t.jinja").write_text(FORGETFUL)
     path = str(tmp_path / "t.jinja")
-    with pytest.raises(
-        ConfigError, match=r"data\.chat_template=.*in another way once more turns.*data\.train_on: last"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.chat_template=.*differently once more turns.*data\.train_on: last"):
         build(tokenizer, chat_template=path)
     encoding = build(tokenizer, chat_template=path, train_on="last")
     assert learned(encoding, {"messages": TALK[1:]}).endswith("assistant\n[<think></think>Four.<|im_end|>]\n")
@@ -286,14 +282,14 @@ def test_a_template_that_rerenders_earlier_turns_works_with_the_last_turn(tokeni
 REFUSED_TEMPLATES = {
     # The stop token is not a target.
     MARKED.replace(" + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}", " }}{% endgeneration %}{{ '<|im_end|>\n' }}"): (
-        r"ends its {% generation %} before <\|im_end\|>, the turn's stop token.*move {% endgeneration %} behind it"
+        r"ends its {% generation %} before <\|im_end\|>, the turn's stop token.*move {% endgeneration %} after it"
     ),
     MARKED.replace("m['content'] + '<|im_end|>' }}{% endg", "'' }}{% endg"): "generation",
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}": "in no token at which generation could stop",
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}": "not with a token at which generation can stop",
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|stop|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}": r"model\.new_tokens: \['<\|stop\|>'\]",
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}": "has no prompt to generate",
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}": "has no generation prompt",
     "{% for m in messages %}": "cannot be used: .* cannot be rendered",
     "{{ raise_exception('never') }}": "never",
     "{{ 1 / 0 }}": "division by zero",
@@ -312,20 +308,20 @@ def test_templates_with_wrong_targets_are_refused(tokenizer, tmp_path, text):
 def test_missing_tokens_and_templates_are_named(tmp_path):
     plain = train_tokenizer([TEXT], 400)
     with pytest.raises(
-        ConfigError, match=r"takes <\|im_start\|>, <\|im_end\|> as single .* model\.new_tokens: \['<\|im_s"
+        ConfigError, match=r"requires <\|im_start\|>, <\|im_end\|> as single .* model\.new_tokens: \['<\|im_s"
     ):
         build(plain, chat_template="chatml")
-    with pytest.raises(ConfigError, match=r"no template that has a name .chatml, llama3"):
+    with pytest.raises(ConfigError, match=r"neither a named template .chatml, llama3"):
         build(plain, chat_template="chatlm")
     with pytest.raises(ConfigError, match=r"has conversations \(messages\).* set data\.chat_template to chatml"):
         build(plain)
-    with pytest.raises(ConfigError, match="ends a turn with the tokenizer's eos, and the tokenizer has none"):
+    with pytest.raises(ConfigError, match="ends a turn with the tokenizer's eos, but the tokenizer has none"):
         build(build_bytes_tokenizer(), "alpaca")
     with pytest.raises(ConfigError, match=r"objective\.name=dpo"):
         build(plain, "preference")
     with pytest.raises(
         ConfigError,
-        match="compares two answers, and the data has messages; give records with chosen and "
+        match="compares two answers, but the data has messages; give records with chosen and "
         r"rejected \(and the prompt in one of prompt, question, .*with messages and rejected_response",
     ):
         build(plain, preferences=True)

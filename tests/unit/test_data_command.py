@@ -37,7 +37,7 @@ def show(tmp_path, monkeypatch):
 def test_counts_lengths_and_documents(show):
     # 20 records of 4 + 1 bytes; the completion is the target: 20 of 100.
     found = show(SUMS, *BYTES, "--samples", "2")
-    assert "data.train.0: records of the format prompt_completion, in x.jsonl" in found
+    assert "data.train.0: records of format prompt_completion in x.jsonl" in found
     assert "data.train.0 (x.jsonl), train: 20 samples, 100 tokens, 20.0% of them learned" in found
     assert "10 % up to 5, 50 % up to 5, 90 % up to 5, 99 % up to 5, the longest 5" in found
     # Each takes 4 positions, so four share a sequence of 16.

@@ -39,9 +39,9 @@ def test_one_message_counts_all_skipped_files(tmp_path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
     assert names_of(tmp_path) == ["a.txt", "empty.md"]
     assert messages_of(tmp_path) == [
-        f"data.train.0: not read of {tmp_path}: empty files: 1 (empty.md); files of other formats: 2 (image.bin, ...); "
-        "folders of caches and packages: 1 (node_modules); hidden files: 1 (.x.txt); hidden folders: 1 (.git); "
-        "links to nothing and special files: 1 (gone.txt)"
+        f"data.train.0: not read in {tmp_path}: broken links and special files: 1 (gone.txt); "
+        "empty files: 1 (empty.md); files of other formats: 2 (image.bin, ...); "
+        "folders of caches and packages: 1 (node_modules); hidden files: 1 (.x.txt); hidden folders: 1 (.git)"
     ]
     write(tmp_path / "plain", "a.txt", "b.md")
     assert messages_of(tmp_path / "plain") == []
@@ -51,7 +51,7 @@ def test_files_of_other_formats_are_skipped_and_counted(tmp_path):
     write(tmp_path, "a.md", "b.csv", "c.md")
     (tmp_path / "x.jsonl").write_text('{"text": "x"}\n')
     assert messages_of(tmp_path, format="jsonl") == [
-        f"data.train.0: not read of {tmp_path}: files of other formats: 3 (a.md, ...)"
+        f"data.train.0: not read in {tmp_path}: files of other formats: 3 (a.md, ...)"
     ]
 
 
@@ -67,7 +67,7 @@ def test_links_to_folders_are_followed_each_real_folder_once(tmp_path):
     (elsewhere / "deep" / "back").symlink_to(data)
     assert names_of(data) == ["b/one.txt", "far/deep/three.txt", "far/two.txt", "z.txt"]
     [line] = messages_of(data)
-    assert "links to folders that are read or hold this one: 5 (a, ...)" in line
+    assert "links to folders that are already read or contain this one: 5 (a, ...)" in line
     assert "hidden files: 1 (far/.hidden.txt)" in line
 
 
@@ -117,7 +117,7 @@ def test_megatron_files_of_equal_indices_are_compared_by_their_ids(tmp_path):
     validation = Source("data.validation.0", str(tmp_path / "b.idx"), "megatron")
     assert len(list_corpus([train], [validation])) == 2
     (tmp_path / "b.bin").write_bytes((tmp_path / "a.bin").read_bytes())
-    with pytest.raises(DataError, match=r"whose content data\.train holds as .*a\.idx"):
+    with pytest.raises(DataError, match=r"a copy of .*a\.idx in data\.train"):
         list_corpus([train], [validation])
 
 

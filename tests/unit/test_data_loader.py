@@ -203,7 +203,7 @@ def test_uneven_batches_are_padded_with_sequences_without_targets(dataset, ranks
 
 def test_an_empty_dataset_is_refused():
     empty = TokenDataset([], 8)
-    with pytest.raises(DataError, match="a sample takes at least two"):
+    with pytest.raises(DataError, match="a sample needs at least two"):
         BatchLoader(empty, SampleOrder(0, 0), FOUR, 1)
 
 

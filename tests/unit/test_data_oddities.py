@@ -50,11 +50,11 @@ def test_empty_answers_and_conversations_that_end_with_a_question_are_counted(lo
     for again in range(2):  # the second call finds the prepared data
         lines = look(jsonl(talks), *CHAT)
         assert (
-            "data.train.0: 2 of 30 examples have an empty answer: the model learns to answer with nothing "
+            "data.train.0: 2 of 30 examples have an empty answer: the model learns to give empty answers "
             in "\n".join(lines)
         ), again
         assert any(line.endswith("(the first: {}:8)".format(Path("x.jsonl").resolve())) for line in lines)
-        [line] = [line for line in lines if "a turn of the user at the end" in line]
+        [line] = [line for line in lines if "a user turn at the end" in line]
         assert line.startswith("data.train.0: 2 of 30 examples have") and line.endswith("x.jsonl:10)")
     pairs = [{"prompt": "q", "completion": "a" * (number != 3)} for number in range(9)]
     assert any("1 of 9 examples have an empty answer" in line for line in look(jsonl(pairs), *TRAINED))
@@ -73,7 +73,7 @@ def test_empty_answers_and_conversations_that_end_with_a_question_are_counted(lo
 def test_the_share_of_copies_is_reported(look):
     words = [f"this is the text of number {number}" for number in range(60)]
     texts = jsonl({"text": text} for text in (*words, *words[:20], *words[:20]))
-    assert "data.train: 40% of the 100 documents are copies of others; data.deduplicate=true leaves them out" in look(
+    assert "data.train: 40% of the 100 documents are copies of others; data.deduplicate=true drops them" in look(
         texts, *TRAINED
     )
     assert not [line for line in look(texts, *TRAINED, "data.deduplicate=true") if "are copies of others" in line]
@@ -89,7 +89,7 @@ def test_documents_that_are_also_validation_text_are_reported(look):
         "data.validation_fraction=null",
     )
     assert (
-        "data.train: 5% of the 100 documents are also text to validate on; data.deduplicate=true does not train on them"
+        "data.train: 5% of the 100 documents are also validation text; data.deduplicate=true does not train on them"
         in lines
     )
 
@@ -140,12 +140,10 @@ def test_valid_quotes_are_read(look):
 def test_a_refusal_states_the_fraction_that_would_pass(look):
     records = [{"text": f"text number {number}"} for number in range(60)]
     records[30] = {"txet": "misspelt"}
-    with pytest.raises(
-        DataError, match=r"1 of 60 records .* or leave them out with data\.max_broken_fraction=0\.017\.$"
-    ):
+    with pytest.raises(DataError, match=r"1 of 60 records .* or drop them with data\.max_broken_fraction=0\.017\.$"):
         look(jsonl(records), *TRAINED)
     lines = look(jsonl(records), *TRAINED, "data.max_broken_fraction=0.017")
-    assert any("left out 1 of 60 records" in line for line in lines)
+    assert any("dropped 1 of 60 records" in line for line in lines)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.csv"])

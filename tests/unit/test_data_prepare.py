@@ -103,7 +103,7 @@ def test_tokens_do_not_depend_on_the_number_of_processes(tmp_path, caplog):
         checksums.add(
             tuple(shard.sha256 for name in ("train", "validation") for shard in prepared.manifest.shards(name))
         )
-        assert any("chosen by a hash of their content" in line for line in caplog.messages)
+        assert any("selected by a hash of their content" in line for line in caplog.messages)
     assert len(checksums) == 1
 
 
@@ -162,7 +162,7 @@ def test_given_validation_text_is_used_and_may_not_be_trained_on(tmp_path):
     assert all_tokens(prepared.train) == list(("a.txt" + POEM + "b.txt" + POEM).encode())
     assert all_tokens(held_out(prepared)) == list(("c.txt" + POEM).encode())
     assert method(prepared) == "sources"
-    with pytest.raises(DataError, match=r"data\.validation\[0\]\.path=.*c\.txt, which data\.train holds too"):
+    with pytest.raises(DataError, match=r"data\.validation\[0\]\.path=.*c\.txt, which is also in data\.train"):
         prepare(build_spec(tmp_path, tmp_path, validation=validation))
 
 
@@ -210,7 +210,7 @@ def test_shards_are_split_and_verified(tmp_path):
     with pytest.raises(DataError, match="was altered"):
         prepare(spec, verify=True)
     shard.write_bytes(content[:-2])
-    with pytest.raises(DataError, match="98 bytes, the manifest says 100"):
+    with pytest.raises(DataError, match="98 bytes, but the manifest lists 100"):
         prepare(spec)
 
 
@@ -220,13 +220,13 @@ def test_a_wrong_tokenizer_is_refused(tmp_path):
     folder = prepare(build_spec(tmp_path, path)).path
     assert open_prepared(folder, 8, tokenizer=build_bytes_tokenizer()).train.sequence_len == 8
     other = train_tokenizer([POEM], 260)
-    with pytest.raises(DataError, match="the tokenizer given did not make the tokens"):
+    with pytest.raises(DataError, match="the tokenizer given did not produce the tokens"):
         open_prepared(folder, 8, tokenizer=other)
     other.save_pretrained(folder / "tokenizer")
     with pytest.raises(DataError, match=r"the tokenizer in .* cannot be read: .*tokenizer.json has"):
         open_prepared(folder, 8)
     write_manifest(folder / "tokenizer")
-    with pytest.raises(DataError, match=r"the tokenizer in .* did not make the tokens"):
+    with pytest.raises(DataError, match=r"the tokenizer in .* did not produce the tokens"):
         open_prepared(folder, 8)
     (folder / "tokenizer" / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="cannot be read"):
@@ -252,14 +252,19 @@ def test_files_that_are_not_text_are_skipped_counted_and_named(tmp_path, caplog)
     assert (record.documents, record.num_broken) == (3, 5)
     names = [f"{folder}/bad{index}.txt is not UTF-8 text" for index in range(5)]
     assert list(record.broken) == names
-    assert f"data.train[0]: left out 5 of 8 records: {'; '.join(names[:3])}; and more" in caplog.messages
-    with pytest.raises(DataError, match=r"text: 5 of 8 records cannot be used, a larger share than .*fraction=0\.001"):
+    assert f"data.train[0]: dropped 5 of 8 records: {'; '.join(names[:3])}; and more" in caplog.messages
+    with pytest.raises(DataError, match=r"text: 5 of 8 records cannot be used, more than .*fraction=0\.001"):
         prepare(build_spec(tmp_path, folder))
 
 
 @pytest.mark.parametrize(
     ("content", "fraction", "match"),
-    [("", 0.0, "is empty"), ("x", 0.0, "holds 1 tokens"), ("xyz", 0.7, "leaves 0 to train"), (POEM, 1.5, "no share")],
+    [
+        ("", 0.0, "is empty"),
+        ("x", 0.0, "has 1 tokens"),
+        ("xyz", 0.7, "leaves 0 for training"),
+        (POEM, 1.5, "not a fraction"),
+    ],
 )
 def test_too_little_text_is_refused_and_leaves_nothing(tmp_path, content, fraction, match):
     path = tmp_path / "poem.txt"
@@ -307,7 +312,7 @@ def test_a_full_disk_is_reported(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(prepare_module, "save_manifest", fail)
-    with pytest.raises(EchelonError, match=r"No space left on device; free some space or set") as caught:
+    with pytest.raises(EchelonError, match=r"No space left on device; free disk space or set") as caught:
         prepare(build_spec(tmp_path, path))
     assert caught.value.exit_code == 1
 

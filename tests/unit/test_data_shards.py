@@ -157,7 +157,7 @@ def test_a_truncated_grown_missing_or_altered_shard_is_refused(tmp_path):
     content = path.read_bytes()
     for damaged in (content[:-1], content + b"\0", b""):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=f"00001.bin has {len(damaged)} bytes, the manifest says 80"):
+        with pytest.raises(DataError, match=f"00001.bin has {len(damaged)} bytes, but the manifest lists 80"):
             check_shards(tmp_path, manifest)
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     check_shards(tmp_path, manifest)
@@ -169,7 +169,7 @@ def test_a_truncated_grown_missing_or_altered_shard_is_refused(tmp_path):
 
 
 def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no prepared data"):
+    with pytest.raises(DataError, match="has no prepared data"):
         load_manifest(tmp_path)
     manifest = build_manifest(write(tmp_path, np.arange(100), 40))
     save_manifest(tmp_path, manifest)
@@ -190,15 +190,15 @@ def test_a_damaged_or_foreign_manifest_is_refused(tmp_path):
 
     for text in (whole[: len(whole) // 2], "", "[]", "{}", "null", '{"format_version": 5}', "[" * 10**5):
         refuse(text, "damaged")
-    refuse(json.dumps({**content, "format_version": 1}), "is of format 1, this version reads 7")
+    refuse(json.dumps({**content, "format_version": 1}), "has format version 1, but this version of echelon reads 7")
     refuse(whole.replace('"stop": 100', '"stop": 99'), "it changed after it was written")
     for field in dataclasses.fields(Manifest):
         refuse_signed("damaged", **{field.name: "absent"})
     refuse_signed("damaged", dtype="float32")
-    refuse_signed("a split reaches beyond", train=[{**content["train"][0], "stop": 101}])
+    refuse_signed("a split extends beyond", train=[{**content["train"][0], "stop": 101}])
     for change in ({"tokens": 41}, {"blocks": ""}):
         refuse_signed("counts of tokens and bytes disagree", streams=with_first_shard(content, **change))
-    refuse_signed("no plain file name", streams=with_first_shard(content, file="../train-000-00000.bin"))
+    refuse_signed("not a plain file name", streams=with_first_shard(content, file="../train-000-00000.bin"))
 
 
 def with_first_shard(content: dict, **changes: object) -> dict:

@@ -93,7 +93,7 @@ def test_a_worker_that_dies_is_reported_and_none_is_left(folder, num_before, sta
             child.kill()
         yield from tasks
 
-    with pytest.raises(WorkerDiedError, match=r"a process that tokenizes died \(exit code -9\) at .*\.txt"):
+    with pytest.raises(WorkerDiedError, match=r"a tokenizing process died \(exit code -9\) at .*\.txt"):
         list(tokenize_tasks(tasks_and_a_kill(), BYTES, 2))
     assert not started()
 

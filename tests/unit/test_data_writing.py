@@ -131,7 +131,7 @@ def test_a_validation_split_of_the_same_files_is_no_overlap(tmp_path):
     prepared = prepare(build_spec(tmp_path, train, validation=(held_out,)))
     # The training and the validation source have the same key here; only the rows differ.
     assert prepared.train.num_tokens == len("".join(TEXTS[:90]).encode())
-    with pytest.raises(DataError, match=r"which data\.train holds too"):
+    with pytest.raises(DataError, match=r"which is also in data\.train"):
         prepare(build_spec(tmp_path, train, validation=(overlapping,)))
 
 
@@ -166,10 +166,10 @@ def test_given_ids_are_kept_and_end_with_the_separator(tmp_path):
     assert tokens_of(prepared) == [5, 0, 6, 7, 0, 8]
     assert prepared.manifest.streams["train"][0].documents == 3
     np.array([5, 300, 6, 301], dtype="<u2").tofile(tmp_path / "x.bin")
-    with pytest.raises(DataError, match=r"x\.bin holds the id 301, and the tokenizer has the ids 0 to 299"):
+    with pytest.raises(DataError, match=r"x\.bin contains the id 301, but the tokenizer has the ids 0 to 299"):
         prepare(build_spec(tmp_path, tmp_path / "x.bin", tokenizer=tokenizer))
     np.save(tmp_path / "x.npy", np.array([[5, -1], [3, 4]]))
-    with pytest.raises(DataError, match=r"x\.npy holds the id -1"):
+    with pytest.raises(DataError, match=r"x\.npy contains the id -1"):
         prepare(build_spec(tmp_path, tmp_path / "x.npy", tokenizer=tokenizer))
 
 
@@ -199,7 +199,7 @@ def test_broken_lines_are_skipped_up_to_a_fraction(tmp_path, workers, caplog):
     assert (record.documents, record.num_broken) == (2997, 3)
     assert [place.split(" ")[0] for place in record.broken] == [f"{path}:8", f"{path}:1501", f"{path}:2991"]
     (line,) = (line for line in caplog.messages if "left out" in line)
-    assert line.startswith(f"data.train.0: left out 3 of 3,000 records: {path}:8 cannot be read ('utf-8' codec can't ")
+    assert line.startswith(f"data.train.0: dropped 3 of 3,000 records: {path}:8 cannot be read ('utf-8' codec can't ")
     with pytest.raises(DataError, match=r"3 of 3,000 records cannot be used.*fraction=0\.0009: .*x\.jsonl:8 .*:1501"):
         prepare(build_spec(tmp_path, path, workers=workers, max_broken_fraction=0.0009))
     with pytest.raises(DataError, match=r": 1 of .* records cannot be used.*fraction=0: .*x\.jsonl:8 "):
@@ -232,8 +232,8 @@ def test_copies_across_sources_and_of_validation_text_are_removed(tmp_path, work
     assert [record.documents for record in prepared.manifest.streams["train"]] == [4, 1]
     (held_out,) = prepared.validation
     assert held_out.dataset.num_tokens == len("held outheld outfour")
-    assert "data.train.0: left out 2 of 6 documents as copies" in caplog.messages
-    assert "data.train.1: left out 5 of 6 documents as copies" in caplog.messages
+    assert "data.train.0: dropped 2 of 6 documents as copies" in caplog.messages
+    assert "data.train.1: dropped 5 of 6 documents as copies" in caplog.messages
     assert prepared.path != prepare(build_spec(tmp_path, first, second, validation=validation)).path
 
 
@@ -264,9 +264,11 @@ def test_the_choice_of_separator(tmp_path):
     assert separator_of("eos") == [0, 0]
     assert separator_of("<|doc|>") == [300, 300]
     assert separator_of(None) == []
-    with pytest.raises(ConfigError, match=r"data\.document_separator=<\|no\|> is no token .*special ones: .*<\|doc\|>"):
+    with pytest.raises(
+        ConfigError, match=r"data\.document_separator=<\|no\|> is not a token .*special tokens: .*<\|doc\|>"
+    ):
         separator_of("<|no|>")
-    with pytest.raises(ConfigError, match=r"data\.document_separator=A is no token of the tokenizer bytes"):
+    with pytest.raises(ConfigError, match=r"data\.document_separator=A is not a token of the tokenizer bytes"):
         prepare(build_spec(tmp_path, path, separator="A"))
 
 
@@ -408,7 +410,7 @@ def test_a_killed_preparation_resumes_with_the_same_result(tmp_path, workers, ca
 
     caplog.clear()
     resumed = prepare(resumable_spec(tmp_path, tmp_path / "killed", workers))
-    assert any(line.endswith("MB were done before; going on from there") for line in caplog.messages)
+    assert any(line.startswith("tokenizing: resuming after") for line in caplog.messages)
     assert not any(line.startswith("tokenizer: training") for line in caplog.messages)
     assert (resumed.tokenizer_dir / "tokenizer.json").stat().st_mtime_ns == trained
     assert resumed.manifest == whole.manifest
@@ -444,7 +446,7 @@ def test_an_interrupted_stream_resumes(tmp_path, monkeypatch, caplog):
         prepare(spec)
     monkeypatch.setattr(datasets_reader, "_parse", parse)
     assert prepare(spec).manifest == whole.manifest
-    assert any(line.endswith("MB were done before; going on from there") for line in caplog.messages)
+    assert any(line.startswith("tokenizing: resuming after") for line in caplog.messages)
 
 
 def test_progress_survives_a_dead_worker_and_a_full_disk(tmp_path, monkeypatch):
@@ -468,7 +470,7 @@ def test_progress_survives_a_dead_worker_and_a_full_disk(tmp_path, monkeypatch):
     with pytest.raises(WorkerDiedError):
         prepare(spec)
     fail_with(OSError(28, "No space left on device"), 1)
-    with pytest.raises(EchelonError, match=r"No space left .* What was done so far is kept in .*\.partial"):
+    with pytest.raises(EchelonError, match=r"No space left .* The progress so far is kept in .*\.partial"):
         prepare(spec)
     fail_with(KeyboardInterrupt(), 0)
     with pytest.raises(KeyboardInterrupt):

@@ -146,7 +146,7 @@ def test_a_mixture_reads_the_samples_of_its_sources(tmp_path):
     # 250 steps of 8 are two passes through the table
     lines = describe_mixture(recipe, data)
     assert lines[0] == (
-        f"mixture: notes 50.00%; {sizes[0]} sequences an epoch, 1,000 in the run: {1000 / sizes[0]:.2f} epochs"
+        f"mixture: notes 50.00%; {sizes[0]} sequences per epoch, 1,000 in the run: {1000 / sizes[0]:.2f} epochs"
     )
     assert [line.split(";")[0] for line in lines] == [
         "mixture: notes 50.00%", "mixture: code.jsonl 30.00%", "mixture: chat 20.00%",
@@ -157,7 +157,7 @@ def test_shares_that_a_table_cannot_represent_are_reported(tmp_path):
     recipe = load_mixture(tmp_path, "data.train.0.weight=0.123456789")
     first, *_ = describe_mixture(recipe, prepare_data(recipe))
     # 0.123456789 / 0.623456789
-    assert first.startswith("mixture: notes 19.8020% (by its weight 19.801980%); ")
+    assert first.startswith("mixture: notes 19.8020% (weight 19.801980%); ")
 
 
 def test_one_source_with_a_weight_is_not_a_mixture(tmp_path):

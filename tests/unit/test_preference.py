@@ -223,7 +223,7 @@ def test_an_invalid_run_is_refused_before_any_worker_starts(tmp_path, monkeypatc
         recipe, _ = load_text(tmp_path, SMALL, *paths, *overrides)
         prepare_run(recipe, False, lambda: Cluster(MACHINE, 1, 1, kind="cpu"), {})
 
-    with pytest.raises(ConfigError, match="compares two answers, and the data has plain text"):
+    with pytest.raises(ConfigError, match="compares two answers, but the data has plain text"):
         prepare("objective.name=dpo")
     prepare_plain = echelon.data.prepare.prepare_data
     monkeypatch.setattr(echelon.data.prepare, "prepare_data", lambda *args: pack(prepare_plain(*args), "packed"))

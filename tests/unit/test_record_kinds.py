@@ -119,7 +119,9 @@ def test_fields_under_other_names(tmp_path):
     wanted = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "train": False}]}]
     assert read(path, fields=fields) == wanted
     assert read(path, fields=fields, format="messages") == wanted
-    with pytest.raises(DataError, match=r"fields: the first record of .* has not the fields of any format .*dialogue"):
+    with pytest.raises(
+        DataError, match=r"fields: the first record of .* does not have the fields of any format .*dialogue"
+    ):
         read(path, fields={"messages": "talk"})
     path = write(tmp_path / "y.jsonl", [{"ids": [1, 2], "targets": [-100, 2]}])
     assert read(path, fields={"input_ids": "ids", "labels": "targets"}) == [{"input_ids": [1, 2], "labels": [-100, 2]}]
@@ -211,7 +213,7 @@ def test_tokenizers_are_trained_on_the_text_of_examples(tmp_path):
     entry = CorpusEntry("train", source, files)
     texts = list(sample_texts([entry], 1000, Progress("", 1, logging.getLogger())))
     assert texts == ["user", "Hi ü", "assistant", "Ho", "user", "!"]
-    assert list(describe_examples([entry])) == [f"data.train.0: records of the format messages, in {path}"]
+    assert list(describe_examples([entry])) == [f"data.train.0: records of format messages in {path}"]
 
 
 def test_records_have_their_position(tmp_path):

@@ -443,5 +443,5 @@ def test_local_text_is_checked_before_it_is_uploaded(tmp_path, monkeypatch):
         check_job(make_job(tmp_path, "data.validation=data/text/a.txt", "data.validation_fraction=null"))
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "x.png").write_bytes(b"x")
-    with pytest.raises(DataError, match="holds no text file"):
+    with pytest.raises(DataError, match="contains no text file"):
         check_job(make_job(tmp_path, "data.train=[pictures, s3://corpora/web]"))

@@ -117,7 +117,7 @@ def test_documents_and_labels_by_hand(tmp_path, caplog):
         in caplog.messages
     )
     assert "packing: train, 4 samples in 3 sequences of 8, 70.8% of the positions filled" in caplog.messages
-    assert "documents: each attends to no other (data.document_mask=auto)" in caplog.messages
+    assert "documents: each attends only to itself (data.document_mask=auto)" in caplog.messages
     assert prepared.train.num_tokens == 4 + 6 + 2 + 9
     assert bytes(np.concatenate(list(prepared.train.iter_tokens(5))).tolist()) == b"cdrstuvyklmnop"
 
@@ -134,8 +134,8 @@ def test_samples_that_are_too_long_are_dropped_or_refused(tmp_path, caplog):
     path = write_records(tmp_path / "x.jsonl", FOUR)
     dropped = prepare(build_spec(tmp_path, path, on_overlong="drop"))
     assert [record.labelled.samples for record in dropped.manifest.streams["train"]] == [3]
-    assert any("1 of 4 samples" in line and "were left out: 10 tokens lost" in line for line in caplog.messages)
-    with pytest.raises(DataError, match=r"sample 4 has 10 tokens and feeds 9 positions, more than .*_len=8"):
+    assert any("1 of 4 samples" in line and "were dropped: 10 tokens lost" in line for line in caplog.messages)
+    with pytest.raises(DataError, match=r"sample 4 has 10 tokens and takes 9 positions, more than .*_len=8"):
         prepare(build_spec(tmp_path, path, on_overlong="refuse"))
     assert prepare(build_spec(tmp_path, path, on_overlong="refuse", sequence_len=9)).train.num_samples == 2
 
@@ -145,9 +145,9 @@ def test_a_sample_without_a_label_is_dropped_and_counted(tmp_path, caplog):
     prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", records)))
     (record,) = prepared.manifest.streams["train"]
     assert (record.labelled.samples, record.labelled.num_unlabelled, record.labelled.num_overlong) == (4, 2, 3)
-    assert "data.train.0: 2 of 6 samples were left out: no token of them is learned" in caplog.messages
+    assert "data.train.0: 2 of 6 samples were dropped: they have no target" in caplog.messages
     only = write_records(tmp_path / "y.jsonl", records[4:])
-    with pytest.raises(DataError, match=r"not one of 2 samples can be used: 2 are longer .* in 2 no token that"):
+    with pytest.raises(DataError, match=r"none of 2 samples can be used: 2 are longer .* 2 have no target that"):
         prepare(build_spec(tmp_path, only))
 
 
@@ -172,7 +172,7 @@ def test_a_pair_shares_a_pack_with_chosen_even_and_rejected_odd(tmp_path):
             found.append(answers)
     assert sorted(found) == [[b"c", b"rr"], [b"cc", b"rr"], [b"cccc", b"r"], [b"cccccccc", b"r"]]
     mixed = write_records(tmp_path / "y.jsonl", FOUR)
-    with pytest.raises(DataError, match="one holds texts to learn, the other pairs of a chosen and a rejected"):
+    with pytest.raises(DataError, match="one has single texts, the other pairs of a chosen and a rejected"):
         prepare(build_spec(tmp_path, tmp_path / "x.jsonl", mixed))
 
 
@@ -310,7 +310,7 @@ def test_the_key_covers_everything_that_determines_the_samples(tmp_path, monkeyp
 
 def test_damaged_samples_are_refused(tmp_path):
     prepared = prepare(build_spec(tmp_path, write_records(tmp_path / "x.jsonl", FOUR)))
-    with pytest.raises(DataError, match=r"packed into sequences of 8, and data\.sequence_len=16; prepare again"):
+    with pytest.raises(DataError, match=r"packed into sequences of 8 tokens, but data\.sequence_len=16; prepare again"):
         open_prepared(prepared.path, 16)
     for path in sorted(prepared.path.glob("*.bin")):
         content = path.read_bytes()
@@ -335,13 +335,13 @@ def test_damaged_samples_are_refused(tmp_path):
             load_manifest(prepared.path)
 
     content["train"][0]["packs"]["packs"] += 1
-    refuse("the index of packs is not of their number")
+    refuse("the index does not match the number of packs")
     content["train"][0]["packs"] = None
     refuse("a split of samples has no packs")
     content["streams"]["train"][0]["labelled"]["targets"] = []
-    refuse("not a label for each token")
+    refuse("the numbers of labels and tokens differ")
     content["samples"] = None
-    refuse("some sources hold samples, and some do not")
+    refuse("only some sources have samples")
 
 
 # Batches

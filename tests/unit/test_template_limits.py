@@ -32,10 +32,10 @@ GREEDY = {
     "doubling of blocks": (
         "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
         "{% set n.x = y %}{% endfor %}", "MiB of memory"),
-    "nested loops": (NESTED, "s of computing"),
+    "nested loops": (NESTED, "s of CPU time"),
     "a loop that allocates": (
-        "{% for i in range(99999) %}{% set x = messages[0].content * 10**6 %}{% endfor %}", "s of computing"),
-    "a large number": ("{{ (7 ** (10**9)) % 10 }}", "s of computing|MiB of memory"),
+        "{% for i in range(99999) %}{% set x = messages[0].content * 10**6 %}{% endfor %}", "s of CPU time"),
+    "a large number": ("{{ (7 ** (10**9)) % 10 }}", "s of CPU time|MiB of memory"),
     "much text": ("{{ 'x' * 10**7 }}", "characters"),
 }  # fmt: skip
 TALK = Conversation(({"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}), (None, None))
@@ -81,7 +81,7 @@ def test_a_template_that_exceeds_a_limit_on_one_record_stops_there(patient):
     text = NAMED_TEMPLATES["chatml"].text + "{% if messages[0].content == 'now' %}" + NESTED + "{% endif %}"
     template = ChatTemplate(text, {})
     assert template.render(TALK).text
-    with pytest.raises(EchelonError, match=r"the chat template takes more than 0\.5 s of computing"):
+    with pytest.raises(EchelonError, match=r"the chat template takes more than 0\.5 s of CPU time"):
         template.render(Conversation(({"role": "user", "content": "now"}, *TALK.messages[1:]), (None, None)))
 
 

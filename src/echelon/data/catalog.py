@@ -1,4 +1,4 @@
-"""The manifest of a prepared folder: its files, their checksums, and the ranges to train and validate on."""
+"""The manifest of a prepared folder: its files, their checksums, and the training and validation ranges."""
 
 import hashlib
 import json
@@ -23,10 +23,10 @@ INDEX_DTYPE = "uint64"
 
 @dataclass(frozen=True)
 class SampleRule:
-    """How documents become samples: what fits in a sequence, what becomes of the rest, whether sequences are shared.
+    """How documents become samples: the sequence length, the handling of long samples, and whether they are packed.
 
-    A document of n tokens feeds n - 1 positions, of which each is asked for the token after it. `padding` is the id
-    that fills up a sequence.
+    A document of n tokens takes n - 1 positions, each with the next token as target. `padding` is the id that fills a
+    sequence.
     """
 
     sequence_len: int
@@ -37,12 +37,12 @@ class SampleRule:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """The samples that one source gave to one stream, beside their tokens.
+    """The samples that one source contributes to one stream, in addition to their tokens.
 
-    `targets` has a 0 or 1 for each token, `lengths` a word for each document (see `packing`); a sample is
-    `documents_each` documents: one, or two of a preference pair; 0 where there is no sample. Of `num_overlong` samples
-    that did not fit, `num_dropped` were left out whole, and `lost_tokens` are missing in all; `num_unlabelled` had no
-    label, or none after the cut, and were left out.
+    `targets` has a 0 or 1 for each token, `lengths` a word for each document (see `packing`). A sample has
+    `documents_each` documents: one, or two for a preference pair; 0 if there is no sample. Of `num_overlong` samples
+    that did not fit, `num_dropped` were dropped; `lost_tokens` counts the tokens lost in total. `num_unlabelled`
+    samples had no target, or none after the cut, and were dropped.
     """
 
     samples: int
@@ -57,11 +57,11 @@ class SampleRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """What one source gave to one stream.
+    """The contribution of one source to one stream.
 
-    `source` is its key in the recipe; `text_bytes` the UTF-8 bytes of its documents, None when it was given as tokens.
-    `labelled` says more where the folder holds samples. Of the source as a whole: `broken` names at most the first 20
-    of `num_broken` records and files that were left out, `num_duplicates` counts the documents left out as copies.
+    `source` is its recipe key; `text_bytes` the UTF-8 bytes of its documents, None if it was given as tokens.
+    `labelled` is set if the folder contains samples. For the whole source: `broken` describes at most the first 20 of
+    `num_broken` dropped records and files, `num_duplicates` counts the documents dropped as copies.
     """
 
     source: str
@@ -78,7 +78,7 @@ class SourceRecord:
 
     @property
     def size(self) -> int:
-        """What a split counts: samples, or tokens where there are none."""
+        """The unit of a split: the number of samples, or of tokens if there are no samples."""
         return self.tokens if self.labelled is None else self.labelled.samples
 
 
@@ -86,8 +86,8 @@ class SourceRecord:
 class PackRecord:
     """The sequences that the samples of a split were packed into.
 
-    `stops` and `documents` are the index (see `packing`). [first_token, last_token) is where the samples' tokens lie in
-    the stream, and `positions` counts those of all sequences that are not padding.
+    `stops` and `documents` are the index (see `packing`). [first_token, last_token) is the range of the samples' tokens
+    in the stream, and `positions` counts the positions of all sequences without padding.
     """
 
     packs: int
@@ -100,7 +100,7 @@ class PackRecord:
 
 @dataclass(frozen=True)
 class Split:
-    """A text to train on: tokens [start, stop) of a stream, or samples where the folder holds such, under a name."""
+    """A named training text: tokens [start, stop) of a stream, or samples if the folder contains samples."""
 
     name: str
     stream: str
@@ -111,9 +111,9 @@ class Split:
 
 @dataclass(frozen=True)
 class HeldOut(Split):
-    """A named set to validate on, and how its text was chosen: given, by a hash of each document, or the end of one.
+    """A named validation set, and how its text was selected: given, by a hash of each document, or the end of a text.
 
-    `bytes_per_token` is None where the text was given as tokens; `documents` 0 for an end.
+    `bytes_per_token` is None if the text was given as tokens; `documents` is 0 for the end of a text.
     """
 
     bytes_per_token: float | None
@@ -123,11 +123,11 @@ class HeldOut(Split):
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json: what a prepared folder holds and how it came to be.
+    """manifest.json: the content of a prepared folder and how it was made.
 
-    `samples` is None where the tokens are one text, cut into windows when they are read. `train` has one split, or one
-    for each source of a mixture; `validation` a set for each name. `stops`: the ids that end a document or an answer,
-    at which a model that learned them stops. `remarks`: lines about what is odd in the text, for whoever trains on it.
+    `samples` is None if the tokens are one text, which is cut into windows when it is read. `train` has one split, or
+    one per source of a mixture; `validation` one set per name. `stops`: the ids that end a document or an answer, at
+    which generation stops. `remarks`: log lines about oddities in the text.
     """
 
     format_version: int
@@ -147,15 +147,15 @@ class Manifest:
         return [shard for source in self.streams[stream] for shard in source.shards]
 
     def targets(self, stream: str) -> list[ShardRecord]:
-        """The shards of the labels of a stream of samples, one for each token."""
+        """The shards with the targets of a stream of samples, one value per token."""
         return [shard for source in self.streams[stream] if source.labelled for shard in source.labelled.targets]
 
     def lengths(self, stream: str) -> list[ShardRecord]:
-        """The shards of the lengths of the documents of a stream of samples."""
+        """The shards with the document lengths of a stream of samples."""
         return [shard for source in self.streams[stream] if source.labelled for shard in source.labelled.lengths]
 
     def files(self) -> Iterator[tuple[str, ShardRecord]]:
-        """Every shard with the type of what it holds."""
+        """Yield every shard with its dtype."""
         for stream in self.streams:
             yield from ((self.dtype, shard) for shard in self.shards(stream))
             yield from ((TARGETS_DTYPE, shard) for shard in self.targets(stream))
@@ -166,18 +166,18 @@ class Manifest:
 
     @property
     def documents_each(self) -> int:
-        """How many documents a sample has: one, or two of a preference pair; 0 where the folder holds no samples."""
+        """The number of documents per sample: one, or two for a preference pair; 0 without samples."""
         records = [source.labelled for sources in self.streams.values() for source in sources]
         return max((record.documents_each for record in records if record is not None), default=0)
 
     @property
     def shares_sequences(self) -> bool:
-        """Whether a sequence may hold more than one document."""
+        """Whether a sequence may contain more than one document."""
         return self.samples is None or self.samples.packing or self.documents_each > 1
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json, with a checksum of what it says."""
+    """Write manifest.json, with a checksum of its content."""
     content = asdict(manifest)
     with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as stream:
         json.dump({**content, "sha256": _digest(content)}, stream, indent=1)
@@ -190,7 +190,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Read manifest.json. Raises DataError when it is absent, damaged or of another version."""
+    """Read manifest.json. Raises DataError if it is missing, damaged or of another version."""
     path = folder / MANIFEST_NAME
     remedy = f"delete {folder} and prepare again"
     try:
@@ -201,16 +201,18 @@ def load_manifest(folder: Path) -> Manifest:
                 raise ValueError("it changed after it was written")
             return _parse_manifest(content)
     except FileNotFoundError as error:
-        raise DataError(f"{folder} holds no prepared data: {MANIFEST_NAME} is missing.") from error
+        raise DataError(f"{folder} has no prepared data: {MANIFEST_NAME} is missing.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); {remedy}.") from error
-    raise DataError(f"{path} is of format {version!r:.40}, this version reads {FORMAT_VERSION}; {remedy}.")
+    raise DataError(
+        f"{path} has format version {version!r:.40}, but this version of echelon reads {FORMAT_VERSION}; {remedy}."
+    )
 
 
 def _parse_manifest(content: dict[str, Any]) -> Manifest:
-    """Raises ValueError, KeyError, TypeError or AttributeError for what is no manifest."""
+    """Parse a manifest. Raises ValueError, KeyError, TypeError or AttributeError if it is invalid."""
     streams = {name: tuple(map(_parse_source, sources)) for name, sources in content["streams"].items()}
     train = tuple(Split(**_with_packs(split)) for split in content["train"])
     validation = tuple(HeldOut(**_with_packs(split)) for split in content["validation"])
@@ -249,24 +251,24 @@ def _with_packs(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_counts(manifest: Manifest) -> None:
-    """Raises ValueError where the counts of what belongs together differ."""
+    """Raise ValueError if related counts do not match."""
     is_labelled = manifest.samples is not None
     for name, sources in manifest.streams.items():
         if any((source.labelled is not None) != is_labelled for source in sources):
-            raise ValueError("some sources hold samples, and some do not")
+            raise ValueError("only some sources have samples")
         if is_labelled and _count(manifest.targets(name)) != _count(manifest.shards(name)):
-            raise ValueError("there is not a label for each token")
+            raise ValueError("the numbers of labels and tokens differ")
     for split in (*manifest.train, *manifest.validation):
         if not 0 <= split.start <= split.stop <= sum(source.size for source in manifest.streams[split.stream]):
-            raise ValueError("a split reaches beyond its stream")
+            raise ValueError("a split extends beyond its stream")
         packs = split.packs
         if (packs is not None) != is_labelled:
             raise ValueError("a split of samples has no packs")
         if packs is not None:
             if _count(packs.stops) != packs.packs or _count(packs.documents) % 2:
-                raise ValueError("the index of packs is not of their number")
+                raise ValueError("the index does not match the number of packs")
             if not 0 <= packs.first_token <= packs.last_token <= _count(manifest.shards(split.stream)):
-                raise ValueError("a split reaches beyond its stream")
+                raise ValueError("a split extends beyond its stream")
 
 
 def _count(shards: Sequence[ShardRecord]) -> int:
@@ -280,7 +282,7 @@ def _parse_shards(content: Any) -> tuple[ShardRecord, ...]:
 def _parse_shard(content: dict[str, Any]) -> ShardRecord:
     shard = ShardRecord(**content)
     if Path(shard.file).name != shard.file:
-        raise ValueError(f"{shard.file} is no plain file name")
+        raise ValueError(f"{shard.file} is not a plain file name")
     return shard
 
 
@@ -292,7 +294,9 @@ def check_shards(folder: Path, manifest: Manifest, *, verify: bool = False) -> N
         if size is None or size != shard.bytes:
             found = "is missing" if size is None else f"has {size} bytes"
             raise DataError(
-                f"{path} {found}, the manifest says {shard.bytes} bytes; delete {folder} and prepare again."
+                f"{path} {found}, but the manifest lists {shard.bytes} bytes; delete {folder} and prepare again."
             )
         if verify and file_digest(path) != shard.sha256:
-            raise DataError(f"{path} was altered: its sha256 is not the manifest's; delete {folder} and prepare again.")
+            raise DataError(
+                f"{path} was altered: its sha256 does not match the manifest; delete {folder} and prepare again."
+            )

@@ -1,4 +1,4 @@
-"""Examples in a common form, independent of their format, and the documents they become."""
+"""The common form of examples, independent of their format, and of the documents they become."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """One text that the model is fed. Both `[n]`; `targets` says of each token whether it is learned, as the one that
-    is predicted: never of the first, which nothing predicts."""
+    """A tokenized text. Both `[n]`; `targets`: whether the model is trained to predict the token, False for the first,
+    which nothing predicts."""
 
     ids: npt.NDArray[np.int64]
     targets: npt.NDArray[np.bool_]
@@ -18,10 +18,10 @@ class EncodedDocument:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns as chat templates take them, and what the record says of each: whether it is learned, or nothing (None).
+    """Turns in the form of chat templates. `learned`: whether the record marks a turn as trained; None if it does not.
 
-    `tools`: their schemas. `answers`: the number of the first turn of the answer, where the turns before it are given
-    as a prompt; 0 for a conversation of which every turn of the assistant counts.
+    `tools`: the tool schemas. `answers`: the index of the first turn of the answer, if the turns before it are a
+    prompt; 0 for a conversation in which every assistant turn counts.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -32,7 +32,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """Plain text to go on from, and how it goes on. No template is put around it."""
+    """A plain-text prompt and its completion, without a chat template."""
 
     prompt: str
     completion: str
@@ -43,7 +43,7 @@ Text = Conversation | Completion
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to one prompt."""
+    """A chosen and a rejected answer to the same prompt."""
 
     chosen: Text
     rejected: Text

@@ -1,4 +1,4 @@
-"""A corpus: the files of all sources, and what is decided about them before any is written."""
+"""A corpus: the files of all sources, and the decisions that are made before tokens are written."""
 
 import filecmp
 import math
@@ -18,7 +18,7 @@ from echelon.progress import Progress
 
 @dataclass(frozen=True)
 class CorpusEntry:
-    """A source, the stream its text was given for (`train` or `validation`), its files, and what is not read of it."""
+    """A source, its stream (`train` or `validation`), its files, and a description of what is not read."""
 
     stream: str
     source: Source
@@ -27,8 +27,10 @@ class CorpusEntry:
 
 
 def list_corpus(train: Sequence[Source], validation: Sequence[Source]) -> tuple[CorpusEntry, ...]:
-    """List the files of all sources. Raises DataError for text both to train and to validate on: the same file, or one
-    of the same content, whatever its name."""
+    """List the files of all sources.
+
+    Raises DataError if a file is in both training and validation data, by path or by content.
+    """
     training = [_list_source("train", source) for source in train]
     validating = [_list_source("validation", source) for source in validation]
     trained_on: dict[tuple[str | None, int], list[SourceFile]] = {}
@@ -39,10 +41,10 @@ def list_corpus(train: Sequence[Source], validation: Sequence[Source]) -> tuple[
             others = trained_on.get((file.split, file.size), ())
             if (other := next((each for each in others if _is_same(file, each)), None)) is not None:
                 is_one = file.path == other.path
-                what = "which data.train holds too" if is_one else f"whose content data.train holds as {other.path}"
+                what = "which is also in data.train" if is_one else f"a copy of {other.path} in data.train"
                 raise DataError(
-                    f"{entry.source} holds {file.path}, {what}; text to validate on must not be trained on. Leave it "
-                    f"out of one, or use data.validation_fraction."
+                    f"{entry.source} contains {file.path}, {what}; validation text must not be trained on. Remove it "
+                    f"from one of them, or use data.validation_fraction."
                 )
     return (*training, *validating)
 
@@ -53,7 +55,7 @@ def _list_source(stream: str, source: Source) -> CorpusEntry:
 
 
 def _is_same(one: SourceFile, other: SourceFile) -> bool:
-    """Whether two files of one size hold the same text, in rows that both sources read."""
+    """Whether two files of equal size have the same text, in rows that both sources read."""
     if not _share_rows(one, other):
         return False
     if one.path == other.path:
@@ -61,9 +63,9 @@ def _is_same(one: SourceFile, other: SourceFile) -> bool:
     if not one.size or "hub" in (one.format, other.format):
         return False
     suffixes = (".idx", ".bin") if "megatron" in (one.format, other.format) else (None,)
-    try:  # read side by side up to the first difference, which for two texts is the first block
+    try:  # compared up to the first difference, which for different texts is in the first block
         return all(filecmp.cmp(_beside(one, end), _beside(other, end), shallow=False) for end in suffixes)
-    except OSError:  # what cannot be read is refused when it is its turn
+    except OSError:  # an unreadable file is reported when it is read
         return False
 
 
@@ -77,16 +79,16 @@ def _share_rows(one: SourceFile, other: SourceFile) -> bool:
 
 
 def corpus_bytes(corpus: Iterable[CorpusEntry]) -> int:
-    """The size of all files; 0 where a dataset that is streamed does not say its own."""
+    """Return the total size of all files in bytes; 0 if the size of a streamed dataset is unknown."""
     sizes = [file.size for entry in corpus for file in entry.files if file.size or file.format == "hub"]
     return sum(sizes) if all(sizes) else 0
 
 
 def sample_texts(entries: Sequence[CorpusEntry], max_bytes: int, progress: Progress) -> Iterator[str]:
-    """Text taken evenly from all files: every n-th task, for the smallest n that stays at about `max_bytes`.
+    """Yield texts sampled evenly from all files: every n-th task, for the smallest n that gives about `max_bytes`.
 
-    Of files whose size is not known, or that hold far more than their size, and of sources of which only the first
-    records are read, as much as comes first.
+    Files of unknown size, files that contain far more text than their size, and sources with `max_samples` contribute
+    text from their start.
     """
     whole = [file for entry in entries if entry.source.max_samples is None for file in entry.files]
     stride = max(1, math.ceil(sum(file.size for file in whole) / max_bytes))
@@ -100,7 +102,7 @@ def sample_texts(entries: Sequence[CorpusEntry], max_bytes: int, progress: Progr
 def _read_texts(
     files: Sequence[SourceFile], stride: int, max_records: float, max_bytes: int, progress: Progress
 ) -> Iterator[str]:
-    """The texts of every `stride`-th task of some files, until there are enough of them."""
+    """Yield the texts of every `stride`-th task of the files, up to the given limits."""
     taken = num_records = 0
     for index, task in enumerate(plan_tasks(0, files)):
         if index % stride:
@@ -119,33 +121,33 @@ def _read_texts(
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """The text of a record; of an example, those of its turns."""
+    """Yield the text of a record; for an example, the texts of its turns."""
     if isinstance(content, bytes):
         yield content.decode("utf-8")
     elif isinstance(content, str):
-        yield content.encode("utf-8", "ignore").decode("utf-8")  # JSON can hold half a character
+        yield content.encode("utf-8", "ignore").decode("utf-8")  # JSON can contain half a surrogate pair
     elif isinstance(content, Mapping | list):
         for value in content.values() if isinstance(content, Mapping) else content:
             yield from _texts(value)
 
 
 def describe_left_out(corpus: Iterable[CorpusEntry]) -> Iterator[str]:
-    """A line for each source of which something is not read."""
+    """Yield a line for each source that is not read completely."""
     for entry in corpus:
         if entry.left_out is not None:
-            yield f"{entry.source.key}: not read of {entry.source.path}: {entry.left_out}"
+            yield f"{entry.source.key}: not read in {entry.source.path}: {entry.left_out}"
 
 
 def describe_examples(corpus: Iterable[CorpusEntry]) -> Iterator[str]:
-    """A line for each source whose records are examples: of which format."""
+    """Yield a line with the format of each source whose records are examples."""
     for entry in corpus:
         kinds = {file.fields.format for file in entry.files if isinstance(file.fields, ExampleFields)}
         if kinds:
-            yield f"{entry.source.key}: records of the format {', '.join(kinds)}, in {entry.source.path}"
+            yield f"{entry.source.key}: records of format {', '.join(kinds)} in {entry.source.path}"
 
 
 def describe_limits(corpus: Iterable[CorpusEntry]) -> Iterator[str]:
-    """A line for each source of which only the first records are read."""
+    """Yield a line for each source with `max_samples`."""
     for entry in corpus:
         if entry.source.max_samples is not None:
             yield f"{entry.source.key}: only the first {entry.source.max_samples:,} records are read (max_samples)"
@@ -154,9 +156,10 @@ def describe_limits(corpus: Iterable[CorpusEntry]) -> Iterator[str]:
 def choose_by_hash(
     corpus: Sequence[CorpusEntry], fraction: float, separator: int | None, *, mixture: bool
 ) -> list[bool]:
-    """For each entry, whether validation text is chosen document by document.
+    """Return for each entry whether validation documents are selected by hash.
 
-    It is where a fraction is to be held out of 1/fraction documents or more: of one source of a mixture, else of all.
+    They are if a fraction is held out and there are at least 1/fraction documents: in the source, for a mixture, or
+    else in all sources.
     """
     training = [entry for entry in corpus if entry.stream == "train"]
     if fraction == 0 or len(training) < len(corpus) or math.ceil(1 / fraction) <= 1:
@@ -171,5 +174,5 @@ def choose_by_hash(
 
 
 def _count_documents(entry: CorpusEntry, limit: int, reading: Reading) -> int:
-    """How many documents a source has, counted up to `limit` and no further."""
+    """Count the documents of a source, stopping at `limit`."""
     return count_documents(entry.files, min(limit, entry.source.max_samples or limit), reading)

@@ -9,8 +9,8 @@ _FIRST_SLOTS = 2**12
 class DigestSet:
     """A growing set of 128-bit digests: open addressing with linear probing in one bytearray, at most 3/4 full.
 
-    It takes 21 to 43 bytes for each digest, and 64 while it grows; a Python set of them takes about 120. Digests are
-    evenly distributed, so their own first bytes are the slot. The one digest of zeros is never found.
+    It uses 21 to 43 bytes per digest, and 64 while it grows; a Python set uses about 120. Digests are evenly
+    distributed, so their first bytes give the slot. The all-zero digest is never found.
     """
 
     def __init__(self) -> None:
@@ -19,11 +19,11 @@ class DigestSet:
         self._count = 0
 
     def __len__(self) -> int:
-        """How many digests it holds."""
+        """The number of digests."""
         return self._count
 
     def add(self, digest: bytes) -> bool:
-        """Put a digest in; whether it was not there."""
+        """Add a digest. Returns whether it was new."""
         offset = self._find(digest)
         if self._table[offset : offset + DIGEST_BYTES] == digest:
             return False
@@ -34,7 +34,7 @@ class DigestSet:
         return True
 
     def _find(self, digest: bytes) -> int:
-        """The place of a digest, or the empty one where it belongs."""
+        """Return the offset of a digest, or of the empty slot where it belongs."""
         slot = int.from_bytes(digest[:8], "little") & (self._slots - 1)
         while True:
             offset = slot * DIGEST_BYTES

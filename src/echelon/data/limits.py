@@ -1,9 +1,8 @@
-"""Runs a chat template with limits of time and memory, because templates are programs from untrusted sources.
+"""Run a chat template with limits of time and memory, because templates are programs from untrusted sources.
 
-Jinja's sandbox keeps a template from files and objects, and not from `{{ 'x' * 10**10 }}` or loops in loops. So it runs
-against a clock and below a ceiling that the system keeps, which hold for whatever a template can write. Only both
-together end everything: Python looks at the clock between its instructions, and one instruction that would take long
-needs memory.
+Jinja's sandbox blocks access to files and objects, but not `{{ 'x' * 10**10 }}` or nested loops. So a template runs
+with a timer and with a memory limit of the operating system. Both are needed: Python handles the timer's signal only
+between bytecode instructions, and a single instruction that takes long also needs much memory.
 """
 
 import resource
@@ -26,34 +25,34 @@ _Result = TypeVar("_Result")
 
 
 class _OverTime(BaseException):
-    """Raised by the clock wherever the template is; not an Exception, for Jinja swallows some of those."""
+    """Raised by the timer at any point of the template. Not an Exception, because Jinja swallows some of them."""
 
 
 class LimitError(Exception):
-    """A template took more than it may have; the message says what, as `takes more than ...`."""
+    """A template exceeded a limit. The message names it, for example `takes more than ...`."""
 
 
 class _Clock:
-    """The process's own alarm, for its main thread alone: that is where Python runs handlers of signals."""
+    """The process's timer. It works only in the main thread, where Python runs signal handlers."""
 
     def __init__(self) -> None:
         self.runs = False
         self._is_set_up = False
 
     def start(self) -> bool:
-        """False where there is no clock: in another thread than the main one."""
+        """Start the timer. Returns False outside the main thread, where there is none."""
         if threading.current_thread() is not threading.main_thread():
             return False
         if not self._is_set_up:
-            signal.signal(signal.SIGVTALRM, self._ring)  # for good: one that comes late finds that nothing runs
+            signal.signal(signal.SIGVTALRM, self._ring)  # kept: a late signal finds `runs` False and does nothing
             self._is_set_up = True
         self.runs = True
-        # Again and again, for an exception that is raised while Python cleans up is lost.
+        # Repeated, because an exception that is raised while Python cleans up is lost.
         signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, _REPEAT_SECONDS)
         return True
 
     def stop(self) -> None:
-        """No alarm any more."""
+        """Stop the timer."""
         self.runs = False
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
@@ -63,14 +62,14 @@ class _Clock:
 
 
 class _Ceiling:
-    """The most address space that the process may take, MEMORY_BYTES above what it has. Linux alone keeps it."""
+    """A limit of the process's address space, MEMORY_BYTES above its current size. Only on Linux."""
 
     def __init__(self) -> None:
         self._size = 0
         self._measured_at = -_MEASURE_SECONDS
 
     def lower(self, anew: bool) -> tuple[int, int] | None:
-        """The limits to restore. What the process has is measured now and then, for that takes long, or `anew`."""
+        """Lower the limit and return the limits to restore. The current size is measured at intervals, or if `anew`."""
         if sys.platform != "linux":
             return None
         now = time.monotonic()
@@ -89,10 +88,10 @@ _clock, _ceiling = _Clock(), _Ceiling()
 
 
 def run_limited(call: Callable[[], _Result]) -> _Result:
-    """The result of `call`, which is to be pure: it may be called twice, and ended anywhere.
+    """Return the result of `call`, which must be pure: it may run twice and may be aborted at any point.
 
-    It gets CPU_SECONDS of the process's time, in the main thread, and on Linux MEMORY_BYTES beside what the process
-    has. Imports belong before it. Raises LimitError.
+    The limits are CPU_SECONDS of CPU time, in the main thread, and on Linux MEMORY_BYTES of additional memory. Import
+    modules before the call. Raises LimitError.
     """
     try:
         try:
@@ -102,7 +101,7 @@ def run_limited(call: Callable[[], _Result]) -> _Result:
     except MemoryError:
         raise LimitError(f"takes more than {MEMORY_BYTES / 2**20:.0f} MiB of memory") from None
     except _OverTime:
-        raise LimitError(f"takes more than {CPU_SECONDS:g} s of computing") from None
+        raise LimitError(f"takes more than {CPU_SECONDS:g} s of CPU time") from None
 
 
 def _run(call: Callable[[], _Result], anew: bool) -> _Result:
@@ -112,7 +111,7 @@ def _run(call: Callable[[], _Result], anew: bool) -> _Result:
         try:
             return call()
         finally:
-            _clock.runs = False  # where the alarm strikes just before this, the outer block still cleans up
+            _clock.runs = False  # if the timer fires just before this, the outer block still cleans up
     finally:
         if before is not None:
             resource.setrlimit(resource.RLIMIT_AS, before)

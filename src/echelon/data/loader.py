@@ -1,4 +1,4 @@
-"""Batches for one rank: cut by the order, read from the shards, hashed, made ready by a background thread."""
+"""Batches for one rank: selected by the order, read from the shards, hashed and prefetched by a background thread."""
 
 import math
 import time
@@ -30,10 +30,10 @@ class Microbatch:
     """The sequences of one forward pass.
 
     input_ids and labels are int64 `[batch, seq]`, labels -100 where there is no target. sample_ids and batch_indices,
-    int64 `[batch]`: which samples these are, and their places in the global batch of the step. A sequence that only
-    fills up the batch has no target and the sample id -1. `documents` (see Samples) and `position_ids`, which start
-    again with each document, int64 `[batch, seq]`, are None where documents are not kept apart. `filled`, boolean
-    `[batch, seq]`, marks the positions other than padding; None where those without a target are padding.
+    int64 `[batch]`: the ids of the samples and their indices in the global batch of the step. A sequence that only
+    fills the batch has no target and the sample id -1. `documents` (see Samples) and `position_ids`, which restart
+    with each document, int64 `[batch, seq]`, are None without a document mask. `filled`, boolean `[batch, seq]`, marks
+    the positions other than padding; None if exactly the positions without a target are padding.
     """
 
     input_ids: torch.Tensor
@@ -45,11 +45,11 @@ class Microbatch:
     filled: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "Microbatch":
-        """The same microbatch with its tensors on a device."""
+        """Return the same microbatch with its tensors on a device."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Microbatch":
-        """The same microbatch where a GPU can fetch it while the host goes on."""
+        """Return the same microbatch in pinned memory, which a GPU copies asynchronously."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Microbatch":
@@ -60,9 +60,9 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank feeds in one step.
+    """The batch of one rank in one step.
 
-    `hash` is this rank's term of `batch_hash`: terms of all ranks add up to it modulo 2^64. `num_tokens` counts this
+    `hash` is this rank's term of `batch_hash`, the sum of the terms of all ranks modulo 2^64. `num_tokens` counts this
     rank's positions other than padding, `num_labels` those with a label.
     """
 
@@ -73,7 +73,7 @@ class StepBatch:
     num_labels: int
 
     def to(self, device: torch.device) -> "StepBatch":
-        """The same batch with its tensors on a device; from pinned memory the host does not wait for the copy."""
+        """Return the same batch with its tensors on a device. Copies from pinned memory are asynchronous."""
         return replace(self, microbatches=[microbatch.to(device) for microbatch in self.microbatches])
 
 
@@ -83,11 +83,11 @@ def hash_sequences(
     inputs: npt.NDArray[np.int64],
     labels: npt.NDArray[np.int64],
 ) -> int:
-    """The sum modulo 2^64 of a 64-bit hash of each sequence: its sample id, batch index, inputs and labels.
+    """Return the sum modulo 2^64 of a 64-bit hash of each sequence: its sample id, batch index, inputs and labels.
 
-    sample_ids and batch_indices `[n]`, inputs and labels `[n, seq]`, of ids below 2^32. A sum does not depend on its
-    order, so any division of a global batch among ranks and microbatches gives the same. Sensitive to every bit of its
-    input; it guards against mistakes, not against an adversary.
+    sample_ids and batch_indices `[n]`, inputs and labels `[n, seq]`, with ids below 2^32. A sum does not depend on the
+    order, so any division of a global batch among ranks and microbatches gives the same result. Every bit of the input
+    matters; it guards against mistakes, not against an adversary.
     """
     places = mix((np.arange(inputs.shape[1], dtype=np.uint64) + np.uint64(1)) * _GOLDEN)
     pairs = (inputs.astype(np.uint64) << np.uint64(32)) | (labels.astype(np.uint64) & _LOW_32_BITS)
@@ -99,12 +99,12 @@ def hash_sequences(
 
 @dataclass(frozen=True)
 class Padding:
-    """How wide microbatches are.
+    """The width of microbatches.
 
     Attributes:
-        is_equal: whether all of them are as wide as a whole sequence, on every rank and at every step, so that one
-            schedule or one graph serves all; else each is as wide as its longest sequence.
-        multiple: what divides the width, as the number of ranks does that share a sequence.
+        is_equal: whether every microbatch has the full sequence length, on every rank and at every step, so that one
+            schedule or one graph fits all; else each is as wide as its longest sequence.
+        multiple: the width is a multiple of this, for example of the number of ranks that share a sequence.
     """
 
     is_equal: bool = False
@@ -115,15 +115,14 @@ LONGEST = Padding()
 
 
 class BatchLoader(Iterator[StepBatch]):
-    """The batches of one data-parallel rank from `start_step` on, without end.
+    """An endless iterator over the batches of one data-parallel rank, from `start_step` on.
 
-    Of a step that feeds B sequences, each of R ranks takes n = ceil(B/R) places, rank r [r*n, (r+1)*n), in microbatches
-    of `micro_batch_size` (the last one smaller if that does not divide). Sequences that are not full go into them by
-    their length, the longest first, so that little padding is fed. Places from B on are filled with sequences that have
-    no target: the loss is a sum over targets, so they change nothing. No state: starting at any step costs nothing. A
-    background thread keeps two steps ready; an error in it is raised by `next`. Use as a context manager or call
-    `close`. `pin_memory` puts tensors where a GPU can fetch them while the host goes on; `padding` says how
-    wide they are.
+    In a step with B sequences, each of R ranks takes n = ceil(B/R) indices, rank r [r*n, (r+1)*n), in microbatches of
+    `micro_batch_size` (the last one smaller if that does not divide). Sequences that are not full are sorted by length,
+    the longest first, to reduce padding. Indices from B on are filled with sequences without targets; the loss is a sum
+    over targets, so they do not change it. The loader has no state, so it can start at any step at no cost. A
+    background thread prefetches two steps; `next` raises its errors. Use it as a context manager or call `close`.
+    `pin_memory` puts tensors in pinned memory for asynchronous copies; `padding` sets their width.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class BatchLoader(Iterator[StepBatch]):
         """Raises DataError for a dataset without samples."""
         if dataset.num_samples == 0:
             raise DataError(
-                f"data.train holds {dataset.num_tokens} tokens: a sample takes at least two; give more text."
+                f"data.train has {dataset.num_tokens} tokens, but a sample needs at least two; give more text."
             )
         assert order.num_samples == dataset.num_samples, "the order is of another dataset"
         assert micro_batch_size > 0 and 0 <= dp_rank < dp_size, "no such microbatch or rank"
@@ -155,7 +154,7 @@ class BatchLoader(Iterator[StepBatch]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch-loader")
         self._ready: deque[Future[StepBatch]] = deque()
         self.wait_seconds = 0.0
-        """How long the last `next` waited for the thread."""
+        """How long the last `next` waited for the thread, in seconds."""
         self.seek(start_step)
 
     def __next__(self) -> StepBatch:
@@ -173,7 +172,7 @@ class BatchLoader(Iterator[StepBatch]):
         self.close()
 
     def seek(self, step: int) -> None:
-        """Go on from another step."""
+        """Continue from another step."""
         for ready in self._ready:
             ready.cancel()
         self._ready.clear()
@@ -182,13 +181,13 @@ class BatchLoader(Iterator[StepBatch]):
             self._request()
 
     def reshare(self, dp_rank: int, dp_size: int) -> None:
-        """From the next step on read this part of every batch; costs nothing where it is the part that is read now."""
+        """Read this rank's part of every batch from the next step on. No effect if rank and size are unchanged."""
         if (dp_rank, dp_size) != (self._dp_rank, self._dp_size):
             self._dp_rank, self._dp_size = dp_rank, dp_size
             self.seek(self._next_step - len(self._ready))
 
     def batch(self, step: int) -> StepBatch:
-        """The batch of any step; `next` goes on as if it had not been asked for."""
+        """Return the batch of any step, without changing the position of `next`."""
         return self._thread.submit(self._build, step).result()
 
     def close(self) -> None:
@@ -207,7 +206,7 @@ class BatchLoader(Iterator[StepBatch]):
         sample_ids = self._order.sample_ids(self._batches.first_sequence(step) + first_index, count - fill)
         batch_indices = np.arange(first_index, first_index + count)
         samples = self._dataset.read_samples(sample_ids)
-        # Whole rows, before they are divided and trimmed: the sum depends on neither.
+        # Whole rows, before splitting and trimming, which do not affect the sum.
         digest = hash_sequences(sample_ids, batch_indices[: count - fill], samples.inputs, samples.labels)
         if fill:
             sample_ids = np.pad(sample_ids, (0, fill), constant_values=-1)
@@ -224,9 +223,9 @@ class BatchLoader(Iterator[StepBatch]):
 
 
 def order_by_length(samples: Samples) -> npt.NDArray[np.int64]:
-    """The rows from the longest to the shortest, `[n]`, rows of one length in the order they have.
+    """Return the row indices `[n]` from the longest to the shortest row. The sort is stable.
 
-    A text fills its sequences, and its rows stay in order.
+    Plain text fills its sequences, so its rows keep their order.
     """
     if samples.documents is None:
         return np.arange(len(samples.inputs))
@@ -236,10 +235,10 @@ def order_by_length(samples: Samples) -> npt.NDArray[np.int64]:
 def set_width(
     samples: Samples, rows: slice | npt.NDArray[np.int64] = slice(None), padding: Padding = LONGEST
 ) -> Samples:
-    """Some rows, as wide as `padding` says: columns at their end are left out that are padding in all, or added.
+    """Select rows and set their width to `padding`, by removing columns of padding at the end or adding some.
 
-    A text fills its sequences, and all stay of one shape. Other samples number their documents; of these a multiple of
-    8 columns is kept, where there are as many.
+    Plain text fills its sequences, so all rows keep one shape. For other samples, the width is rounded up to a multiple
+    of 8, up to the full width.
     """
     inputs, labels, documents = samples.inputs[rows], samples.labels[rows], samples.documents
     width = _round_up(inputs.shape[1], padding.multiple)
@@ -259,7 +258,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _widen(rows: npt.NDArray[Any], width: int, filling: int) -> npt.NDArray[Any]:
-    """Rows `[n, seq]` cut or filled up to `[n, width]`, in one piece."""
+    """Cut or pad rows `[n, seq]` to a contiguous `[n, width]`."""
     missing = max(0, width - rows.shape[1])
     widened = np.pad(rows, ((0, 0), (0, missing)), constant_values=filling) if missing else rows[:, :width]
     return np.ascontiguousarray(widened)
@@ -268,7 +267,7 @@ def _widen(rows: npt.NDArray[Any], width: int, filling: int) -> npt.NDArray[Any]
 def build_microbatch(
     samples: Samples, sample_ids: npt.NDArray[np.int64], batch_indices: npt.NDArray[np.int64]
 ) -> Microbatch:
-    """Samples as tensors on the CPU."""
+    """Convert samples to tensors on the CPU."""
     documents = samples.documents if samples.apart else None
     return Microbatch(
         torch.from_numpy(samples.inputs),
@@ -282,7 +281,7 @@ def build_microbatch(
 
 
 def positions_in_documents(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """The place of each token in its document, `[n, seq]`; padding counts as one more document."""
+    """Return the position of each token in its document, `[n, seq]`. Padding counts as a document."""
     places = np.broadcast_to(np.arange(documents.shape[1], dtype=np.int64), documents.shape)
     starts = np.ones(documents.shape, dtype=np.bool_)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -290,7 +289,7 @@ def positions_in_documents(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.i
 
 
 def fill_up(samples: Samples, count: int) -> Samples:
-    """The samples and `count` sequences of padding."""
+    """Append `count` sequences of padding to the samples."""
     rows = ((0, count), (0, 0))
     documents = samples.documents
     return Samples(
@@ -302,6 +301,6 @@ def fill_up(samples: Samples, count: int) -> Samples:
 
 
 def num_fed(samples: Samples) -> int:
-    """Positions other than padding. Without documents one that has no target is padding: see Samples."""
+    """Count the positions other than padding (without `documents`, those with a target): see Samples."""
     fed = samples.labels != NO_LABEL if samples.documents is None else samples.documents >= 0
     return int(fed.sum())

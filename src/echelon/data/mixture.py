@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from echelon.recipe import Recipe
 
 MANY_EPOCHS = 20
-"""Text that is read more often than this is reported."""
+"""Text that is repeated more often than this is reported."""
 
 MIN_SLOTS = 1000
 MAX_SLOTS = 1_000_000
@@ -31,11 +31,11 @@ Ids = npt.NDArray[np.int64]
 
 
 def divide_slots(weights: Sequence[float]) -> tuple[int, ...]:
-    """How many slots of the table each source gets.
+    """Return the number of table slots for each source.
 
-    Weights count as the decimals they are written in. The table has the least number of slots, at least 1000, in which
-    every share is a whole number; where that is more than a million, it has a million, shared out by largest remainder.
-    Raises ConfigError for a source that would get none.
+    Weights are used as exact decimals. The table has the smallest number of slots, at least 1000, in which every share
+    is a whole number; above one million, it has one million slots, allocated by largest remainder. Raises ConfigError
+    for a source that would get no slot.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
@@ -77,7 +77,7 @@ class MixtureOrder:
             self._earlier[self._sources == source] = np.arange(count)
 
     def sample_ids(self, start: int, count: int) -> Ids:
-        """The samples at positions [start, start + count), `[count]`."""
+        """Return the samples at positions [start, start + count), `[count]`."""
         rounds, places = np.divmod(np.arange(start, start + count, dtype=np.int64), len(self._sources))
         sources = self._sources[places]
         uses = rounds * np.array(self.slots)[sources] + self._earlier[places]
@@ -88,14 +88,14 @@ class MixtureOrder:
         return ids
 
     def uses_before(self, position: int) -> list[int]:
-        """How many sequences each source gives to positions [0, position)."""
+        """Return the number of sequences from each source at positions [0, position)."""
         rounds, rest = divmod(position, len(self._sources))
         counts = np.bincount(self._sources[:rest], minlength=len(self.slots))
         return [rounds * slots + int(count) for slots, count in zip(self.slots, counts, strict=True)]
 
 
 class MixtureDataset:
-    """The samples of several sources, numbered through: the id of one is its own within its source, plus an offset."""
+    """The samples of several sources with consecutive ids: the id within the source plus an offset."""
 
     def __init__(self, parts: Sequence[Dataset]) -> None:
         self.parts = tuple(parts)
@@ -109,11 +109,11 @@ class MixtureDataset:
 
     @property
     def num_samples(self) -> int:
-        """The sequences of all sources; none holds text of two."""
+        """The sequences of all sources. No sequence has text of two sources."""
         return int(self._stops[-1])
 
     def read_samples(self, sample_ids: Ids) -> Samples:
-        """The samples `[n]`, of any sources."""
+        """Read the samples `[n]`, from any source."""
         sources = np.searchsorted(self._stops, sample_ids, side="right")
         chosen = [np.flatnonzero(sources == source) for source in range(len(self.parts))]
         found = [
@@ -128,20 +128,20 @@ class MixtureDataset:
         return Samples(inputs, labels, np.concatenate(documents)[back] if documents else None, found[0].apart)
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
-        """The tokens of all sources, one after the other, a chunk at a time."""
+        """Yield the tokens of all sources, one source after the other, in chunks."""
         for part in self.parts:
             yield from part.iter_tokens(chunk_tokens)
 
 
 def build_order(recipe: "Recipe", dataset: Dataset) -> DataOrder:
-    """The order in which a run of the recipe reads its training data."""
+    """Build the order in which a run of the recipe reads its training data."""
     if isinstance(dataset, MixtureDataset):
         return MixtureOrder([part.num_samples for part in dataset.parts], recipe.data.weights, recipe.run.seed)
     return SampleOrder(dataset.num_samples, recipe.run.seed)
 
 
 def describe_repeats(recipe: "Recipe", data: "PreparedData") -> list[str]:
-    """A line for each text that the run reads more than MANY_EPOCHS times."""
+    """Return a line for each text that the run reads more than MANY_EPOCHS times."""
     order = build_order(recipe, data.train)
     num_sequences = recipe.batches.first_sequence(recipe.num_steps(order.num_samples))
     texts = [("data.train", order.num_samples, num_sequences)]
@@ -150,15 +150,15 @@ def describe_repeats(recipe: "Recipe", data: "PreparedData") -> list[str]:
         texts = list(zip(names, order.sizes, order.uses_before(num_sequences), strict=True))
     num_steps = recipe.num_steps(order.num_samples)
     return [
-        f"{name}: each token is seen about {uses / size:,.0f} times in the run's {num_steps:,} steps; a model "
-        f"memorizes so little text ({size:,} sequences): use more text, or train for fewer steps"
+        f"{name}: each token is seen about {uses / size:,.0f} times in the run's {num_steps:,} steps, so the model may "
+        f"memorize the text ({size:,} sequences): use more text, or train for fewer steps"
         for name, size, uses in texts
         if uses > MANY_EPOCHS * size
     ]
 
 
 def describe_mixture(recipe: "Recipe", data: "PreparedData") -> list[str]:
-    """A line for each source of a mixture: its share, the size of its epoch, how often the run repeats it."""
+    """Return a line for each source of a mixture: its share, the size of its epoch, and its epochs in the run."""
     order = build_order(recipe, data.train)
     if not isinstance(order, MixtureOrder):
         return []
@@ -167,10 +167,10 @@ def describe_mixture(recipe: "Recipe", data: "PreparedData") -> list[str]:
     lines = []
     for source, uses in enumerate(order.uses_before(num_sequences)):
         share, asked = Fraction(order.slots[source], sum(order.slots)), weights[source] / sum(weights)
-        rounded = "" if share == asked else f" (by its weight {float(asked):.6%})"
+        rounded = "" if share == asked else f" (weight {float(asked):.6%})"
         digits = 2 if share == asked and share >= Fraction(1, 100) else 4
         lines.append(
             f"mixture: {data.manifest.train[source].name} {float(share):.{digits}%}{rounded}; "
-            f"{order.sizes[source]:,} sequences an epoch, {uses:,} in the run: {uses / order.sizes[source]:.2f} epochs"
+            f"{order.sizes[source]:,} sequences per epoch, {uses:,} in the run: {uses / order.sizes[source]:.2f} epochs"
         )
     return lines

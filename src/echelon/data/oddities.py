@@ -6,31 +6,31 @@ from dataclasses import dataclass, field
 from echelon.data.conversation import Completion, Conversation, EncodedDocument, Preference, Text
 
 EMPTY_ANSWER = "an empty answer"
-ENDS_WITH_USER = "a turn of the user at the end"
+ENDS_WITH_USER = "a user turn at the end"
 
 SAMPLED_DOCUMENTS = 4096
-"""Copies are looked for among so many documents at most, chosen by their hashes."""
+"""The maximum number of documents, selected by hash, among which duplicates are searched."""
 
 WORTH_SAYING = 0.01
 """A smaller fraction of duplicates is not reported."""
 
 _MEANINGS = {
-    EMPTY_ANSWER: "the model learns to answer with nothing",
-    ENDS_WITH_USER: "no answer follows it",
+    EMPTY_ANSWER: "the model learns to give empty answers",
+    ENDS_WITH_USER: "no answer follows",
 }
 
 
 def find_oddities(example: Text | Preference | EncodedDocument) -> Iterator[str]:
-    """What is odd about an example, each thing once."""
+    """Yield the oddities of an example, each once."""
     texts = (example.chosen, example.rejected) if isinstance(example, Preference) else (example,)
-    if _has_empty_answer(texts[0]):  # a rejected one may well be empty
+    if _has_empty_answer(texts[0]):  # a rejected answer may be empty
         yield EMPTY_ANSWER
     if any(isinstance(text, Conversation) and text.messages[-1]["role"] == "user" for text in texts):
         yield ENDS_WITH_USER
 
 
 def describe_oddity(source: str, what: str, count: int, total: int, place: str) -> str:
-    """The line about one kind of oddity of a source."""
+    """Describe one kind of oddity of a source in one line."""
     return f"{source}: {count:,} of {total:,} examples have {what}: {_MEANINGS[what]} (the first: {place})"
 
 
@@ -49,11 +49,11 @@ def _says_something(content: object) -> bool:
 
 @dataclass
 class CopySample:
-    """How much of the text to train on are copies, from a sample of the documents that takes little memory.
+    """Estimates the share of duplicates in the training text from a small sample of the documents.
 
-    The sample is of those whose hash ends in `shift` zeros, so that all copies of a document are in it or none is.
-    `seen` has their hashes, and whether the text is to validate on. Counts stand for all documents: one in the sample
-    counts 2^shift. `held_out`: those that are to be validated on too.
+    The sample consists of the documents whose hash ends in `shift` zero bits, so it contains either all copies of a
+    document or none. `seen` maps their hashes to whether they are validation text. Counts are scaled to all documents:
+    one in the sample counts 2^shift. `held_out`: training documents that are also validation text.
     """
 
     shift: int = 0
@@ -63,7 +63,7 @@ class CopySample:
     held_out: int = 0
 
     def add(self, hash: int, is_validation: bool) -> None:
-        """Take note of a document; text to validate on has to come first."""
+        """Add a document. Validation text must be added first."""
         if hash & ((1 << self.shift) - 1):
             return
         key, weight = f"{hash:x}", 1 << self.shift
@@ -77,11 +77,11 @@ class CopySample:
             self.seen = {key: each for key, each in self.seen.items() if not int(key, 16) & ((1 << self.shift) - 1)}
 
     def describe(self) -> Iterator[str]:
-        """A line about copies, and one about those of text to validate on, where there are many enough."""
+        """Yield a line about duplicates and one about copies of validation text, if there are enough of them."""
         about = "about " if self.shift else ""
         for count, what, remedy in (
-            (self.copies, "copies of others", "leaves them out"),
-            (self.held_out, "also text to validate on", "does not train on them"),
+            (self.copies, "copies of others", "drops them"),
+            (self.held_out, "also validation text", "does not train on them"),
         ):
             if count > WORTH_SAYING * self.counted:
                 share = f"{about}{count / self.counted:.0%} of the {self.counted:,} documents"

@@ -1,11 +1,11 @@
 """The order of samples: a pure function of (seed, position), the same for any number of ranks.
 
-A list of shuffled indices would cost memory in proportion to the corpus and time at every resume. Instead the index is
-encrypted: a Feistel network is a bijection of [0, 2^(2h)) whatever its round function is, and walking along its cycle
-until the value falls below `size` makes it a bijection of [0, size) (Black and Rogaway, "Ciphers with Arbitrary Finite
-Domains", 2002). Any position is found in O(1).
+A list of shuffled indices would need memory in proportion to the corpus and time at every resume. Instead the index is
+encrypted: a Feistel network is a bijection of [0, 2^(2h)) for any round function, and applying it repeatedly until the
+value is below `size` gives a bijection of [0, size) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+Any position is computed in O(1).
 
-The values are frozen by a test: another order for the same seed would change every resumed run.
+A test fixes the values: another order for the same seed would change every resumed run.
 """
 
 from typing import Protocol
@@ -22,20 +22,20 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix(words: Words) -> Words:
-    """Scatter 64-bit words over 64 bits, one to one: the finalizer of splitmix64 (Steele, Lea, Flood, 2014)."""
+    """Hash 64-bit words bijectively: the finalizer of splitmix64 (Steele, Lea, Flood, 2014)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def branch_seed(seed: int, branch: int) -> int:
-    """The seed of an order of its own, for each branch of a run's seed: a source of a mixture, say. 64 bits."""
+    """Derive a 64-bit seed for a branch of the run's seed, for example for a source of a mixture."""
     state = mix(np.full(1, (seed + _GOLDEN) & _MASK, dtype=np.uint64))
     return int(mix(state + np.uint64((branch + 1) * _GOLDEN & _MASK))[0])
 
 
 def _round_keys(seed: int, epochs: Words) -> Words:
-    """One key for each round and epoch, `[rounds, epochs]`."""
+    """Return one key per round and epoch, `[rounds, epochs]`."""
     state = mix(mix(np.full(1, (seed + _GOLDEN) & _MASK, dtype=np.uint64)) ^ epochs)
     return np.stack([mix(state + np.uint64(index * _GOLDEN & _MASK)) for index in range(1, _NUM_ROUNDS + 1)])
 
@@ -50,7 +50,7 @@ def _encrypt(values: Words, half_bits: int, round_keys: Words) -> Words:
 
 
 def _permute(indices: Words, size: int, round_keys: Words) -> Words:
-    """Encrypt each index under its own column of keys, `[rounds, indices]`, until it falls below `size`."""
+    """Encrypt each index with its own column of keys, `[rounds, indices]`, until it is below `size`."""
     half_bits = max(_MIN_HALF_BITS, ((size - 1).bit_length() + 1) // 2)
     values = _encrypt(indices, half_bits, round_keys)
     (outside,) = np.nonzero(values >= size)
@@ -61,7 +61,7 @@ def _permute(indices: Words, size: int, round_keys: Words) -> Words:
 
 
 class Permutation:
-    """A bijection of [0, size), drawn by its key (seed, epoch). `size` is at most 2^62."""
+    """A bijection of [0, size), determined by its key (seed, epoch). `size` is at most 2^62."""
 
     def __init__(self, size: int, key: tuple[int, int]) -> None:
         assert 0 < size <= 2**62, f"a permutation of {size} values"
@@ -70,7 +70,7 @@ class Permutation:
         self._round_keys = _round_keys(seed, np.full(1, epoch, dtype=np.uint64))
 
     def apply(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The image of each index; indices `[n]` in [0, size)."""
+        """Permute the indices `[n]`, each in [0, size)."""
         assert indices.size == 0 or (indices.min() >= 0 and indices.max() < self.size), "an index is out of range"
         keys = np.broadcast_to(self._round_keys, (_NUM_ROUNDS, indices.size))
         return _permute(indices.astype(np.uint64), self.size, keys).astype(np.int64)
@@ -87,9 +87,9 @@ class DataOrder(Protocol):
 
 
 class SampleOrder:
-    """The endless order of samples: epoch after epoch, each a permutation of its own of all samples.
+    """The endless order of samples: in each epoch, another permutation of all samples.
 
-    Position g of the whole run (sequences fed before the step + place in its batch) takes sample
+    Position g of the whole run (sequences before the step + index in its batch) takes sample
     `Permutation(num_samples, (seed, g // num_samples)).apply(g % num_samples)`.
     """
 

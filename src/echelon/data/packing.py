@@ -1,8 +1,8 @@
 """Samples packed into sequences: `prepare` computes the packs once and stores them as an index.
 
-A pack is the samples of one sequence. The index of a split has two files of uint64: `documents`, the first token and
-the length of each document, pack after pack, and `stops`, how many documents stand before the end of each pack. So any
-pack is read in O(1), nothing is held in memory, and the order of a run is one of packs.
+A pack consists of the samples of one sequence. The index of a split has two files of uint64: `documents`, the first
+token and the length of each document, pack by pack, and `stops`, the cumulative number of documents at the end of each
+pack. So any pack is read in O(1), nothing is kept in memory, and the order of a run is an order of packs.
 """
 
 from bisect import bisect_left, insort
@@ -45,7 +45,7 @@ def best_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
                 left = room
                 candidates = np.arange(num_packs, num_packs + -(-(stop - first) // (room // size)))
                 num_packs += candidates.size
-            each = left // size  # a pack that took one is the best fit for the next
+            each = left // size  # a pack that took one sample is the best fit for the next
             chosen = candidates[: -(-(stop - first) // each)]
             taken = np.repeat(chosen, each)[: stop - first]
             packs[order[first : first + taken.size]] = taken
@@ -107,9 +107,9 @@ def _write_index(
 class PackedDataset:
     """The packs of a split as samples of `sequence_len`.
 
-    A document t_0 .. t_{n-1} takes n - 1 positions: inputs t_0 .. t_{n-2}, labels t_1 .. t_{n-1}, -100 where the token
-    is not learned. So no label is of another document than its input. Documents follow each other, and what is left of
-    the sequence is filled up: inputs with `pad_id`, labels with -100, documents with -1.
+    A document t_0 .. t_{n-1} takes n - 1 positions: inputs t_0 .. t_{n-2}, labels t_1 .. t_{n-1}, -100 for tokens that
+    are not targets. So an input and its label always belong to the same document. Documents follow each other, and the
+    rest of the sequence is padded: inputs with `pad_id`, labels with -100, documents with -1.
     """
 
     def __init__(
@@ -158,13 +158,13 @@ class PackedDataset:
         return Samples(inputs, labels, documents, self._apart)
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
-        """The tokens that are learned, in the order they were read, a chunk at a time."""
+        """Yield the target tokens in reading order, in chunks."""
         for first in range(self._packs.first_token, self._packs.last_token, chunk_tokens):
             stop = min(first + chunk_tokens, self._packs.last_token)
             yield self._tokens.read(first, stop)[self._targets.read(first, stop) != 0]
 
     def _find_documents(self, pack: int) -> list[list[int]]:
-        """The first token and the length of each document of a pack."""
+        """Return the first token and the length of each document of a pack."""
         assert 0 <= pack < self.num_samples, f"pack {pack} of {self.num_samples}"
         first = int(self._stops.read(pack - 1, pack)[0]) if pack else 0
         stop = int(self._stops.read(pack, pack + 1)[0])

@@ -1,7 +1,6 @@
-"""Checks of tokenizer, template and examples before any text is read; each error says what to change.
+"""Check tokenizer, chat template and examples before any text is read. Each error says what to change.
 
-A template is tried on a short conversation, so a stop token that would never be learned is found here and not in what a
-trained model does.
+The template is tried on a short conversation, so a stop token that would never be a target is found before training.
 """
 
 import re
@@ -37,7 +36,7 @@ _PROBE = tuple({"role": role, "content": text} for role, text in (("user", _QUES
 
 @dataclass(frozen=True)
 class InstructionOptions:
-    """What a recipe says about examples: `data.chat_template`, `train_on`, `system_prompt`, `document_separator`,
+    """The recipe's settings for examples: `data.chat_template`, `train_on`, `system_prompt`, `document_separator`,
     `eot_tokens`, and whether the objective compares answers."""
 
     chat_template: str | None = None
@@ -51,10 +50,10 @@ class InstructionOptions:
 def build_instruction_encoding(
     options: InstructionOptions, tokenizer: "PreTrainedTokenizerFast", files: Iterable[SourceFile]
 ) -> InstructionEncoding | None:
-    """How the examples in these files become tokens; None where there are none.
+    """Build the encoding of the examples in these files; None if there are no examples.
 
-    The tokenizer takes the template that is used as its own, so that it is saved with it. Raises ConfigError for what
-    cannot work, with the change that makes it work.
+    The template in use becomes the tokenizer's own, so that it is saved with it. Raises ConfigError, with the fix, for
+    a combination that does not work.
     """
     formats = {file.fields.format for file in files if isinstance(file.fields, ExampleFields)}
     _check_formats(options, formats)
@@ -86,7 +85,7 @@ def build_instruction_encoding(
 
 
 def _keep_template(tokenizer: "PreTrainedTokenizerFast", template: str | None) -> None:
-    """Make a template the tokenizer's, to be saved with it. Several of its own stay, the one used among them."""
+    """Set the tokenizer's template, which is saved with it. If it has several, including this one, they are kept."""
     if template != own_template(tokenizer):
         tokenizer.chat_template = template
 
@@ -94,18 +93,18 @@ def _keep_template(tokenizer: "PreTrainedTokenizerFast", template: str | None) -
 def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
     if formats & PAIR_FORMATS and not options.preferences:
         raise ConfigError(
-            "objective.name=causal_lm learns one text, and the data has preferences (chosen, rejected); set "
-            "objective.name=dpo, or name the field to learn: data.train.0.format: messages, fields: {messages: chosen}."
+            "objective.name=causal_lm trains on single texts, but the data has preferences (chosen, rejected); set "
+            "objective.name=dpo, or select one field: data.train.0.format: messages, fields: {messages: chosen}."
         )
     if options.preferences and (not formats or formats - PAIR_FORMATS):
         found = ", ".join(sorted(formats - PAIR_FORMATS)) or "plain text"
         raise ConfigError(
-            f"objective.name=dpo compares two answers, and the data has {found}; give records with chosen and rejected "
+            f"objective.name=dpo compares two answers, but the data has {found}; give records with chosen and rejected "
             f"(and the prompt in one of {', '.join(PROMPTS)}, or in both answers) or with messages and "
             "rejected_response, name your fields in data.train.0.fields, or set objective.name=causal_lm."
         )
     given = {
-        "train_on": options.train_on == "last",  # of a plain text, all is learned anyway
+        "train_on": options.train_on == "last",  # the other values have no effect on plain text
         "system_prompt": options.system_prompt,
         "eot_tokens": options.eot_tokens,
     }
@@ -113,26 +112,27 @@ def _check_formats(options: InstructionOptions, formats: set[str]) -> None:
         if is_given and not formats:
             value = show_value(plain_value(getattr(options, key)))
             raise ConfigError(
-                f"data.{key}={value} is for conversations, and the data is plain text; remove it, or "
-                "set data.train.0.format to what the records are."
+                f"data.{key}={value} is for conversations, but the data is plain text; remove it, or "
+                "set data.train.0.format to the format of the records."
             )
 
 
 def _check_ends(encoding: InstructionEncoding) -> None:
-    """Raise ConfigError for an end of turns that is not one id: generation looks at ids, and could not stop there."""
+    """Raise ConfigError for an end-of-turn token that is not a single id, because generation stops only at an id."""
     for token in encoding.eot_tokens:
         ids = encoding.tokenizer.encode(token, add_special_tokens=False).ids
         if len(ids) != 1:
             raise ConfigError(
-                f"data.eot_tokens: {token!r} is {len(ids)} ids of the tokenizer ({', '.join(map(str, ids))}), and what "
-                f"ends a turn must be one; add it with model.new_tokens: [{token!r}], or name a token that it has."
+                f"data.eot_tokens: {token!r} is {len(ids)} ids of the tokenizer ({', '.join(map(str, ids))}), but a "
+                f"token that ends a turn must be one id; add it with model.new_tokens: [{token!r}], or use a token of "
+                f"the tokenizer."
             )
 
 
 def _choose_template(
     options: InstructionOptions, tokenizer: "PreTrainedTokenizerFast", formats: set[str]
 ) -> tuple[str | None, str]:
-    """The template, and what it is called in messages. Raises ConfigError where there is none and must be one."""
+    """Choose the template. Returns it with its name for messages. Raises ConfigError if one is needed and missing."""
     if options.chat_template is not None:
         named = "" if is_template(options.chat_template) else f"={options.chat_template}"
         return load_template(options.chat_template), f"data.chat_template{named}"
@@ -144,16 +144,16 @@ def _choose_template(
         return NAMED_TEMPLATES["alpaca"].text, "the template alpaca"
     if asking:
         raise ConfigError(
-            f"the data has conversations ({', '.join(asking)}), and the tokenizer has no chat template; set "
+            f"the data has conversations ({', '.join(asking)}), but the tokenizer has no chat template; set "
             f"data.chat_template to chatml, another of {', '.join(NAMED_TEMPLATES)}, or a Jinja file."
         )
     return None, ""
 
 
 def check_template(encoding: InstructionEncoding, where: str) -> int:
-    """Try the template on a conversation: does it render, are turns told apart, is the stop token learned.
+    """Try the template on a conversation: it must render, separate the turns and make the stop token a target.
 
-    Returns the id of that token. Raises ConfigError, which `where` begins.
+    Returns the id of that token. Raises ConfigError with a message that starts with `where`.
     """
     assert encoding.template is not None
     named = next((each for each in NAMED_TEMPLATES.values() if each.text == encoding.template), None)
@@ -161,25 +161,25 @@ def check_template(encoding: InstructionEncoding, where: str) -> int:
         raise ConfigError(_explain_missing(where, missing))
     if "eos_token" in encoding.template and "eos_token" not in dict(encoding.special_tokens):
         raise ConfigError(
-            f"{where} ends a turn with the tokenizer's eos, and the tokenizer has none; use a tokenizer with one, or a "
-            "template that ends turns with a token of its own, such as chatml with model.new_tokens: "
+            f"{where} ends a turn with the tokenizer's eos, but the tokenizer has none; use a tokenizer with an eos, "
+            "or a template with its own end-of-turn token, for example chatml with model.new_tokens: "
             f"[{', '.join(NAMED_TEMPLATES['chatml'].tokens)}]."
         )
     turns = _PROBE if encoding.train_on == "last" else _PROBE * 2
     try:
         encoding.encode_conversation(Conversation(turns, (None,) * len(turns)))
     except BrokenRecordError as error:
-        raise ConfigError(f"{where} cannot be used: a conversation of questions and answers {error}.") from error
+        raise ConfigError(f"{where} cannot be used: a test conversation {error}.") from error
     return _check_stop(encoding, where)
 
 
 def _check_stop(encoding: InstructionEncoding, where: str) -> int:
-    """Whether the last token of an answer is one at which generation stops, and is learned; and its header is not."""
+    """Check that an answer ends with a stop token that is a target, and that its header is not. Returns its id."""
     last = encoding.template_for("last")
     rendered = last.render(Conversation(_PROBE, (None, None)))
     if not rendered.spans:
         raise ConfigError(
-            f"{where} marks nothing of an answer with {{% generation %}}; put the answer between its marks."
+            f"{where} marks no part of an answer with {{% generation %}}; put the answer between the marks."
         )
     start, stop = rendered.spans[-1]
     answer, behind = rendered.text[start:stop], rendered.text[stop:].lstrip()
@@ -189,7 +189,7 @@ def _check_stop(encoding: InstructionEncoding, where: str) -> int:
         if last.marks_turns and after is not None:
             raise ConfigError(
                 f"{where} ends its {{% generation %}} before {encoding.tokenizer.id_to_token(after)}, the turn's stop "
-                "token, which would never get a label; move {% endgeneration %} behind it, or name it in "
+                "token, which would never be a target; move {% endgeneration %} after it, or add it to "
                 "data.eot_tokens."
             )
         markers = dict.fromkeys(_MARKER.findall(rendered.text))
@@ -197,15 +197,15 @@ def _check_stop(encoding: InstructionEncoding, where: str) -> int:
         if missing:
             raise ConfigError(_explain_missing(where, missing))
         raise ConfigError(
-            f"{where} ends an answer with {answer[-20:]!r}, in no token at which generation could stop; write "
-            "{{ eos_token }} behind each answer, or name the token that ends one in data.eot_tokens."
+            f"{where} ends an answer with {answer[-20:]!r}, not with a token at which generation can stop; add "
+            "{{ eos_token }} after each answer, or set data.eot_tokens to the token that ends an answer."
         )
     header = answer.partition(_ANSWER)[0].strip()
     silent = last.prompt(_PROBE[:1], generate=True) == last.prompt(_PROBE[:1], generate=False)
     if header and silent and not last.marks_turns:
         raise ConfigError(
-            f"{where} has no prompt to generate (add_generation_prompt), so {header!r} before each answer would be "
-            "learned as part of it; write it under {% if add_generation_prompt %} at the end."
+            f"{where} has no generation prompt (add_generation_prompt), so {header!r} before each answer would be "
+            "trained as part of it; add it at the end, inside {% if add_generation_prompt %}."
         )
     return stop_id
 
@@ -213,10 +213,10 @@ def _check_stop(encoding: InstructionEncoding, where: str) -> int:
 def check_stops_learned(
     folder: Path, manifest: Manifest, encoding: InstructionEncoding, sources: Iterable[str]
 ) -> None:
-    """Look whether samples that were written ever learn a token that ends an answer. Reads up to the first one.
+    """Check that a token that ends an answer is a target in the written samples. Reads up to the first one.
 
-    `sources`: the keys of those whose texts end in such a token. Raises ConfigError for one where none is learned, as
-    when every sample is cut before its end.
+    `sources`: the keys of the sources whose texts end with such a token. Raises ConfigError for a source where it is
+    never a target, for example because every sample is cut before its end.
     """
     asked = set(sources)
     for record in manifest.streams["train"]:
@@ -230,8 +230,8 @@ def check_stops_learned(
             names = ", ".join(str(encoding.tokenizer.id_to_token(each)) for each in encoding.stops)
             length = manifest.samples.sequence_len if manifest.samples else 0
             raise ConfigError(
-                f"data.sequence_len={length} cuts off the end of every answer of {record.source}, so that {names}, the "
-                "token that ends one, is never learned and the model would never stop; set a larger one, or "
+                f"data.sequence_len={length} cuts off the end of every answer of {record.source}, so the model would "
+                f"never learn to stop ({names} is never a target); increase data.sequence_len, or set "
                 "data.on_overlong=drop."
             )
 
@@ -243,6 +243,6 @@ def _is_token(encoding: InstructionEncoding, text: str) -> bool:
 def _explain_missing(where: str, missing: list[str]) -> str:
     listed = ", ".join(f"'{token}'" for token in missing)
     return (
-        f"{where} takes {', '.join(missing)} as single tokens, which the tokenizer does not have; add them with "
-        f"model.new_tokens: [{listed}], or use the template that the model was made for."
+        f"{where} requires {', '.join(missing)} as single tokens, which the tokenizer does not have; add them with "
+        f"model.new_tokens: [{listed}], or use the template that the model was trained with."
     )

@@ -1,9 +1,9 @@
-"""The cached step from text to shards: `echelon prepare`, which `train` does when it is absent.
+"""The cached step from text to shards: `echelon prepare`, which `train` runs if the data is not prepared.
 
-A prepared folder is named by a hash of all that decides its content, written beside its place and renamed into it,
-under a file lock. So it is there whole or not at all, and processes that want the same data at the same time wait for
-the one that makes it. One that was killed half way goes on where it was. No process group exists at this point: nothing
-can time out in a collective.
+A prepared folder is named by a hash of everything that determines its content. It is written under a temporary name
+and renamed, under a file lock: it exists completely or not at all, and processes that need the same data wait for the
+one that writes it. An interrupted preparation resumes. There is no process group at this point, so no collective can
+time out.
 """
 
 import fcntl
@@ -66,17 +66,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKENIZER_SAMPLE_BYTES = 2**26
-"""A tokenizer is trained on about this much text at most, taken evenly from all of it."""
+"""The approximate maximum amount of text to train a tokenizer on, sampled evenly."""
 
 BYTES_PER_WORKER = 2**22
-"""`prepare_workers: auto` starts a process for each core, but none for less text than this."""
+"""`prepare_workers: auto` starts at most one process per core, and at most one per this much text."""
 
 _WAITING_LINE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class PrepareSpec:
-    """What `prepare` is asked for. `tokenizer`: a name, a vocabulary size to train, or None for the checkpoint's."""
+    """The input of `prepare`. `tokenizer`: a name, a vocabulary size to train, or None for the checkpoint's."""
 
     train: tuple[Source, ...]
     validation: tuple[Source, ...]
@@ -100,7 +100,7 @@ class PrepareSpec:
 
 
 def prepare_spec(recipe: "Recipe") -> PrepareSpec:
-    """What a recipe says about its data."""
+    """Collect the recipe's settings for its data."""
     data = recipe.data
     tokenizer = recipe.tokenizer
     return PrepareSpec(
@@ -149,18 +149,18 @@ def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
 
 
 def prepare_data(recipe: "Recipe", *, verify: bool = False) -> PreparedData:
-    """Read, tokenize and write the recipe's text, or find it already done. See `prepare`."""
+    """Read, tokenize and write the recipe's text, or open it if it is already prepared. See `prepare`."""
     return prepare(prepare_spec(recipe), verify=verify)
 
 
 def prepare(spec: PrepareSpec, *, verify: bool = False) -> PreparedData:
-    """Read, tokenize and write text into `prepared_dir/<key>`, or find it already done.
+    """Read, tokenize and write text into `prepared_dir/<key>`, or open it if it is already prepared.
 
-    With `verify` the checksums of data found are read too, not only the sizes. Raises DataError for text, tokenizer or
-    shards that cannot be used, ConfigError for a tokenizer that is not given, EchelonError when the disk is full.
+    With `verify`, existing data is checked by checksum, not only by size. Raises DataError for unusable text, tokenizer
+    or shards, ConfigError if no tokenizer is given, EchelonError if the disk is full.
     """
     if not 0 <= spec.validation_fraction < 1:
-        raise ConfigError(f"data.validation_fraction={spec.validation_fraction} is no share of the text; use 0 to 0.5.")
+        raise ConfigError(f"data.validation_fraction={spec.validation_fraction} is not a fraction; use 0 to 0.5.")
     corpus = list_corpus(spec.train, spec.validation)
     for line in (*describe_left_out(corpus), *describe_examples(corpus), *describe_limits(corpus)):
         logger.info(line)
@@ -179,7 +179,7 @@ def prepare(spec: PrepareSpec, *, verify: bool = False) -> PreparedData:
 
 
 def _build_tokenizer(spec: PrepareSpec, name: str | None) -> "PreTrainedTokenizerFast":
-    """The tokenizer with the tokens that the recipe adds; logs which of them it has already."""
+    """Build the tokenizer with the recipe's new tokens. Logs the new tokens that it already has."""
     built = build_tokenizer(name, spec.checkpoint, spec.trust_remote_code)
     for line in describe_known_tokens(built, spec.new_tokens):
         logger.info(line)
@@ -193,34 +193,34 @@ def _make_folder(
     corpus: Sequence[CorpusEntry],
     tokenizer: "PreTrainedTokenizerFast | None",
 ) -> None:
-    """Write the folder, unless another process does so meanwhile. Raises EchelonError where the disk takes no more."""
+    """Write the folder, unless another process does so first. Raises EchelonError if it cannot be written."""
     try:
         spec.prepared_dir.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 _write_folder(folder, spec, corpus, tokenizer)
     except OSError as error:
-        kept = f" What was done so far is kept in {_partial(folder)}." if has_progress(_partial(folder)) else ""
+        kept = f" The progress so far is kept in {_partial(folder)}." if has_progress(_partial(folder)) else ""
         raise EchelonError(
-            f"the prepared data cannot be written to {folder}: {error.strerror or error}; free some space or set "
-            f"data.prepared_dir to another place.{kept}"
+            f"the prepared data cannot be written to {folder}: {error.strerror or error}; free disk space or set "
+            f"data.prepared_dir to another folder.{kept}"
         ) from error
 
 
 def _describe_prepared(prepared: PreparedData, folder: Path, document_mask: DocumentMask) -> Iterator[str]:
-    """Lines for a person: how the text was split and packed, and how much of it there is."""
+    """Yield log lines about the split, the packing and the size of the data."""
     yield from (*prepared.manifest.remarks, *describe_split(prepared.manifest))
-    kept = "attends to no other" if prepared.apart else "attends to those before it in its sequence"
+    kept = "attends only to itself" if prepared.apart else "attends to earlier ones in its sequence"
     if prepared.manifest.shares_sequences:
         yield f"documents: each {kept} (data.document_mask={str(document_mask).lower()})"
     else:
         yield "documents: each is alone in its sequence (data.packing=false)"
     held_out = sum(each.dataset.num_tokens for each in prepared.validation)
-    yield f"data: {prepared.train.num_tokens:,} tokens to train on, {held_out:,} held out, in {folder}"
+    yield f"data: {prepared.train.num_tokens:,} training tokens, {held_out:,} held out, in {folder}"
 
 
 def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None") -> str:
-    """A hash of all that decides the content of a prepared folder."""
+    """Hash everything that determines the content of a prepared folder."""
     digest = hashlib.sha256()
     if tokenizer is None:
         template = spec.instruction.chat_template and load_template(spec.instruction.chat_template)
@@ -239,7 +239,7 @@ def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "Pre
         digest.update(json.dumps([entry.stream, entry.source.key, entry.source.name, *limit]).encode())
         for file in entry.files:
             described = asdict(file)
-            if described["options"] == "{}":  # data prepared before there were any stays good
+            if described["options"] == "{}":  # keeps the key of data prepared before `options` existed
                 del described["options"]
             digest.update(json.dumps(described, default=os.fspath).encode())
     return digest.hexdigest()[:16]
@@ -248,7 +248,7 @@ def _cache_key(spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "Pre
 def _sample_rule(
     spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None"
 ) -> SampleRule | None:
-    """How documents become samples; None where they are one text. A tokenizer yet to be trained pads with 0."""
+    """Return the rule that turns documents into samples; None for plain text. Without a tokenizer yet, padding is 0."""
     if spec.packing and not _has_examples(corpus):
         return None
     ids = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.eos_token_id]
@@ -261,7 +261,7 @@ def _has_examples(corpus: Sequence[CorpusEntry]) -> bool:
 
 
 def _sources_with_ends(corpus: Sequence[CorpusEntry]) -> Iterator[str]:
-    """The sources whose samples end as the template or the separator says: ids that are given end as they do."""
+    """Yield the sources whose samples end with a token of the template or the separator: all except given ids."""
     for entry in corpus:
         if all(isinstance(file.fields, ExampleFields) and file.fields.format != "tokens" for file in entry.files):
             yield entry.source.key
@@ -270,7 +270,7 @@ def _sources_with_ends(corpus: Sequence[CorpusEntry]) -> Iterator[str]:
 def _instruction(
     spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast"
 ) -> InstructionEncoding | None:
-    """What makes tokens of examples; None where all is plain text. The tokenizer takes the template that is used.
+    """Build the encoding of examples; None for plain text. The template in use becomes the tokenizer's.
 
     Raises ConfigError.
     """
@@ -280,7 +280,7 @@ def _instruction(
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, waiting for it as long as it takes. The file stays: removing it would race."""
+    """Hold an exclusive lock on a file, waiting without limit. The file is kept: removing it would be a race."""
     with path.open("w") as stream:
         next_line = time.monotonic()
         while True:
@@ -289,7 +289,7 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() >= next_line:
-                    logger.info(f"waiting: another process prepares the same data (it holds {path})")
+                    logger.info(f"waiting: another process is preparing the same data (lock {path})")
                     next_line = time.monotonic() + _WAITING_LINE_SECONDS
                 time.sleep(0.1)
         yield
@@ -301,9 +301,9 @@ def _write_folder(
     corpus: Sequence[CorpusEntry],
     tokenizer: "PreTrainedTokenizerFast | None",
 ) -> None:
-    """Write a prepared folder under another name, or go on with one, then give it its own.
+    """Write a prepared folder under a temporary name, or resume one, then rename it.
 
-    What is refused leaves nothing behind; what is interrupted, or finds the disk full, leaves what it has done.
+    Refused data leaves nothing behind. An interruption or a full disk leaves the progress so far.
     """
     partial = _partial(folder)
     try:
@@ -344,13 +344,13 @@ def _keep_tokenizer(
     spec: PrepareSpec,
     corpus: Sequence[CorpusEntry],
 ) -> "PreTrainedTokenizerFast":
-    """The tokenizer, saved in the folder that is written: the one given, the one found there, or one trained now."""
+    """Save the tokenizer in the folder and return it: the given one, the one already there, or a newly trained one."""
     if tokenizer is None and place.is_dir():
         return load_tokenizer(str(place))
     if tokenizer is None:
         assert isinstance(spec.tokenizer, int)
         tokenizer = add_new_tokens(_train_on_sample(corpus, spec.tokenizer), spec.new_tokens)
-        _instruction(spec, corpus, tokenizer)  # its template is saved with it
+        _instruction(spec, corpus, tokenizer)  # sets its template, which is saved with it
     unfinished = place.with_suffix(".new")
     for folder in (unfinished, place):
         shutil.rmtree(folder, ignore_errors=True)
@@ -386,7 +386,7 @@ def _num_workers(spec: PrepareSpec, corpus: Sequence[CorpusEntry]) -> int:
 
 def _train_on_sample(corpus: Sequence[CorpusEntry], vocab_size: int) -> "PreTrainedTokenizerFast":
     training = [entry for entry in corpus if entry.stream == "train"]
-    logger.info(f"tokenizer: training byte-level BPE of {vocab_size:,} ids")
+    logger.info(f"tokenizer: training byte-level BPE with {vocab_size:,} ids")
     progress = Progress("tokenizer: read", min(corpus_bytes(corpus), TOKENIZER_SAMPLE_BYTES), logger)
     tokenizer = train_tokenizer(sample_texts(training, TOKENIZER_SAMPLE_BYTES, progress), vocab_size)
     progress.finish()

@@ -1,4 +1,4 @@
-"""A prepared folder, opened: what is trained and validated on, as datasets."""
+"""Open a prepared folder as training and validation datasets."""
 
 import hashlib
 import json
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 DocumentMask = bool | Literal["auto"]
-"""`data.document_mask`: whether documents are kept apart. `auto`: those of samples, and not those of a text."""
+"""`data.document_mask`: whether documents attend only to themselves. `auto`: for samples, not for plain text."""
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Text to evaluate on, under a name. `bytes_per_token` is None where the text was given as tokens."""
+    """A named validation dataset. `bytes_per_token` is None if the text was given as tokens."""
 
     name: str
     dataset: Dataset
@@ -33,10 +33,10 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A prepared folder, opened.
+    """An open prepared folder.
 
-    `train` is a MixtureDataset where `manifest.train` has several splits, its parts in their order. `validation` is
-    empty when nothing was held out. `apart`: documents share sequences, and none attends to another.
+    `train` is a MixtureDataset if `manifest.train` has several splits, with its parts in their order. `validation` is
+    empty if nothing was held out. `apart`: documents share sequences, and none attends to another.
     """
 
     path: Path
@@ -52,12 +52,12 @@ class PreparedData:
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer, loaded when first asked for."""
+        """The tokenizer, loaded on first access."""
         return load_tokenizer(str(self.tokenizer_dir))
 
     @property
     def vocab_size(self) -> int:
-        """How many ids a model needs: one more than the largest the tokenizer can emit."""
+        """The vocabulary size that a model needs: the largest id of the tokenizer plus one."""
         return self.manifest.vocab_size
 
     @property
@@ -67,7 +67,7 @@ class PreparedData:
 
     @property
     def content_digest(self) -> str:
-        """A hash of the tokens and of what is trained and validated on, wherever the folder lies."""
+        """A hash of the tokens and of the training and validation splits, independent of the folder's path."""
         manifest = self.manifest
         shards = {stream: [shard.sha256 for shard in manifest.shards(stream)] for stream in manifest.streams}
         parts = (manifest.train, manifest.validation)
@@ -86,11 +86,11 @@ def open_prepared(
     tokenizer: "PreTrainedTokenizerFast | None" = None,
     verify: bool = False,
 ) -> PreparedData:
-    """Open a prepared folder, cutting its text into samples of `sequence_len`, which packs must have been made for.
+    """Open a prepared folder. Plain text is cut into samples of `sequence_len`; packs must have that length.
 
-    Raises DataError for a damaged or foreign manifest, a shard of the wrong size (with `verify`, also of the wrong
-    sha256), for a tokenizer, the saved one or the one given, that did not make these tokens, and for packs of another
-    length; ConfigError for a text without separators whose documents are to be kept apart.
+    Raises DataError for a damaged or incompatible manifest, for a shard of the wrong size (with `verify`, also of the
+    wrong sha256), for a tokenizer, saved or given, that did not produce these tokens, and for packs of another length.
+    Raises ConfigError if a document mask is requested for a text without separators.
     """
     manifest = load_manifest(path)
     check_shards(path, manifest, verify=verify)
@@ -105,16 +105,16 @@ def open_prepared(
     for what, fingerprint in found.items():
         if fingerprint != manifest.tokenizer_fingerprint:
             raise DataError(
-                f"{what} did not make the tokens in {path}: its fingerprint is {fingerprint}, theirs "
-                f"{manifest.tokenizer_fingerprint}; use the tokenizer they were made with, or prepare again."
+                f"{what} did not produce the tokens in {path}: its fingerprint is {fingerprint}, the tokens have "
+                f"{manifest.tokenizer_fingerprint}; use the tokenizer of these tokens, or prepare again."
             )
     rule = manifest.samples
     if rule is None:
         check_mask(document_mask, manifest.separator)
     elif rule.sequence_len != sequence_len:
         raise DataError(
-            f"{path} holds samples packed into sequences of {rule.sequence_len}, and data.sequence_len={sequence_len}; "
-            f"prepare again."
+            f"{path} has samples packed into sequences of {rule.sequence_len} tokens, but data.sequence_len="
+            f"{sequence_len}; prepare again."
         )
     wanted = rule is not None if document_mask == "auto" else document_mask
     apart = manifest.shares_sequences and wanted
@@ -125,17 +125,17 @@ def open_prepared(
 
 
 def check_mask(document_mask: DocumentMask, separator: int | str | None) -> None:
-    """Raise ConfigError where the documents of a text are to be kept apart and nothing says where one ends."""
+    """Raise ConfigError if a document mask is requested and no separator marks the ends of documents."""
     if document_mask is True and separator is None:
         raise ConfigError(
-            "data.document_mask=true needs a token that ends each document, and the tokenizer has no eos or "
-            "data.document_separator is null; set data.document_separator to a token it has, or data.document_mask to "
-            "false."
+            "data.document_mask=true needs a token that ends each document, but the tokenizer has no eos or "
+            "data.document_separator is null; set data.document_separator to a token of the tokenizer, or "
+            "data.document_mask to false."
         )
 
 
 class _Cutter:
-    """Makes the dataset of a split; the files of a stream are opened once."""
+    """Builds the dataset of a split. The files of a stream are opened once."""
 
     def __init__(self, path: Path, manifest: Manifest, sequence_len: int, apart: bool) -> None:
         self._path, self._manifest = path, manifest

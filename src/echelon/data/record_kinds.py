@@ -1,7 +1,7 @@
-"""What the records of a source are: plain text, plain ids, or examples of an instruction format.
+"""Determine the kind of a source's records: plain text, token ids, or examples of an instruction format.
 
-Decided once a source: given by the recipe, in `format` or in `fields`, or told from the fields of the first record. A
-record that is not of its source's kind is a broken one.
+The kind is set once per source: by `format` or `fields` of the recipe, or by the fields of the first record. A record
+of another kind is broken.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def has_records(format: str) -> bool:
-    """Whether files of a format hold records with named fields."""
+    """Whether files of a format contain records with named fields."""
     return format in FORMATS and FORMATS[format].has_records
 
 
 def settle_fields(source: "Source", files: Sequence[SourceFile]) -> tuple[SourceFile, ...]:
-    """The files of a source with what is to be read of their records.
+    """Set the fields to read in the files of a source.
 
-    Raises DataError where the recipe names fields of an instruction format and the first record has none.
+    Raises DataError if the recipe names fields of an instruction format and the first record has none of them.
     """
     files = _find_arrays(source, files)
     records = [file for file in files if has_records(file.format)]
@@ -38,7 +38,7 @@ def settle_fields(source: "Source", files: Sequence[SourceFile]) -> tuple[Source
 
 
 def has_known_fields(renames: Mapping[str, str], names: Collection[str]) -> bool:
-    """Whether records with these fields are of any kind that is read."""
+    """Whether records with these fields are of a supported kind."""
     known = _own_names(renames, names)
     return not known.isdisjoint(PLAIN_FIELDS) or recognise_format(known) is not None
 
@@ -53,9 +53,9 @@ def _choose_fields(source: "Source", records: Sequence[SourceFile]) -> Fields | 
         return ExampleFields(found, renames)
     if not is_plain and renames:
         raise DataError(
-            f"{source.key}.fields: the first record of {records[0].path} has not the fields of any format under these "
-            f"names; it has {', '.join(_first_names(records)) or 'none'}. Set {source.key}.format to the one meant: "
-            f"{', '.join(RECORD_FORMATS)}."
+            f"{source.key}.fields: with these names, the first record of {records[0].path} does not have the fields of "
+            f"any format; its fields are {', '.join(_first_names(records)) or 'none'}. Set {source.key}.format to one "
+            f"of {', '.join(RECORD_FORMATS)}."
         )
     if renames:
         return Fields(source.fields.get("text"), source.fields.get("input_ids"))
@@ -63,7 +63,7 @@ def _choose_fields(source: "Source", records: Sequence[SourceFile]) -> Fields | 
 
 
 def _recognise(source: "Source", records: Sequence[SourceFile]) -> str | None:
-    """The format of the first record. Of several that it could be, the one whose fields the recipe names."""
+    """Recognise the format of the first record. If several match, the one whose fields the recipe names."""
     names = _own_names(source.fields, _first_names(records))
     if source.format == "tokens":
         return "tokens" if "labels" in names else None
@@ -72,18 +72,18 @@ def _recognise(source: "Source", records: Sequence[SourceFile]) -> str | None:
 
 
 def _first_names(records: Sequence[SourceFile]) -> tuple[str, ...]:
-    """The fields of the first record that there is."""
+    """Return the field names of the first record in any of the files."""
     return next((names for file in records if (names := field_names(file))), ())
 
 
 def _own_names(renames: Mapping[str, str], names: Collection[str]) -> set[str]:
-    """The fields of a record by the formats' own names: those that are renamed, and the rest."""
+    """Translate the field names of a record to the formats' own names."""
     renamed = {ours for ours, theirs in renames.items() if theirs in names}
     return renamed | (set(names) - set(renames) - set(renames.values()))
 
 
 def _find_arrays(source: "Source", files: Sequence[SourceFile]) -> Sequence[SourceFile]:
-    """Files named .json as arrays of records, where all files of the source are of records. Others are plain text."""
+    """Treat .json files as arrays of records if all files of the source contain records, else as plain text."""
     is_json = [file.format == "text" and ".json" in file.path.suffixes[-2:] for file in files]
     pairs = list(zip(files, is_json, strict=True))
     if source.format != "auto" or not all(each or has_records(file.format) for file, each in pairs):

@@ -1,9 +1,10 @@
-"""Conversations rendered by a chat template, and the exact characters of them that are learned.
+"""Render conversations with a chat template, and find the exact spans of characters that are targets.
 
-Where the template marks what the assistant says (`{% generation %}`), its marks are the spans. Elsewhere a turn's span
-is found by rendering: what the conversation up to the turn, with the prompt to generate, is rendered as, must be how
-the conversation with the turn begins, and that how the whole begins; what lies between is the turn. No text is searched
-for. A template that renders earlier turns in another way once later ones follow has no such spans, and is refused.
+If the template marks the assistant's text (`{% generation %}`), the marks are the spans. Otherwise a turn's span is
+found by rendering the conversation twice: before the turn, with the generation prompt, and including the turn. The
+first text must be a prefix of the second, and the second a prefix of the whole conversation; the turn is the
+difference. No text is searched for. A template that renders earlier turns differently once later turns follow has no
+such spans and is refused.
 """
 
 import re
@@ -21,15 +22,15 @@ Spans = list[tuple[int, int]]
 _Result = TypeVar("_Result")
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# A template may write so many characters, and so many times those of its conversation.
+# The limit of the rendered text in characters, plus a multiple of the conversation's length.
 _MAX_CHARACTERS, _MAX_GROWTH = 1_000_000, 100
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and the spans of characters that are learned.
+    """A conversation as text, and the spans of characters that are targets.
 
-    `are_turns`: each span is all that the template writes for a turn, white space behind its stop token included.
+    `are_turns`: each span covers the complete text of a turn, including white space after its stop token.
     """
 
     text: str
@@ -39,10 +40,10 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template with the tokens it can name. `train_on` and `eot_tokens` are those of the recipe, `name` is what
-    messages call it.
+    """A chat template with the special tokens it can use. `train_on` and `eot_tokens` are from the recipe, `name` is
+    its name in messages.
 
-    It runs under the limits of `data.limits`; one that exceeds them raises ConfigError, for it is no record's fault.
+    It runs under the limits of `data.limits`. Exceeding them raises ConfigError, because it is not the record's fault.
     """
 
     text: str
@@ -53,15 +54,15 @@ class ChatTemplate:
 
     @property
     def marks_turns(self) -> bool:
-        """Whether the template itself says what the assistant generates."""
+        """Whether the template marks the text that the assistant generates."""
         return _GENERATION.search(self.text) is not None
 
     def render(self, conversation: Conversation) -> Rendered:
-        """The whole conversation with its spans. Raises BrokenRecordError for what the template cannot render."""
+        """Render a whole conversation with its spans. Raises BrokenRecordError if the template cannot render it."""
         return self._limited(lambda: self._render(conversation))
 
     def prompt(self, messages: Sequence[dict[str, Any]], generate: bool) -> str:
-        """Some turns as text, with the beginning of an answer or without. Raises BrokenRecordError."""
+        """Render turns as text, with or without the generation prompt. Raises BrokenRecordError."""
         conversation = Conversation(tuple(messages), (None,) * len(messages))
         return self._limited(lambda: self._run(conversation, len(messages), generate=generate)[0])
 
@@ -71,7 +72,7 @@ class ChatTemplate:
             return run_limited(call)
         except LimitError as error:
             raise ConfigError(
-                f"{self.name} {error} to render one conversation; use another data.chat_template, or mend this one."
+                f"{self.name} {error} to render one conversation; use another data.chat_template, or fix this one."
             ) from None
 
     def _render(self, conversation: Conversation) -> Rendered:
@@ -87,14 +88,14 @@ class ChatTemplate:
         return Rendered(text, [(start, self._find_end(text, stop)) for start, stop in marks])
 
     def _check_tools(self, conversation: Conversation) -> None:
-        """Raise BrokenRecordError for tools that the template would leave out without a word."""
+        """Raise BrokenRecordError for tools that the template would silently ignore."""
         used = {"tools": conversation.tools, "tool_calls": any("tool_calls" in each for each in conversation.messages)}
         for name, is_used in used.items():
             if is_used and name not in self.text:
-                raise BrokenRecordError(f"has `{name}`, of which the chat template knows nothing; use one that does")
+                raise BrokenRecordError(f"has `{name}`, which the chat template does not use; use a template that does")
 
     def _wanted(self, conversation: Conversation) -> list[int]:
-        """The turns that are learned; of `all`, those of any role that are."""
+        """Return the indices of the trained turns; with `all`, turns of any role."""
         flags = list(enumerate(conversation.learned))
         if self._takes_all(conversation):
             return [turn for turn, flag in flags if flag is not False]
@@ -104,11 +105,11 @@ class ChatTemplate:
         for turn, flag in flags:
             if flag and conversation.messages[turn]["role"] != "assistant":
                 role = conversation.messages[turn]["role"]
-                raise BrokenRecordError(f"asks to learn a turn of the {role}, which only data.train_on: all does")
+                raise BrokenRecordError(f"marks a {role} turn for training, which requires data.train_on: all")
         return [turn for turn, flag in flags if turn in answers and flag is not False]
 
     def _takes_all(self, conversation: Conversation) -> bool:
-        """Whether every role is learned. Of a prompt with an answer, the answer is."""
+        """Whether turns of every role are trained. In a prompt with an answer, only the answer is."""
         return self.train_on == "all" and not conversation.answers
 
     def _answers(self, conversation: Conversation) -> list[int]:
@@ -117,20 +118,20 @@ class ChatTemplate:
     def _find_turn(self, conversation: Conversation, text: str, turn: int) -> tuple[int, int]:
         before = self._run(conversation, turn, generate=True)[0]
         until = text if turn + 1 == len(conversation.messages) else self._run(conversation, turn + 1)[0]
-        # Which of the two is at fault decides what helps.
+        # The fix depends on which of the two conditions fails.
         if not until.startswith(before):
-            fault, fix = "than its prompt to generate begins it", "use another data.chat_template, or"
+            fault, fix = "from its generation prompt", "use another data.chat_template, or"
         elif not text.startswith(until):
             fault, fix = "once more turns follow", "set data.train_on: last, or"
         else:
             return len(before), len(until)
         raise BrokenRecordError(
-            f"cannot be told apart by the chat template: it renders turn {turn} in another way {fault}, so that what "
-            f"the assistant says has no exact place; {fix} mark it in the template with {{% generation %}}"
+            f"cannot be split into turns: the chat template renders turn {turn} differently {fault}, so the "
+            f"assistant's text has no exact position; {fix} mark it in the template with {{% generation %}}"
         )
 
     def _marks_of(self, conversation: Conversation, marks: Spans, turn: int) -> Spans:
-        """The marks of one turn of the assistant: those that come between its prompt to generate and the next one's."""
+        """Return the marks of one assistant turn: those between its generation prompt and the next one's."""
         later = [other for other in self._answers(conversation) if other > turn]
         first, *stop = (
             len(self._run(conversation, count, generate=True, marks=True)[1]) for count in (turn, *later[:1])
@@ -138,13 +139,13 @@ class ChatTemplate:
         return marks[first : stop[0] if stop else len(marks)]
 
     def _find_end(self, text: str, stop: int) -> int:
-        """Where a marked answer ends: behind the token of `eot_tokens` that follows it, where one does."""
+        """Return the end of a marked answer, including a token of `eot_tokens` that follows it."""
         behind = text[stop:].lstrip()
         found = next((token for token in self.eot_tokens if behind.startswith(token)), None)
         return stop if found is None else len(text) - len(behind) + len(found)
 
     def _all_but(self, conversation: Conversation, text: str, turns: Sequence[int]) -> Spans:
-        """Everything but the turns that are not to be learned."""
+        """Return the spans of everything except the turns that are not trained."""
         spans, start = [], 0
         for turn, message in enumerate(conversation.messages):
             if turn in turns:
@@ -156,8 +157,8 @@ class ChatTemplate:
                 first, stop = len(before), len(until)
                 if not text.startswith(until) or not until.startswith(before):
                     raise BrokenRecordError(
-                        f"has a turn that is not to be learned (number {turn}), and the chat template renders it in "
-                        "another way once more turns follow, so that it has no exact place"
+                        f"has a turn to exclude from training (number {turn}), but the chat template renders it "
+                        "differently once more turns follow, so it has no exact position"
                     )
             spans.append((start, first))
             start = stop
@@ -166,7 +167,7 @@ class ChatTemplate:
     def _run(
         self, conversation: Conversation, count: int, *, generate: bool = False, marks: bool = False
     ) -> tuple[str, Spans]:
-        """The first `count` turns as text; with `marks`, also the spans that the template marks."""
+        """Render the first `count` turns; with `marks`, also return the spans that the template marks."""
         try:
             texts, spans = _load_renderer()(
                 [list(conversation.messages[:count])],
@@ -178,7 +179,7 @@ class ChatTemplate:
             )
         except MemoryError:
             raise
-        except Exception as error:  # it is a program over the record's values, and raises what it likes
+        except Exception as error:  # a template is a program and can raise any exception
             reason = " ".join(str(error).split())[:200]
             raise BrokenRecordError(f"cannot be rendered by the chat template ({reason})") from error
         most = _MAX_CHARACTERS
@@ -189,7 +190,7 @@ class ChatTemplate:
 
 @cache
 def _load_renderer() -> Callable[..., tuple[list[str], list[list[tuple[int, int]]]]]:
-    """What runs a template: that of transformers, so that conversations are rendered as it renders them."""
+    """Return the template renderer of transformers, so that conversations are rendered identically."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     renderer: Callable[..., tuple[list[str], list[list[tuple[int, int]]]]] = render_jinja_template

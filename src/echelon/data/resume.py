@@ -1,7 +1,7 @@
 """The progress of writing shards, stored next to them, so that interrupted preparation resumes.
 
-progress.json is replaced at points: the shards are brought to the disk first, so whatever a kill leaves, the last
-progress.json tells of bytes that are there. What lies beyond is cut off and made again, the same.
+progress.json is replaced at intervals, after the shards were flushed to disk. So after a kill, it describes only bytes
+that exist. Anything written later is cut off and written again, with identical content.
 """
 
 import json
@@ -23,7 +23,7 @@ DIGESTS_NAME = "digests.bin"
 
 @dataclass
 class PartState:
-    """How far a file of a sink is: its finished shards, and what the open one holds."""
+    """The progress of one part of a sink: its finished shards, and the number of tokens in the open one."""
 
     shards: tuple[ShardRecord, ...] = ()
     open_tokens: int = 0
@@ -31,7 +31,7 @@ class PartState:
 
 @dataclass
 class SampleCounts:
-    """What became of the samples of a sink. See SampleRecord."""
+    """The sample counts of a sink. See SampleRecord."""
 
     samples: int = 0
     documents_each: int = 0
@@ -43,9 +43,9 @@ class SampleCounts:
 
 @dataclass
 class SinkState:
-    """What one source has given to one stream so far: counts, and the files by what they hold.
+    """The contribution of one source to one stream so far: counts, and the files by part.
 
-    `begun` is the start of a text that is to be one sample and has not ended yet, of `begun_tokens` so far.
+    `begun`: the start of a text that forms one sample and has not ended yet; it has `begun_tokens` tokens so far.
     """
 
     documents: int = 0
@@ -58,9 +58,8 @@ class SinkState:
 
 @dataclass
 class EntryState:
-    """How far one source is: the tasks done, readable documents, broken records and where the first are, copies that
-    were left out, what is odd (how often, and the first place), its sinks. `is_full`: as many records are read as are
-    wanted of it."""
+    """The progress of one source: finished tasks, usable documents, broken records and the locations of the first
+    ones, dropped copies, oddities (count and first location), and its sinks. `is_full`: `max_samples` is reached."""
 
     num_tasks: int = 0
     is_full: bool = False
@@ -74,10 +73,10 @@ class EntryState:
 
 @dataclass
 class WritingState:
-    """How far a corpus is: the bytes of the tasks that are done, and each source.
+    """The progress of a corpus: the bytes of the finished tasks, and the progress of each source.
 
-    `stream` is where the document goes that the last piece belongs to; None where it is left out. `num_digests` is how
-    many documents are known to be no copies.
+    `stream`: the stream of the document that the last piece belongs to; None if it is dropped. `num_digests`: the
+    number of distinct documents so far.
     """
 
     entries: list[EntryState]
@@ -88,15 +87,15 @@ class WritingState:
 
     @property
     def num_tasks(self) -> int:
-        """The tasks done of all sources."""
+        """The finished tasks of all sources."""
         return sum(entry.num_tasks for entry in self.entries)
 
 
 class WritingJournal:
-    """The progress.json and the digests of a folder that is being written. A context manager."""
+    """Manages progress.json and the digests of a folder that is being written. A context manager."""
 
     def __init__(self, folder: Path, num_entries: int) -> None:
-        """Take up what an earlier process left in the folder, and clear away what its progress does not tell of."""
+        """Load the progress of an earlier process, and delete files that it does not list."""
         self._folder = folder
         fresh = WritingState([EntryState() for _ in range(num_entries)])
         self.state = _load(folder / PROGRESS_NAME, num_entries) or fresh
@@ -125,11 +124,11 @@ class WritingJournal:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether an earlier process has done some of the tasks."""
+        """Whether an earlier process finished some tasks."""
         return self.state.num_tasks > 0
 
     def add_document(self, digest: bytes) -> bool:
-        """Whether a document was not seen before; from now on it was."""
+        """Record a document. Returns whether it is new."""
         is_new = self.digests.add(digest)
         if is_new:
             self._stream.write(digest)
@@ -137,7 +136,7 @@ class WritingJournal:
         return is_new
 
     def save(self) -> None:
-        """Make the state durable; the shards it tells of must be already."""
+        """Save the state durably. The shards that it describes must already be on disk."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         fresh = self._folder / f"{PROGRESS_NAME}.new"
@@ -149,28 +148,28 @@ class WritingJournal:
         sync_path(self._folder)
 
     def remove(self) -> None:
-        """Take progress and digests away: the folder is complete."""
+        """Remove progress and digests: the folder is complete."""
         for name in (DIGESTS_NAME, PROGRESS_NAME):
             (self._folder / name).unlink(missing_ok=True)
 
 
 def shard_prefix(stream: str, index: int) -> str:
-    """How the shards of a stream begin that come from the source of that index."""
+    """The file name prefix of the shards of a stream and source."""
     return f"{stream}-{index:03d}"
 
 
 def part_prefix(prefix: str, part: str) -> str:
-    """How the shards begin that hold something of a source: `tokens`, or what belongs to them."""
+    """The file name prefix of one part of a source's shards: `tokens`, `targets` or `lengths`."""
     return prefix if part == "tokens" else f"{prefix}.{part}"
 
 
 def has_progress(folder: Path) -> bool:
-    """Whether some of a folder's text is written for good."""
+    """Whether a folder has saved progress."""
     return (folder / PROGRESS_NAME).is_file()
 
 
 def _load(path: Path, num_entries: int) -> WritingState | None:
-    """The saved state; None where there is none or it makes no sense, and all is done again."""
+    """Load the saved state; None if it is missing or invalid, in which case the work starts again."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         content: dict[str, Any] = read_json(path)
         entries = []

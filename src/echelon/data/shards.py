@@ -1,9 +1,9 @@
 """Tokens on disk: shard files, and the windows cut from them.
 
-A shard is a bare array of little-endian numbers; all that is known of it stands in manifest.json (see `catalog`).
-Shards of a stream (train, validation) follow each other as one long sequence of tokens, memory-mapped, so a corpus may
-be larger than memory and counts go beyond 2^32. What else belongs to samples is kept in shards too: where this module
-says token, it may be a label or a length.
+A shard is a plain array of little-endian numbers; manifest.json describes it (see `catalog`). The shards of a stream
+(train, validation) form one long sequence of tokens, memory-mapped, so a corpus can be larger than memory and counts
+can exceed 2^32. Targets and lengths of samples are stored in shards too: in this module, a token can also be one of
+these values.
 """
 
 import hashlib
@@ -22,19 +22,19 @@ from echelon.errors import DataError
 
 MAX_SHARD_TOKENS = 2**30
 BLOCK_BYTES = 2**17
-"""What one checksum of a shard covers: as much as the system reads around a page of a file that is touched first."""
+"""The bytes that one checksum of a shard covers: the usual readahead of the system around a page fault."""
 NO_LABEL = -100
-"""The label of a position that is no target."""
+"""The label of a position without a target."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4"), "uint64": np.dtype("<u8")
 }  # fmt: skip
-"""What a shard may hold."""
+"""The dtypes of shards."""
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard file: its name, and what it must hold. `blocks` has the CRC-32 of each BLOCK_BYTES, 8 hex digits each."""
+    """A shard file: its name, size and checksums. `blocks` has the CRC-32 of each BLOCK_BYTES, 8 hex digits each."""
 
     file: str
     tokens: int
@@ -44,7 +44,7 @@ class ShardRecord:
 
 
 class _Checksums:
-    """The SHA-256 of a shard and the CRC-32 of each of its blocks, from its bytes in order."""
+    """Computes the SHA-256 of a shard and the CRC-32 of each block from its bytes in order."""
 
     def __init__(self) -> None:
         self._whole = hashlib.sha256()
@@ -61,7 +61,7 @@ class _Checksums:
                 self._end_block()
 
     def describe(self) -> tuple[str, str]:
-        """(sha256, blocks) of a ShardRecord; nothing can be added any more."""
+        """Return (sha256, blocks) of a ShardRecord. Nothing can be added afterwards."""
         if self._num_open:
             self._end_block()
         return self._whole.hexdigest(), "".join(self._blocks)
@@ -83,9 +83,9 @@ class ShardWriter:
         finished: Sequence[ShardRecord] = (),
         open_tokens: int = 0,
     ) -> None:
-        """To go on with what an earlier writer left: its `finished` shards, and the tokens of the one after them.
+        """To resume an earlier writer, give its `finished` shards and the number of tokens in the open one.
 
-        What that one holds beyond `open_tokens` is cut off.
+        The open shard is truncated to `open_tokens`.
         """
         self._folder = folder
         self._prefix = prefix
@@ -122,14 +122,14 @@ class ShardWriter:
                 self._end_shard()
 
     def sync(self) -> tuple[tuple[ShardRecord, ...], int]:
-        """Bring everything to the disk; the records of the finished shards, and the tokens in the open one."""
+        """Flush everything to disk. Returns the records of the finished shards and the tokens in the open one."""
         if self._stream is not None:
             self._stream.flush()
             os.fsync(self._stream.fileno())
         return tuple(self._records), self._tokens_in_shard
 
     def finish(self) -> tuple[ShardRecord, ...]:
-        """Bring everything to the disk and return the record of each shard."""
+        """Flush everything to disk and return the record of each shard."""
         self._end_shard()
         return tuple(self._records)
 
@@ -140,7 +140,7 @@ class ShardWriter:
             self._checksums.update(block)
             left -= len(block)
         if left:
-            raise OSError(f"{self._stream.name} is shorter than what was written to it")
+            raise OSError(f"{self._stream.name} is shorter than the saved progress")
         self._stream.truncate(num_bytes)
         self._stream.seek(num_bytes)
 
@@ -160,10 +160,10 @@ class ShardWriter:
 
 
 class TokenStore:
-    """Shard files read as one sequence of tokens, memory-mapped when first touched.
+    """Shard files read as one sequence of tokens, memory-mapped on first access.
 
-    A block is compared with its checksum when something of it is first read: so whatever is read is what was written,
-    and a corpus of any size is opened at once.
+    A block is checked against its checksum when it is first read. So all data that is read is verified, and opening is
+    fast for any size of corpus.
     """
 
     def __init__(self, folder: Path, shards: Sequence[ShardRecord], dtype: str) -> None:
@@ -180,7 +180,7 @@ class TokenStore:
         return int(self._stops[-1])
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Tokens [start, stop), `[stop - start]`: a view of the file where they lie in one shard.
+        """Read tokens [start, stop), `[stop - start]`: a view of the file if they are in one shard.
 
         Raises DataError for tokens that were altered.
         """
@@ -196,7 +196,7 @@ class TokenStore:
         return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
 
     def _view(self, index: int, start: int, stop: int) -> npt.NDArray[Any]:
-        """Tokens [start, stop) of a shard, checked."""
+        """Return tokens [start, stop) of a shard after checking their blocks."""
         shard = self._shards[index]
         if index not in self._maps:
             self._maps[index] = np.memmap(self._folder / shard.file, self.dtype, mode="r", shape=(shard.tokens,))
@@ -206,8 +206,8 @@ class TokenStore:
                 found = zlib.crc32(tokens[block * size : (block + 1) * size].data)
                 if f"{found:08x}" != shard.blocks[8 * block : 8 * block + 8]:
                     raise DataError(
-                        f"{self._folder / shard.file} was altered: its tokens from {block * size} on are not what was "
-                        f"written; delete {self._folder} and prepare again."
+                        f"{self._folder / shard.file} was altered: its tokens from {block * size} on do not match the "
+                        f"checksum; delete {self._folder} and prepare again."
                     )
                 unchecked[block] = False
         return tokens[start:stop]
@@ -215,12 +215,12 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class Samples:
-    """Sequences as they are fed.
+    """Sequences as the model receives them.
 
     inputs and labels are int64 `[n, sequence_len]`, labels -100 where there is no target. `documents`, int32 of the
-    same shape, numbers each token's document within its sequence, from 0, and is -1 for padding; None where a sequence
-    is one text, in which what has no label is padding. A preference pair is two documents, chosen (even) and rejected
-    (odd). `apart`: documents must not attend to each other.
+    same shape, is the index of each token's document within its sequence, from 0, and -1 for padding; None if a
+    sequence is plain text, in which positions without a label are padding. A preference pair is two documents, chosen
+    (even) and rejected (odd). `apart`: documents must not attend to each other.
     """
 
     inputs: npt.NDArray[np.int64]
@@ -241,7 +241,7 @@ class Dataset(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         ...
 
     def read_samples(self, sample_ids: npt.NDArray[np.int64]) -> Samples:
@@ -249,19 +249,19 @@ class Dataset(Protocol):
         ...
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
-        """All tokens in order, a chunk at a time; of labelled documents those that are learned."""
+        """Yield all tokens in order, in chunks; for documents with targets, only the targets."""
         ...
 
 
 class TokenDataset:
-    """Tokens [start, stop) of stores that follow each other, cut into samples of `sequence_len`.
+    """Tokens [start, stop) of consecutive stores, cut into samples of `sequence_len`.
 
-    Of N tokens, sample k has inputs kL .. kL+L-1 and labels one further, so every token but the first is a target
-    exactly once and every token but the last an input exactly once. The last of the ceil((N-1)/L) samples is filled up:
-    inputs with `pad_id`, labels with -100. Windows run across documents and shards.
+    Of N tokens, sample k has inputs kL .. kL+L-1 and labels shifted by one, so every token but the first is a target
+    exactly once and every token but the last an input exactly once. The last of the ceil((N-1)/L) samples is padded:
+    inputs with `pad_id`, labels with -100. Windows cross documents and shards.
 
-    With a `separator`, documents are kept apart: one ends with each separator, or with its window. The first token of a
-    document is then no target, for the token before it is another document's.
+    With a `separator`, documents are kept apart: a document ends with a separator or with its window. The first token
+    of a document is then not a target, because the token before it belongs to another document.
     """
 
     def __init__(
@@ -290,11 +290,11 @@ class TokenDataset:
 
     @property
     def num_samples(self) -> int:
-        """The windows it is cut into; 0 with fewer than two tokens."""
+        """The number of windows; 0 with fewer than two tokens."""
         return max(0, -(-(self.num_tokens - 1) // self.sequence_len))
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Tokens [start, stop) of this dataset, `[stop - start]`."""
+        """Read tokens [start, stop) of this dataset, `[stop - start]`."""
         start, stop = start + self._start, stop + self._start
         parts = [
             store.read(max(start, first) - first, min(stop, last) - first)
@@ -320,19 +320,19 @@ class TokenDataset:
         return Samples(inputs, labels, documents)
 
     def _number_documents(self, inputs: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """How many separators stand before each token of its window, `[n, sequence_len]`; -1 for padding."""
+        """Count the separators before each token in its window, `[n, sequence_len]`; -1 for padding."""
         ends = inputs == self.separator
         numbers = np.cumsum(ends, axis=1) - ends
         return np.where(labels == NO_LABEL, -1, numbers).astype(np.int32)
 
     def iter_tokens(self, chunk_tokens: int = 2**22) -> Iterator[npt.NDArray[Any]]:
-        """All tokens in order, a chunk at a time."""
+        """Yield all tokens in order, in chunks."""
         for start in range(0, self.num_tokens, chunk_tokens):
             yield self.read(start, min(start + chunk_tokens, self.num_tokens))
 
 
 def unigram_entropy(datasets: Sequence[Dataset]) -> float:
-    """The entropy in nats of the tokens' frequencies: the loss of a model that knows these and nothing else.
+    """Return the entropy of the token frequencies in nats: the loss of a unigram model.
 
     -sum(p log p) over the tokens that occur; Shannon, 1948. 0.0 for no tokens.
     """

@@ -1,4 +1,4 @@
-"""Where documents go: what one source gives to one stream, as text without end or as samples that fit in a sequence."""
+"""Write the documents of one source and stream into shards, as continuous text or as samples that fit a sequence."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ from echelon.errors import DataError
 
 
 class Sink(ABC):
-    """Writes documents into shards, from where its state says; its counts are kept in that. A context manager."""
+    """Writes documents into shards, resuming from its state, which also contains the counts. A context manager."""
 
     def __init__(
         self, folder: Path, prefix: str, state: SinkState, dtypes: Mapping[str, str], max_shard_tokens: int
     ) -> None:
-        """`dtypes`: the parts that are written, with the type of each; `tokens` comes first."""
+        """`dtypes`: the parts to write, each with its dtype; `tokens` comes first."""
         self._state = state
         self._open = ExitStack()
         self._writers: dict[str, ShardWriter] = {}
@@ -46,16 +46,16 @@ class Sink(ABC):
         """Add a document, or a piece of one. Raises DataError."""
 
     def sync(self) -> None:
-        """Bring everything to the disk and note it in the state."""
+        """Flush everything to disk and record it in the state."""
         self._state.parts.update({part: PartState(*writer.sync()) for part, writer in self._writers.items()})
 
     def finish(self) -> None:
-        """Bring everything to the disk; nothing can be added any more."""
+        """Flush everything to disk. Nothing can be added afterwards."""
         self._state.parts.update({part: PartState(writer.finish()) for part, writer in self._writers.items()})
 
 
 class TextSink(Sink):
-    """Documents that follow each other as one long text."""
+    """Writes documents one after the other, as one long text."""
 
     def append(self, piece: Piece) -> None:
         """Add a document, or a piece of one."""
@@ -67,17 +67,17 @@ class TextSink(Sink):
 
 
 class SampleSink(Sink):
-    """Samples, each with its labels and the lengths of its documents; what does not fit is cut or left out."""
+    """Writes samples with their targets and document lengths. Samples that do not fit are cut or dropped."""
 
     def __init__(self, source: Source, rule: SampleRule, *place: Any) -> None:
-        """`place` is what Sink takes."""
+        """`place`: the arguments of Sink."""
         super().__init__(*place)
         self._source = source
         self._rule = rule
         self._state.text_bytes = None
 
     def append(self, piece: Piece) -> None:
-        """Add a sample, or a piece of a text that is one."""
+        """Add a sample, or a piece of a text that forms one sample."""
         if piece.is_first and piece.ends:
             targets = np.ones(piece.tokens.size, dtype=np.bool_) if piece.targets is None else piece.targets
             self._add(piece.tokens, targets, piece.lengths or (piece.tokens.size,))
@@ -91,12 +91,11 @@ class SampleSink(Sink):
             state.begun, state.begun_tokens = [], 0
 
     def _add(self, ids: npt.NDArray[Any], targets: npt.NDArray[np.bool_], lengths: Sequence[int]) -> None:
-        """A whole sample; of one that is cut in any case, the ids may end earlier than its length says."""
+        """Add a whole sample. If it must be cut anyway, `ids` may be shorter than `lengths`."""
         counts = self._state.counts
         if counts.documents_each not in (0, len(lengths)):
             raise DataError(
-                f"{self._source} holds samples of one text and pairs of a chosen and a rejected one; keep those to "
-                f"prefer and those to learn in recipes of their own."
+                f"{self._source} has both single texts and pairs of a chosen and a rejected text; use separate recipes."
             )
         counts.documents_each = len(lengths)
         fitting = fit_lengths(lengths, self._rule.sequence_len)
@@ -117,13 +116,13 @@ class SampleSink(Sink):
         self._writers["lengths"].append(np.array(words, dtype=np.uint32))
 
     def _may_cut(self, lengths: Sequence[int], num_beyond: int) -> bool:
-        """Whether a sample that is too long is cut; counts what is lost of it."""
+        """Return whether a sample that is too long is cut, and count the lost tokens."""
         counts, rule = self._state.counts, self._rule
         if rule.on_overlong == "refuse":
             raise DataError(
-                f"{self._source}: sample {self._state.documents} has {' + '.join(map(str, lengths))} tokens and feeds "
-                f"{sum(lengths) - len(lengths)} positions, more than data.sequence_len={rule.sequence_len}; set a "
-                f"larger one, or data.on_overlong to cut or drop."
+                f"{self._source}: sample {self._state.documents} has {' + '.join(map(str, lengths))} tokens and takes "
+                f"{sum(lengths) - len(lengths)} positions, more than data.sequence_len={rule.sequence_len}; increase "
+                f"it, or set data.on_overlong to cut or drop."
             )
         dropped = rule.on_overlong == "drop"
         counts.num_dropped += dropped
@@ -132,7 +131,7 @@ class SampleSink(Sink):
 
 
 def fit_lengths(lengths: Sequence[int], sequence_len: int) -> tuple[int, ...]:
-    """How much of each document of a sample fits: all of it, or equal shares, of which the longer take what is left.
+    """Return the tokens of each document of a sample that fit: all, or equal shares, longer documents taking the rest.
 
     A document of n tokens takes n - 1 positions.
     """
@@ -154,7 +153,7 @@ def open_sink(
     dtype: str,
     max_shard_tokens: int,
 ) -> Sink:
-    """What takes the documents of a source: samples with a rule, text without."""
+    """Open the sink for a source's documents: for samples if there is a rule, else for text."""
     if rule is None:
         return TextSink(folder, prefix, state, {"tokens": dtype}, max_shard_tokens)
     dtypes = {"tokens": dtype, "targets": TARGETS_DTYPE, "lengths": LENGTHS_DTYPE}

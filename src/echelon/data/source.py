@@ -1,4 +1,4 @@
-"""Where text comes from: an entry of the recipe, and the files it means."""
+"""Data sources: an entry of the recipe, and the files it refers to."""
 
 import glob
 import os
@@ -21,23 +21,22 @@ from echelon.recipe.data_formats import RECORD_FORMATS
 from echelon.recipe.names import FORMATS
 
 PYTHON_STDLIB = "python-stdlib"
-"""The source every machine has: the running Python's standard library, its *.py files."""
+"""A source that every machine has: the *.py files of the running Python's standard library."""
 
 TOKENS = "tokens"
-"""The format of records that hold ids: any format of records, read for its `input_ids`."""
+"""The format of records with token ids: any record format, read for its `input_ids`."""
 
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
-"""Left out of `python-stdlib`: two thirds of its bytes are tests, much of them tables of values."""
+"""Folders that `python-stdlib` skips: two thirds of its bytes are tests, mostly tables of values."""
 
 
 @dataclass(frozen=True)
 class Source:
     """One entry of `data.train` or `data.validation`.
 
-    `key` is its place in the recipe, for messages; `path` a file, a folder, a glob, `python-stdlib` or a dataset of the
-    hub; `fields` the names of the records' fields, by the format's own; `name` what lines and metrics call it;
-    `max_samples` how many of its records are read, from the first on; None for all; `options` what a reader from
-    outside is made with, as JSON.
+    `key`: its recipe key, for messages. `path`: a file, a folder, a glob, `python-stdlib` or a Hub dataset. `fields`:
+    maps the format's field names to the records'. `name`: its name in log lines and metrics. `max_samples`: the number
+    of records to read from the start; None for all. `options`: the arguments of a custom reader, as JSON.
     """
 
     key: str
@@ -55,10 +54,10 @@ class Source:
 
 
 def list_files(source: Source, left_out: LeftOut | None = None) -> tuple[SourceFile, ...]:
-    """The files of a source, in the order their text is read: by relative path; `left_out` gets what is not read.
+    """List the files of a source in reading order (by relative path), and record skipped files in `left_out`.
 
-    Raises DataError naming the recipe key when there is nothing at the path, no text in it, or a folder that cannot be
-    listed; ConfigError for a split where there is none to choose.
+    Raises DataError, naming the recipe key, if the path does not exist, has no text or contains an unreadable folder;
+    ConfigError for a split of something that has no splits.
     """
     left_out = LeftOut() if left_out is None else left_out
     path = Path(source.path).expanduser()
@@ -68,8 +67,8 @@ def list_files(source: Source, left_out: LeftOut | None = None) -> tuple[SourceF
         return settle_fields(source, _check_not_empty(source, _list_saved(source, path)))
     if source.split is not None:
         raise ConfigError(
-            f"{source.key}.split={source.split} is for Hugging Face datasets, on disk or on the hub, and {source.path} "
-            f"is none; list the files to read, or hold out a share with data.validation_fraction."
+            f"{source.key}.split={source.split} is for Hugging Face datasets, on disk or on the Hub, but {source.path} "
+            f"is not one; list the files to read, or hold out a fraction with data.validation_fraction."
         )
     files = _check_not_empty(source, _list_paths(source, path, left_out))
     if is_extension(source.format):
@@ -91,34 +90,34 @@ def _list_paths(source: Source, path: Path, left_out: LeftOut) -> list[SourceFil
     if source.path == PYTHON_STDLIB:
         return _list_stdlib(source)
     if not path.is_file() and path.parent.is_dir() and is_megatron_index(path.with_name(path.name + ".idx")):
-        path = path.with_name(path.name + ".idx")  # Megatron's own tools name a dataset without its suffixes
+        path = path.with_name(path.name + ".idx")  # Megatron's tools name a dataset without suffixes
     if path.is_file():
         return [_describe(source, path, path.name, _choose_format(source, path), True)]
     if path.is_dir():
         files = list(_list_folder(source, path, left_out))
         if not files:
             raise DataError(
-                f"{source} holds no text file (by suffix, such as .txt, .md, .py, .jsonl, .parquet); name "
-                f"the files with a glob such as {source.path}/** if theirs is another."
+                f"{source} contains no text file (by suffix, for example .txt, .md, .py, .jsonl, .parquet); for files "
+                f"with other suffixes, use a glob such as {source.path}/**."
             )
         return files
     if files := _list_matches(source, path):
         return files
     raise DataError(
-        f"{source}: no such file or folder, seen from {Path.cwd()}; give a text file, a folder, "
-        f"a glob or {PYTHON_STDLIB}, or set format: hub for a dataset of the hub."
+        f"{source}: no such file or folder (working directory {Path.cwd()}); give a text file, a folder, "
+        f"a glob or {PYTHON_STDLIB}, or set format: hub for a Hub dataset."
     )
 
 
 def _list_stdlib(source: Source) -> list[SourceFile]:
-    """The source of Python's standard library, without its tests."""
+    """List the source files of Python's standard library, without its tests."""
     walked = walk(Path(sysconfig.get_path("stdlib")), LeftOut(), partial(_unlistable, source))
     found = [(path, name) for path, name in walked if path.suffix == ".py" and not _is_of_tests(name)]
     return [_describe(source, path, name, "text", False) for path, name in found]
 
 
 def _list_matches(source: Source, path: Path) -> list[SourceFile]:
-    """The files that a glob matches, by name; none where the path is no glob."""
+    """List the files that a glob matches, sorted by name; none if the path is not a glob."""
     if not glob.has_magic(source.path):
         return []
     names = sorted(name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
@@ -133,8 +132,8 @@ def _choose_format(source: Source, path: Path) -> str:
             return "json"
         if guessed is None or not has_records(guessed):
             raise ConfigError(
-                f"{source.key}.format={source.format} is for records in .jsonl, .json, .csv, .parquet or .arrow, and "
-                f"{path} is none"
+                f"{source.key}.format={source.format} is for records in .jsonl, .json, .csv, .parquet or .arrow files, "
+                f"not for {path}"
                 + ("; for files of ids use nanogpt, npy or megatron." if source.format == TOKENS else ".")
             )
         return guessed
@@ -142,22 +141,22 @@ def _choose_format(source: Source, path: Path) -> str:
 
 
 def _list_folder(source: Source, folder: Path, left_out: LeftOut) -> Iterator[SourceFile]:
-    """The files of a folder whose suffix is of the format asked for; by default, of any that folders are read for."""
+    """List the files of a folder whose suffix matches the source's format; by default, all formats read in folders."""
     for path, name in walk(folder, left_out, partial(_unlistable, source)):
         guessed = guess_format(path)
         if guessed == "megatron" and path.suffix == ".bin" and source.format == "megatron":
-            continue  # its .idx is listed
+            continue  # the .idx represents it
         if not _is_wanted(source.format, path, guessed):
             left_out.note("files of other formats", name)
             continue
         file = _describe(source, path, name, _choose_format(source, path), False)
         if source.format == "auto" and file.format == "csv" and not has_known_fields(source.fields, read_header(file)):
-            file = replace(file, format="text")  # a table of a source tree, not one of documents
+            file = replace(file, format="text")  # a table in a source tree, not one of documents
         yield file
 
 
 def _is_wanted(format: str, path: Path, guessed: str | None) -> bool:
-    """Whether a folder's file is read where this format is asked for; `guessed` is the one that its name tells."""
+    """Whether a folder's file is read with this `format` of the source; `guessed` is the format of its file name."""
     if is_extension(format):
         return True
     is_json = path.suffix.lower() == ".json"
@@ -174,8 +173,8 @@ def _is_wanted(format: str, path: Path, guessed: str | None) -> bool:
 
 def _unlistable(source: Source, error: OSError) -> DataError:
     return DataError(
-        f"{source}: the folder {error.filename} cannot be read ({error.strerror}); make it readable, or name the files "
-        "to read with a glob."
+        f"{source}: the folder {error.filename} cannot be read ({error.strerror}); make it readable, or select the "
+        "files with a glob."
     )
 
 
@@ -195,5 +194,5 @@ def _describe(source: Source, path: Path, name: str, format: str, required: bool
 
 def _check_not_empty(source: Source, files: list[SourceFile]) -> list[SourceFile]:
     if not any(file.size for file in files):
-        raise DataError(f"{source} holds no text: it is empty. Give text to train on.")
+        raise DataError(f"{source} is empty. Give text to train on.")
     return files

@@ -1,6 +1,6 @@
-"""What is trained on and what is held out: ranges of the streams, how they were chosen, and what is said of it.
+"""Split the streams into training and validation ranges, and describe the split in log lines.
 
-Ranges count tokens of a text, or samples where the folder holds such.
+Ranges count tokens of plain text, or samples if the folder contains samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from echelon.errors import DataError
 
 STREAMS = ("train", "validation")
 MIN_SPLIT_TOKENS = 2
-"""A window of a text takes a token to read and one to predict."""
+"""A window of plain text needs one input token and one target token."""
 
 Streams = dict[str, tuple[SourceRecord, ...]]
 
@@ -19,14 +19,14 @@ Streams = dict[str, tuple[SourceRecord, ...]]
 def divide_streams(
     streams: Streams, fraction: float, by_hash: Sequence[bool], *, mixture: bool
 ) -> tuple[tuple[Split, ...], tuple[HeldOut, ...]]:
-    """What is trained on, and the named sets to validate on.
+    """Return the training splits and the named validation sets.
 
-    Without a mixture all sources are one text, `train`, and what is held out of it one set, `validation`; of a mixture
-    each source is a text of its own, and so is what is held out of it. `by_hash`, one for each source, says whether
-    documents were chosen by hash: they have filled the validation stream. If the hash chose none, or there were too few
-    documents, the end of the text is held out. Given validation sources have a set each.
+    Without a mixture all sources form one text, `train`, with one validation set, `validation`; in a mixture each
+    source is a separate text with its own validation set. `by_hash`, one for each source: whether validation documents
+    were selected by hash; they are in the validation stream. If the hash selected none, or there were too few
+    documents, the end of the text is held out. Each source of `data.validation` is a separate set.
 
-    Raises DataError for a text of which too little is left to train on.
+    Raises DataError if too little training text remains.
     """
     train = streams["train"]
     if any(record.source.startswith("data.validation") for record in streams["validation"]):
@@ -47,7 +47,7 @@ def divide_streams(
 def _texts(
     train: tuple[SourceRecord, ...], by_hash: Sequence[bool], mixture: bool
 ) -> Iterator[tuple[str, tuple[SourceRecord, ...], bool]]:
-    """Each text that is divided by itself: its name, the sources it is made of, whether by hash."""
+    """Yield each text that is split separately: its name, its sources, and whether it is split by hash."""
     if mixture:
         yield from ((record.name, (record,), hashed) for record, hashed in zip(train, by_hash, strict=True))
     else:
@@ -71,8 +71,8 @@ def _hold_out(
         cut = whole.stop
     if cut - whole.start < _least(group):
         raise DataError(
-            f"data.train{'' if name == 'train' else f' ({name})'} holds {_say_size(group, whole.stop - whole.start)}, "
-            f"of which data.validation_fraction={fraction} leaves {cut - whole.start} to train on; "
+            f"data.train{'' if name == 'train' else f' ({name})'} has {_say_size(group, whole.stop - whole.start)}, "
+            f"of which data.validation_fraction={fraction} leaves {cut - whole.start} for training; "
             f"{_say_least(group)}. Give more text."
         )
     split = Split(name, "train", whole.start, cut)
@@ -86,7 +86,7 @@ def _whole(group: tuple[SourceRecord, ...], name: str, streams: Streams) -> Spli
     split = Split(name, "train", places[group[0].source][0], places[group[-1].source][1])
     if split.stop - split.start < _least(group):
         raise DataError(
-            f"{group[0].source} holds {_say_size(group, split.stop - split.start)} to train on; {_say_least(group)}. "
+            f"{group[0].source} has {_say_size(group, split.stop - split.start)} for training; {_say_least(group)}. "
             f"Give more text."
         )
     return split
@@ -102,17 +102,17 @@ def _say_size(group: tuple[SourceRecord, ...], size: int) -> str:
 
 def _say_least(group: tuple[SourceRecord, ...]) -> str:
     least = _least(group)
-    return f"a sample takes at least {least}" if group[0].labelled is None else f"at least {least} is needed"
+    return f"a sample needs at least {least}" if group[0].labelled is None else f"at least {least} is needed"
 
 
 def _places(records: tuple[SourceRecord, ...]) -> Iterator[tuple[SourceRecord, tuple[int, int]]]:
-    """Each source with its range of the stream."""
+    """Yield each source with its range in the stream."""
     stops = list(accumulate((record.size for record in records), initial=0))
     return zip(records, pairwise(stops), strict=True)
 
 
 def _bytes_per_token(records: tuple[SourceRecord, ...]) -> float | None:
-    """UTF-8 bytes of text for each token; None for text that was given as tokens."""
+    """Return the UTF-8 bytes of text per token; None for text that was given as tokens."""
     sizes = [record.text_bytes for record in records]
     num_tokens = sum(record.tokens for record in records)
     if num_tokens == 0 or any(size is None for size in sizes):
@@ -121,7 +121,7 @@ def _bytes_per_token(records: tuple[SourceRecord, ...]) -> float | None:
 
 
 def describe_split(manifest: Manifest) -> list[str]:
-    """What is said of prepared data: a line for each set held out, and for what became of samples."""
+    """Describe prepared data: a line for each validation set, for dropped or cut samples, and for packing."""
     lines = [_describe_set(manifest, held_out) for held_out in manifest.validation]
     lines = lines or ["validation: nothing is held out"]
     if manifest.samples is None:
@@ -140,10 +140,10 @@ def _describe_set(manifest: Manifest, held_out: HeldOut) -> str:
     documents = sum(record.documents for record in records or manifest.streams["train"])
     if held_out.method == "hash":
         return (
-            f"{name}: {held_out.documents:,} of {documents + held_out.documents:,} documents, chosen by a hash of "
+            f"{name}: {held_out.documents:,} of {documents + held_out.documents:,} documents, selected by a hash of "
             f"their content ({share:.2%} of the {unit})"
         )
-    return f"{name}: the last {share:.2%} of the {unit} (too few documents to choose some by hash: {documents:,})"
+    return f"{name}: the last {share:.2%} of the {unit} (too few documents to select by hash: {documents:,})"
 
 
 def _name_set(held_out: HeldOut) -> str:
@@ -151,7 +151,7 @@ def _name_set(held_out: HeldOut) -> str:
 
 
 def _describe_samples(manifest: Manifest, rule: SampleRule) -> Iterator[str]:
-    """What did not fit, or had nothing to learn, source by source; nothing where all could be used whole."""
+    """Yield lines for each source with samples that did not fit or had no targets."""
     found: dict[str, list[SampleRecord]] = {}
     for record in (record for records in manifest.streams.values() for record in records):
         if record.labelled is not None:
@@ -163,13 +163,13 @@ def _describe_samples(manifest: Manifest, rule: SampleRule) -> Iterator[str]:
         )
         total = kept + dropped + unlabelled
         if overlong:
-            became = "left out" if dropped else "cut"
+            became = "dropped" if dropped else "cut"
             yield (
                 f"{source}: {overlong:,} of {total:,} samples are longer than {rule.sequence_len:,} positions and were "
                 f"{became}: {lost:,} tokens lost (data.on_overlong={rule.on_overlong})"
             )
         if unlabelled:
-            yield f"{source}: {unlabelled:,} of {total:,} samples were left out: no token of them is learned"
+            yield f"{source}: {unlabelled:,} of {total:,} samples were dropped: they have no target"
 
 
 def _describe_packs(manifest: Manifest, rule: SampleRule) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A summary of prepared data: counts and lengths of each source, and its first sequences as they are fed."""
+"""A summary of prepared data: counts and lengths of each source, and the first sequences as the model sees them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ _CHUNK = 2**22
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """What a source gave to a stream. `lengths` `[documents]`: tokens of each; `learned`: tokens that are learned.
+    """The counts of a source in a stream. `lengths` `[documents]`: tokens per document; `learned`: number of targets.
 
-    Both None where the data is one text, in which every token is learned.
+    Both are None for plain text, in which every token is a target.
     """
 
     source: str
@@ -37,10 +37,10 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class FedDocument:
-    """A document as it is fed: its tokens, and of each whether it is learned, both `[n]`.
+    """A document as the model sees it: its tokens, and whether each is a target, both `[n]`.
 
-    `sequence` and `number`: which document of which sequence. The last token is left out where it is not learned: it is
-    neither fed nor asked for.
+    `number` is its index in the sequence `sequence`. The last token is missing if it is not a target, because it is
+    then neither input nor target.
     """
 
     sequence: int
@@ -50,7 +50,7 @@ class FedDocument:
 
 
 def count_sources(prepared: PreparedData) -> list[SourceCounts]:
-    """The counts of each source that gave anything, in the order of the recipe. Reads all lengths and targets."""
+    """Count each source with documents or broken records, in recipe order. Reads all lengths and targets."""
     return [
         _count_source(prepared, stream, record)
         for stream, records in prepared.manifest.streams.items()
@@ -73,7 +73,7 @@ def _count_source(prepared: PreparedData, stream: str, record: SourceRecord) -> 
 
 
 def bucket_lengths(lengths: npt.NDArray[np.int64], num_buckets: int = 8) -> list[tuple[int, int, int]]:
-    """A histogram (shortest, longest, documents) in buckets of one width, a round number, up to the longest."""
+    """Compute a histogram (shortest, longest, documents) with buckets of equal width, a round number."""
     step = max(1, -(-int(lengths.max()) // num_buckets))
     digit = 10 ** (len(str(step)) - 1)
     width = -(-step // digit) * digit
@@ -82,7 +82,7 @@ def bucket_lengths(lengths: npt.NDArray[np.int64], num_buckets: int = 8) -> list
 
 
 def first_documents(prepared: PreparedData, order: DataOrder, count: int) -> Iterator[FedDocument]:
-    """The first `count` documents of a run in its order; of a text without samples its first sequences."""
+    """Yield the first `count` documents of a run in its order; for plain text, the first sequences."""
     position, shown = 0, 0
     while shown < count:
         sequence = int(order.sample_ids(position, position + 1)[0])
@@ -94,7 +94,7 @@ def first_documents(prepared: PreparedData, order: DataOrder, count: int) -> Ite
 
 
 def _split(sequence: int, samples: Samples) -> Iterator[FedDocument]:
-    """The documents of one sequence."""
+    """Yield the documents of one sequence."""
     inputs, labels = samples.inputs[0], samples.labels[0]
     numbers = np.where(labels == NO_LABEL, -1, 0) if samples.documents is None else samples.documents[0]
     for number in range(int(numbers.max()) + 1):

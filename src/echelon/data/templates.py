@@ -1,7 +1,7 @@
-"""Chat templates: the named ones, and which one a run uses.
+"""Named chat templates, and the choice of the template of a run.
 
-Each named one ends every turn of the assistant with a token at which generation stops, and begins it with what
-`add_generation_prompt` gives: what is learned can be told exactly (see `rendering`).
+Each named template ends an assistant turn with a token at which generation stops and starts it with the generation
+prompt, so that the targets can be located exactly (see `rendering`).
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedTemplate:
-    """A template's text, and the tokens it takes to be single ones of the tokenizer."""
+    """A template's text, and the tokens that must be single tokens of the tokenizer."""
 
     text: str
     tokens: tuple[str, ...] = ()
 
 
-# Tools as Qwen2.5 and Hermes write them into ChatML.
+# With tools in the form of Qwen2.5 and Hermes.
 _CHATML = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -67,7 +67,7 @@ _LLAMA3 = """\
 {%- endif %}
 """
 
-# Models that know no system message have it before the first question.
+# For models without a system role: the system message precedes the first question.
 _JOIN_SYSTEM = """\
 {%- if messages and messages[0]['role'] == 'system' %}
     {%- set system = messages[0]['content'] + '\\n\\n' %}
@@ -88,7 +88,7 @@ _MISTRAL = (
     {%- elif message['role'] == 'user' %}
         {{- '[INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}
     {%- else %}
-        {{- raise_exception('the template mistral has no turns of the role ' + message['role']) }}
+        {{- raise_exception('the template mistral does not support the role ' + message['role']) }}
     {%- endif %}
 {%- endfor %}
 """
@@ -100,7 +100,7 @@ _GEMMA = (
     + """\
 {%- for message in turns %}
     {%- if message['role'] not in ('user', 'assistant') %}
-        {{- raise_exception('the template gemma has no turns of the role ' + message['role']) }}
+        {{- raise_exception('the template gemma does not support the role ' + message['role']) }}
     {%- endif %}
     {{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\\n' }}
     {{- (system if loop.first else '') + message['content'] | trim + '<end_of_turn>\\n' }}
@@ -120,7 +120,7 @@ _ZEPHYR = """\
 {%- endif %}
 """
 
-# The texts of Stanford's train.py. A turn of an alpaca record has its instruction and its input beside its content.
+# The texts of Stanford's train.py. A turn of an alpaca record also has the keys `instruction` and `input`.
 _ALPACA = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -144,7 +144,7 @@ _ALPACA = """\
         {{- message['content'] + eos_token }}
         {{- '' if loop.last else '\\n\\n' }}
     {%- else %}
-        {{- raise_exception('the template alpaca has no turns of the role ' + message['role']) }}
+        {{- raise_exception('the template alpaca does not support the role ' + message['role']) }}
     {%- endif %}
 {%- endfor %}
 """
@@ -169,13 +169,13 @@ NAMED_TEMPLATES: dict[str, NamedTemplate] = {
     "alpaca": NamedTemplate(_ALPACA),
     "plain": NamedTemplate(_PLAIN),
 }
-"""What `data.chat_template` can name. `plain` joins the turns as they are and ends each answer with eos."""
+"""The names for `data.chat_template`. `plain` joins the turns unchanged and ends each answer with eos."""
 
 
 def load_template(choice: str) -> str:
-    """The text of the template that `data.chat_template` is: that of a name of the table, of a file, or its own.
+    """Return the template text for `data.chat_template`: a name, the path of a file, or the template itself.
 
-    Raises ConfigError for what is none of them.
+    Raises ConfigError for a value that is none of them.
     """
     if choice in NAMED_TEMPLATES:
         return NAMED_TEMPLATES[choice].text
@@ -187,13 +187,13 @@ def load_template(choice: str) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
-            f"data.chat_template={choice} is no template that has a name ({', '.join(NAMED_TEMPLATES)}), and no file "
-            f"that can be read ({reason}); use one of them, or the path of a Jinja file."
+            f"data.chat_template={choice} is neither a named template ({', '.join(NAMED_TEMPLATES)}) nor a readable "
+            f"file ({reason}); use one of these names or the path of a Jinja file."
         ) from error
 
 
 def own_template(tokenizer: "PreTrainedTokenizerFast") -> str | None:
-    """The template that comes with a tokenizer: of several, the default one. None for none."""
+    """Return a tokenizer's own template, or the default one if it has several; None if it has none."""
     found = tokenizer.chat_template
     if isinstance(found, dict):
         found = found.get("default")

@@ -1,9 +1,9 @@
-"""Tokenizing in parallel processes, with the results in order.
+"""Tokenize in parallel processes, with the results in order.
 
 The parent plans tasks (groups of spans), worker processes read and tokenize them, and the parent receives token arrays
-in the order of the tasks, a few ahead of what it has written. Memory is bounded by that window. Workers start by
-`spawn` (a fork of a process with threads can hang) and import neither torch nor transformers: they rebuild the
-tokenizer from its JSON.
+in the order of the tasks. Workers run only a few tasks ahead, which bounds the memory. They are started with `spawn`
+(forking a process with threads can hang) and import neither torch nor transformers: they rebuild the tokenizer from
+its JSON.
 """
 
 import itertools
@@ -49,15 +49,15 @@ _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
-    """The smallest type kept on disk that holds every id: uint16 up to 65536 ids, else uint32."""
+    """Return the dtype of ids on disk: uint16 for up to 65536 ids, else uint32."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a tokenizer does to text, as plain values. `tokenizer_json` None means bytes; `separator` ends documents.
+    """The settings of tokenization, as plain values. `tokenizer_json` None means bytes; `separator` ends documents.
 
-    `digests`: the hash of every document is wanted too, to find copies by. `instruction` makes samples of examples.
+    `digests`: also hash every document, to find copies. `instruction`: the encoding of examples.
     """
 
     fingerprint: str
@@ -76,12 +76,12 @@ class Encoding:
 
 
 class WorkerDiedError(EchelonError):
-    """A process that tokenizes ended without a word. What was done before is kept."""
+    """A tokenizing process died without reporting an error. Earlier progress is kept."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Spans to tokenize together, all of the source of that index."""
+    """Spans to tokenize together, all from the source with index `source`."""
 
     source: int
     spans: tuple[Span, ...]
@@ -89,10 +89,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The tokens of a document, or of a piece of it; how many bytes of text they are, None where ids were given.
+    """The tokens of a document or of a piece of it, and the size of their text in bytes, None if ids were given.
 
-    `hash` and `digest` are the document's where `is_first`, else 0 and None; `digest` only if asked for. A sample made
-    of a record is one piece: `lengths` are those of its documents, `targets` `[n]` says which tokens are learned.
+    `hash` and `digest` belong to the document and are set if `is_first`, else 0 and None; `digest` only if requested.
+    The sample of a record is one piece: `lengths` of its documents, `targets` `[n]`, the tokens with loss.
     """
 
     tokens: Tokens
@@ -107,7 +107,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TokenizedTask:
-    """What a task became: pieces of documents, records that could not be used and odd ones, in their order."""
+    """The result of a task: pieces of documents, broken records and odd records, in order."""
 
     found: list[Piece | Broken | Odd]
     num_bytes: int
@@ -126,7 +126,7 @@ class TaskEncoder:
             self._tokenizer.no_padding()
 
     def encode(self, texts: list[bytes]) -> list[Tokens]:
-        """The tokens of each UTF-8 text, without special tokens around it."""
+        """Tokenize each UTF-8 text, without special tokens around it."""
         if self._tokenizer is None:
             return [np.frombuffer(text, dtype=np.uint8).astype(self._dtype) for text in texts]
         decoded = [text.decode("utf-8") for text in texts]
@@ -153,7 +153,7 @@ class TaskEncoder:
                     found += [Odd(file, record.position, what) for what in odd]
                 except BrokenRecordError as error:
                     found.append(Broken(file, record.position, str(error)))
-                except ConfigError as error:  # the template's fault, which this record brought to light
+                except ConfigError as error:  # an error of the template that this record triggers
                     raise ConfigError(f"{name_place(Broken(file, record.position, ''))}: {error}") from None
             else:
                 is_text = isinstance(record.content, bytes)
@@ -175,7 +175,7 @@ class TaskEncoder:
         )
 
     def _make_sample(self, record: Record, example: Mapping[str, Any], file: SourceFile) -> Piece:
-        """The piece of an example. Raises BrokenRecordError."""
+        """Encode an example as one piece. Raises BrokenRecordError."""
         assert self._encoding.instruction is not None
         documents = self._encoding.instruction.encode(example)
         ids = np.concatenate([document.ids for document in documents])
@@ -191,18 +191,18 @@ class TaskEncoder:
         )
 
     def _check(self, ids: Content, file: SourceFile) -> Tokens:
-        """Given ids in the type they are kept in."""
+        """Check given ids and convert them to the dtype on disk. Raises DataError."""
         assert isinstance(ids, np.ndarray)
         lowest, highest = int(ids.min()), int(ids.max())
         if lowest < 0 or highest >= self._encoding.vocab_size:
             raise DataError(
-                f"{file.path} holds the id {lowest if lowest < 0 else highest}, and the tokenizer has the ids 0 to "
-                f"{self._encoding.vocab_size - 1}; set tokenizer to the one that made these ids."
+                f"{file.path} contains the id {lowest if lowest < 0 else highest}, but the tokenizer has the ids 0 to "
+                f"{self._encoding.vocab_size - 1}; set tokenizer to the tokenizer of these ids."
             )
         return ids.astype(self._dtype)
 
     def _separate(self, record: Record, tokens: Tokens) -> Tokens:
-        """Tokens with the separator where the document ends; ids that were given may have it already."""
+        """Append the separator if the document ends here and given ids do not have it already."""
         separator = self._encoding.separator
         if separator is None or not record.ends:
             return tokens
@@ -218,7 +218,7 @@ def plan_tasks(source: int, files: Iterable[SourceFile]) -> Iterator[Task]:
         for span in cut_file(file):
             spans.append(span)
             num_bytes += span.num_bytes
-            # Spans that carry what was read are as large as a task may be, whatever they take on the disk.
+            # A span that carries its content fills a task, whatever its size on disk.
             if num_bytes >= PIECE_BYTES or span.data is not None or span.records is not None:
                 yield Task(source, tuple(spans))
                 spans, num_bytes = [], 0
@@ -229,9 +229,9 @@ def plan_tasks(source: int, files: Iterable[SourceFile]) -> Iterator[Task]:
 def tokenize_tasks(
     tasks: Iterable[Task], encoding: Encoding, workers: int
 ) -> Generator[tuple[Task, TokenizedTask], None, None]:
-    """Tokenize tasks in `workers` processes (1: in this one), yielding each with its result, in order.
+    """Tokenize tasks in `workers` processes (1: in this process), yielding each with its result, in order.
 
-    Raises DataError naming the file when one cannot be read, WorkerDiedError when a worker dies. Close the generator
+    Raises DataError, naming the file, if a file cannot be read, WorkerDiedError if a worker dies. Close the generator
     to stop the workers.
     """
     if workers == 1:
@@ -251,10 +251,10 @@ def tokenize_tasks(
 
 @contextmanager
 def _stops_held_back() -> Iterator[None]:
-    """Let SIGTERM and Ctrl-C wait: one that struck while a process starts would leave it to nobody.
+    """Delay SIGTERM and Ctrl-C: a signal while a worker starts would leave it without an owner to stop it.
 
-    Python calls handlers in its main thread whatever that thread blocks, so they are replaced meanwhile; the signals
-    are blocked too, for the processes started here to inherit.
+    Python calls handlers in its main thread even if that thread blocks the signals, so the handlers are replaced. The
+    signals are also blocked, which the processes started here inherit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -275,7 +275,7 @@ def _stops_held_back() -> Iterator[None]:
 def _share_out(
     tasks: Iterator[tuple[int, Task]], workers: list["_Worker"]
 ) -> Generator[tuple[Task, TokenizedTask], None, None]:
-    """Give each idle worker the next task, and yield the results in order, holding a few that came early."""
+    """Give each idle worker the next task, and yield the results in order, buffering a few that are early."""
     idle = list(workers)
     busy: dict[Connection, _Worker] = {}
     early: dict[int, tuple[Task, TokenizedTask]] = {}
@@ -297,10 +297,10 @@ def _share_out(
 
 
 class _Worker:
-    """A process that tokenizes one task at a time, and the parent's end of the pipe to it.
+    """A process that tokenizes one task at a time, and the parent's end of its pipe.
 
-    A pipe to each, and no queue between them all: a worker that is killed can leave no lock behind, and the parent
-    knows the task it died of. A worker whose parent is gone finds its pipe closed and ends.
+    Each worker has a pipe instead of a shared queue: a killed worker cannot leave a lock behind, and the parent knows
+    which task it was running. A worker whose parent is gone finds its pipe closed and exits.
     """
 
     def __init__(self, encoding: Encoding) -> None:
@@ -313,7 +313,7 @@ class _Worker:
         self._task: Task | None = None
 
     def send(self, index: int, task: Task) -> None:
-        """Hand over a task; the worker must be idle."""
+        """Send a task. The worker must be idle."""
         self._index, self._task = index, task
         try:
             self.connection.send(task)
@@ -321,7 +321,7 @@ class _Worker:
             raise self._describe_death() from error
 
     def receive(self) -> tuple[int, Task, TokenizedTask]:
-        """The result of the task handed over, with its index. Raises what the worker reported."""
+        """Receive the result of the task with its index. Raises the error that the worker reported."""
         try:
             result = self.connection.recv()
         except (EOFError, OSError) as error:
@@ -332,7 +332,7 @@ class _Worker:
         return self._index, self._task, result
 
     def stop(self) -> None:
-        """End the process. It holds nothing that could be left half-done."""
+        """Kill the process. It has no state that could be left incomplete."""
         self.connection.close()
         self._process.kill()
         self._process.join()
@@ -343,19 +343,19 @@ class _Worker:
         spans = self._task.spans
         others = f" or a file read with it, up to {spans[-1].file.path}" if len(spans) > 1 else ""
         return WorkerDiedError(
-            f"a process that tokenizes died (exit code {self._process.exitcode}) at {spans[0].file.path}{others}; if "
-            f"it was killed for want of memory, lower data.prepare_workers and run again."
+            f"a tokenizing process died (exit code {self._process.exitcode}) at {spans[0].file.path}{others}; if "
+            f"it ran out of memory, lower data.prepare_workers and run again."
         )
 
 
 def _serve(connection: Connection, encoding: Encoding, parent: int) -> None:
-    """The life of a worker: one thread, Ctrl-C left to the parent, tasks until the pipe is closed.
+    """Run a worker: process tasks with one tokenizer thread until the pipe is closed. The parent handles Ctrl-C.
 
-    Where the parent is gone in the middle of a task, it ends at once.
+    If the parent dies during a task, the worker exits at once.
     """
     start_watchdog(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # it was started while the parent held them back
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)  # the parent blocked them while starting it
     use_one_tokenizer_thread()
     encoder = TaskEncoder(encoding)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):

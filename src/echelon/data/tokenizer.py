@@ -1,7 +1,7 @@
 """Tokenizers: bytes, trained byte-level BPE, or any fast tokenizer that `transformers` loads.
 
-All are `transformers` tokenizers around one of the `tokenizers` library, so that a saved folder loads by AutoTokenizer.
-`transformers` itself is imported where it is used: tokenizing processes need only the JSON of the inner tokenizer.
+All are `transformers` tokenizers that wrap one of the `tokenizers` library, so AutoTokenizer loads a saved folder.
+`transformers` is imported only where it is used: tokenizing processes need only the JSON of the inner tokenizer.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 EOS = "eos"
-"""What `data.document_separator` calls the tokenizer's own end of text."""
+"""The value of `data.document_separator` for the tokenizer's own eos."""
 
 MAX_VOCAB = 2**24
 MIN_TRAINED_VOCAB = 257
@@ -29,7 +29,7 @@ MIN_TRAINED_VOCAB = 257
 
 
 def build_bytes_tokenizer() -> "PreTrainedTokenizerFast":
-    """The tokenizer with exactly 256 ids, byte b = id b: no merges, no special tokens, no separator."""
+    """Build the tokenizer with exactly 256 ids, byte b = id b: no merges, no special tokens, no separator."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -38,9 +38,9 @@ def build_bytes_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def _byte_characters() -> Iterator[str]:
-    """The printable character that byte-level tokenizers write for each byte, in order of the bytes.
+    """Yield the printable character that byte-level tokenizers use for each byte, in order.
 
-    Printable Latin-1 stands for itself; the other 68 bytes take the characters from U+0100 on (GPT-2's encoder.py).
+    Printable Latin-1 maps to itself, the other 68 bytes to the characters from U+0100 on (GPT-2's encoder.py).
     """
     num_shifted = 0
     for byte in range(256):
@@ -86,10 +86,9 @@ def _wrap(tokenizer: Tokenizer, **special_tokens: str) -> "PreTrainedTokenizerFa
 def load_tokenizer(
     path_or_id: str, trust_remote_code: bool = False, key: str = "tokenizer"
 ) -> "PreTrainedTokenizerFast":
-    """Load a tokenizer from a folder or from the hub; `key` is where the recipe names it.
+    """Load a tokenizer from a folder or from the Hub; `key` is its recipe key.
 
-    Raises DataError when it is in neither place, cannot be read, or is not of the `tokenizers` library, and as
-    `hub.fetch`.
+    Raises DataError if it is not found, cannot be read or is not a fast tokenizer, and the errors of `hub.fetch`.
     """
     path = Path(path_or_id).expanduser()
     given = f"{key}={path_or_id}"
@@ -97,7 +96,7 @@ def load_tokenizer(
         path = fetch(HubModel(path_or_id, key, Part.FILES, trust_remote_code))
     elif not path.exists():
         raise DataError(
-            f"{given}: no such folder, seen from {Path.cwd()}; give a folder with tokenizer.json, a hub "
+            f"{given}: no such folder (working directory {Path.cwd()}); give a folder with tokenizer.json, a Hub "
             f"id, bytes, or {{train: {{vocab_size: 4096}}}}."
         )
     from transformers import AutoTokenizer
@@ -105,65 +104,65 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
         try_tokenizer(tokenizer)
-    except Exception as error:  # the tokenizers library raises Exception itself, transformers whatever it trips over
+    except Exception as error:  # tokenizers raises plain Exception, transformers many types
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"{given} cannot be loaded from {path}: {reason} Give a folder with tokenizer.json, or a hub id."
         ) from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         raise DataError(
-            f"{given} has no fast form (tokenizer.json), which tokenizing in parallel needs; convert it "
+            f"{given} is not a fast tokenizer (tokenizer.json), which parallel tokenization needs; convert it "
             f"with transformers and give the saved folder."
         )
     return tokenizer
 
 
 def try_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Use a tokenizer that was just loaded: some faults show no earlier. Raises whatever the libraries raise.
+    """Test a loaded tokenizer: some faults appear only when it is used. Raises whatever the libraries raise.
 
-    ValueError for an id that no vocabulary reaches: `tokenizers` makes room for all ids below it.
+    Raises ValueError for an id of MAX_VOCAB or more: `tokenizers` allocates memory for all ids below it.
     """
     largest = max(tokenizer.get_vocab().values())
     if largest >= MAX_VOCAB:
-        raise ValueError(f"it has a token of id {largest}, and a vocabulary has at most {MAX_VOCAB}.")
+        raise ValueError(f"it has a token with id {largest}; a vocabulary can have at most {MAX_VOCAB} ids.")
     tokenizer.decode(tokenizer.encode("a word"))
 
 
 def build_tokenizer(
     name: str | None, checkpoint: str | None, trust_remote_code: bool = False, new_tokens: Sequence[str] = ()
 ) -> "PreTrainedTokenizerFast":
-    """The tokenizer a recipe names, with the tokens it adds: `bytes`, a folder or hub id, None for the checkpoint's.
+    """Build the recipe's tokenizer with its new tokens: `bytes`, a folder or Hub id, or None for the checkpoint's.
 
-    Raises ConfigError when there is neither a name nor a checkpoint.
+    Raises ConfigError if there is neither a name nor a checkpoint.
     """
     if name == BYTES:
         return add_new_tokens(build_bytes_tokenizer(), new_tokens)
     source, key = (name, "tokenizer") if name is not None else (checkpoint, "tokenizer of model.checkpoint")
     if source is None:
         raise ConfigError(
-            "tokenizer is not set and model.config has no checkpoint to take one from; set tokenizer: bytes, a path or "
-            "hub id, or {train: {vocab_size: 4096}}."
+            "tokenizer is not set and there is no model.checkpoint to load one from; set tokenizer: bytes, a path or "
+            "Hub id, or {train: {vocab_size: 4096}}."
         )
     return add_new_tokens(load_tokenizer(source, trust_remote_code, key), new_tokens)
 
 
 def add_new_tokens(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str]) -> "PreTrainedTokenizerFast":
-    """The tokenizer with `model.new_tokens` as special tokens: those it has not yet take the next ids, in order."""
+    """Add `model.new_tokens` to a tokenizer as special tokens. Tokens that it does not have get the next ids."""
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
     return tokenizer
 
 
 def describe_known_tokens(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str]) -> list[str]:
-    """A line about those of `model.new_tokens` that a tokenizer has before they are added."""
+    """Return a line about the tokens of `model.new_tokens` that a tokenizer already has."""
     ids = {token: tokenizer.backend_tokenizer.token_to_id(token) for token in tokens}
     known = [f"{token} (id {id})" for token, id in ids.items() if id is not None]
     if not known:
         return []
-    return [f"model.new_tokens: the tokenizer has {', '.join(known)} already; they are trained like new ones"]
+    return [f"model.new_tokens: the tokenizer already has {', '.join(known)}; they are trained like new tokens"]
 
 
 def separator_id(tokenizer: "PreTrainedTokenizerFast", choice: str | None = EOS) -> int | None:
-    """The id put after each document: eos, or another token by its text. None for none, or an eos there is not.
+    """Return the id that follows each document: eos, or another token by its text. None for no separator or no eos.
 
     Raises ConfigError for a token that the tokenizer does not have; `bytes` has none.
     """
@@ -177,27 +176,27 @@ def separator_id(tokenizer: "PreTrainedTokenizerFast", choice: str | None = EOS)
     if separator is None:
         known = ", ".join(str(token) for token in tokenizer.all_special_tokens) or "none"
         raise ConfigError(
-            f"data.document_separator={choice} is no token of the tokenizer{' bytes' if is_bytes else ''}; use eos, "
-            f"null, or a token it has (special ones: {known})."
+            f"data.document_separator={choice} is not a token of the tokenizer{' bytes' if is_bytes else ''}; use eos, "
+            f"null, or one of its tokens (special tokens: {known})."
         )
     return separator
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """How many ids a model needs for this tokenizer: the largest it can emit, and one."""
+    """Return the vocabulary size that a model needs: the largest id of the tokenizer plus one."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """A hash of what decides the ids: vocabulary, merges, normalizer, pre-tokenizer, added and special tokens.
+    """Hash everything that determines the ids: vocabulary, merges, normalizer, pre-tokenizer, added and special tokens.
 
-    Equal for a tokenizer and its saved and loaded copy; truncation, padding and templates do not count.
+    A saved and reloaded tokenizer has the same hash. Truncation, padding and templates are not included.
     """
     return fingerprint_json(tokenizer.backend_tokenizer.to_str())
 
 
 def fingerprint_json(serialized: str) -> str:
-    """`tokenizer_fingerprint` of the text of a tokenizer.json."""
+    """Compute `tokenizer_fingerprint` from the text of a tokenizer.json."""
     content: dict[str, Any] = json.loads(serialized)
     parts = {name: content.get(name) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

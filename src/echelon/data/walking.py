@@ -1,4 +1,4 @@
-"""Lists every file under a folder, and the files that are skipped, so that nothing is skipped silently."""
+"""List every file under a folder, and record skipped files, so that nothing is skipped silently."""
 
 import os
 from collections.abc import Callable
@@ -13,17 +13,17 @@ Found = list[tuple[Path, str]]
 
 @dataclass
 class LeftOut:
-    """What of a source is not read: by the reason, how often, and the first place."""
+    """The skipped files of a source: for each reason, the count and the first path."""
 
     counts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def note(self, reason: str, place: str) -> None:
-        """Count one more."""
+        """Count one skipped path."""
         count, first = self.counts.get(reason, (0, place))
         self.counts[reason] = (count + 1, min(first, place))
 
     def describe(self) -> str | None:
-        """All of it in a line, `hidden files: 3 (.env, ...)`; None where there is nothing."""
+        """Describe the skipped files in one line, `hidden files: 3 (.env, ...)`; None if there are none."""
         parts = (
             f"{reason}: {count:,} ({first}{', ...' if count > 1 else ''})"
             for reason, (count, first) in sorted(self.counts.items())
@@ -32,11 +32,10 @@ class LeftOut:
 
 
 def walk(root: Path, left_out: LeftOut, refuse: Callable[[OSError], Exception]) -> Found:
-    """Every file under a folder, sorted by relative path; hidden files and folders and those of caches are left out.
+    """List every file under a folder, sorted by relative path, without hidden files and folders and cache folders.
 
-    Links to folders are followed, each real folder is read once: under its own name where it has one below `root`. A
-    link to a folder that holds `root` itself is left out. A folder that cannot be listed raises what `refuse` makes of
-    it.
+    Links to folders are followed. Each real folder is read once, under its own name if it is below `root`. A link to a
+    folder that contains `root` is skipped. For a folder that cannot be listed, raises the error that `refuse` returns.
     """
     found: Found = []
     seen: set[str] = set()
@@ -46,7 +45,7 @@ def walk(root: Path, left_out: LeftOut, refuse: Callable[[OSError], Exception]) 
         for link, name in sorted(links, key=lambda item: item[1]):
             real = os.path.realpath(link)
             if name and (real in seen or Path(real) in Path(os.path.realpath(root)).parents):
-                left_out.note("links to folders that are read or hold this one", name)
+                left_out.note("links to folders that are already read or contain this one", name)
                 continue
             for folder, place in _list_tree(link, name, seen, left_out, refuse, found):
                 deferred.append((folder, place))
@@ -62,7 +61,7 @@ def _list_tree(
     refuse: Callable[[OSError], Exception],
     found: Found,
 ) -> Found:
-    """Take in the files of a tree without following links; returns the links to folders in it."""
+    """Add the files of a tree to `found` without following links. Returns the links to folders in it."""
 
     def fail(error: OSError) -> None:
         raise refuse(error) from error
@@ -95,5 +94,5 @@ def _list_tree(
             elif (here / each).is_file():
                 found.append((here / each, inner))
             else:
-                left_out.note("links to nothing and special files", inner)
+                left_out.note("broken links and special files", inner)
     return links

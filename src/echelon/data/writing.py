@@ -1,4 +1,4 @@
-"""Tokenizes a corpus into the shards of a folder; an interrupted writer can be resumed."""
+"""Tokenize a corpus into the shards of a folder. An interrupted writer can be resumed."""
 
 import logging
 import math
@@ -43,10 +43,10 @@ from echelon.recipe.data_formats import describe_formats
 logger = logging.getLogger(__name__)
 
 POINT_BYTES = 2**26
-"""After so many bytes of the sources, what was written is brought to the disk for good."""
+"""After this many bytes of the sources, the written data is flushed to disk and the progress is saved."""
 
 HOPELESS_RECORDS = 1000
-"""A source of which not one of so many records can be used is refused without reading on."""
+"""A source is refused without reading further if none of its first records, this many, can be used."""
 
 _LISTED_PLACES = 20
 _SAID_PLACES = 3
@@ -54,10 +54,10 @@ _SAID_PLACES = 3
 
 @dataclass(frozen=True)
 class WritingOptions:
-    """What decides the content of the shards beside text and tokenizer.
+    """The settings that determine the content of the shards, besides text and tokenizer.
 
-    `mixture`: each training source is divided, and later sampled, by itself. `deduplicate`: copies are left out.
-    `samples`: documents become samples, None: one text.
+    `mixture`: each training source is split and sampled separately. `deduplicate`: drop copies. `samples`: the rule
+    that turns documents into samples; None: documents form one text.
     """
 
     validation_fraction: float
@@ -69,7 +69,7 @@ class WritingOptions:
 
 
 class CorpusWriter:
-    """Tokenizes a corpus into the shards of a folder, from where an earlier writer was stopped. To be used once."""
+    """Tokenizes a corpus into the shards of a folder, resuming an interrupted writer. Use it only once."""
 
     def __init__(
         self, folder: Path, corpus: Sequence[CorpusEntry], encoding: Encoding, options: WritingOptions
@@ -80,7 +80,7 @@ class CorpusWriter:
         self._options = options
         self._dtype = token_dtype(encoding.vocab_size).__name__
         self._by_hash = choose_by_hash(corpus, options.validation_fraction, encoding.separator, mixture=options.mixture)
-        # Text to validate on first: what is in it may not be trained on.
+        # Validation text first, because its documents must not be trained on.
         self._order = sorted(range(len(corpus)), key=lambda index: corpus[index].stream != "validation")
         self._num_finished = 0
         self._sinks: dict[str, Sink] = {}
@@ -88,14 +88,14 @@ class CorpusWriter:
     def write(self, workers: int) -> Manifest:
         """Write the shards and return the manifest that describes them.
 
-        Raises DataError for text that cannot be used, or too little of it.
+        Raises DataError for unusable text or too little text.
         """
         with WritingJournal(self._folder, len(self._corpus)) as self._journal, ExitStack() as self._open:
             state = self._journal.state
             is_limited = any(entry.source.max_samples is not None for entry in self._corpus)
             total = 0 if is_limited else corpus_bytes(self._corpus)
             if self._journal.is_resumed:
-                logger.info(f"tokenizing: {state.done_bytes / 1e6:.1f} MB were done before; going on from there")
+                logger.info(f"tokenizing: resuming after {state.done_bytes / 1e6:.1f} MB")
             progress = Progress("tokenizing", total, logger, done_bytes=state.done_bytes)
             last_point = state.done_bytes
             with closing(tokenize_tasks(self._plan_tasks(), self._encoding, workers)) as results:
@@ -110,7 +110,7 @@ class CorpusWriter:
             return self._describe()
 
     def finish(self) -> None:
-        """Take away what only a writer that goes on would need; the manifest must be on the disk."""
+        """Remove the files that are needed only to resume. The manifest must be on disk."""
         self._journal.remove()
 
     def _plan_tasks(self) -> Iterator[Task]:
@@ -146,7 +146,7 @@ class CorpusWriter:
         state.done_bytes += result.num_bytes
 
     def _choose_stream(self, index: int, piece: Piece) -> str | None:
-        """Where a document goes that begins with this piece; None for a copy."""
+        """Choose the stream of the document that starts with this piece; None for a copy."""
         entry, home = self._journal.state.entries[index], self._corpus[index].stream
         entry.documents += 1
         if piece.digest is not None and not self._journal.add_document(piece.digest) and home == "train":
@@ -174,15 +174,15 @@ class CorpusWriter:
         entry, source = self._journal.state.entries[index], self._corpus[index].source
         total, has_read_all = entry.broken + entry.documents, self._num_finished > self._order.index(index)
         formats = "" if entry.documents else f"; {describe_formats()}"
-        enough = f"or leave them out with data.max_broken_fraction={_round_up(entry.broken / total):g}"
+        enough = f"or drop them with data.max_broken_fraction={_round_up(entry.broken / total):g}"
         return DataError(
-            f"{source}: {entry.broken:,} of {total:,} records cannot be used, a larger share than "
-            f"data.max_broken_fraction={self._options.max_broken_fraction:g}: {_say_places(entry)}{formats}. Mend "
+            f"{source}: {entry.broken:,} of {total:,} records cannot be used, more than "
+            f"data.max_broken_fraction={self._options.max_broken_fraction:g}: {_say_places(entry)}{formats}. Fix "
             f"them{f', {enough}' if entry.documents and has_read_all else ''}."
         )
 
     def _open_entry(self, index: int) -> None:
-        """Sinks for the streams of a source, if they are not open yet."""
+        """Open the sinks for the streams of a source, if they are not open yet."""
         if self._sinks:
             return
         entry = self._journal.state.entries[index]
@@ -201,7 +201,7 @@ class CorpusWriter:
             self._sinks[stream] = self._open.enter_context(writer)
 
     def _finish_entries(self, following: int | None) -> None:
-        """Finish the sources before the one that follows, None for all; to finish one again changes nothing."""
+        """Finish the sources before `following`, or all for None. Finishing a source twice has no effect."""
         while self._num_finished < len(self._order) and self._order[self._num_finished] != following:
             index = self._order[self._num_finished]
             self._open_entry(index)
@@ -213,19 +213,19 @@ class CorpusWriter:
             self._check_entry(index)
 
     def _check_entry(self, index: int) -> None:
-        """Raises DataError for a source that holds too little that can be used; says what was left out of it."""
+        """Raise DataError for a source with too little usable text, and log what was dropped."""
         entry, source = self._journal.state.entries[index], self._corpus[index].source
         if entry.broken > self._options.max_broken_fraction * (entry.broken + entry.documents):
             raise self._refusal(index)
         if not entry.documents:
-            raise DataError(f"{source} holds no text: it is empty.")
+            raise DataError(f"{source} is empty.")
         if self._options.samples is not None:
             self._check_samples(source, entry, self._options.samples)
         if entry.broken:
             total = entry.broken + entry.documents
-            logger.warning(f"{source.key}: left out {entry.broken:,} of {total:,} records: {_say_places(entry)}")
+            logger.warning(f"{source.key}: dropped {entry.broken:,} of {total:,} records: {_say_places(entry)}")
         if self._options.deduplicate and self._corpus[index].stream == "train":
-            logger.info(f"{source.key}: left out {entry.duplicates:,} of {entry.documents:,} documents as copies")
+            logger.info(f"{source.key}: dropped {entry.duplicates:,} of {entry.documents:,} documents as copies")
 
     @staticmethod
     def _check_samples(source: Source, entry: EntryState, rule: SampleRule) -> None:
@@ -235,9 +235,9 @@ class CorpusWriter:
                 sum(getattr(each, name) for each in counts) for name in ("num_overlong", "num_unlabelled")
             )
             raise DataError(
-                f"{source}: not one of {entry.documents:,} samples can be used: {overlong:,} are longer than "
-                f"data.sequence_len={rule.sequence_len} (data.on_overlong={rule.on_overlong}), and in {unlabelled:,} "
-                "no token that fits is learned; set a larger data.sequence_len, or another data.train_on."
+                f"{source}: none of {entry.documents:,} samples can be used: {overlong:,} are longer than "
+                f"data.sequence_len={rule.sequence_len} (data.on_overlong={rule.on_overlong}), and {unlabelled:,} "
+                "have no target that fits; increase data.sequence_len or change data.train_on."
             )
 
     def _save_point(self) -> None:
@@ -310,15 +310,15 @@ class CorpusWriter:
 
 
 def _check_pairs(streams: dict[str, tuple[SourceRecord, ...]]) -> None:
-    """Raises DataError where one source holds texts to learn, and another pairs of which one is to be preferred."""
+    """Raise DataError if one source has single texts and another has preference pairs."""
     kinds: dict[int, str] = {}
     for record in (record for records in streams.values() for record in records):
         if record.labelled is not None and record.labelled.samples:
             kinds.setdefault(record.labelled.documents_each, record.source)
     if len(kinds) > 1:
         raise DataError(
-            f"{' and '.join(kinds.values())}: one holds texts to learn, the other pairs of a chosen and a rejected "
-            f"text; keep them in recipes of their own."
+            f"{' and '.join(kinds.values())}: one has single texts, the other pairs of a chosen and a rejected text; "
+            f"use separate recipes."
         )
 
 
@@ -330,7 +330,7 @@ def _with_packs(split: _AnySplit, packs: PackRecord) -> _AnySplit:
 
 
 def _round_up(share: float) -> float:
-    """The least share of two digits that is no smaller."""
+    """Round a share up to two significant digits, at most 1."""
     unit = 10.0 ** (math.floor(math.log10(share)) - 1)
     return min(1.0, math.ceil(share / unit - 1e-9) * unit)
 
