@@ -87,7 +87,7 @@ def test_a_plan_equals_the_output_of_the_command(tmp_path, capsys, monkeypatch):
     assert report.memory.total > report.memory.parameters > 0
     app(["plan", str(path), "--devices", "4xH100", "--devices-per-node", "2"], standalone_mode=False)
     assert capsys.readouterr().out == f"{report}\n"
-    with pytest.raises(ConfigError, match="are two clusters"):
+    with pytest.raises(ConfigError, match="are different clusters"):
         echelon.plan(RECIPE, "8xH100", instance="auto")
 
 
@@ -118,7 +118,7 @@ def test_a_run_reads_its_folder(tmp_path):
     assert run.checkpoints() == [] and run.recipe.train.steps == 10
     assert Path(run) == run.path == Path(echelon.Run(run)) and (run / "metrics.jsonl").is_file()
     assert repr(run) == f"Run('{run.path}'): interrupted at step 2"
-    with pytest.raises(ConfigError, match=r"is no run folder: it has no recipe\.yaml"):
+    with pytest.raises(ConfigError, match=r"is not a run folder: it has no recipe\.yaml"):
         echelon.Run(tmp_path)
 
 
@@ -162,6 +162,6 @@ def test_train_refuses_before_it_starts_anything(tmp_path, monkeypatch):
         echelon.train(RECIPE, nproc=0)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"starts processes of its own, .* \(worker\)"):
+    with pytest.raises(ConfigError, match=r"starts its own processes, .* \(worker\)"):
         echelon.train(RECIPE, nproc=2)
     assert not list(tmp_path.iterdir())

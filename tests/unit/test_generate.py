@@ -144,7 +144,7 @@ def test_a_string_gives_a_string_and_a_list_gives_a_list(folder):
     assert one.startswith(PROMPTS[0])
     stop = one[len(PROMPTS[0]) :][1:3]
     assert echelon.generate(folder, PROMPTS[0], stop=stop, **options) == one[: one.index(stop, len(PROMPTS[0]))]
-    with pytest.raises(ConfigError, match=r"num_samples=2 of one prompt are a list of texts; give a list: \[prompt\]"):
+    with pytest.raises(ConfigError, match=r"num_samples=2 requires a list of prompts; use prompts=\[prompt\]"):
         echelon.generate(folder, PROMPTS[0], num_samples=2)
-    with pytest.raises(ConfigError, match=r"system='x' goes with chat=True"):
+    with pytest.raises(ConfigError, match=r"system='x' requires chat=True"):
         echelon.generate(folder, PROMPTS[0], system="x")

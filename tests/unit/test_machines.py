@@ -111,4 +111,4 @@ def test_plan_for_named_machines():
     assert "cluster: 64 x H100 on 8 machine(s)" in named.output
     both = run(app, ["plan", str(RECIPE), "--instance", "auto", "--devices", "8xH100"])
     assert "two clusters" in str(both.exception)
-    assert "goes with --instance" in str(run(app, ["plan", str(RECIPE), "--count", "2"]).exception)
+    assert "requires --instance" in str(run(app, ["plan", str(RECIPE), "--count", "2"]).exception)

@@ -1,1 +1,1 @@
-"""What `import echelon` offers: the commands as functions, and a run's folder as an object."""
+"""The public Python interface of `import echelon`: the commands as functions, and `Run` for a run's folder."""

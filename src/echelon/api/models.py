@@ -1,4 +1,4 @@
-"""What a run has learned, or an HF folder holds: measured, sampled from, written for other tools."""
+"""Evaluate, sample from and export the model of a run or of an HF model folder."""
 
 import logging
 import os
@@ -20,9 +20,9 @@ Prompts = TypeVar("Prompts", str, list[str])
 
 
 def find_target(target: "Target") -> Path:
-    """The folder of a run or a model, with what its frozen weights are read from on this machine.
+    """Return the folder of a run or a model, after fetching the base model of an adapter if needed.
 
-    Raises ConfigError where there is no folder.
+    Raises ConfigError if the folder does not exist.
     """
     from echelon.checkpoint.adapted import fetch_base
 
@@ -42,26 +42,26 @@ def evaluate(
     limit: int | None = None,
     checkpoint: str | int | None = None,
 ) -> dict[str, Any]:
-    """Loss, perplexity and bits per byte on held-out text; or accuracy on tasks. In this process.
+    """Compute loss, perplexity and bits per byte on held-out text, or accuracy on tasks, in this process.
 
     Args:
         target: a run or its folder, or an HF model folder.
-        data: other text than the run's held-out one.
-        tasks: a .jsonl file of multiple-choice questions, to score instead.
-        lm_eval: names of lm-eval's tasks, to run instead; `include_path`: a folder with task files of your own;
-            `limit`: examples of each task.
+        data: text to use instead of the run's held-out text.
+        tasks: a .jsonl file with multiple-choice questions to score instead.
+        lm_eval: names of lm-eval tasks to run instead; `include_path`: a folder with your own task files; `limit`: the
+            number of examples per task.
         checkpoint: `newest`, `best` or a step of a run; None: the newest.
 
     Returns:
-        The numbers by name: those that `echelon eval --json` prints.
+        The metrics by name, as printed by `echelon eval --json`.
 
     Raises:
-        ConfigError, DataError or CheckpointError: naming what cannot be used.
+        ConfigError, DataError or CheckpointError: an argument or file cannot be used; the message names it.
     """
     if sum(each is not None for each in (data, tasks, lm_eval or None)) > 1:
-        raise ConfigError("--data, --tasks and --lm-eval are three evaluations; give one at a time.")
+        raise ConfigError("--data, --tasks and --lm-eval are separate evaluations; give only one.")
     if not lm_eval and (include_path is not None or limit is not None):
-        raise ConfigError("--include-path and --limit go with --lm-eval TASK; add it, or leave them out.")
+        raise ConfigError("--include-path and --limit require --lm-eval TASK; add it or remove them.")
     path, which = find_target(target), None if checkpoint is None else str(checkpoint)
     if tasks is not None:
         from echelon.inference.tasks import evaluate_task
@@ -94,33 +94,33 @@ def generate(
     checkpoint: str | int | None = None,
     batch_size: int = 8,
 ) -> Prompts:
-    """Texts that go on from prompts, the prompts included. In this process.
+    """Generate continuations of prompts, in this process. The returned texts include the prompts.
 
     Args:
         target: a run or its folder, or an HF model folder.
-        prompts: one text, or a list of them.
-        temperature: 0 takes the likeliest token each time.
-        top_k: sample among this many likeliest tokens; 0: among all. `top_p`: among the likeliest with this
-            probability. `min_p`: leave out tokens below this share of the likeliest.
-        num_samples: of each prompt of a list.
-        stop: a text, or several, that end a sample, which is without them.
-        chat: prompts are messages of a user, and the texts are the answers alone; `system`: the message before them.
-            None: what the run was trained with.
+        prompts: one text, or a list of texts.
+        temperature: 0 always takes the most likely token.
+        top_k: sample from this many most likely tokens; 0: from all. `top_p`: from the most likely tokens with this
+            total probability. `min_p`: exclude tokens below this fraction of the highest probability.
+        num_samples: samples per prompt; needs a list of prompts.
+        stop: one or several texts that end a sample; they are not part of it.
+        chat: prompts are user messages, and only the answers are returned; `system`: the system message. None: the one
+            the run was trained with.
         checkpoint: `newest`, `best` or a step of a run; None: the newest.
 
     Returns:
-        A text for a text. For a list a list: `num_samples` texts of the first prompt, then those of the next.
+        A text for one prompt; for a list, `num_samples` texts for the first prompt, then for the next, and so on.
 
     Raises:
-        ConfigError or CheckpointError: naming what cannot be used.
+        ConfigError or CheckpointError: an argument or file cannot be used; the message names it.
     """
     from echelon.inference.chat import Chat
     from echelon.inference.generate import Sampling, generate_samples
 
     if system is not None and not chat:
-        raise ConfigError(f"system={system!r} goes with chat=True; add it, or leave it out.")
+        raise ConfigError(f"system={system!r} requires chat=True; add it or remove system.")
     if isinstance(prompts, str) and num_samples != 1:
-        raise ConfigError(f"num_samples={num_samples} of one prompt are a list of texts; give a list: [prompt].")
+        raise ConfigError(f"num_samples={num_samples} requires a list of prompts; use prompts=[prompt].")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     sampling = Sampling(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, stops, seed)
     path, which = find_target(target), None if checkpoint is None else str(checkpoint)
@@ -138,19 +138,19 @@ def export(
     checkpoint: str | int | None = None,
     merge: bool = False,
 ) -> Path:
-    """Write a checkpoint as an HF folder: safetensors, config, tokenizer; of a run with an adapter, the adapter.
+    """Write a checkpoint as an HF folder: safetensors, config, tokenizer; for a run with an adapter, the adapter.
 
     Args:
-        out: the folder to write, new or empty.
-        dtype: of a whole model: `fp32` (the default), `bf16` or `fp16`.
+        out: the folder to write; it must be new or empty.
+        dtype: the dtype of a whole model: `fp32` (the default), `bf16` or `fp16`.
         checkpoint: `newest`, `best` or a step; None: the newest.
-        merge: of a run that trained an adapter, the whole model, compared with the adapter.
+        merge: for a run with an adapter, write the merged model, after comparing it with the model with adapter.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError or CheckpointError: naming what cannot be used.
+        ConfigError or CheckpointError: an argument or file cannot be used; the message names it.
     """
     from echelon.checkpoint.adapted import read_run_recipe
     from echelon.checkpoint.export import export_adapter, export_run
@@ -163,8 +163,8 @@ def export(
     elif read_run_recipe(path).adapter.is_adapter:
         if dtype is not None:
             raise ConfigError(
-                f"--dtype {dtype} is of a whole model, and an adapter is written as it was trained; add --merge, or "
-                "leave it out."
+                f"--dtype {dtype} applies to a whole model, but an adapter is written in the dtype it was trained in; "
+                "add --merge or remove --dtype."
             )
         num_bytes = export_adapter(path, folder, which)
         logger.info(

@@ -1,4 +1,4 @@
-"""How a recipe would run, here or elsewhere, and the memory that it would need."""
+"""Plan how a recipe would run, here or on other machines, and the memory that it needs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from echelon.recipe import Recipe
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan with what it was made for. Printed, it is what `echelon plan` shows."""
+    """A plan with its memory estimate, cluster and model shape. `str()` gives the output of `echelon plan`."""
 
     plan: ParallelPlan
     memory: MemoryEstimate
@@ -42,23 +42,23 @@ def plan(
     count: int | None = None,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> PlanReport:
-    """How a recipe would run, and the memory it needs. Downloads no weights and starts nothing.
+    """Plan how a recipe would run, and the memory it needs. Downloads no weights and starts no processes.
 
     Args:
         recipe: a Recipe, the path of its file, or a mapping.
-        devices: of this kind and number, `64xH100`; None: this machine's.
-        devices_per_node: of one machine, with `devices`.
-        instance: machines of SageMaker instead, `ml.p5.48xlarge`; `auto` chooses the cheapest that fit.
-        count: how many of them; None: 1, or with `auto` as few as will do.
-        on_line: takes each line of the report as soon as it is known, also of a plan that is then refused.
+        devices: number and kind of the devices, for example `64xH100`; None: those of this machine.
+        devices_per_node: devices per machine, with `devices`.
+        instance: a SageMaker instance type instead, for example `ml.p5.48xlarge`; `auto` selects the cheapest.
+        count: the number of instances; None: 1, or with `auto` as few as possible.
+        on_line: called with each line of the report as soon as it is known, also if the plan is then refused.
 
     Raises:
-        ConfigError, PlanError or DataError: naming the key, for what `train` would refuse.
+        ConfigError, PlanError or DataError: `train` would refuse the recipe; the message names the key.
     """
     if devices is not None and instance is not None:
-        raise ConfigError(f"--devices {devices} and --instance {instance} are two clusters; give one.")
+        raise ConfigError(f"--devices {devices} and --instance {instance} are different clusters; give only one.")
     if count is not None and instance is None:
-        raise ConfigError(f"--count {count} goes with --instance ml.TYPE; add it, or leave it out.")
+        raise ConfigError(f"--count {count} requires --instance ml.TYPE; add it or remove --count.")
     recipe = load_recipe(recipe)
     lines: list[str] = []
 
@@ -66,7 +66,7 @@ def plan(
         lines.append(line)
         on_line(line)
 
-    # Another machine's packages and files are not looked at here.
+    # Packages and files of other machines cannot be checked here.
     checked = check_model(recipe, elsewhere=devices is not None or instance is not None)
     note(f"model: {checked.vocabulary}")
     shape = checked.shape
@@ -91,8 +91,8 @@ def plan(
 def _find_here() -> Cluster:
     if find_spec("torch") is None:
         raise ConfigError(
-            "torch is not installed here, and it is torch that looks at this machine's hardware; install it, or name "
-            "the devices, for example --devices 8xH100."
+            "torch is not installed here, but it is needed to detect this machine's hardware; install it, or give the "
+            "devices, for example --devices 8xH100."
         )
     from echelon.distributed.runtime import default_num_processes
     from echelon.hardware.detection import detect_cluster
@@ -111,7 +111,7 @@ def _find_instances(
     found, machines = find_instance(instance), count or 1
     cluster = find_cluster(recipe, found, machines)
     if found.price is None:
-        on_line(f"instance: {machines} x {found.name}, price unknown; budget.usd_per_hour says it")
+        on_line(f"instance: {machines} x {found.name}, price unknown; set budget.usd_per_hour")
     else:
         total = found.price.usd_per_hour * machines
         on_line(f"instance: {machines} x {found.name}, {found.price.describe()} each on demand, ${total:.2f}/h in all")
@@ -119,13 +119,13 @@ def _find_instances(
 
 
 def _describe_memory(estimate: MemoryEstimate, cluster: Cluster) -> Iterator[str]:
-    """The estimate by part, in GiB a rank, with what it assumes."""
+    """Yield the estimate by part, in GiB per rank, with its assumptions."""
     yield "memory per rank, GiB:"
     for part in ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total"):
         yield f"  {part:<12} {getattr(estimate, part) / 2**30:10.3f}"
     if cluster.accelerator.memory_bytes is not None:
         yield f"  {'of':<12} {cluster.accelerator.memory_bytes / 2**30:10.3f}"
     if estimate.host:
-        yield f"  in host memory, by cpu_offload: {estimate.host / 2**30:.3f}"
+        yield f"  in host memory (cpu_offload): {estimate.host / 2**30:.3f}"
     for assumption in estimate.assumptions:
         yield f"  assumes: {assumption}"

@@ -1,4 +1,4 @@
-"""Recipes from Python: of a file, of a mapping, with other values for some keys."""
+"""Load recipes in Python, from a file or a mapping, with overrides."""
 
 import warnings
 from collections.abc import Mapping
@@ -11,22 +11,22 @@ from echelon.recipe.render import recipe_mapping
 from echelon.redaction import redact_text
 
 RecipeLike = Recipe | str | Path | Mapping[str, Any]
-"""A recipe, the path of its file, or the mapping that such a file holds."""
+"""A recipe, the path of its file, or a mapping with the content of such a file."""
 
 _ORIGIN = "overrides"
 
 
 def load_recipe(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
-    """The recipe of a YAML file, or of the mapping that such a file would hold, checked and with every default.
+    """Load and check the recipe of a YAML file or of an equivalent mapping, with all defaults filled in.
 
-    What a key was taken for, where it has another tool's spelling, is a warning.
+    A warning reports each key in another tool's spelling and the key it was read as.
 
     Args:
-        recipe: a path, or a mapping. A Recipe is returned as it is, when there are no overrides.
+        recipe: a path or a mapping. A Recipe is returned unchanged if there are no overrides.
         overrides: keys that win over the file: `{"train.steps": 50}`, or `["train.steps=50"]`.
 
     Raises:
-        ConfigError: naming the key, its value and what to change.
+        ConfigError: a key is invalid; the message names the key, its value and the fix.
     """
     if isinstance(recipe, Recipe):
         check_built(recipe)

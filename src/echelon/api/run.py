@@ -1,4 +1,4 @@
-"""A run's folder as an object: what was asked for, what was planned, what has happened, and what there is to load."""
+"""A run's folder as an object: its recipe, plan, status, metrics, events and checkpoints."""
 
 import os
 from pathlib import Path
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
 
-# What the last of these events says about a run that no process holds.
+# The status of a run without a process, by its last event of these kinds.
 _ENDINGS: dict[str, Status] = {"signal": "stopped", "budget": "stopped", "failure": "failed"}
 _BEGINNINGS = ("prepare", "start", "resume", "restart")
 
 
 class Run:
-    """A run, by its folder. Everything is read from the files when it is asked for, also while the run trains.
+    """A run, identified by its folder. All values are read from the files on access, also while the run trains.
 
-    It stands for its folder wherever a path is expected: `evaluate(run)`, `Path(run)`, `open(run / "plan.json")`.
+    It is a path-like object: `evaluate(run)`, `Path(run)`, `open(run / "plan.json")`.
     """
 
     def __init__(self, folder: "str | Path | Run") -> None:
-        """Raises ConfigError where the folder holds no run."""
+        """Raises ConfigError if the folder is not a run."""
         self.path = Path(folder)
         if not is_run(self.path):
-            raise ConfigError(f"{self.path} is no run folder: it has no recipe.yaml; give runs/NAME.")
+            raise ConfigError(f"{self.path} is not a run folder: it has no recipe.yaml; give runs/NAME.")
         self._folder = RunFolder(self.path)
 
     def __fspath__(self) -> str:
@@ -46,32 +46,32 @@ class Run:
 
     @property
     def recipe(self) -> "Recipe":
-        """The recipe as run, every default written out, secrets hidden."""
+        """The recipe as run, with all defaults, without secrets."""
         from echelon.recipe import load_recipe
 
         return load_recipe(self._folder.recipe_path)[0]
 
     @property
     def plan(self) -> "ParallelPlan":
-        """How the work is spread over the processes."""
+        """The parallel plan: how the work is distributed over the processes."""
         from echelon.planner.plan import load_plan
 
         return load_plan(self._folder.plan_path)
 
     @property
     def step(self) -> int:
-        """The last step that metrics.jsonl has a row of; 0 before the first."""
+        """The last step in metrics.jsonl; 0 before the first."""
         return self._folder.rows.last_step()
 
     @property
     def status(self) -> Status:
-        """How the run stands.
+        """The status of the run.
 
-        - running: a process holds the folder.
-        - finished: it reached its last step, or stopped early for good.
-        - stopped: by a signal or a budget; `train` goes on from its newest checkpoint.
+        - running: a process holds the lock of the folder.
+        - finished: it reached its last step, or early stopping ended it.
+        - stopped: by a signal or a budget; `train` resumes from its newest checkpoint.
         - failed: the last event is a failure.
-        - interrupted: its processes are gone and left no word, as after a power cut.
+        - interrupted: its processes ended without recording an event, for example after a power failure.
         """
         if self._folder.is_held():
             return "running"
@@ -82,12 +82,12 @@ class Run:
         return _ENDINGS.get(last or "", "interrupted")
 
     def metrics(self, kind: str | None = "train") -> list[Row]:
-        """The rows of metrics.jsonl, in order: of `train` steps, of `eval`uations, or, with None, of both."""
+        """Return the rows of metrics.jsonl in order: those of kind `train` or `eval`, or with None all rows."""
         rows = self._folder.rows.read_metrics().rows
         return [row for row in rows if kind is None or row["kind"] == kind]
 
     def metrics_frame(self, kind: str | None = "train") -> "DataFrame":
-        """The same as a pandas DataFrame, indexed by step. Raises ConfigError where pandas is not installed."""
+        """Return `metrics` as a pandas DataFrame indexed by step. Raises ConfigError if pandas is not installed."""
         try:
             import pandas
         except ImportError as error:
@@ -99,11 +99,11 @@ class Run:
         return frame.set_index("step") if len(frame) else frame
 
     def events(self, event: str | None = None) -> list[Row]:
-        """The rows of events.jsonl, in order: all of them, or those of one event, such as `checkpoint`."""
+        """Return the rows of events.jsonl in order: all, or those of one event, for example `checkpoint`."""
         return [row for row in self._folder.rows.read_events() if event is None or row["event"] == event]
 
     def checkpoints(self) -> "list[Checkpoint]":
-        """The published checkpoints, oldest first, each with its `step` and `path`."""
+        """Return the published checkpoints, oldest first, each with its `step` and `path`."""
         from echelon.checkpoint.folder import list_checkpoints
 
         return list_checkpoints(self.path)

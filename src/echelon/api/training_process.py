@@ -1,8 +1,8 @@
-"""`echelon.train`: the run is prepared, and its workers are watched, by a process of its own.
+"""`echelon.train`: a separate process prepares the run and supervises its workers.
 
-So the caller, a notebook for example, keeps no process group, no signal handler, no GPU memory and no data of a run,
-and a script needs no `if __name__ == "__main__"` for the processes that tokenize. The process does what `echelon train`
-does: it gets the recipe on its standard input, prints the run's lines, and leaves how it ended in a file.
+So the caller, for example a notebook, has no process group, signal handler, GPU memory or data of the run, and a script
+needs no `if __name__ == "__main__"` guard for the tokenizing processes. The process works like `echelon train`: it
+receives the recipe on standard input, prints the run's lines, and writes its result to a file.
 """
 
 import json
@@ -42,10 +42,10 @@ from echelon.supervise.agent import worker_argv
 from echelon.supervise.launch_environment import find_log_level, keep_hub_cache_beside, launch_role, read_environment
 from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Outcome
 
-# A signal of these that would end the caller at once asks the run to save and stop instead, while there is one.
+# Signals that are forwarded to the run, which then saves and stops, if they would otherwise end the caller at once.
 _HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)
 _BY_CODE = {REFUSED: ConfigError, STOPPED: StoppedError, FAILED: TrainingError}
-# What an error arrives as: the first of these that it is a kind of.
+# An error is raised in the caller as the first of these classes that it is an instance of.
 _ERRORS = (
     ConfigError, PlanError, DataError, CheckpointError, LaunchError, StoppedError, TrainingError, EchelonError,
 )  # fmt: skip
@@ -53,7 +53,7 @@ _ERRORS = (
 
 @dataclass(frozen=True)
 class _Ending:
-    """How the process ended: with which of the errors, None for none."""
+    """The result of the process: the name of the error class, or None, and the message."""
 
     error: str | None
     message: str = ""
@@ -70,33 +70,33 @@ def train(
     fresh: bool = False,
     on_line: Callable[[str], None] | None = None,
 ) -> Run:
-    """Train on this machine, to the end; an existing run goes on from its newest good checkpoint, as by the command.
+    """Train on this machine until the run ends. Like the command, resumes an existing run from its newest checkpoint.
 
-    An interrupt (Ctrl-C, or a notebook's stop button) makes the run save a checkpoint and stop, and is raised again
-    once it has; a second one ends the run at once. The same call then goes on from there. SIGTERM does the same.
+    An interrupt (Ctrl-C, or a notebook's stop button) makes the run save a checkpoint and stop, and is then raised in
+    the caller; a second one ends the run at once. Calling `train` again resumes the run. SIGTERM also saves and stops.
 
     Args:
         recipe: a Recipe, the path of its file, or a mapping.
-        nproc: processes; `auto` is one per GPU, or one per two CPU cores.
+        nproc: the number of processes; `auto` is one per GPU, or one per two CPU cores.
         fresh: move an existing run aside instead of resuming it.
-        on_line: takes each line of the run, in this thread; None prints them.
+        on_line: called with each line of the run, in this thread; None prints them.
 
     Returns:
-        The run, finished.
+        The finished run.
 
     Raises:
-        ConfigError, PlanError or DataError: the request is wrong; nothing was started.
-        StoppedError: stopped by a signal or a budget, after a save.
-        TrainingError, LaunchError or CheckpointError: training failed, or processes did.
-        KeyboardInterrupt: after what is said above.
+        ConfigError, PlanError or DataError: the request is invalid; nothing was started.
+        StoppedError: a signal or a budget stopped the run after a save.
+        TrainingError, LaunchError or CheckpointError: training or a process failed.
+        KeyboardInterrupt: after an interrupt, see above.
     """
     recipe = load_recipe(recipe)
     if nproc != "auto" and (not isinstance(nproc, int) or nproc < 1):
-        raise ConfigError(f"nproc={nproc!r} is neither a number of processes nor 'auto'; use nproc=2, for example.")
+        raise ConfigError(f"nproc={nproc!r} is neither a number of processes nor 'auto'; use for example nproc=2.")
     if (role := launch_role()) != "local":
         raise ConfigError(
-            f"echelon.train() starts processes of its own, and the environment says that this one is a launcher's "
-            f"({role}); start the script with python alone, or use the command: torchrun ... -m echelon train RECIPE."
+            f"echelon.train() starts its own processes, but the environment shows that a launcher started this one "
+            f"({role}); start the script with plain python, or use the command: torchrun ... -m echelon train RECIPE."
         )
     request = {"recipe": recipe_mapping(recipe), "nproc": None if nproc == "auto" else nproc, "fresh": fresh}
     with tempfile.TemporaryDirectory(prefix="echelon-train-") as scratch:
@@ -104,7 +104,7 @@ def train(
         interrupted = _follow(_start(request, answer), _print if on_line is None else on_line)
         ending = _read_ending(answer)
     if interrupted:
-        raise KeyboardInterrupt(ending.message or f"{recipe.run.dir} has finished all the same")
+        raise KeyboardInterrupt(ending.message or f"{recipe.run.dir} finished before the interrupt took effect")
     for error in _ERRORS:
         if error.__name__ == ending.error:
             raise error(ending.message)
@@ -112,7 +112,7 @@ def train(
 
 
 def _start(request: dict[str, Any], answer: Path) -> "subprocess.Popen[str]":
-    """The process, in a session of its own: what a terminal or a notebook sends to all reaches it through us alone."""
+    """Start the process in its own session, so that it receives signals of a terminal or notebook only through us."""
     process = subprocess.Popen(
         worker_argv("echelon.api.training_process", str(os.getpid()), str(answer)),
         stdin=subprocess.PIPE,
@@ -121,7 +121,7 @@ def _start(request: dict[str, Any], answer: Path) -> "subprocess.Popen[str]":
         text=True,
         encoding="utf-8",
         errors="replace",
-        # What can be imported here can be there, extensions that the recipe names among it.
+        # Whatever can be imported here, for example extensions of the recipe, can be imported there.
         env={**read_environment(), "PYTHONPATH": os.pathsep.join(os.path.abspath(each) for each in sys.path)},
         start_new_session=True,
     )
@@ -132,7 +132,7 @@ def _start(request: dict[str, Any], answer: Path) -> "subprocess.Popen[str]":
 
 
 def _follow(process: "subprocess.Popen[str]", on_line: Callable[[str], None]) -> bool:
-    """Hand on the lines until the process ends; whether there was an interrupt meanwhile."""
+    """Pass on the lines until the process ends. Returns whether there was an interrupt."""
     interrupted = False
     assert process.stdout is not None
     try:
@@ -154,7 +154,7 @@ def _follow(process: "subprocess.Popen[str]", on_line: Callable[[str], None]) ->
 
 @contextmanager
 def _signals_handed_on(process: "subprocess.Popen[str]") -> Iterator[None]:
-    """Only the main thread can, and only where the caller has no handler of its own."""
+    """Forward signals to the process, from the main thread and only for signals without a handler of the caller."""
     alone = threading.current_thread() is threading.main_thread()
     mine = [each for each in _HANDED_ON if alone and signal.getsignal(each) is signal.SIG_DFL]
     for each in mine:
@@ -170,7 +170,9 @@ def _read_ending(answer: Path) -> _Ending:
     try:
         return read_as(answer, _Ending)
     except (OSError, ValueError):
-        message = "the process that watched the run was killed, and its workers with it; see logs/ in the run folder."
+        message = (
+            "the process that supervised the run was killed, and its workers with it; see logs/ in the run folder."
+        )
         return _with(LaunchError, message)
 
 
@@ -180,7 +182,7 @@ def _print(line: str) -> None:
 
 
 def main() -> None:
-    """The process that `train` starts: `python -m echelon.api.training_process CALLER_PID ANSWER < REQUEST`."""
+    """Run the process that `train` starts: `python -m echelon.api.training_process CALLER_PID ANSWER < REQUEST`."""
     caller, answer = sys.argv[1:]
     start_watchdog(int(caller))
     log_to_console(find_log_level())
