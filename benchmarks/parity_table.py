@@ -35,6 +35,10 @@ COLUMNS = """\
 Each difference is the largest of any row in the group: of a step's loss, relative to the reference; of a step's
 gradient norm, relative; of any single weight after the last step, absolute.
 
+Weights in 16 bits differ more than losses do. An update of AdamW, Muon or Lion has the size of the learning rate
+(0.001 for AdamW) however small the gradient is, so a gradient near zero whose sign differs moves a weight by up to
+twice that in a step. Weights that are stored in bf16 (`bf16_stochastic`) are multiples of 0.0078 above 1.
+
 """
 
 
