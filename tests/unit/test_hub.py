@@ -86,8 +86,8 @@ def test_a_model_is_downloaded_once_completely_and_nothing_else(server, folder, 
 
 def test_progress_is_printed_in_bytes_during_the_download(server, folder, monkeypatch, caplog):
     server.slow = 4.0
-    monkeypatch.setattr(hub, "_LINE_SECONDS", 0.05)
-    monkeypatch.setattr(hub, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(hub, "_PROGRESS_SECONDS", 0.05)
+    monkeypatch.setattr(hub, "_POLL_SECONDS", 0.05)
     recipe = recipe_of()
     hub.fetch_models(recipe, hub.find_commits(recipe, {}))
     told = [re.fullmatch(rf"hub: {NAME}: ([\d.]+) of ([\d.]+) MB, .* s left", line) for line in caplog.messages]

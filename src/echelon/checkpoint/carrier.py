@@ -41,30 +41,30 @@ class Carrier:
         """Whether this is rank 0's machine, whose disk holds the checkpoints."""
         self.clear()
 
-    def writing(self, beside: Path) -> Path:
-        """Return the folder in which this rank writes its part of rank 0's folder `beside`."""
-        return beside if self.is_here else self._scratch / beside.name
+    def writing(self, folder: Path) -> Path:
+        """Return the folder in which this rank writes its part of `folder` on rank 0."""
+        return folder if self.is_here else self._scratch / folder.name
 
-    def collect(self, beside: Path) -> str | None:
-        """Send the files of ranks on other machines to rank 0, into `beside`. Rank 0 returns why that failed, if so."""
+    def collect(self, folder: Path) -> str | None:
+        """Send the files of ranks on other machines to rank 0, into `folder`. Rank 0 returns why that failed, if so."""
         rank, reason = dist.get_rank(), None
-        mine = sorted(self.writing(beside).glob(f"__{rank}_*")) if not self.is_here else []
+        mine = sorted(self.writing(folder).glob(f"__{rank}_*")) if not self.is_here else []
         listed: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(listed, [(path.name, path.stat().st_size) for path in mine], group=self._group)
         for sender in self._elsewhere:
             for name, size in listed[sender]:
                 if rank == sender:
-                    for chunk in _read_chunks(self.writing(beside) / name):
+                    for chunk in _read_chunks(self.writing(folder) / name):
                         dist.send(chunk, 0, group=self._group)
                 elif rank == 0:
                     chunks = self._receive(sender, size)
-                    reason = _write_chunks(beside / name, chunks) or reason
-        return self.discard(beside, reason)
+                    reason = _write_chunks(folder / name, chunks) or reason
+        return self.discard(folder, reason)
 
-    def discard(self, beside: Path, reason: str | None) -> str | None:
-        """Remove this rank's files for `beside` if it is on another machine; return `reason`."""
+    def discard(self, folder: Path, reason: str | None) -> str | None:
+        """Remove this rank's files for `folder` if it is on another machine; return `reason`."""
         if not self.is_here:
-            for path in self.writing(beside).glob(f"__{dist.get_rank()}_*"):
+            for path in self.writing(folder).glob(f"__{dist.get_rank()}_*"):
                 path.unlink()
         return reason
 

@@ -59,7 +59,7 @@ class ObjectStore:
     def read(self, name: str) -> bytes | None:
         """Return the content of an object; None if it does not exist."""
         try:
-            with self._plainly():
+            with self._translated_errors():
                 content: bytes = self._system.cat_file(self._path(name))
                 return content
         except ObjectStoreError as error:
@@ -69,7 +69,7 @@ class ObjectStore:
 
     def write(self, name: str, content: bytes) -> None:
         """Create or replace an object, UTF-8 text, atomically."""
-        with self._plainly():
+        with self._translated_errors():
             if self._is_local:  # a local file is not written atomically
                 path = Path(self._path(name))
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,24 +80,24 @@ class ObjectStore:
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of every object below a name, by its path relative to it."""
         prefix = self._path(name)
-        with self._plainly():
+        with self._translated_errors():
             found = self._system.find(prefix, detail=True)
         return {path[len(prefix) + 1 :]: int(entry["size"]) for path, entry in found.items() if len(path) > len(prefix)}
 
     def upload(self, path: Path, name: str) -> None:
         """Create or replace an object from a file. The client library verifies the transfer if its protocol can."""
-        with self._plainly():
+        with self._translated_errors():
             self._system.put_file(str(path), self._path(name))
 
     def download(self, name: str, path: Path) -> None:
         """Write an object's content to a file. OSError: the disk here is full."""
-        with self._plainly():
+        with self._translated_errors():
             self._system.get_file(self._path(name), str(path))
 
     def digest(self, name: str) -> tuple[int, str]:
         """Read an object; return its size in bytes and its SHA-256."""
         digest, count = hashlib.sha256(), 0
-        with self._plainly(), self._system.open(self._path(name), "rb", block_size=_CHUNK_BYTES) as source:
+        with self._translated_errors(), self._system.open(self._path(name), "rb", block_size=_CHUNK_BYTES) as source:
             while chunk := source.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 count += len(chunk)
@@ -107,7 +107,7 @@ class ObjectStore:
         """Remove objects; missing ones are not an error."""
         for name in names:
             try:
-                with self._plainly():
+                with self._translated_errors():
                     self._system.rm_file(self._path(name))
             except ObjectStoreError as error:
                 if error.kind != "absent":
@@ -117,14 +117,14 @@ class ObjectStore:
         """Remove every object below a name."""
         self.remove(f"{name}/{each}" for each in self.sizes(name))
         if self._is_local and (path := Path(self._path(name))).is_dir():
-            with self._plainly():
+            with self._translated_errors():
                 path.rmdir()
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     @contextmanager
-    def _plainly(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         """Turn an error into ObjectStoreError. Client libraries have their own classes, many of them not OSError."""
         try:
             yield

@@ -68,7 +68,7 @@ class RemoteStart:
             self._fetch_newest(folder, owner.run, is_new)
             write_run_name(folder, owner.run)
         except ObjectStoreError as error:
-            self._go_on_without(folder, error)
+            self._continue_without_server(folder, error)
 
     def claim(self, folder: RunFolder) -> None:
         """Write the owner of the address, which also checks write access. For a run that starts."""
@@ -81,7 +81,7 @@ class RemoteStart:
                 before = self._remote.read_owner()
                 self._remote.claim(Owner(run, render_recipe(self._recipe), ""))
         except ObjectStoreError as error:
-            self._go_on_without(folder, error)
+            self._continue_without_server(folder, error)
         write_run_name(folder, run)
         if before is not None and before.run != run:
             logger.info(f"checkpoint: the checkpoints of the old run remain in {self._remote.url}/{before.run}")
@@ -105,7 +105,7 @@ class RemoteStart:
         finally:
             folder.unlock()
 
-    def _go_on_without(self, folder: RunFolder, error: ObjectStoreError) -> None:
+    def _continue_without_server(self, folder: RunFolder, error: ObjectStoreError) -> None:
         """Continue from a local checkpoint. Without one, refuse: the server may have a run that would be repeated."""
         if not folder.recipe_path.exists() or newest_whole(folder.checkpoints_dir) is None:
             raise self._refusal(error) from None

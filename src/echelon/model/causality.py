@@ -161,11 +161,11 @@ def _smaller_copies(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
         small = copy.deepcopy(config)
         try:
             for part in _parts(small):
-                _thin(part)
+                _reduce_width(part)
                 if narrow:
-                    _take_heads(part)
+                    _reduce_heads(part)
                 if num_layers is not None:
-                    _take_layers(part, num_layers)
+                    _reduce_layers(part, num_layers)
         except Exception:  # some configs validate changes and refuse them
             continue
         yield small
@@ -185,7 +185,7 @@ def _count(config: PretrainedConfig, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _thin(config: PretrainedConfig) -> None:
+def _reduce_width(config: PretrainedConfig) -> None:
     """Reduce the intermediate width of feed-forward layers, and the vocabulary."""
     vocabulary = min(_count(config, "vocab_size") or 0, _MAX_VOCABULARY)
     for name, value in list(vars(config).items()):
@@ -199,7 +199,7 @@ def _thin(config: PretrainedConfig) -> None:
         config.vocab_size = vocabulary
 
 
-def _take_heads(config: PretrainedConfig) -> None:
+def _reduce_heads(config: PretrainedConfig) -> None:
     """Keep one or two key heads with their query heads, and reduce the hidden size in proportion."""
     heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
     if heads is None or hidden is None:
@@ -214,7 +214,7 @@ def _take_heads(config: PretrainedConfig) -> None:
         setattr(config, name, max(1, count * kept // heads))
 
 
-def _take_layers(config: PretrainedConfig, wanted: int) -> None:
+def _reduce_layers(config: PretrainedConfig, wanted: int) -> None:
     """Keep `wanted` layers, and at least one of each kind that the config's per-layer lists name."""
     num_layers = _count(config, "num_hidden_layers")
     if num_layers is None or num_layers <= wanted:

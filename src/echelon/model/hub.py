@@ -38,8 +38,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILES = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|additional_chat_templates/[^/]+\.jinja")
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _CONNECTIONS = 8
-_LOOK_SECONDS = 0.5
-_LINE_SECONDS = 10.0
+_POLL_SECONDS = 0.5
+_PROGRESS_SECONDS = 10.0
 
 
 class Part(Enum):
@@ -135,7 +135,7 @@ def find_dataset_commit(path: str, where: str) -> str:
     with _explained(where, "dataset", f"https://huggingface.co/datasets/{name}"):
         if not is_hub_reachable():
             raise HubUnreachableError(
-                f"{where}: {_describe_silence()}",
+                f"{where}: {_describe_unreachable()}",
                 "Download the dataset on a machine with network access, store it with its save_to_disk, and give "
                 "that folder.",
             )
@@ -288,7 +288,7 @@ def _download(model: HubModel, commit: str, names: list[str], sizes: Mapping[str
         f"hub: fetching {model.name} at commit {commit[:12]}: {len(missing)} files, {total / 1e6:.1f} MB, to "
         f"{folder.parents[2]}",
     )
-    progress = Progress(f"hub: {model.name}", total, logger, level, _LINE_SECONDS)
+    progress = Progress(f"hub: {model.name}", total, logger, level, _PROGRESS_SECONDS)
     blobs = folder.parents[1] / "blobs"
     before = _count_bytes(blobs)
     for _ in _downloading(model.name, commit, missing):
@@ -326,7 +326,7 @@ def _downloading(name: str, commit: str, files: list[str]) -> Iterator[None]:
     for thread in threads:
         thread.start()
     while failures.empty() and (running := [thread for thread in threads if thread.is_alive()]):
-        running[0].join(_LOOK_SECONDS)
+        running[0].join(_POLL_SECONDS)
         yield
     if not failures.empty():
         raise failures.get()
@@ -388,14 +388,14 @@ def _copy_folder(model: HubModel, commit: str) -> Path:
 def _unreachable(model: HubModel, commit: str | None = None) -> HubUnreachableError:
     at = "" if commit is None else f" at commit {commit[:12]}"
     return HubUnreachableError(
-        f"{model}: there is no such folder, {_describe_silence()}, and the cache in {_cache_folder(model).parent} has "
-        f"no complete copy of it{at}",
+        f"{model}: there is no such folder, {_describe_unreachable()}, and the cache in "
+        f"{_cache_folder(model).parent} has no complete copy of it{at}",
         f"Give a folder, or download it on a machine with network access (hf download {model.name}) and copy its "
         "cache.",
     )
 
 
-def _describe_silence() -> str:
+def _describe_unreachable() -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

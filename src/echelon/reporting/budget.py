@@ -12,7 +12,7 @@ from echelon.runs.run_folder import RunFolder
 from echelon.stopping import StopRequest
 from echelon.supervise.launch_environment import find_last_end, find_start
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 # If a start is killed, at most this much of its usage is not recorded.
 _WRITE_SECONDS = 10.0
 # A save may take longer than the previous one; at a stop request, two steps are still to be finished first.
@@ -78,7 +78,7 @@ class CostMeter:
 
         def look() -> None:
             written = 0.0
-            while not self._ended.wait(_LOOK_SECONDS):
+            while not self._ended.wait(_POLL_SECONDS):
                 self.check(stop, save_seconds())
                 if time.monotonic() - written >= _WRITE_SECONDS:
                     written = time.monotonic()
@@ -113,7 +113,7 @@ class CostMeter:
         self._write()
 
     def _find_reserve(self, save_seconds: float | None) -> float:
-        under_way = _STEPS_UNDER_WAY * self._step_seconds + _LOOK_SECONDS
+        under_way = _STEPS_UNDER_WAY * self._step_seconds + _POLL_SECONDS
         if save_seconds is not None:
             return _SAVE_MARGIN * save_seconds + under_way
         limits = [] if self._budget.max_hours is None else [3600 * self._budget.max_hours]

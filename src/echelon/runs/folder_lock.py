@@ -10,7 +10,7 @@ from pathlib import Path
 from echelon.errors import ConfigError, EchelonError, explain_storage_error, is_disk_full
 
 # `is_held` takes the lock for a moment, so `acquire` retries for at least this long.
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 class FolderLock:
@@ -31,7 +31,7 @@ class FolderLock:
             fd = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise explain_unusable(self._folder, "written to", error) from error
-        deadline = time.monotonic() + max(patience_seconds, _LOOK_SECONDS)
+        deadline = time.monotonic() + max(patience_seconds, _POLL_SECONDS)
         while not (held := _try_lock(fd)) and time.monotonic() < deadline:
             time.sleep(0.1)
         if not held:

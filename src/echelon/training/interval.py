@@ -18,7 +18,7 @@ DEVICE_HOURS_BETWEEN_FAILURES = 50_000.0
 _FIRST_STEPS = 10
 _RECENT_STEPS = 50
 # Relative change of the interval from which on it is logged.
-_NEWS_FRACTION = 0.2
+_ANNOUNCED_CHANGE = 0.2
 
 
 def best_interval_seconds(save_seconds: float, failure_seconds: float) -> float:
@@ -55,7 +55,7 @@ class SaveInterval:
         hours = recipe.fault.mean_hours_between_failures
         self._failure_seconds = 3600 * (hours or DEVICE_HOURS_BETWEEN_FAILURES / num_devices)
         self._next = step + _FIRST_STEPS
-        self._said = 0
+        self._announced = 0
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def is_due(self, done: int) -> bool:
@@ -86,9 +86,9 @@ class SaveInterval:
         seconds = max(best_interval_seconds(stall, self._failure_seconds), write)
         every = max(1, math.ceil(seconds / step))
         self._next = done + every
-        if abs(every - self._said) <= _NEWS_FRACTION * self._said:
+        if abs(every - self._announced) <= _ANNOUNCED_CHANGE * self._announced:
             return None
-        self._said = every
+        self._announced = every
         return self._describe(every, every * step, stall)
 
     def _describe(self, every: int, seconds: float, stall: float) -> str:

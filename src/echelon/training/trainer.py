@@ -39,7 +39,7 @@ class Trainer:
             self.recovery.prepare(self.state)
             while True:
                 try:
-                    self._go_on()
+                    self._train()
                     break
                 except BadStep as bad:
                     with self.accounting.spending("recovering"):
@@ -54,7 +54,7 @@ class Trainer:
         """Whether the loss has not improved for `evaluate.early_stopping` evaluations."""
         return self.pauses.stops_early(self.state)
 
-    def _go_on(self) -> None:
+    def _train(self) -> None:
         """Train to the end, or raise BadStep at a bad step that needs recovery. Collective."""
         self.accounting.begin(self.state.step)
         if self.state.owes_evaluation or self.stop.agreed is not None:

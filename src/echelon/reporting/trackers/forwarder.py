@@ -121,7 +121,7 @@ class MetricsForwarder:
         self._given_up.set()  # a later start may send the remaining rows
         if not self._ledger.complete and done:
             logger.warning(
-                f"track: {self._tracker.name} {self._describe_lack()}; run the same command again to send them"
+                f"track: {self._tracker.name} {self._describe_missing()}; run the same command again to send them"
             )
 
     def _work(self) -> None:
@@ -207,7 +207,7 @@ class MetricsForwarder:
             self._reader.close()
         self._reader = None  # reopen the tracker
 
-    def _describe_lack(self) -> str:
+    def _describe_missing(self) -> str:
         reader = RowReader(self._metrics_path)
         rows = reader.read()
         reader.close()

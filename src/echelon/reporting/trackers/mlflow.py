@@ -116,8 +116,8 @@ class Mlflow:
         if experiment is not None:
             return str(experiment.experiment_id)
         # By default MLflow would put a local store's files into ./mlruns of the current folder.
-        beside = self._uri.removeprefix("sqlite:///")
-        artifacts = str(Path(beside).absolute().parent / "mlartifacts") if beside != self._uri else None
+        database = self._uri.removeprefix("sqlite:///")
+        artifacts = str(Path(database).absolute().parent / "mlartifacts") if database != self._uri else None
         return str(self._client.create_experiment(name, artifact_location=artifacts, tags=_KIND))
 
     def _find_run(self, experiment: str, run_key: str) -> Run:
