@@ -1,7 +1,7 @@
 """echelon trains language models across processes, GPUs and machines: Recipe -> Plan -> Run.
 
-The commands as functions, and a run's folder as an object: see docs/python.md. They are imported when they are asked
-for, so that `import echelon` is quick and needs no torch.
+The commands as functions, and a run folder as an object: see docs/python.md. They are imported on first access, so
+`import echelon` is fast and does not import torch.
 """
 
 from importlib import import_module

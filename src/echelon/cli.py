@@ -1,4 +1,4 @@
-"""The `echelon` command: its commands, and how an error becomes a message and an exit code."""
+"""The `echelon` command: registers its commands, and turns errors into a message and an exit code."""
 
 import sys
 from collections.abc import Callable
@@ -65,14 +65,14 @@ def begin(
     quiet: QuietOption = False,
     local_rank: Annotated[int | None, typer.Option("--local-rank", "--local_rank", hidden=True)] = None,
 ) -> None:
-    """Set up logging. `--local-rank` is what `python -m torch.distributed.launch` hands to each rank; LOCAL_RANK says
-    the same."""
+    """Set up logging. `python -m torch.distributed.launch` passes `--local-rank` to each rank, in addition to
+    LOCAL_RANK; it is ignored."""
     set_verbosity(verbose, quiet)
 
 
 def main() -> None:
-    """The console script: every error becomes one message and the exit code of the contract."""
-    if sys.getfilesystemencoding() != "utf-8":  # libraries take no path with a letter that the locale has not
+    """The console script: every error becomes one message and an exit code."""
+    if sys.getfilesystemencoding() != "utf-8":  # libraries fail on paths with characters outside of the locale
         from echelon.supervise.launch_environment import restart_in_utf8
 
         restart_in_utf8()
@@ -88,6 +88,6 @@ def main() -> None:
         if storage := explain_storage_error(error, Path.cwd()):
             complain(f"{storage}.")
             sys.exit(1)
-        complain(f"{type(error).__name__}: {error}; this is a fault in echelon, its traceback follows")
+        complain(f"{type(error).__name__}: {error}; this is a bug in echelon; its traceback follows")
         sys.stderr.write(render_traceback(error))
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each carries the exit code its command ends with.
+"""The errors a user can see. Each has the exit code of its command.
 
 A message states the value given, the rule, and the change that fixes it, with the recipe key:
 `parallel.tp=3 does not divide num_key_value_heads=8; use tp=1, 2, 4 or 8.`
@@ -14,7 +14,7 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class EchelonError(Exception):
-    """Anything echelon reports in one message without a traceback, and without what looks like a secret."""
+    """An error reported as one message without a traceback, with secrets redacted."""
 
     exit_code = 1
 
@@ -23,15 +23,15 @@ class EchelonError(Exception):
 
 
 class ConfigError(EchelonError, ValueError):
-    """The recipe or the command line asks for something that is wrong or not built."""
+    """The recipe or the command line is wrong, or asks for something that is not built yet."""
 
     exit_code = 2
 
 
 class HubUnreachableError(ConfigError):
-    """The Hugging Face hub cannot be asked from this machine, whose cache lacks what is wanted; another one may do.
+    """The Hugging Face hub cannot be reached from this machine and the file is not cached; other machines may reach it.
 
-    `reason` is the message without what would help here.
+    `reason` is the message without the fix.
     """
 
     def __init__(self, reason: str, remedy: str = "") -> None:
@@ -60,37 +60,37 @@ class LaunchError(EchelonError):
 
 
 class StoppedError(EchelonError):
-    """The run was asked to stop and did, with everything saved; the same command goes on."""
+    """The run stopped on request, with everything saved; the same command resumes it."""
 
     exit_code = 3
 
 
 class TrainingError(EchelonError):
-    """Training itself failed: a loss or a gradient norm that is not finite, or whatever ended a rank."""
+    """Training itself failed: a non-finite loss or gradient norm, or another error that ended a rank."""
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, cut to the start of its first line; its type where it says nothing."""
+    """The first line of an error's message, shortened; its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def render_traceback(error: BaseException) -> str:
-    """The traceback of an unexpected error, as Python prints it, without what looks like a secret."""
+    """The traceback of an unexpected error, as Python prints it, with secrets redacted."""
     return redact_text("".join(traceback.format_exception(error)))
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether the system refused to write because a disk, or a quota, is full."""
+    """Whether a write failed because the disk or a quota is full."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
 def explain_storage_error(error: BaseException, place: object) -> str | None:
-    """One line for a disk that is full, or a file that may not be written; None for any other error.
+    """One line for a full disk or a file that is not writable; None for any other error.
 
-    `place` is named where the system does not say which file it was.
+    The message names `place` if the error has no file name.
     """
     if is_disk_full(error):
         return f"the disk is full ({getattr(error, 'filename', None) or place}); free space and run it again"
     if isinstance(error, OSError) and error.errno in _FORBIDDEN:
-        return f"{error.filename or place} cannot be used: {error.strerror}; choose a folder you can write to"
+        return f"{error.filename or place} cannot be accessed: {error.strerror}; choose a folder you can write to"
     return None

@@ -1,7 +1,7 @@
-"""Names in a recipe as what they stand for: rows of a table, or `package.module:Name` from outside of echelon.
+"""Resolve names in a recipe: rows of a table, or extensions `package.module:Name` from outside of echelon.
 
-Code that a recipe names is code that its author chose to run, as in a script. Nothing is called before it has been
-found to be a class with the methods of its kind: a name such as `os:system` in a stranger's run folder does nothing.
+An extension is code that the recipe's author chose to run, as in a script. Nothing is called before it is known to be a
+class with the methods of its kind: a name such as `os:system` in a stranger's run folder has no effect.
 """
 
 import inspect
@@ -15,18 +15,18 @@ from typing import Any
 from echelon.errors import ConfigError, first_line
 
 EXTENSION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-"""The spelling of a name from outside."""
+"""The spelling of an extension's name."""
 
 
 def is_extension(name: str) -> bool:
-    """Whether a recipe's name is one from outside of echelon."""
+    """Whether a name in a recipe is that of an extension."""
     return ":" in name
 
 
 def find_from_here(names: Iterable[str]) -> None:
-    """Let modules of the current folder be imported, if one of the names is from outside of echelon.
+    """Make modules in the current folder importable if one of the names is an extension.
 
-    For commands that read a recipe of the user's own, before anything is imported for it.
+    For commands that read the user's own recipe, before importing any extension.
     """
     here = str(Path.cwd())
     if any(is_extension(name) for name in names) and here not in sys.path:
@@ -34,13 +34,13 @@ def find_from_here(names: Iterable[str]) -> None:
 
 
 def find_named(key: str, name: str, table: Mapping[str, str], kind: type | None = None) -> Any:
-    """The function or class that a recipe names; its module is imported now.
+    """Import the function or class that a recipe names.
 
     Args:
-        key: the recipe's, for the message.
-        name: one of the table's, or `package.module:Name`.
-        table: from names to `package.module:Name`.
-        kind: a protocol or class, whose methods a class from outside must have; None: it is not looked at.
+        key: the recipe key, for messages.
+        name: a name in the table, or `package.module:Name`.
+        table: maps names to `package.module:Name`.
+        kind: a protocol or class whose methods an extension must have; None: no check.
 
     Raises:
         ConfigError: the name is neither, cannot be imported, or is of another kind.
@@ -49,9 +49,7 @@ def find_named(key: str, name: str, table: Mapping[str, str], kind: type | None 
     if name in table:
         return getattr(import_module(module), attribute)
     if not EXTENSION.fullmatch(name):
-        raise ConfigError(
-            f"{key}={name}: there is no such name; use {', '.join(table)}, or package.module:Name of your own."
-        )
+        raise ConfigError(f"{key}={name}: unknown name; use {', '.join(table)}, or your own package.module:Name.")
     found = _import_outside(key, name, module, attribute)
     if kind is not None:
         _check_kind(key, name, found, kind)
@@ -61,15 +59,15 @@ def find_named(key: str, name: str, table: Mapping[str, str], kind: type | None 
 def _import_outside(key: str, name: str, module: str, attribute: str) -> Any:
     if module == "__main__":
         raise ConfigError(
-            f"{key}={name}: what a script or a notebook defines itself cannot be imported by the processes that train; "
-            "put it into a file of its own, such as my_parts.py, and name my_parts:" + attribute + "."
+            f"{key}={name}: training processes cannot import what is defined in a script or notebook; move it to a "
+            f"separate file, such as my_parts.py, and use my_parts:{attribute}."
         )
     try:
         imported = import_module(module)
     except ImportError as error:
         raise ConfigError(
             f"{key}={name}: {module} cannot be imported on this machine ({first_line(error)}); install its package, or "
-            "add the folder that holds it to PYTHONPATH."
+            "add its folder to PYTHONPATH."
         ) from error
     if not hasattr(imported, attribute):
         raise ConfigError(f"{key}={name}: the module {module} has no {attribute}; correct the name.")
@@ -82,13 +80,13 @@ def _check_kind(key: str, name: str, found: Any, kind: type) -> None:
     if not isinstance(found, type) or missing:
         lacks = f"has no {missing[0]}()" if isinstance(found, type) else f"is a {type(found).__name__}"
         raise ConfigError(
-            f"{key}={name}: it must be a class with {', '.join(methods)}, as echelon's {kind.__name__} has, and it "
-            f"{lacks}; name such a class."
+            f"{key}={name}: it must be a class with {', '.join(methods)}, like echelon's {kind.__name__}, but it "
+            f"{lacks}; use such a class."
         )
 
 
 def list_methods(kind: type) -> list[str]:
-    """The public methods of a protocol, or those that an abstract class leaves open."""
+    """The public methods of a protocol, or the abstract methods of an abstract class."""
     if abstract := getattr(kind, "__abstractmethods__", ()):
         return sorted(abstract)
     return [name for name, each in vars(kind).items() if inspect.isfunction(each) and not name.startswith("_")]
@@ -102,9 +100,9 @@ def build_named(
     *arguments: Any,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """What a recipe names, made: called with the arguments of its kind, and with the recipe's options by their names.
+    """Build what a recipe names: call it with the arguments of its kind, and the recipe's options as keywords.
 
-    Raises ConfigError as `find_named`, and for options that it does not take.
+    Raises ConfigError like `find_named`, and for options that it does not accept.
     """
     found = find_named(key, name, table, kind)
     check_options(key, name, found, len(arguments), options)
@@ -113,15 +111,15 @@ def build_named(
     except (TypeError, ValueError) as error:
         if not is_extension(name):
             raise
-        raise ConfigError(f"{key}={name}: it cannot be made: {first_line(error)}; see {_options_key(key)}.") from error
+        raise ConfigError(f"{key}={name}: it cannot be built: {first_line(error)}; see {_options_key(key)}.") from error
 
 
 def check_options(key: str, name: str, found: Any, num_arguments: int, options: Mapping[str, Any] | None) -> None:
-    """Raise ConfigError unless what was found can be called with so many arguments and these options."""
+    """Raise ConfigError unless `found` can be called with this number of arguments and these options."""
     try:
         inspect.signature(found).bind(*[None] * num_arguments, **(options or {}))
     except TypeError as error:
-        given = f", of which echelon gives the first {num_arguments}" if num_arguments else ""
+        given = f", of which echelon passes the first {num_arguments}" if num_arguments else ""
         raise ConfigError(
             f"{_options_key(key)}={dict(options or {})} does not fit {name}{inspect.signature(found)}{given} "
             f"({error}); correct the options."

@@ -1,7 +1,7 @@
-"""Where the records of echelon's loggers go: a console for people, and a log of each rank.
+"""Handlers for the records of echelon's loggers: a console for people, and a log file of each rank.
 
 Every module logs under its own name, `logging.getLogger(__name__)`. Imported as a library, echelon installs no handler:
-the records are the caller's to handle, with `log_to_console` or with handlers of their own.
+the caller handles the records, with `log_to_console` or own handlers.
 """
 
 import logging
@@ -21,9 +21,9 @@ _logger = logging.getLogger("echelon")
 
 
 class RankFilter(logging.Filter):
-    """Gives each record the `rank` of its process; None in a process that is no rank, such as a command.
+    """Sets the `rank` of each record to that of its process; None in a process that is not a rank.
 
-    To be added to a handler, not to a logger: a logger's filters do not see the records of the loggers below it.
+    Add it to a handler, not to a logger: a logger's filters do not see the records of its child loggers.
     """
 
     def __init__(self, rank: int | None) -> None:
@@ -37,7 +37,7 @@ class RankFilter(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """Formats without what looks like a secret; times are UTC, as in events.jsonl."""
+    """Formats records with secrets redacted; times are UTC, as in events.jsonl."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
@@ -48,22 +48,22 @@ class _Formatter(logging.Formatter):
 
 
 class _StreamHandler(logging.StreamHandler[TextIO]):
-    """Writes a record at once and in one piece. What cannot be written is dropped: a terminal that is gone, a pipe that
-    nobody reads any more, or a full disk must not end a training."""
+    """Writes each record immediately and atomically. Records that cannot be written are dropped: a closed terminal, a
+    broken pipe or a full disk must not end a training."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)
         elif isinstance(error, BrokenPipeError):
-            # What is left in the stream's buffer would fail again when the interpreter flushes it at its end.
+            # The rest of the stream's buffer would fail again when the interpreter flushes it at exit.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.stream.fileno())
             os.close(null)
 
 
 class _StdoutHandler(_StreamHandler):
-    """Writes to what is stdout when a record comes: a notebook, or `redirect_stdout`, may have replaced it."""
+    """Writes to the current stdout: a notebook or `redirect_stdout` may have replaced it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -74,19 +74,19 @@ class _StdoutHandler(_StreamHandler):
 
 
 def log_to_console(level: int = logging.INFO, console: TextIO | None = None) -> None:
-    """Show what echelon logs from `level` on, as lines on `console`; None: stdout. For a command, script or notebook.
+    """Show echelon's log messages from `level` on as lines on `console`; None: stdout. For commands and notebooks.
 
-    A line is the message alone. With `logging.DEBUG` it begins with time, level, rank and logger. A second call
-    replaces what an earlier one of this module has set; handlers that others have added stay.
+    A line is only the message. With `logging.DEBUG` it starts with time, level, rank and logger. A second call replaces
+    the handlers of an earlier one; handlers added by others stay.
     """
     _install([_console_handler(_StdoutHandler() if console is None else _StreamHandler(console), level, None)])
 
 
 def log_as_rank(rank: int, log: TextIO, console: TextIO | None = None, level: int = logging.INFO) -> None:
-    """Write what this rank logs to its log, and from `level` on to `console` if it has one.
+    """Write this rank's log messages to its log file, and from `level` on to `console`, if given.
 
-    A line of the log begins with time, level, rank and logger; the log has everything from INFO on, however quiet the
-    console is. Replaces what an earlier call of this module has set.
+    A line of the log file starts with time, level, rank and logger; the file has at least everything from INFO on,
+    whatever `level` is. Replaces the handlers of an earlier call.
     """
     handlers = [_set_up(_StreamHandler(log), min(level, logging.INFO), rank, _detailed(rank))]
     if console is not None:
@@ -96,7 +96,7 @@ def log_as_rank(rank: int, log: TextIO, console: TextIO | None = None, level: in
 
 @contextmanager
 def warnings_only(name: str) -> Iterator[None]:
-    """During the block log nothing but warnings and errors under this logger and those below it."""
+    """Restrict this logger and its children to warnings and errors during the block."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.WARNING)

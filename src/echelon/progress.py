@@ -1,4 +1,4 @@
-"""How far a long job is, in lines for the user."""
+"""Log the progress of a long job."""
 
 import logging
 import time
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Progress:
-    """Logs how far a long job is: bytes, rate and time left, about every `every_seconds`, and once at the end.
+    """Logs the progress of a job: bytes, rate and time left, about every `every_seconds`, and once at the end.
 
-    `logger` is that of the module whose job it is. `total_bytes` 0: nobody knows. `done_bytes` may begin with what was
-    done before.
+    `logger` is that of the module that does the job. `total_bytes` is 0 if unknown. `done_bytes` may start with the
+    bytes done by an earlier attempt.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Progress:
     def finish(self) -> None:
         """Log the total."""
         seconds = max(self.clock() - self._started, 1e-3)
-        self._log(f"{self._describe((self.done_bytes - self._before) / seconds)}, {seconds:.1f} s in all")
+        self._log(f"{self._describe((self.done_bytes - self._before) / seconds)}, {seconds:.1f} s in total")
 
     def _log(self, line: str) -> None:
         self.logger.log(self.level, line)

@@ -1,9 +1,9 @@
-"""What looks like a secret, and text without it: the one place that decides, for everything written, printed or sent.
+"""Detect and redact secrets in everything that is written, printed or sent.
 
-A value is judged by the name it stands under (`api_key`, `HF_TOKEN`) and by its own look wherever it stands: prefixes
-that services give their keys, headers of authorization, logins in addresses, private keys, `NAME=VALUE` and
-`--name VALUE` in a line of text. Names that only may be telling (`FOO_KEY`) take a value that nobody chose by hand.
-What names a secret without being one is none: a path, an address, an ARN, `$VARIABLE`, a token of a vocabulary.
+A value is a secret by its name (`api_key`, `HF_TOKEN`), or by its form: key prefixes of services, authorization
+headers, logins in URLs, private keys, `NAME=VALUE` and `--name VALUE` in a line of text. Under an ambiguous name
+(`FOO_KEY`) it must also look random. References to secrets are not secrets: a path, a URL, an ARN, `$VARIABLE`. Nor are
+vocabulary tokens.
 """
 
 import math
@@ -17,22 +17,22 @@ HIDDEN = "***"
 
 Place = tuple[str | int, ...]
 
-# Names, in small letters with one _ between words. Whatever stands under a telling one is a secret.
+# Names in snake case. A value under one of these names is a secret.
 _TELLING = re.compile(
     r"(?:^|_)(?:token|secret|password|passwd|passphrase|pwd|apikey|jwt|credentials?"
     r"|(?:api|access|private|secret|auth|signing|encryption)_key)(?:_?\d{1,2}|_(?:read|write|value|b64|base64))?$"
 )
-# Under these only what looks drawn at random is.
+# Under these names a value is a secret only if it looks random.
 _SUSPECT = re.compile(r"(?:^|_)(?:key|pat|auth|sas|sig|signature|dsn|cookie|webhook|connection_string)(?:_?\d{1,2})?$")
 _IDENTIFIER = re.compile(r"(?:^|_)(?:kms|public|partition|sort|primary|foreign|cache)_key$")
-# Tokens of a vocabulary share the word: `eos_token: </s>`.
+# Names of vocabulary tokens, which are not secrets: `eos_token: </s>`.
 _VOCABULARY = re.compile(
     r"(?:^|_)(?:[bes]o[a-z]|pad|unk|sep|cls|mask|special|image|video|audio|start|end|stop|new|extra|first|last|next"
     r"|prefix|suffix|middle|separator|delimiter|think|tool|role|user|system|assistant)_token$"
 )
 _MARKUP = re.compile(r"<.*>|\[.*\]|\W*", re.DOTALL)
 
-# Values that say where a secret is, or that none is given.
+# Values that refer to a secret, or that are placeholders.
 _PLAIN = re.compile(
     r"""\$[A-Za-z_{(].*|.*(?:\$[({]|`).*|[*.x…]+|<.*>|\{.*|%\w+%|(?i:your[_-].*)|\d{1,5}
     |(?i:true|false|none|null|yes|no|on|off|auto|required|optional)
@@ -40,10 +40,10 @@ _PLAIN = re.compile(
     |(?:os|self|args|config|settings|env|environ)\..*|\w+(?:\.\w+)*\(.*""",
     re.DOTALL | re.VERBOSE,
 )
-# An access key of AWS is 40 characters of base64, and may begin like a path.
+# An AWS secret key has 40 characters of base64, and may start like a path.
 _BASE64_KEY = re.compile(r"(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[A-Za-z0-9+/]{40}")
 _UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-# Words, versions, dates and sizes, of which names are made.
+# Words, versions, dates and sizes, the usual parts of names.
 _WORD = re.compile(
     r"(?:[A-Z]?[a-z]{1,24}|[A-Z]{1,12}|(?:[A-Z][a-z]+)+)\d{0,4}|\d{1,8}[A-Za-z]{0,3}|\d{1,3}x\d{1,3}[A-Za-z]?"
 )
@@ -51,7 +51,7 @@ _SHORTEST_RANDOM = 16
 _FEWEST_RANDOM = 12  # characters in no word
 _LEAST_ENTROPY = 3.0  # bits a character; hexadecimal digits have at most 4
 
-# The names of the two tables above, where they stand in text.
+# The names of the two patterns above, within text.
 _NAME = (
     r"(?P<name>[\w.-]*(?:token|secret|password|passwd|passphrase|pwd|jwt|credentials?|key|pat|auth|sas|sig|signature|dsn"
     r"|cookie|webhook|connection_string)(?:_?\d{1,2}|_(?:read|write|value|b64|base64))?)"
@@ -62,7 +62,7 @@ _OPTION = re.compile(rf"(?i)(?<!\S)--?{_NAME}\s+(?!-){_VALUE}")
 _FOLLOWING = re.compile(rf"(?i)(?<![\w$.-]){_NAME}\s+{_VALUE}")
 _HEADER_OPTION = re.compile(r"(?:-H|--header)[ =]?[\"']?$")
 
-# Texts that are secrets by their look alone, each at the beginning of a word.
+# Texts that are secrets by their form, each at the start of a word.
 _KNOWN = re.compile(
     r"(?<![A-Za-z0-9_-])(?:"
     r"(?:hf_|api_org_)(?:(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}|[A-Za-z0-9]{30,})"
@@ -80,12 +80,12 @@ _SCHEME = r"(?:bearer|basic|token|digest|api-?key|negotiate|aws4-hmac-sha256)"
 
 
 def redact(value: Any) -> Any:
-    """A copy of plain values (mappings, lists, text) with `***` in the place of what looks like a secret."""
+    """A copy of plain values (mappings, lists, text) with secrets replaced by `***`."""
     return _redact(value, "")
 
 
 def redact_text(text: str) -> str:
-    """The text with `***` in the place of what looks like a secret; to do so twice changes nothing."""
+    """The text with secrets replaced by `***`; idempotent."""
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _KNOWN.sub(HIDDEN, text)
     for pattern, is_secret in _RULES:
@@ -122,7 +122,7 @@ def _redact(value: Any, name: str) -> Any:
 
 
 def _is_telling(name: str, value: str) -> bool:
-    """Whether the name alone makes a secret of the value."""
+    """Whether the value is a secret because of its name."""
     words = _snake_case(name)
     if not _TELLING.search(words) or _is_plain(value):
         return False
@@ -133,7 +133,7 @@ def _is_telling(name: str, value: str) -> bool:
 
 
 def _is_suspect(name: str, value: str) -> bool:
-    """Whether a name that may be telling stands before a value that nobody chose."""
+    """Whether the name may be that of a secret and the value looks random."""
     words = _snake_case(name)
     is_it = _TELLING.search(words) or (_SUSPECT.search(words) and not _IDENTIFIER.search(words))
     return bool(is_it) and not _is_plain(value) and _looks_random(_unquote(value))
@@ -165,7 +165,7 @@ def _looks_random(value: str) -> bool:
 
 
 def _hide_if(is_secret: Callable[[re.Match[str]], bool], match: re.Match[str]) -> str:
-    """The match, a secret in it replaced; quotes and what closes a sentence or a list stay."""
+    """The match with its secret replaced; quotes and closing punctuation stay."""
     if not is_secret(match):
         return match[0]
     secret, start = match["secret"], match.start("secret") - match.start()
@@ -175,7 +175,7 @@ def _hide_if(is_secret: Callable[[re.Match[str]], bool], match: re.Match[str]) -
 
 
 def _is_assigned(match: re.Match[str]) -> bool:
-    """`NAME=VALUE` under a telling name; after a colon, as prose has them too, only where it surely is no prose."""
+    """Whether `NAME=VALUE` is a secret; with a colon, only if the text is clearly not prose."""
     name, value, between = match["name"], match["secret"].rstrip(",.:)]}"), match["between"]
     is_mapped = between == "=" or match["secret"][0] in "\"'" or _is_in_braces(match) or _is_header(match)
     return (is_mapped and _is_telling(name, value)) or _is_suspect(name, value)
@@ -211,9 +211,9 @@ def _has_password(match: re.Match[str]) -> bool:
 
 
 _LINE = r"[^\n|;&]{0,200}?"
-# Patterns whose group `secret` is replaced where the function beside says so.
+# Patterns whose group `secret` is replaced if the function returns true.
 _RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], bool]], ...] = (
-    # The login of an address: with a password, or a key on its own.
+    # The login in a URL: with a password, or only a key.
     (re.compile(r"(?<=://)(?P<secret>[^/\s@:\"']*:(?P<password>[^/\s@\"']+))(?=@)"), _has_password),
     (re.compile(r"(?<=://)(?P<secret>[^/\s@:\"']{16,})(?=@)"), _is_random),
     (re.compile(rf"(?i)\bauthorization\b[\"']?\s*[:=]\s*[\"']?{_SCHEME}\s+(?P<secret>[^\s\"',;]+)"), _is_given),
@@ -221,7 +221,7 @@ _RULES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], bool]], ...] = (
     (_ASSIGNED, _is_assigned),
     (_OPTION, _is_option),
     (_FOLLOWING, _follows),
-    # Commands that take one in a place of their own.
+    # Commands with a positional secret or a special option.
     (re.compile(r"\bwandb[. ]login\b[^\n]{0,60}?(?<![0-9a-f])(?P<secret>[0-9a-f]{40})(?![0-9a-f])"), _is_given),
     (re.compile(r"\bmachine\s+\S{1,200}\s+login\s+\S{1,200}\s+password\s+(?P<secret>\S+)"), _is_given),
     (re.compile(rf"\b(?:curl|wget)\b{_LINE}\s(?:-u|--user)[ =]*[\"']?[^\s:\"']+:(?P<secret>[^\s\"']+)"), _is_given),

@@ -1,7 +1,7 @@
-"""Stop requests: by a signal, or by the stop file of whoever started this process.
+"""Stop requests: by a signal, or by the stop file written by this process's agent.
 
-The stop file holds a signal's name. An agent forwards a stop to its workers through it, because the signals that the
-agent sends of its own accord mean that a peer has failed and there is nothing left to save.
+The stop file contains a signal's name. An agent forwards a stop to its workers through it, because a signal from the
+agent itself means that a peer has failed and there is nothing left to save.
 """
 
 import math
@@ -20,35 +20,35 @@ from echelon.errors import LaunchError
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 LIMITS = ("budget.max_hours", "budget.max_usd")
-"""The recipe's keys that a run stops by itself for."""
+"""The recipe keys whose limits stop a run."""
 
 _CAUSES = (*(each.name for each in STOP_SIGNALS), *LIMITS)
 
 ECHO_SECONDS = 1.0
-"""One request may come from several senders, as when a terminal signals every process; within this it counts once."""
+"""Signals within this time count as one request, as when a terminal signals every process."""
 
 _LOOK_SECONDS = 0.2
 
 
 class StopRequest:
-    """Whether this process was asked to stop. The first request is for the training loop to find; a second ends it."""
+    """Whether this process was asked to stop. The training loop polls the first request; a second ends the process."""
 
     def __init__(self) -> None:
         self.name: str | None = None
-        """The signal's name, SIGTERM for example; None while nobody asked."""
+        """The signal's name, such as SIGTERM; None until a request."""
         self.limit: str | None = None
-        """The one of LIMITS that is reached, which asks to stop too; None while there is none. A signal that follows is
-        still the first one."""
+        """The one of LIMITS that is reached, which is a stop request too; None until then. A later signal still counts
+        as the first one."""
         self.agreed: str | None = None
         """The signal or limit that all ranks have agreed to stop for; None while training goes on."""
         self._asked_at = 0.0
         self._leave: Callable[[str], None] = lambda name: None
 
     def listen(self, stop_file: Path | None, leave: Callable[[str], None]) -> None:
-        """Take STOP_SIGNALS from now on, and poll the stop file. For the main thread, once.
+        """Handle STOP_SIGNALS from now on, and poll the stop file. Call it once, in the main thread.
 
-        A thread reads the signals from a pipe, so that they are noticed while the main thread is in a collective, a
-        compilation or a wait for data, where no handler of Python's runs.
+        A thread reads the signals from a pipe, so that they are seen while the main thread is in a collective, a
+        compilation or a wait for data, where no Python handler runs.
 
         Args:
             leave: called in that thread at the second request, with its signal's name; it does not return.
@@ -58,11 +58,13 @@ class StopRequest:
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         for each in STOP_SIGNALS:
-            signal.signal(each, lambda number, frame: None)  # or the signal would not get into the pipe
+            signal.signal(
+                each, lambda number, frame: None
+            )  # without a handler the signal would not be written to the pipe
         threading.Thread(target=self._watch, args=(reading, stop_file), name="stop-request", daemon=True).start()
 
     def ask(self, name: str) -> None:
-        """Ask to stop, as a signal does."""
+        """Request a stop, like a signal."""
         now = time.monotonic()
         if self.name is None:
             self.name, self._asked_at = name, now
@@ -70,11 +72,11 @@ class StopRequest:
             self._leave(name)
 
     def seconds_left(self, notice_seconds: float) -> float:
-        """Of the time that whoever asked allows; without end while nobody asked."""
+        """Seconds left of the notice; infinite until a request."""
         return math.inf if self.name is None else self._asked_at + notice_seconds - time.monotonic()
 
     def flags(self) -> list[float]:
-        """One number for each signal and limit, 1 for those that asked, to be summed over ranks."""
+        """One number for each signal and limit, 1 if it was requested; to be summed over ranks."""
         return [float(each in (self.name, self.limit)) for each in _CAUSES]
 
     def _watch(self, reading: int, stop_file: Path | None) -> None:
@@ -89,7 +91,7 @@ class StopRequest:
 
 
 def agreed_stop(sums: Sequence[float]) -> str | None:
-    """The signal, or else the limit, that some rank stops for, from the sums of `StopRequest.flags`; None for none."""
+    """The signal, else the limit, for which a rank stops, from the sums of `StopRequest.flags`; None if none does."""
     return next((each for each, count in zip(_CAUSES, sums, strict=True) if count), None)
 
 
@@ -102,14 +104,14 @@ def read_stop_file(path: Path) -> str | None:
 
 
 class _Stopped(BaseException):
-    """SIGTERM or SIGINT arrived while this process itself was at work."""
+    """SIGTERM or SIGINT arrived."""
 
 
 @contextmanager
 def stops_told() -> Iterator[None]:
-    """Turn SIGTERM and Ctrl-C into a LaunchError of one line, after what was half-made has been taken away.
+    """Turn SIGTERM and Ctrl-C into a one-line LaunchError, after cleanup of partial files.
 
-    For the main thread, and the time before training. A second one ends the process at once.
+    For the main thread, before training. A second signal ends the process immediately.
     """
     stopped_by: list[str] = []
 
@@ -127,7 +129,7 @@ def stops_told() -> Iterator[None]:
     except BaseException as error:
         if not stopped_by:
             raise
-        # Whatever else came up in its wake is of its making.
+        # Any other error in the block is a consequence of the signal.
         message = f"stopped by {stopped_by[0]} before training began; start the same command again"
         raise LaunchError(message) from error
     finally:

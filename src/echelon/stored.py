@@ -1,7 +1,7 @@
-"""The small files of a run: written in one go, and read without trust.
+"""The small files of a run: written atomically, and validated when read.
 
-A file may be cut off, hold other bytes or JSON of another type: whoever reads it here gets what it must be, or an
-OSError or a ValueError that says what is wrong with it.
+A file may be truncated, or contain other bytes or JSON of another type: reading it here returns the expected type, or
+raises an OSError or a ValueError with the fault.
 """
 
 import json
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file in one go: a reader sees the old text or the new one, also after a power cut."""
+    """Replace the file atomically: a reader sees the old text or the new one, also after a power failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -33,12 +33,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file with `value` as indented JSON, in one go."""
+    """Replace the file atomically with `value` as indented JSON."""
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk, so that a rename that follows survives a power cut."""
+    """Flush a file, or a folder's entries, to disk, so that a later rename survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -47,22 +47,22 @@ def sync_path(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file. Raises OSError, or ValueError for whatever is no JSON."""
+    """The value of a JSON file. Raises OSError, or ValueError for invalid JSON."""
     return parse_json(path.read_bytes())
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of JSON in UTF-8. Raises ValueError for whatever is none."""
+    """The value of JSON in UTF-8. Raises ValueError for invalid JSON."""
     try:
         return json.loads(content.decode("utf-8"))
     except RecursionError as error:
-        raise ValueError("lists in lists without end") from error
+        raise ValueError("too deeply nested") from error
 
 
 def read_as(path: Path, kind: type[T]) -> T:
-    """The value of a JSON file, checked to be of a type: a dataclass, a TypedDict, a mapping of numbers.
+    """The value of a JSON file, validated as a type: a dataclass, a TypedDict, a mapping of numbers.
 
-    Raises OSError, or ValueError with one line that says what is not as the type has it.
+    Raises OSError, or ValueError with one line about the first fault.
     """
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
@@ -74,7 +74,7 @@ def read_as(path: Path, kind: type[T]) -> T:
 
 @dataclass(frozen=True)
 class Rows:
-    """What was read of a file of JSON lines: the good rows, and the numbers of the lines that are none, from 1."""
+    """The content of a file of JSON lines: the valid rows, and the numbers of invalid lines, from 1."""
 
     path: Path
     rows: tuple[Row, ...]
@@ -82,19 +82,19 @@ class Rows:
     fault: str | None = None
 
     def describe_bad(self) -> str | None:
-        """The line about what was passed over; None where nothing was."""
+        """The message about skipped lines; None if there are none."""
         if self.fault is not None:
-            return f"passing over {self.path}, which cannot be read ({self.fault})"
+            return f"skipping {self.path}, which cannot be read ({self.fault})"
         if not self.bad:
             return None
         more = f" and {len(self.bad) - 1} more" if len(self.bad) > 1 else ""
-        return f"{self.path}: passing over line {self.bad[0]}{more}, which cannot be read"
+        return f"{self.path}: skipping line {self.bad[0]}{more}, which cannot be read"
 
 
 def read_rows(path: Path, is_row: Callable[[Row], bool]) -> Rows:
-    """The rows of a file of JSON lines; none where there is no such file.
+    """The rows of a file of JSON lines; empty if the file does not exist.
 
-    A last line without an end is one that a power cut took half of, or that is being written: it counts as absent.
+    A last line without a newline was cut off by a power failure or is being written: it is ignored.
     """
     try:
         content = path.read_bytes()
@@ -108,7 +108,7 @@ def read_rows(path: Path, is_row: Callable[[Row], bool]) -> Rows:
 
 
 def whole_lines(content: bytes) -> Iterator[bytes]:
-    """The lines of a file that have an end, with it."""
+    """The complete lines of a file, including their newlines."""
     start = 0
     while (stop := content.find(b"\n", start) + 1) > 0:
         yield content[start:stop]
@@ -116,7 +116,7 @@ def whole_lines(content: bytes) -> Iterator[bytes]:
 
 
 def parse_row(line: bytes, is_row: Callable[[Row], bool]) -> Row | None:
-    """The object in a line of JSON; None where there is none, or one that is not as `is_row` wants it."""
+    """The object in a line of JSON; None if it is invalid or `is_row` rejects it."""
     try:
         row = parse_json(line)
     except ValueError:

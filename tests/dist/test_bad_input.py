@@ -358,7 +358,7 @@ def test_refusal_under_torchrun_is_printed_before_the_ranks_end(echelon, tmp_pat
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     said = [line for line in ended.stderr.splitlines() if line.startswith("echelon: ")]
     assert ended.returncode == 1  # torchrun's own exit code
-    assert len(said) == 1 and "dp_shard 8 needs 8 processes, and there are 2" in said[0], ended.stderr
+    assert len(said) == 1 and "dp_shard 8 needs 8 processes, but there are 2" in said[0], ended.stderr
     assert not (tmp_path / "runs").exists()
 
 

@@ -82,9 +82,9 @@ def test_a_run_resumes_with_damaged_files(echelon, run):
     resumed = echelon(*COMMAND, "train.steps=8")
     assert (resumed.code, resumed.err) == (0, ""), resumed
     for line in (
-        "run: runs/tiny/events.jsonl: passing over line 2 and 4 more, which cannot be read",
-        "metrics.jsonl: passing over line 1 and 1 more, which",
-        "samples.jsonl: passing over line 1, which",
+        "run: runs/tiny/events.jsonl: skipping line 2 and 4 more, which cannot be read",
+        "metrics.jsonl: skipping line 1 and 1 more, which",
+        "samples.jsonl: skipping line 1, which",
         "spending.json cannot be read (seconds: ",
         "plan: a new one",
         "Resuming from step-00000006",

@@ -38,7 +38,7 @@ def test_a_signal_ends_the_drill_and_all_its_processes(folder, number, moment):
     job.send_signal(number)
     ending = finish(job, 120)
     assert_no_orphan(0.1)
-    assert (ending.code, ending.err) == (1, f"echelon: stopped by {number.name}; nothing of the drill runs any more\n")
+    assert (ending.code, ending.err) == (1, f"echelon: stopped by {number.name}; the drill's processes have ended\n")
     assert not run.path.parent.exists()
 
 

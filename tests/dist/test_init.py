@@ -33,7 +33,7 @@ def test_init_refusals(echelon):
         (["there.yaml"], "there.yaml exists"),
         (["new.yaml", "--params", "much"], "--params much is not a count; write it like 1.3b, 350m or 2e9."),
         (["new.yaml", "--tokens", "9"], "--tokens 9 is out of range; use 100k to 100t."),
-        (["new.yaml", "--vocab-size", "300"], "--vocab-size 300 goes with --params or --tokens"),
+        (["new.yaml", "--vocab-size", "300"], "--vocab-size 300 requires --params or --tokens"),
     ]:
         ending = echelon("init", *arguments)
         assert ending.code == 2 and words in ending.err and not Path("new.yaml").exists()

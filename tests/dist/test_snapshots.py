@@ -45,7 +45,7 @@ def test_a_lost_process_resumes_from_a_snapshot(echelon, tmp_path):
     ending = finish(job, 180)
     assert ending.code == 0, ending
     [resumed] = [row["step"] for row in read_lines(run.events_path) if row["event"] == "resume"]
-    assert 50 <= resumed < 400 and f"Resuming from step-{resumed:08d}, held in memory." in ending.out, ending
+    assert 50 <= resumed < 400 and f"Resuming from step-{resumed:08d}, a snapshot in memory." in ending.out, ending
     assert f"restart 1 of 3: from step {resumed}" in ending.out
     saves = [row["step"] for row in read_lines(run.events_path) if row["event"] == "checkpoint"]
     assert saves == [400, 600], "snapshots are no checkpoints of the run"

@@ -80,13 +80,13 @@ PAIRS = list(combinations("abcd", 2))
         ),
         (
             found(blocked={("c", "b"): {"rendezvous": "connection refused"}}),
-            ["c does not reach b at port 29400 (connection refused), but at others; open port 29400 in the firewall of "
-             "b, or choose another one: launch.torchrun.port"],
+            ["c does not reach b at port 29400 (connection refused), but at other ports; open port 29400 in the "
+             "firewall of b, or choose another one: launch.torchrun.port"],
         ),
         (
             found(blocked={(a, b): {"collective": "no route to host"} for a, b in (("a", "d"), ("d", "a"))}),
-            ["a reaches d at port 29400, but not at others (no route to host); nor the other way; collectives take "
-             "ports of their own: open all TCP ports between a and d"],
+            ["a reaches d at port 29400, but not at other ports (no route to host); the same in the other "
+             "direction; collectives use other ports: open all TCP ports between a and d"],
         ),
         (  # every pair with c: one message about c
             found(blocked={pair: both("no answer in 3 s") for a in "abd" for pair in ((a, "c"), ("c", a))}),
@@ -122,12 +122,12 @@ PAIRS = list(combinations("abcd", 2))
         ),
         (
             found(offsets={"a": 0.0, "b": 0.0, "c": -37.4, "d": 0.2}),
-            ["the clock of c is 37.4 s behind the others; have it set by NTP: start chrony or systemd-timesyncd on c"],
+            ["the clock of c is 37.4 s behind the others; set it with NTP: start chrony or systemd-timesyncd on c"],
         ),
         (
             found(facts={"a": fact("a", addresses={**fact("a")["addresses"], "a": "127.0.1.1", "c": None})}),
-            ["a does not know c; add them to DNS or to /etc/hosts of a",
-             "a takes a for 127.0.1.1, which is each machine itself; take that line out of /etc/hosts of a, or name "
+            ["a cannot resolve c; add them to DNS or to /etc/hosts of a",
+             "a resolves a to 127.0.1.1, a loopback address; remove that line from /etc/hosts of a, or give "
              "the hosts by their addresses"],
         ),
         (
@@ -137,8 +137,8 @@ PAIRS = list(combinations("abcd", 2))
         ),
         (
             found(facts={"c": fact("c", sees=False), "d": fact("d", sees=False)}),
-            ["c, d do not see the files of this folder; mount the same storage on every host, or name it there with "
-             "launch.torchrun.workdir"],
+            ["c, d do not see the files of this folder; mount the same storage on every host, or set its path there "
+             "with launch.torchrun.workdir"],
         ),
         (
             found(facts={"d": "Connection timed out"}, pairs=dict.fromkeys(combinations("abc", 2), FAST), whole=None),
@@ -219,8 +219,8 @@ def test_problems_of_this_machine_are_reported(monkeypatch, tmp_path):
     assert bad == {
         "torch": "2.10.1; pip install 'torch>=2.11,<2.14'",
         "transformers": "not installed; pip install 'transformers>=5.17,<6'",
-        "clock": "2023-11-14 22:13 UTC; have it set by NTP",
-        "gloo": "two processes on this machine cannot run an all-reduce: refused; see that `lo` is up",
+        "clock": "2023-11-14 22:13 UTC; set it with NTP",
+        "gloo": "two processes on this machine cannot run an all-reduce: refused; check that `lo` is up",
     }
 
 

@@ -71,7 +71,7 @@ def test_a_reader_feeds_what_it_reads(package, tmp_path):
     again = prepare_data(build(data__train=[{**source, "options": {"stars": "more"}}]))
     assert again.path != prepared.path, "other options are other text"
     with pytest.raises(
-        ConfigError, match=r"^data.train.0.format=\S+:Verses: it cannot be made: no such star; see data"
+        ConfigError, match=r"^data.train.0.format=\S+:Verses: it cannot be built: no such star; see data"
     ):
         prepare_data(build(data__train=[{**source, "options": {"fault": "no such star"}}]))
 
@@ -81,9 +81,9 @@ def test_a_reader_feeds_what_it_reads(package, tmp_path):
     [
         ("no_such_package.parts:Rule", r"no_such_package.parts cannot be imported on this machine .*PYTHONPATH"),
         ("{package}:Nothing", r"the module their_parts\w* has no Nothing; correct the name"),
-        ("os:system", r"must be a class with build_state, update, as echelon's Rule has, and it is a builtin_function"),
-        ("subprocess:Popen", r"must be a class with build_state, update, .* and it has no build_state\(\)"),
-        ("__main__:Mine", r"what a script or a notebook defines itself cannot be imported .* name my_parts:Mine"),
+        ("os:system", r"must be a class with build_state, update, like echelon's Rule, but it is a builtin_function"),
+        ("subprocess:Popen", r"must be a class with build_state, update, .* but it has no build_state\(\)"),
+        ("__main__:Mine", r"training processes cannot import .* use my_parts:Mine"),
     ],
 )
 def test_an_unusable_class_is_one_error(package, name, message):

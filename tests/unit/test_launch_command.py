@@ -54,13 +54,13 @@ def silent_hub(monkeypatch, tmp_path):
     [
         (
             {"to": "local", "hosts": "a,b"},
-            "--hosts a,b goes with --to torchrun, not with local; leave one of them out.",
+            "--hosts a,b requires --to torchrun, not local; remove one of them.",
         ),
         (
             {"to": "slurm", "instance": "ml.p5.48xlarge"},
-            "--instance ml.p5.48xlarge goes with --to sagemaker, not with slurm; leave one of them out.",
+            "--instance ml.p5.48xlarge requires --to sagemaker, not slurm; remove one of them.",
         ),
-        ({"to": "torchrun", "hosts": ",,"}, "--hosts ',,' names no machine; write it like --hosts a,b."),
+        ({"to": "torchrun", "hosts": ",,"}, "--hosts ',,' has no host; write it like --hosts a,b."),
         *(
             (
                 {"to": "slurm", "nodes": nodes},
@@ -106,7 +106,7 @@ def test_an_unreachable_hub_is_a_note_for_remote_jobs(recipe, to, capsys, silent
 def test_an_unreachable_hub_refuses_a_local_job(recipe, silent_hub):
     with pytest.raises(HubUnreachableError, match=r"^model\.checkpoint=team/tiny: .* cannot be reached from .* Give a"):
         launch(recipe, HUB_MODEL, dry_run=True, to="local")
-    with pytest.raises(ConfigError, match=r"^launch\.sagemaker\.instance_type=auto: .* cannot be reached .* name a"):
+    with pytest.raises(ConfigError, match=r"^launch\.sagemaker\.instance_type=auto: .* cannot be reached .* set a"):
         launch(recipe, [*HUB_MODEL[:2], "tokenizer=null"], dry_run=True, to="sagemaker", instance="auto")
 
 
@@ -168,7 +168,7 @@ class Slow:
 def test_ctrl_c_during_submission_does_not_lose_the_job(recipe, monkeypatch, capsys):
     monkeypatch.setattr("echelon.lifecycle.job_checks.find_launcher", lambda target: Slow())
     with pytest.raises(
-        LaunchError, match=r"^stopped by SIGINT when (.*) was launched already; `echelon cancel \1` ends"
+        LaunchError, match=r"^stopped by SIGINT, but (.*) was already launched; `echelon cancel \1` ends"
     ):
         launch(recipe, [], to="local")
     assert [record.id for record in list_jobs()] == ["17"]
@@ -189,7 +189,7 @@ def test_the_second_signal_ends_a_sweep_immediately(monkeypatch, capsys):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     assert stop.name == "SIGINT"
-    assert capsys.readouterr().err.startswith("echelon: ended at once by SIGINT; trials may still run")
+    assert capsys.readouterr().err.startswith("echelon: ended immediately by SIGINT; trials may still run")
 
 
 def test_a_target_that_does_not_answer_hides_no_other_jobs(recipe, monkeypatch, capsys):

@@ -113,7 +113,7 @@ def test_layouts_that_do_not_fit_the_processes():
     )
     # a recipe for 8 GPUs on a laptop of 2 processes
     refusal(
-        PlanError, "dp_replicate 2 x dp_shard 4 needs 8 processes, and there are 2", "run 8", "2 x 1 or 1 x 2",
+        PlanError, "dp_replicate 2 x dp_shard 4 needs 8 processes, but there are 2", "run 8", "2 x 1 or 1 x 2",
         parallel={"dp_replicate": 2, "dp_shard": 4},
     )  # fmt: skip
     refusal(PlanError, "there is 1;", "1 x 1", parallel={"dp_shard": 8}, cluster=cpus(1))

@@ -481,9 +481,9 @@ def test_the_command_writes_the_recipe_and_reports_the_rest(tmp_path: Path) -> N
     out = tmp_path / "recipe.yaml"
     done = CliRunner().invoke(app, ["import", str(tmp_path / "file.yaml"), str(out), "--devices", "8"])
     assert done.exit_code == 0
-    assert "is read as a file of axolotl" in done.stderr and "wandb_watch: gradients" in done.stderr
+    assert "is read as a file for axolotl" in done.stderr and "wandb_watch: gradients" in done.stderr
     assert parse_recipe(out.read_text(), str(out))[0].global_batch_size == 64
     again = CliRunner().invoke(app, ["import", str(tmp_path / "file.yaml"), str(out)])
-    assert isinstance(again.exception, ConfigError) and "exists already" in str(again.exception)
+    assert isinstance(again.exception, ConfigError) and "already exists" in str(again.exception)
     shown = CliRunner().invoke(app, ["import", str(tmp_path / "file.yaml")])
     assert parse_recipe(shown.stdout, "stdout")[0].adapter.r == 32

@@ -229,7 +229,7 @@ REFUSED = {
 def test_a_launch_refuses_a_secret_by_key_without_its_value(tmp_path, key, target):
     override, secret = REFUSED[key]
     recipe, _ = load_text(tmp_path, DEMO, override.format(secret), f"launch.to={target}")
-    with pytest.raises(ConfigError, match=rf"^{key} looks like a secret, and launch\.to={target} writes") as refused:
+    with pytest.raises(ConfigError, match=rf"^{key} looks like a secret, and launch\.to={target} stores") as refused:
         refuse_secrets(recipe)
     assert not any(secret[at : at + 6] in str(refused.value) for at in range(len(secret) - 5))
 

@@ -203,9 +203,9 @@ def test_invalid_lines_are_skipped_and_reported(tmp_path):
     folder.events_path.write_bytes(b"\n".join(lines) + b'\n{"time": 1.0, "eve')  # the last line is still being written
     assert folder.rows.read_events() == (good, good)
     [line] = folder.rows.describe_bad_lines()
-    assert line == f"{folder.events_path}: passing over line 2 and 12 more, which cannot be read"
+    assert line == f"{folder.events_path}: skipping line 2 and 12 more, which cannot be read"
     folder.metrics_path.write_bytes(b'{"kind": "train", "step": 1, "loss": "x"}\n{"kind": "train", "step": 1}\n')
-    assert folder.rows.describe_bad_lines()[1] == f"{folder.metrics_path}: passing over line 1, which cannot be read"
+    assert folder.rows.describe_bad_lines()[1] == f"{folder.metrics_path}: skipping line 1, which cannot be read"
     assert folder.rows.last_step() == 1 and folder.rows.cut_metrics(1) == 1
 
 

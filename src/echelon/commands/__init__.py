@@ -1,1 +1,1 @@
-"""The commands, in a file each. Imports of substance are inside them, so that `--help` answers at once."""
+"""The commands, one file each. Heavy imports are inside the functions, so that `--help` is fast."""

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take, and what they mean."""
+"""Arguments and options shared by several commands, and their parsing."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) -> "Recipe":
-    """Read the recipe, log its notes, and refuse what is not built."""
+    """Read the recipe, log its notes, and refuse features that are not built yet."""
     from echelon.extensions import find_from_here
     from echelon.lifecycle.extension_checks import list_extensions
     from echelon.recipe import check_built, load_recipe
@@ -44,7 +44,7 @@ def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) ->
 
 
 def parse_nproc(text: str) -> int | None:
-    """The number that `--nproc` gives; None for auto. Raises ConfigError."""
+    """Parse `--nproc`: a number, or None for auto. Raises ConfigError."""
     if text == "auto":
         return None
     if not text.isdigit() or int(text) < 1:
@@ -53,8 +53,8 @@ def parse_nproc(text: str) -> int | None:
 
 
 def parse_hosts(text: str) -> str:
-    """The hosts that `--hosts a,b` names, as an override of the recipe. Raises ConfigError."""
+    """Parse `--hosts a,b` to a recipe override. Raises ConfigError."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ConfigError(f"--hosts {text!r} names no machine; write it like --hosts a,b.")
+        raise ConfigError(f"--hosts {text!r} has no host; write it like --hosts a,b.")
     return f"launch.torchrun.hosts={json.dumps(names)}"

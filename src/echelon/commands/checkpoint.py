@@ -1,4 +1,4 @@
-"""`echelon checkpoint`: the checkpoints of a run listed, verified and pruned."""
+"""`echelon checkpoint`: list, verify and prune the checkpoints of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder."
 @app.command("list")
 @with_verbosity
 def list_run_checkpoints(run: RunArgument) -> None:
-    """The checkpoints of a run, oldest first; then those in `checkpoint.remote`."""
+    """List the checkpoints of a run, oldest first; then those in `checkpoint.remote`."""
     require_folder(run)
     from echelon.checkpoint.folder import list_checkpoints
     from echelon.checkpoint.remote_start import describe_remote
@@ -34,8 +34,7 @@ def list_run_checkpoints(run: RunArgument) -> None:
 @app.command()
 @with_verbosity
 def verify(run: RunArgument) -> None:
-    """Read every checkpoint, those in `checkpoint.remote` too, and compare it with its checksums; exit code 1 if any is
-    damaged."""
+    """Compare every checkpoint, also in `checkpoint.remote`, with its checksums; exit code 1 if any is damaged."""
     require_folder(run)
     from echelon.checkpoint.folder import list_checkpoints, require_run
     from echelon.checkpoint.remote_start import describe_remote

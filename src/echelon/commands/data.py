@@ -1,4 +1,4 @@
-"""`echelon data`: shows samples as the model will see them."""
+"""`echelon data`: show samples as the model will see them."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -44,7 +44,7 @@ def data(
 
 
 def _show_source(counts: "SourceCounts") -> None:
-    """How much a source has; of documents that are fed whole also how long they are and how much of them is learned."""
+    """Show the size of a source; for whole documents also the target share and the distribution of lengths."""
     import numpy as np
 
     from echelon.data.survey import PERCENTILES, bucket_lengths
@@ -69,7 +69,7 @@ def _show_source(counts: "SourceCounts") -> None:
 
 
 def _show_document(document: "FedDocument", tokenizer: "PreTrainedTokenizerFast") -> None:
-    """A document as text: what is learned coloured on a terminal, in [[ ]] elsewhere."""
+    """Show a document as text; target tokens are coloured on a terminal, in [[ ]] elsewhere."""
     from rich.console import Console
     from rich.text import Text
 
@@ -91,7 +91,7 @@ def _decode(tokenizer: "PreTrainedTokenizerFast", ids: list[int]) -> str:
 
 
 def _runs(document: "FedDocument") -> list[tuple[list[int], bool]]:
-    """The ids in runs of those that are learned and those that are not."""
+    """The ids as consecutive runs, each with whether it is learned."""
     runs: list[tuple[list[int], bool]] = []
     for id, learned in zip(document.ids.tolist(), document.learned.tolist(), strict=True):
         if not runs or runs[-1][1] != learned:

@@ -1,4 +1,4 @@
-"""`echelon doctor`: checks this machine, or several machines and the network between them."""
+"""`echelon doctor`: check this machine, or several machines and the network between them."""
 
 import json
 import logging
@@ -63,16 +63,16 @@ def doctor(
 
 
 def _read_launch(words: list[str], hosts: str | None) -> "LaunchConfig":
-    """The launch section of the recipe, or one without any, with what the command line adds."""
+    """The launch section of the recipe, or a default one, with the overrides of the command line."""
     from echelon.recipe import load_recipe, render_starter
     from echelon.recipe.load import parse_recipe
 
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if len(recipes) > 1:
-        raise ConfigError(f"{', '.join(recipes)} are {len(recipes)} recipes; give one, and KEY=VALUE after it.")
+        raise ConfigError(f"{', '.join(recipes)} are {len(recipes)} recipes; give one, followed by KEY=VALUE.")
     if other := next((word for word in overrides if not word.strip().startswith("launch.")), None):
-        raise ConfigError(f"{other} is nothing that echelon doctor looks at; give keys below launch.")
+        raise ConfigError(f"{other} is not used by echelon doctor; give keys of the launch section.")
     if hosts is not None:
         overrides.append(parse_hosts(hosts))
     recipe = (
@@ -91,11 +91,11 @@ def _examine_hosts(launch: "LaunchConfig") -> "tuple[Examination, list[Finding]]
     check_hosts(launch)
     torchrun = launch.torchrun
     if len(torchrun.hosts) < 2:
-        raise ConfigError(f"--hosts {torchrun.hosts[0]} is one machine; run `echelon doctor` there, or name two.")
+        raise ConfigError(f"--hosts {torchrun.hosts[0]} is one machine; run `echelon doctor` there, or give two hosts.")
     workdir = Path.cwd() if torchrun.workdir is None else Path(torchrun.workdir)
     with ExitStack() as stack:
         seen = None
-        with suppress(OSError):  # nothing can be written here; then nothing is said about it
+        with suppress(OSError):  # without write access the shared folder is not checked
             mark = stack.enter_context(tempfile.NamedTemporaryFile(dir=".", prefix=".echelon-doctor-"))
             seen = Path(mark.name).name
         script = probe_script(launch, workdir)
@@ -110,7 +110,7 @@ def _render(finding: "Finding") -> str:
 
 
 def _describe(found: "Examination") -> dict[str, Any]:
-    """What was measured, for a program."""
+    """The measurements, for JSON output."""
 
     def value(speed: Any) -> Any:
         return {"error": speed} if isinstance(speed, str) else None if speed is None else asdict(speed)

@@ -1,4 +1,4 @@
-"""`echelon drill`: injects the faults of long runs into a short run."""
+"""`echelon drill`: inject the faults of long runs into a short run."""
 
 import json
 import signal
@@ -48,7 +48,7 @@ def drill(
 
 
 def _choose_num_processes() -> int:
-    """One rank alone has no peer that could notice anything; but a GPU takes one rank."""
+    """At least two on a CPU, since a single rank has no peer that could detect its faults; one per GPU."""
     from torch.cuda import is_available
 
     from echelon.distributed.runtime import default_num_processes
@@ -58,9 +58,9 @@ def _choose_num_processes() -> int:
 
 @contextmanager
 def _stops_noted() -> Iterator[list[str]]:
-    """Have signals ask the drill to stop, which then ends what it has started: yields the list of those that came.
+    """Make signals ask the drill to stop, which then ends its processes; yields the list of received signals.
 
-    Under nohup SIGHUP is none of them.
+    Under nohup SIGHUP stays ignored.
     """
     asked: list[str] = []
     numbers = [*STOP_SIGNALS, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
@@ -77,7 +77,7 @@ def _stops_noted() -> Iterator[list[str]]:
 def _render(finding: "Finding") -> str:
     noticed, recovered = map(_seconds, (finding.noticed_seconds, finding.recovered_seconds))
     line = f"{finding.fault:<22} {noticed:>13} {recovered:>15} {finding.lost_steps:>10} {finding.starts:>6}  "
-    return line + ("yes" if finding.identical else f"no: {finding.trouble or 'another result'}; see {finding.folder}")
+    return line + ("yes" if finding.identical else f"no: {finding.trouble or 'different result'}; see {finding.folder}")
 
 
 def _seconds(value: float | None) -> str:

@@ -52,7 +52,7 @@ def evaluate(
 
 
 def _render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:
-    """A line for each value; a mapping's below its key. One set alone is the whole."""
+    """A line for each value; nested mappings are indented. A single set is left out, as it equals the total."""
     for key, value in values.items():
         if isinstance(value, dict):
             if key != "sets" or len(value) > 1:

@@ -1,4 +1,4 @@
-"""`echelon generate`: samples of a run or of an HF folder."""
+"""`echelon generate`: sample from a run or an HF folder."""
 
 import sys
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def generate(
 ) -> None:
     """Sample from a run or an HF folder."""
     if system is not None and not as_chat:
-        raise ConfigError(f"--system {system!r} goes with --chat; add it, or leave it out.")
+        raise ConfigError(f"--system {system!r} requires --chat; add --chat, or remove --system.")
     from echelon.api.models import find_target
     from echelon.inference.chat import Chat
     from echelon.inference.generate import Sampling, generate_samples
@@ -91,7 +91,7 @@ def generate(
 
 
 def _read_records(prompt: str | None, path: Path | None) -> list[dict[str, Any]]:
-    """What is to be gone on from: a record with the one prompt, or those of a file."""
+    """The records of the prompts: one for `--prompt`, or those of a file."""
     from echelon.inference.generate import read_prompts
 
     if path is not None and prompt is None:
@@ -104,7 +104,7 @@ def _read_records(prompt: str | None, path: Path | None) -> list[dict[str, Any]]
 def _write_samples(
     samples: Iterator["Sample"], records: list[dict[str, Any]], num_samples: int, out: Path | None
 ) -> None:
-    """A line of JSON for each sample of each record, as soon as there is one: into `out`, or onto stdout."""
+    """Write each sample as a line of JSON as soon as it is ready, to `out` or stdout."""
     from echelon.inference.generate import render_sample
 
     with out.open("w", encoding="utf-8") if out is not None else nullcontext(sys.stdout) as lines:

@@ -1,4 +1,4 @@
-"""`echelon import`: a file of another training tool as a recipe."""
+"""`echelon import`: convert a configuration file of another training tool into a recipe."""
 
 import logging
 from pathlib import Path
@@ -42,14 +42,14 @@ def import_file(
     from echelon.recipe.foreign import Amounts, import_recipe
 
     if out is not None and out.exists():
-        raise ConfigError(f"{out} exists already; name another file, or remove it.")
+        raise ConfigError(f"{out} already exists; give another file, or remove it.")
     log_to_stderr()
     imported = import_recipe(path, tool, Amounts(devices, samples), trainer)
-    logger.info(f"import: {path} is read as a file of {imported.tool}")
+    logger.info(f"import: {path} is read as a file for {imported.tool}")
     for note in imported.notes:
         logger.warning(note)
     if out is None:
         typer.echo(imported.text, nl=False)
     else:
         out.write_text(imported.text, encoding="utf-8")
-        show(f"wrote {out}; see what it needs: echelon plan {out}")
+        show(f"wrote {out}; check it with: echelon plan {out}")

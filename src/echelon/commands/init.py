@@ -1,4 +1,4 @@
-"""`echelon init`: a recipe to start from."""
+"""`echelon init`: write a recipe to start from."""
 
 import logging
 from pathlib import Path
@@ -28,10 +28,10 @@ def init(
     from echelon.recipe import render_starter
 
     if path.exists():
-        raise ConfigError(f"{path} exists; name another file, or remove it first.")
+        raise ConfigError(f"{path} already exists; give another file, or remove it.")
     if params is None and tokens is None:
         if vocab_size is not None:
-            raise ConfigError(f"--vocab-size {vocab_size} goes with --params or --tokens; add one of them.")
+            raise ConfigError(f"--vocab-size {vocab_size} requires --params or --tokens; add one of them.")
         recipe, lines = render_starter(name=path.stem), list[str]()
     else:
         from echelon.recipe.scaling import parse_count, render_scaled, scale_recipe

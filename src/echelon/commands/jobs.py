@@ -1,4 +1,4 @@
-"""`echelon status`, `echelon logs` and `echelon cancel`: what follows a launch."""
+"""`echelon status`, `echelon logs` and `echelon cancel`: query, read and cancel launched jobs."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -59,11 +59,11 @@ def cancel(name: JobArgument) -> None:
 
     record = find_job(name)
     find_launcher(record.target).cancel(record)
-    show(f"asked {record.name} to stop; it saves first, then ends")
+    show(f"asked {record.name} to stop; it saves, then ends")
 
 
 def describe_job(record: "JobRecord", now: "JobStatus") -> str:
-    """A line about a job: its state at the target, the run's step, the cost by the run's count and by the target's."""
+    """A line about a job: its state at the target, the run's step, the cost counted by the run and by the target."""
     from echelon.lifecycle.job_checks import find_run_folder
     from echelon.runs.cost import read_spending
 
@@ -73,7 +73,7 @@ def describe_job(record: "JobRecord", now: "JobStatus") -> str:
     folder = find_run_folder(record.target, Path(record.run_dir))
     if step := folder.rows.last_step():
         parts.append(f"step {step}")
-    with suppress(ConfigError):  # a damaged file; the run's next start says so
+    with suppress(ConfigError):  # a damaged file; the run's next start reports it
         if usd := read_spending(folder).usd:
             parts.append(f"cost ${usd:.2f}")
     if now.billed_hours is not None:

@@ -1,4 +1,4 @@
-"""`echelon launch`: submits a recipe to a target."""
+"""`echelon launch`: submit a recipe to a target."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ def launch(
         str | None, typer.Option("--instance", metavar="ml.TYPE|auto", help="Machines for --to sagemaker.")
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Show the job's output until it ends, and leave with its exit code.")
+        bool, typer.Option("--follow", help="Show the job's output until it ends, and exit with its exit code.")
     ] = False,
 ) -> None:
     """Submit the recipe to a target, after all checks that are possible on this machine."""
@@ -80,7 +80,7 @@ def launch(
 
 
 def _read_options(to: str | None, hosts: str | None, nodes: str | None, instance: str | None) -> list[str]:
-    """The options as overrides: each only is a short way to say a recipe key."""
+    """The options as overrides: each is a shorthand for a recipe key."""
     options = [] if to is None else [f"launch.to={to}"]
     if hosts is not None:
         options.append(parse_hosts(hosts))
@@ -94,21 +94,21 @@ def _read_options(to: str | None, hosts: str | None, nodes: str | None, instance
 
 
 def _check_options(target: str | None, hosts: str | None, instance: str | None) -> None:
-    """Raise ConfigError for an option that says nothing at this target."""
+    """Raise ConfigError for an option that has no meaning at this target."""
     for option, given, only in (("--hosts", hosts, "torchrun"), ("--instance", instance, "sagemaker")):
         if given is not None and target not in (only, None):
-            raise ConfigError(f"{option} {given} goes with --to {only}, not with {target}; leave one of them out.")
+            raise ConfigError(f"{option} {given} requires --to {only}, not {target}; remove one of them.")
 
 
 @contextmanager
 def _handed_over_whole(name: str) -> Iterator[None]:
-    """A signal waits until the target has the job and its record is written; a second one ends this at once."""
+    """Delay a signal until the job is submitted and its record is written; a second signal takes effect immediately."""
     asked: list[str] = []
 
     def note(number: int, _: object) -> None:
         asked.append(signal.Signals(number).name)
         if len(asked) > 1:
-            raise LaunchError(f"ended at once by {asked[-1]}; {name} may have reached its target, look there.")
+            raise LaunchError(f"ended immediately by {asked[-1]}; {name} may have reached its target; check there.")
 
     before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -117,7 +117,7 @@ def _handed_over_whole(name: str) -> Iterator[None]:
         for each, handler in before.items():
             signal.signal(each, handler)
     if asked:
-        raise LaunchError(f"stopped by {asked[0]} when {name} was launched already; `echelon cancel {name}` ends it.")
+        raise LaunchError(f"stopped by {asked[0]}, but {name} was already launched; `echelon cancel {name}` ends it.")
 
 
 def _await_end(launcher: "Launcher", record: "JobRecord") -> "JobStatus":

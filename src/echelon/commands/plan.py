@@ -1,4 +1,4 @@
-"""`echelon plan`: how a recipe would run, here or elsewhere, and the memory it would need."""
+"""`echelon plan`: show how a recipe would run, here or elsewhere, and the memory it would need."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ def plan(
     devices: Annotated[
         str | None, typer.Option("--devices", metavar="64xH100", help="Plan for these devices. Default: this machine.")
     ] = None,
-    devices_per_node: Annotated[int, typer.Option("--devices-per-node", help="Devices of one machine.")] = 8,
+    devices_per_node: Annotated[int, typer.Option("--devices-per-node", help="Number of devices per machine.")] = 8,
     instance: Annotated[
         str | None,
         typer.Option(

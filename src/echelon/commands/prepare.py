@@ -1,4 +1,4 @@
-"""`echelon prepare`: the data into shards, ahead of training."""
+"""`echelon prepare`: prepare the data as shards, ahead of training."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""`echelon schema`: the recipe's JSON schema."""
+"""`echelon schema`: print the recipe's JSON schema."""
 
 import json
 

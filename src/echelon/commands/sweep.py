@@ -1,4 +1,4 @@
-"""`echelon sweep`: runs a recipe with many values, N at a time, and ranks the results."""
+"""`echelon sweep`: run a recipe with many values, N at a time, and rank the results."""
 
 import json
 import logging
@@ -61,7 +61,7 @@ def sweep(
         raise typer.Exit(STOPPED)
     if ending.state == "failed":
         limit = f"sweep.max_failures={checked.sweep.sweep.max_failures}"
-        complain(f"{ending.message}; {limit} ends the sweep here, and the same command goes on with the next trial")
+        complain(f"{ending.message}; {limit} is reached; the same command continues with the next trial")
         raise typer.Exit(1)
     if results["best"] is None:
         complain("no trial ended with a result; see the table above")
@@ -70,7 +70,7 @@ def sweep(
 
 @contextmanager
 def _stops_noted(stop: "StopWord") -> Iterator[None]:
-    """The first signal is for the sweep to find; a second one ends it at once, and leaves its trials running."""
+    """Store the first signal for the sweep; a second one ends it immediately and leaves its trials running."""
     from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS
 
     asked_at: list[float] = []
@@ -81,8 +81,8 @@ def _stops_noted(stop: "StopWord") -> Iterator[None]:
             asked_at.append(now)
             stop.name = name
         elif now - asked_at[0] > ECHO_SECONDS:
-            complain(f"ended at once by {name}; trials may still run, and the same command takes them over")
-            raise typer.Exit(1)  # no LaunchError: the sweep takes those for a target that does not answer
+            complain(f"ended immediately by {name}; trials may still run; the same command takes them over")
+            raise typer.Exit(1)  # not a LaunchError, which the sweep would treat as a target that does not answer
 
     before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
     for each in before:

@@ -1,4 +1,4 @@
-"""What a command prints."""
+"""Output of commands: results, errors, and logging to stderr."""
 
 import sys
 
@@ -10,16 +10,16 @@ from echelon.supervise.launch_environment import find_log_level
 
 
 def show(line: str) -> None:
-    """Print a line of the result at once, also when stdout is a pipe. What is told on the way there is logged."""
+    """Print a line of the result and flush, also if stdout is a pipe. Progress messages are logged instead."""
     typer.echo(line)
     sys.stdout.flush()
 
 
 def complain(message: str) -> None:
-    """Print what went wrong, under echelon's name and without what looks like a secret."""
+    """Print an error to stderr, with the prefix `echelon: ` and with secrets redacted."""
     typer.echo(f"echelon: {redact_text(message)}", err=True)
 
 
 def log_to_stderr() -> None:
-    """Show on stderr what is logged from now on: a program may read the result from stdout."""
+    """Send log messages to stderr from now on, since a program may read the result from stdout."""
     log_to_console(find_log_level(), sys.stderr)

@@ -1,4 +1,4 @@
-"""`echelon train`: a new job on this machine, this machine's agent of a larger one, or one rank of it."""
+"""`echelon train`: a new job on this machine, this machine's agent of a larger job, or one rank of it."""
 
 import logging
 import signal
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A launcher ends every rank when one has left: the silent ones give the one that speaks the time to do so.
+# A launcher ends every rank when one exits: the silent ranks wait, so that rank 0 can print its message.
 _SPEAKING_SECONDS = 1.0
 
 
@@ -66,7 +66,7 @@ def train(
 
 
 def _read_as_rank(path: Path, overrides: list[str] | None) -> "Recipe":
-    """The recipe, which every rank under a foreign launcher reads, and rank 0 alone talks about."""
+    """Read the recipe, as every rank under another launcher does; only rank 0 logs and reports errors."""
     from echelon.supervise.launch_environment import find_place
 
     speaks = find_place().rank == 0
@@ -99,10 +99,10 @@ def _train_as_agent(
     from echelon.lifecycle.session import train_on_hosts
     from echelon.supervise.launch_environment import find_host_group, set_default_variables
 
-    # A lost coordinator is told in one line, not in a C++ trace of every thread that asked for it.
+    # Suppresses C++ traces of every thread after a lost coordinator, which is reported in one line.
     set_default_variables({"TORCH_CPP_LOG_LEVEL": "ERROR"})
     outcome, speaks = train_on_hosts(recipe, arguments, group or find_host_group(), num_processes, fresh)
-    for each in STOP_SIGNALS:  # one that comes now would put its own code in the place of the job's
+    for each in STOP_SIGNALS:  # a signal now would replace the job's exit code
         signal.signal(each, signal.SIG_IGN)
     _finish(outcome, silent=not speaks)
 
@@ -112,16 +112,20 @@ def _read_group(nodes: str | None, rendezvous: str | None, interface: str | None
 
     if nodes is None and rendezvous is None:
         if interface is not None:
-            raise ConfigError(f"--interface {interface} goes with --nodes and --rendezvous; add them, or leave it out.")
+            raise ConfigError(
+                f"--interface {interface} requires --nodes and --rendezvous; add them, or remove --interface."
+            )
         return None
     if nodes is None or rendezvous is None:
-        raise ConfigError("--nodes and --rendezvous go together; give both, such as --nodes 2 --rendezvous a:29400.")
+        raise ConfigError(
+            "--nodes and --rendezvous require each other; give both, such as --nodes 2 --rendezvous a:29400."
+        )
     return parse_group(nodes, rendezvous, interface)
 
 
 @contextmanager
 def _faults_logged(log: Path) -> Iterator[None]:
-    """An unexpected error leaves its traceback in the run's folder, where there is one, and one line here."""
+    """Write the traceback of an unexpected error to the run folder, if it exists, and print one line."""
     try:
         yield
     except (EchelonError, typer.Exit):
@@ -136,9 +140,9 @@ def _faults_logged(log: Path) -> Iterator[None]:
 
 
 def _finish(outcome: "Outcome", at_once: bool = False, silent: bool = False) -> NoReturn:
-    """Say how it ended, unless another machine does, and leave with its code.
+    """Print the outcome's message, unless another machine does, and exit with its code.
 
-    `at_once`: without a teardown that may hang.
+    `at_once`: exit without the interpreter's teardown, which may hang.
     """
     if outcome.message and not silent:
         complain(outcome.message)

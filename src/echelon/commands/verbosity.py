@@ -17,7 +17,7 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show results, 
 
 
 def set_verbosity(verbose: bool, quiet: bool) -> None:
-    """Show what is logged from the level on that the options, or else the environment, name; so do child processes."""
+    """Set the log level from the options, else from the environment, also for child processes."""
     from echelon.supervise.launch_environment import LOG_LEVEL_VARIABLE, find_log_level, set_variables
 
     if verbose and quiet:
@@ -28,7 +28,7 @@ def set_verbosity(verbose: bool, quiet: bool) -> None:
 
 
 def with_verbosity(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with both options, which win over those before its name."""
+    """Add both options to a command; they override those before its name."""
     options = {"verbose": VerboseOption, "quiet": QuietOption}
 
     @functools.wraps(command)

@@ -19,19 +19,19 @@ from echelon.runs.environment import find_version
 from echelon.supervise.hosts import address_of
 
 REQUIRED = {"torch": ">=2.11,<2.14", "transformers": ">=5.17,<6"}
-"""As pyproject.toml has it, which a checkout that is not installed cannot be asked for."""
+"""As in pyproject.toml, which cannot be queried in a checkout that is not installed."""
 
 _PYTHON = (3, 11)
 _GIBIBYTE = 2**30
-# Below these, a small model already fails to load, to be saved, or to be fed by several processes.
+# With less, even a small model cannot be loaded, saved, or fed by several processes.
 _LEAST_MEMORY, _LEAST_DISK, _LEAST_SHARED = 2 * _GIBIBYTE, 5 * _GIBIBYTE, 256 * 2**20
 _CLOCK_SECONDS = 2.0
-# No clock that is set right is before this code was written.
+# A correct clock is not before the time when this code was written.
 _EARLIEST = 1_750_000_000.0
 
 
 def examine_machine(folder: Path) -> Iterator[Finding]:
-    """One finding per check, each after the checks that it depends on. `folder`: where runs will be."""
+    """Yield one finding per check, in order of dependence. `folder`: where runs will be."""
     yield _judge_python()
     for package, required in REQUIRED.items():
         yield _judge_package(package, required)
@@ -63,24 +63,24 @@ def _judge_package(package: str, required: str) -> Finding:
 def _judge_devices() -> Iterator[Finding]:
     try:
         import torch
-    except (ImportError, OSError) as error:  # a library of CUDA that is not there is an OSError
+    except (ImportError, OSError) as error:  # a missing CUDA library is an OSError
         yield Finding("devices", f"torch cannot be imported: {error}", "install torch again")
         return
     if not torch.cuda.is_available():
         has_driver = Path("/proc/driver/nvidia/version").exists()
-        words = f"{num_cores()} CPU cores" + (", and a GPU that torch does not see" if has_driver else "")
+        words = f"{num_cores()} CPU cores" + (", and a GPU that torch cannot use" if has_driver else "")
         what = (
-            "a torch built for CUDA, and a driver that is new enough for it"
+            "install a torch build with CUDA, and a driver that is new enough for it"
             if torch.version.cuda is None
-            else (f"a driver that is new enough for CUDA {torch.version.cuda}, and CUDA_VISIBLE_DEVICES unset")
+            else f"install a driver that is new enough for CUDA {torch.version.cuda}, and unset CUDA_VISIBLE_DEVICES"
         )
-        yield Finding("devices", words, f"it needs {what}" if has_driver else "")
+        yield Finding("devices", words, what if has_driver else "")
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         words = f"{torch.cuda.get_device_name(index)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
         taken = free < total / 2
-        yield Finding("devices", words, "end the processes that use it: `nvidia-smi` lists them" if taken else "")
+        yield Finding("devices", words, "end the processes that use the GPU; `nvidia-smi` lists them" if taken else "")
 
 
 def _judge_memory() -> Finding:
@@ -94,7 +94,7 @@ def _judge_shared_memory() -> Iterator[Finding]:
     if not (place := Path("/dev/shm")).is_dir():
         return
     free = shutil.disk_usage(place).free
-    remedy = "start the container with more: docker run --shm-size 8g, launch.kubernetes.shared_memory"
+    remedy = "give the container more: docker run --shm-size 8g, or launch.kubernetes.shared_memory"
     yield Finding("/dev/shm", f"{free / _GIBIBYTE:.1f} GiB free", "" if free >= _LEAST_SHARED else remedy)
 
 
@@ -102,28 +102,28 @@ def _judge_disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     words = f"{free / _GIBIBYTE:.1f} GiB free at {folder}"
     if not os.access(folder, os.W_OK):
-        return Finding("disk", f"{folder} cannot be written to", "start in a folder of yours")
+        return Finding("disk", f"{folder} is not writable", "start in a folder you can write to")
     return Finding("disk", words, "" if free >= _LEAST_DISK else "free space, or start in a folder on another disk")
 
 
 def _judge_clock(folder: Path) -> Finding:
-    """Compare with the clock of the file system of the folder, which may be a server's."""
+    """Compare the clock with that of the folder's file system, which may be on a server."""
     now = time.time()
     if now < _EARLIEST:
-        return Finding("clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)), "have it set by NTP")
+        return Finding("clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)), "set it with NTP")
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".echelon-doctor-") as file:
             offset = os.fstat(file.fileno()).st_mtime - now
     except OSError:
         return Finding("clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now)))
-    words = f"{abs(offset):.1f} s from that of the folder's files"
-    return Finding("clock", words, "" if abs(offset) < _CLOCK_SECONDS else "have both set by NTP")
+    words = f"{abs(offset):.1f} s from the clock of the folder's file system"
+    return Finding("clock", words, "" if abs(offset) < _CLOCK_SECONDS else "set both with NTP")
 
 
 def _judge_interfaces() -> Finding:
     names = [name for _, name in socket.if_nameindex()]
     known = [f"{name} {address}" for name in names if (address := address_of(name))]
-    # Where the addresses cannot be asked for, at least the names.
+    # If the addresses cannot be queried, list at least the names.
     return Finding("interfaces", ", ".join(known or names) or "none", "" if names else "enable the loopback interface")
 
 
@@ -133,13 +133,13 @@ def _judge_gloo() -> Finding:
         speed = measure_here(lambda name: Probe(name, command))
     except LaunchError as error:
         return Finding(
-            "gloo", f"two processes on this machine cannot run an all-reduce: {error}", "see that `lo` is up"
+            "gloo", f"two processes on this machine cannot run an all-reduce: {error}", "check that `lo` is up"
         )
     return Finding("gloo", f"two processes here: {speed.rate}, {speed.delay} for an all-reduce")
 
 
 def _read_meminfo(key: str) -> int | None:
-    """Bytes."""
+    """A value of /proc/meminfo in bytes."""
     for line in read_system_file("/proc/meminfo").splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024

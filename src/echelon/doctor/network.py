@@ -2,8 +2,8 @@
 
 `echelon doctor` starts it on every machine.
 
-It reads a JSON object a line from stdin and answers each with one, after `MARK`, on stdout. What asks is
-`doctor/probing.py`, over ssh, so the questions do not need the network that they are about.
+It reads JSON requests from stdin, one per line, and writes one JSON answer per line, after `MARK`, to stdout. The
+requests come from `doctor/probing.py` over ssh, so they do not need the network under test.
 """
 
 import json
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 _LATENCY_REPEATS = 20
 _FIRST_BYTES, _LARGEST_BYTES, _GROWTH = 2**16, 2**25, 8
-# A payload that takes so long tells the rate well enough.
+# A payload that takes this long measures the rate well enough.
 _ENOUGH_SECONDS = 0.25
 
 
 class Machine:
-    """This machine during an examination. It listens on the port that training will use."""
+    """This machine during the checks. It listens on the port that training will use."""
 
     def __init__(self) -> None:
         self._store: Store | None = None
         self._variables: dict[str, str] = {}
 
     def describe(self, hosts: list[str], port: int, interface: str | None, seen: str | None) -> dict[str, Any]:
-        """Versions, devices, the addresses of all hosts as they are known here, and where this machine listens.
+        """Versions, devices, the addresses of all hosts as resolved here, and the ports where this machine listens.
 
-        `interface`: what to talk over; None: what reaches the first host. `seen`: a file that all should see.
+        `interface`: the network interface to use; None: the one that reaches the first host. `seen`: a file in the
         """
         import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ class Machine:
         if own is not None:
             self._variables = {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": own}
         listener = listen_at(address, 0)
-        assert listener is not None, "the system has just named the address as this machine's"
+        assert listener is not None, "the address is this machine's"
         self._store = TCPStore(
             address, listener.getsockname()[1], is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False,
             master_listen_fd=listener.detach(),
@@ -82,11 +82,11 @@ class Machine:
         }
 
     def clock(self) -> dict[str, float]:
-        """Seconds of UTC."""
+        """The time in UTC seconds."""
         return {"time": time.time()}
 
     def connect(self, targets: dict[str, list[Any]], limit: float) -> dict[str, str | None]:
-        """The reason why each of these addresses, `[address, port]` by name, cannot be reached; None if it can."""
+        """Connect to each `[address, port]`; returns by name why it cannot be reached, None if it can."""
         answers: dict[str, str | None] = dict.fromkeys(targets, f"no answer in {limit:.0f} s")
 
         def attempt(name: str, address: str, port: int) -> None:
@@ -102,15 +102,15 @@ class Machine:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(limit + 2)  # the resolver has no limit of its own
+            thread.join(limit + 2)  # the resolver itself has no timeout
         return dict(answers)
 
     def measure(
         self, backend: str, rank: int, size: int, address: str, port: int, tag: str, limit: float
     ) -> dict[str, float]:
-        """All-reduce with others, over gloo or nccl; they meet in the store at `address:port`.
+        """Run all-reduces with other machines, over gloo or nccl; the rendezvous is the store at `address:port`.
 
-        Returns the seconds of a smallest one, and bytes per second on the wire of each machine.
+        Returns the latency in seconds, and bytes per second on each machine's network link.
         """
         import torch
         import torch.distributed as dist
@@ -130,7 +130,7 @@ class Machine:
             )
         try:
             reduce = _reducer(device)
-            reduce(4)  # the first one makes the connections
+            reduce(4)  # the first one opens the connections
             latency = min(reduce(4) for _ in range(_LATENCY_REPEATS))
             num_bytes = _FIRST_BYTES
             while True:
@@ -146,7 +146,7 @@ class Machine:
 
 
 def _reducer(device: "torch.device") -> Callable[[int], float]:
-    """A function that all-reduces so many bytes over all machines, and returns the seconds that took."""
+    """A function that all-reduces a number of bytes over all machines and returns the seconds it took."""
     import torch
     import torch.distributed as dist
 
@@ -164,7 +164,7 @@ def _reducer(device: "torch.device") -> Callable[[int], float]:
 
 
 def _agree(seconds: float, device: "torch.device") -> float:
-    """The longest time of any machine, so that all stop growing at the same size."""
+    """The longest time on any machine, so that all stop at the same payload size."""
     import torch
     import torch.distributed as dist
 
@@ -206,7 +206,7 @@ def _listen(port: int) -> str | None:
 
 @contextmanager
 def _answers_alone() -> Iterator[TextIO]:
-    """Where answers go; whatever else is printed in this process goes to stderr."""
+    """The stream for answers; any other output of this process goes to stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
@@ -216,7 +216,7 @@ def _answers_alone() -> Iterator[TextIO]:
 
 
 def main() -> None:
-    """Answer questions until stdin is closed."""
+    """Answer requests until stdin is closed."""
     machine = Machine()
     with _answers_alone() as answers:
         for line in sys.stdin:

@@ -1,7 +1,7 @@
-"""Checking the network between several machines at once: what `echelon doctor --hosts` does, over ssh.
+"""Check the network between several machines over ssh, for `echelon doctor --hosts`.
 
-On each machine `python -m echelon.doctor.network` answers. Every wait has a limit, and what one machine does not answer
-is found out about by the others.
+`python -m echelon.doctor.network` answers on each machine. Every wait has a timeout, and a machine that does not answer
+does not prevent the checks of the others.
 """
 
 import json
@@ -25,7 +25,7 @@ from echelon.recipe.launching import LaunchConfig
 logger = logging.getLogger(__name__)
 
 MARK = "@echelon "
-"""Begins every line that is an answer, and not the word of some module or profile."""
+"""Prefix of answer lines, which tells them from other output, such as that of a shell profile."""
 
 START_SECONDS = 90.0
 CONNECT_SECONDS = 3.0
@@ -34,7 +34,7 @@ _CLOCK_REPEATS = 5
 
 
 class Probe:
-    """A process on one machine that answers questions. Raises LaunchError, with its reason, where it does not."""
+    """A process on one machine that answers requests. Raises LaunchError with the reason if it does not."""
 
     def __init__(self, host: str, argv: Sequence[str]) -> None:
         self.host = host
@@ -48,11 +48,11 @@ class Probe:
             threading.Thread(target=read, daemon=True).start()
 
     def ask(self, do: str, seconds: float, **words: Any) -> dict[str, Any]:
-        """The answer to one question."""
+        """Send one request and return its answer."""
         assert self._process.stdin is not None
         if self._is_given_up:
             raise LaunchError("skipped, because it did not answer earlier")
-        with suppress(BrokenPipeError):  # it has ended; what it said last says why
+        with suppress(BrokenPipeError):  # it has ended; its last line has the reason
             self._process.stdin.write(json.dumps({"do": do, **words}) + "\n")
             self._process.stdin.flush()
         try:
@@ -63,7 +63,7 @@ class Probe:
             raise LaunchError(f"no answer in {seconds:.0f} s") from None
         if line is None:
             self._process.wait(5)
-            time.sleep(0.1)  # for the thread that reads why
+            time.sleep(0.1)  # for the thread that reads stderr
             raise LaunchError(explain("".join(self._errors)) or f"it exited with code {self._process.returncode}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
@@ -89,11 +89,11 @@ class Probe:
 
 @dataclass(frozen=True)
 class Examination:
-    """What was measured. A text in place of a value is the reason why there is none.
+    """The measurements. A string instead of a value is the reason why there is none.
 
-    `facts`: of each host, as `network.Machine.describe` gives them. `offsets`: seconds that each clock is ahead of this
-    machine's. `blocked`: why the first of a pair does not reach the second, by what it tried: `rendezvous` at the port
-    where all meet, `collective` at one as collectives take them. `pairs`, `whole`: speeds of two hosts, and of all.
+    `facts`: the result of `network.Machine.describe` on each host. `offsets`: seconds that each clock is ahead of this
+    machine's. `blocked`: why the first host of a pair cannot reach the second, by kind: `rendezvous` at the rendezvous
+    port, `collective` at a port like those of collectives. `pairs`, `whole`: speeds of two hosts, and of all.
     """
 
     hosts: tuple[str, ...]
@@ -114,7 +114,7 @@ def probe_script(launch: LaunchConfig, workdir: Path) -> str:
 
 @contextmanager
 def probes_over_ssh(hosts: Sequence[str], ssh: Ssh, script: str) -> Iterator[dict[str, Probe]]:
-    """A probe on each host. All of them end with the block."""
+    """Start a probe on each host; they end with the block."""
     probes: dict[str, Probe] = {}
     try:
         for host in hosts:
@@ -126,10 +126,10 @@ def probes_over_ssh(hosts: Sequence[str], ssh: Ssh, script: str) -> Iterator[dic
 
 
 def examine(probes: Mapping[str, Probe], port: int, interface: str | None, seen: str | None) -> Examination:
-    """Run all checks. Pairs without a host in common are measured at the same time."""
+    """Run all checks. Disjoint pairs are measured at the same time."""
     hosts = tuple(probes)
     words = {"hosts": hosts, "port": port, "interface": interface, "seen": seen}
-    logger.info(f"asking {len(hosts)} hosts over ssh")
+    logger.info(f"querying {len(hosts)} hosts over ssh")
     described = on_each(hosts, lambda host: probes[host].ask("describe", START_SECONDS, **words))
     answered = _successes(described)
     facts = {host: answered.get(host, str(each)) for host, each in described.items()}
@@ -153,7 +153,7 @@ def _measure_pairs(
     bad: Set[tuple[str, ...]],
     backend: str,
 ) -> dict[tuple[str, str], Speed | str]:
-    """The speed of every pair that is not `bad`, or why there is none; slow ones are measured again by themselves."""
+    """The speed of every pair that is not `bad`, or why there is none; slow pairs are measured again, alone."""
     speeds: dict[tuple[str, ...], Speed | str] = {}
     for number, round_ in enumerate(rounds(hosts)):
         good = [pair for pair in round_ if tuple(sorted(pair)) not in bad]
@@ -222,7 +222,7 @@ def _find_blocked(
         targets: dict[str, list[Any]] = {}
         for other in there:
             if other != host:
-                # By the name, as it is known here, and by the address that collectives are told.
+                # By the host's name as resolved here, and by the address that collectives use.
                 targets[f"{other} rendezvous"] = [facts[host]["addresses"][other] or other, port]
                 targets[f"{other} collective"] = [facts[other]["address"], facts[other]["store_port"]]
         return probes[host].ask("connect", CONNECT_SECONDS + 10, targets=targets, limit=CONNECT_SECONDS)
@@ -242,7 +242,7 @@ def _find_blocked(
 def _measure_apart(
     probes: Mapping[str, Probe], facts: Mapping[str, Any], groups: Sequence[tuple[str, ...]], tag: str, backend: str
 ) -> dict[tuple[str, ...], Speed | str]:
-    """The speeds of groups without a host in common, measured at once over gloo or nccl."""
+    """The speeds of disjoint groups, measured at the same time over gloo or nccl."""
     places = {host: (group, rank) for group in groups for rank, host in enumerate(group)}
 
     def measure(host: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from statistics import median
 
 Pair = tuple[str, str]
 
-# Below this part of the usual bandwidth, or above this multiple of the usual latency and so much more, a pair is slow.
+# A pair is slow below this fraction of the usual bandwidth, or above this multiple of the usual latency plus a margin.
 _SLOW, _LATE, _LATE_SECONDS = 0.25, 4.0, 0.002
 
 
@@ -36,9 +36,9 @@ class Speed:
 
 
 def find_slow(speeds: Mapping[Pair, Speed]) -> dict[Pair, str]:
-    """The pairs that are much slower than usual, and how.
+    """The pairs that are much slower than usual, with the figures.
 
-    Usual is the median over the hosts of the best that each has with another: one bad host, or pair, does not move it.
+    Usual is the median over all hosts of each host's best pair, which one bad host or pair does not affect.
     """
     best: dict[str, Speed] = {}
     for pair, speed in speeds.items():

@@ -8,13 +8,13 @@ from typing import Any
 from echelon.doctor.probing import Examination
 from echelon.doctor.speed import Pair, Speed, find_slow
 
-# A clock so far off makes other machines' files look new, or old, and certificates invalid.
+# A larger offset makes other machines' files look too new or too old, and certificates invalid.
 _CLOCK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: `words` say how it is; `remedy`, what to do about it, only where it is not well."""
+    """The result of one check: `words` describe it; `remedy` is the fix, empty if the check passed."""
 
     subject: str
     words: str
@@ -42,8 +42,8 @@ def judge(found: Examination) -> list[Finding]:
     }
     findings = []
     for subject, (words, problems) in subjects.items():
-        told = list(problems)
-        findings += told or ([Finding(subject, words)] if there and words else [])
+        found_problems = list(problems)
+        findings += found_problems or ([Finding(subject, words)] if there and words else [])
     if found.whole is not None:
         findings.append(_judge_whole(found.whole, len(there)))
     return findings
@@ -66,7 +66,7 @@ def _judge_folder(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             "folder",
             f"{_list(blind)} {_verb(blind, 'does', 'do')} not see the files of this folder",
-            "mount the same storage on every host, or name it there with launch.torchrun.workdir",
+            "mount the same storage on every host, or set its path there with launch.torchrun.workdir",
         )
 
 
@@ -85,14 +85,14 @@ def _judge_names(facts: Mapping[str, Any]) -> Iterator[Finding]:
         unknown = [other for other, address in each["addresses"].items() if address is None]
         if unknown:
             yield Finding(
-                "names", f"{host} does not know {_list(unknown)}", f"add them to DNS or to /etc/hosts of {host}"
+                "names", f"{host} cannot resolve {_list(unknown)}", f"add them to DNS or to /etc/hosts of {host}"
             )
         for other, address in each["addresses"].items():
             if address is not None and address.startswith("127.") and len(facts) > 1:
                 yield Finding(
                     "names",
-                    f"{host} takes {other} for {address}, which is each machine itself",
-                    f"take that line out of /etc/hosts of {host}, or name the hosts by their addresses",
+                    f"{host} resolves {other} to {address}, a loopback address",
+                    f"remove that line from /etc/hosts of {host}, or give the hosts by their addresses",
                 )
 
 
@@ -104,7 +104,7 @@ def _judge_clocks(offsets: Mapping[str, float]) -> Iterator[Finding]:
             yield Finding(
                 "clocks",
                 f"the clock of {host} is {abs(offset - usual):.1f} s {where} the others",
-                f"have it set by NTP: start chrony or systemd-timesyncd on {host}",
+                f"set it with NTP: start chrony or systemd-timesyncd on {host}",
             )
 
 
@@ -137,17 +137,17 @@ def _judge_blocked_pair(found: Examination, a: str, b: str) -> Finding:
             f"check the network path between {a} and {b}: routes, firewalls, interfaces",
         )
     source, target, what = (a, b, there) if there else (b, a, back)
-    both = "; nor the other way" if there and back else ""
+    both = "; the same in the other direction" if there and back else ""
     if set(what) == {"collective"}:
         return Finding(
             "ports",
-            f"{source} reaches {target} at port {found.port}, but not at others ({what['collective']}){both}",
-            f"collectives take ports of their own: open all TCP ports between {a} and {b}",
+            f"{source} reaches {target} at port {found.port}, but not at other ports ({what['collective']}){both}",
+            f"collectives use other ports: open all TCP ports between {a} and {b}",
         )
     if set(what) == {"rendezvous"}:
         return Finding(
             "ports",
-            f"{source} does not reach {target} at port {found.port} ({what['rendezvous']}), but at others{both}",
+            f"{source} does not reach {target} at port {found.port} ({what['rendezvous']}), but at other ports{both}",
             f"open port {found.port} in the firewall of {target}, or choose another one: launch.torchrun.port",
         )
     return Finding(
@@ -184,7 +184,7 @@ def _judge_whole(speed: Speed | str, count: int) -> Finding:
 
 
 def _common(bad: set[Pair], tried: set[Pair]) -> list[str]:
-    """Hosts that are bad with every other one they were tried with, at least two, where other pairs are good."""
+    """Hosts whose pairs are all bad, at least two of them, while other pairs are good."""
     if bad == tried:
         return []
     return [
@@ -199,7 +199,7 @@ def _first_reason(found: Examination, host: str) -> str:
 
 
 def _differences(values: Mapping[str, str]) -> str:
-    """What is not equal, as `2.13 on a, b; 2.11 on c`; empty where all is."""
+    """The differing values, as `2.13 on a, b; 2.11 on c`; empty if all are equal."""
     by_value: dict[str, list[str]] = {}
     for host, value in values.items():
         by_value.setdefault(value, []).append(host)

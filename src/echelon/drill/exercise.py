@@ -17,12 +17,12 @@ from echelon.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-# A run should last about this long: long enough to be struck in its middle, short enough to wait for.
+# Target duration of a run: long enough to inject a fault in the middle, short enough to wait for.
 _RUN_SECONDS = 8.0
 _FEWEST_STEPS, _MOST_STEPS = 24, 2000
-_STRIKE_AT = 0.6  # of the steps
+_STRIKE_AT = 0.6  # fraction of the steps
 _MOST_STARTS = 4
-# Of a run's steps, at a start that follows a fault: from the checkpoint before it.
+# Fraction of a run's steps that are repeated after a fault, from the checkpoint before it.
 _REPEATED = 0.1
 
 
@@ -31,14 +31,14 @@ class Finding:
     """The effect of one fault on the run.
 
     Attributes:
-        fault: its name.
-        noticed_seconds: from the fault to the first sign that it was noticed; None: nobody noticed.
-        recovered_seconds: from the fault, or from the next start, to the first step beyond where the run was.
-        lost_steps: steps that were done again.
-        starts: how often the command was run, the first time included.
-        identical: whether rows and weights ended as those of the run that nothing happened to.
-        folder: where its run is, unless it was removed because all was well.
-        trouble: why the run did not come to its end, if it did not.
+        fault: the name of the fault.
+        noticed_seconds: from the fault to the first sign of its detection; None: it was not detected.
+        recovered_seconds: from the fault, or the damage, to the first step after that of the fault.
+        lost_steps: steps that were repeated.
+        starts: how often the command was run, including the first time.
+        identical: whether rows and weights equal those of the undisturbed run.
+        folder: the run folder, which was removed if the fault was survived.
+        trouble: why the run did not finish, if it did not.
     """
 
     fault: str
@@ -58,17 +58,17 @@ def run_drill(
     num_processes: int,
     asked: Callable[[], str | None] = lambda: None,
 ) -> Iterator[Finding]:
-    """Do every fault to the recipe at `path`, in folders beside its run's, and yield what came of each as it is known.
+    """Inject every fault into a small run of the recipe at `path`, and yield the finding of each fault.
 
-    The folders are removed, but for those of a fault that was not survived. `asked`: by which signal this was asked to
-    stop, if it was.
+    The runs are in a folder next to the recipe's run folder. They are removed, except those that did not survive their
+    fault. `asked` returns the signal that asked the drill to stop, or None.
 
     Raises:
-        ConfigError, PlanError or DataError: `echelon train` refuses the recipe, on any machine.
+        ConfigError, PlanError or DataError: `echelon train` refuses the recipe on any machine.
         TrainingError: the recipe does not train, even without a fault.
-        Interrupted: this was asked to stop.
+        Interrupted: the drill was asked to stop.
     """
-    check_model(recipe, elsewhere=True)  # what this machine lacks, the small run may do without
+    check_model(recipe, elsewhere=True)  # the small run may not need what this machine lacks
     place = recipe.run.dir.with_name(f"{recipe.run.dir.name}-drill")
     shutil.rmtree(place, ignore_errors=True)
 
@@ -111,10 +111,10 @@ def run_drill(
 
 
 def estimate_seconds(faults: Sequence[Fault], start_seconds: float, run_seconds: float) -> float:
-    """How long the run that nothing happens to and those of the faults take together.
+    """The total duration of the undisturbed run and the runs with faults.
 
-    `start_seconds`: of a start of the command and its ranks. `run_seconds`: of the steps of one run; a run that starts
-    again repeats some of them.
+    `start_seconds` is the duration of a start of the command and its ranks, `run_seconds` that of the steps of one run;
+    a restarted run repeats some steps.
     """
     whole = start_seconds + run_seconds
     return whole + sum(
@@ -124,7 +124,7 @@ def estimate_seconds(faults: Sequence[Fault], start_seconds: float, run_seconds:
 
 
 def _measure(pilot: Trial) -> tuple[float, float]:
-    """How long a start takes, and a step once the first ones are over."""
+    """The seconds of a start, and of a step after the first ones."""
     started = time.monotonic()
     pilot.complete()
     seconds = time.monotonic() - started
@@ -156,7 +156,7 @@ def _strike(fault: Fault, trial: Trial, whole: Trial) -> Finding:
 
 
 class _Watch:
-    """Sees when a run notices what was done to it, and when it is beyond where it was."""
+    """Measures when a run detects its fault, and when it has recovered."""
 
     def __init__(self, trial: Trial, fault: Fault) -> None:
         self._trial = trial
@@ -168,18 +168,18 @@ class _Watch:
         self.recovered: float | None = None
 
     def struck(self, step: int) -> None:
-        """It happens now, at this step."""
+        """Record that the fault happens now, at this step."""
         self._moment, self.step = time.time(), step
         self.noticed = self.recovered = None
 
     @property
     def lost(self) -> int:
-        """How many steps lie between the checkpoint that the run went back to and where it was."""
+        """The number of steps between the checkpoint that the run resumed from and the fault."""
         resumed = [event["step"] for event in self._trial.events(self._moment) if event["event"] in ("resume", "start")]
         return max(0, self.step - resumed[-1]) if resumed else 0
 
     def see_to_the_end(self, job: Job) -> int:
-        """Wait for the command's end, looking meanwhile; returns its exit code."""
+        """Wait for the command's end while watching the run; returns its exit code."""
         self.starts += 1
         code = job.wait(self._look)
         if self.noticed is None:
@@ -188,7 +188,7 @@ class _Watch:
         return code
 
     def report(self, identical: bool, trouble: str | None = None) -> Finding:
-        """What was seen."""
+        """The finding."""
         folder = str(self._trial.run.path)
         return Finding(
             self._fault.name, self.noticed, self.recovered, self.lost, self.starts, identical, folder, trouble
@@ -198,11 +198,11 @@ class _Watch:
         events = self._trial.events(self._moment)
         if self.noticed is None and any(event["event"] in self._fault.noticed_by for event in events):
             self.noticed = time.time() - self._moment
-        went_on = any(event["event"] in self._fault.over_by for event in events)
+        has_resumed = any(event["event"] in self._fault.over_by for event in events)
         if (
             self.recovered is None
             and self.noticed is not None
-            and went_on
+            and has_resumed
             and self._trial.run.rows.last_step() > self.step
         ):
             self.recovered = time.time() - self._moment

@@ -22,18 +22,18 @@ _LOOK_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a run.
+    """A fault that is injected into a run.
 
     Attributes:
-        name: for the report.
-        strike: does it to a run under way; returns once it is done.
-        damage: done to the files of the run when the command has ended, if anything.
-        repair: what a person does when the command has ended in an error that says so, if anything.
-        noticed_by: events that say that the run has noticed; else its end does.
-        over_by: events after which the next step is one of a run that has recovered.
-        starts: how often ranks start in its run, as a rule.
-        idle_seconds: for how long nothing goes on in it.
-        needs_peer: whether only another rank can notice it.
+        name: the name in the report.
+        strike: injects the fault into a running job; returns when done.
+        damage: damages the files of the run after the command has ended, if given.
+        repair: what a user does after the command has failed with an error that asks for it, if given.
+        noticed_by: events that show that the run has detected the fault; otherwise its end does.
+        over_by: events after which the next step shows that the run has recovered.
+        starts: how often ranks usually start in its run.
+        idle_seconds: how long the run makes no progress.
+        needs_peer: whether only another rank can detect it.
     """
 
     name: str
@@ -48,17 +48,17 @@ class Fault:
 
 
 def ask_to_stop(job: Job) -> None:
-    """As a scheduler does before it takes the machine away."""
+    """Send SIGTERM, as a scheduler does before it reclaims the machine."""
     job.process.send_signal(signal.SIGTERM)
 
 
 def kill_a_rank(job: Job) -> None:
-    """As the kernel does when memory runs out."""
+    """Kill a rank, as the kernel does when memory runs out."""
     os.kill(job.ranks()[-1], signal.SIGKILL)
 
 
 def kill_the_agent(job: Job) -> None:
-    """The command is killed; its ranks must detect that themselves."""
+    """Kill the command; its ranks must detect that themselves."""
     ranks = job.ranks()
     job.process.kill()
     job.process.wait()
@@ -67,17 +67,17 @@ def kill_the_agent(job: Job) -> None:
 
 
 def suspend_a_rank(job: Job) -> None:
-    """The rank is suspended."""
+    """Suspend a rank."""
     os.kill(job.ranks()[-1], signal.SIGSTOP)
 
 
 def fill_the_disk(job: Job) -> None:
-    """Files of the ranks may not grow, until a save has failed of it; then they may again."""
+    """Limit the size of the ranks' files until a save has failed; then lift the limit."""
     ranks = job.ranks()
     before = {rank: resource.prlimit(rank, resource.RLIMIT_FSIZE) for rank in ranks}
     since = time.time()
     for rank, (_, hard) in before.items():
-        # Enough for rows and logs, and for no checkpoint.
+        # Enough for rows and logs, but not for a checkpoint.
         resource.prlimit(rank, resource.RLIMIT_FSIZE, (_smallest_part(job.trial) // 2, hard))
     job.wait(lambda: any(event["event"] == "save_failed" for event in job.trial.events(since)))
     for rank, limits in before.items():
@@ -85,7 +85,7 @@ def fill_the_disk(job: Job) -> None:
 
 
 def flip_a_byte(trial: Trial) -> None:
-    """In the middle of the largest file of the newest checkpoint, as a bad disk or memory does."""
+    """Flip a bit in the middle of the newest checkpoint's largest file, as a bad disk or memory does."""
     path = max(trial.newest_checkpoint().path.glob("*.distcp"), key=lambda each: each.stat().st_size)
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
@@ -95,9 +95,9 @@ def flip_a_byte(trial: Trial) -> None:
 
 
 def write_a_nan(trial: Trial) -> None:
-    """Into each weight of the newest checkpoint, whose checksums are right: the weights themselves have gone bad.
+    """Write NaN into every weight of the newest checkpoint, with correct checksums, as if training had diverged.
 
-    One alone may be of a token that never occurs.
+    A single NaN could be in the row of a token that never occurs.
     """
     checkpoint = trial.newest_checkpoint()
     tensors, state = read_tensors(checkpoint), checkpoint.read_state()

@@ -1,4 +1,4 @@
-"""A recipe made small: the same kind of model, data, optimizer and plan, in seconds."""
+"""Shrink a recipe: the same kind of model, data, optimizer and plan, but a run of seconds."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from echelon.model.build import load_config
 from echelon.recipe import Recipe
 
-# At most these, by the names that `transformers` gives them, whatever a family calls them itself.
+# Upper limits, by the generic names of `transformers`, whatever a model family calls them.
 _DIMENSIONS = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -22,14 +22,14 @@ _DIMENSIONS = {
 _SEQUENCE_LEN = 128
 _EVALUATIONS = 3
 HANG_SECONDS = 10
-"""Until a drill's run that stands still counts as hanging."""
+"""`fault.hang_seconds` of a drill's run."""
 
 SAVES = 6
-"""Checkpoints of a drill's run."""
+"""Number of checkpoints of a drill's run."""
 
 
 def shrink(recipe: Recipe, folder: Path, num_processes: int, num_steps: int) -> list[str]:
-    """The overrides, KEY=VALUE, that turn a recipe into its drill: a run in `folder` of this many steps."""
+    """The overrides, KEY=VALUE, that turn a recipe into its drill: a run of `num_steps` in `folder`."""
     overrides = {
         "run.dir": folder,
         "model.config": json.dumps(shrink_model(recipe)),
@@ -64,7 +64,7 @@ def shrink(recipe: Recipe, folder: Path, num_processes: int, num_steps: int) -> 
 
 
 def shrink_model(recipe: Recipe) -> dict[str, Any]:
-    """A `model.config` of the same family, a few hundred thousand parameters and the vocabulary besides."""
+    """A `model.config` of the same family, with a few hundred thousand parameters plus the vocabulary."""
     source = recipe.model.config if recipe.model.config is not None else recipe.model.checkpoint
     assert source is not None
     config = load_config(source, recipe.model.trust_remote_code)

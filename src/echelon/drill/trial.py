@@ -1,4 +1,4 @@
-"""One run of a drill: `echelon train` as a process of its own, watched from outside as its user would."""
+"""One run of a drill: `echelon train` in a separate process, observed from outside like by a user."""
 
 import os
 import signal
@@ -20,24 +20,24 @@ from echelon.checkpoint.safety import read_metadata
 from echelon.errors import EchelonError, TrainingError
 from echelon.runs.run_folder import OWNER_ONLY, RunFolder
 
-# What a run that lost nothing has in common with one that nothing happened to, bit for bit.
+# Fields of a row that must equal those of the undisturbed run, bit for bit.
 EXACT = ("step", "tokens", "loss", "grad_norm", "learning_rate", "batch_hash")
 
 _LOOK_SECONDS = 0.03
 _PATIENCE_SECONDS = 600.0
-# Processes that were killed are gone within a moment.
+# Killed processes end well within this time.
 _GONE_SECONDS = 10.0
 
 
 class Interrupted(EchelonError):
-    """The drill was asked to stop: its run has ended, and nothing of it is left."""
+    """The drill was asked to stop; none of its processes is running."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a drill: its folder, and the command that starts it or goes on with it.
+    """A run of a drill: its folder, and the command that starts or resumes it.
 
-    `asked`: by which signal the drill was asked to stop, if it was.
+    `asked` returns the signal that asked the drill to stop, or None.
     """
 
     run: RunFolder
@@ -47,12 +47,12 @@ class Trial:
 
     @property
     def log(self) -> Path:
-        """What the command printed."""
+        """The command's output."""
         return self.run.path.with_suffix(".log")
 
     @contextmanager
     def started(self) -> Iterator["Job"]:
-        """The command under way; whatever is left of it is ended with the block."""
+        """Start the command; its remaining processes are killed at the end of the block."""
         self.log.parent.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             process = subprocess.Popen(
@@ -62,14 +62,14 @@ class Trial:
         try:
             yield Job(process, self)
         finally:
-            # Ranks are in sessions of their own, and one that is suspended cannot see that its agent is gone.
+            # Ranks have their own sessions, and a suspended rank cannot detect that its agent is gone.
             ranks = _find_descendants(process.pid) if process.poll() is None else []
             process.kill()
             process.wait()
             _kill(ranks)
 
     def complete(self) -> None:
-        """Start the command and wait for its good end. Raises TrainingError with its last words where there is none."""
+        """Run the command to its end. Raises TrainingError with its last line if it fails."""
         with self.started() as job:
             if (code := job.wait()) != 0:
                 raise TrainingError(f"the drill's own run ended with exit code {code}: {self.last_words()}")
@@ -77,14 +77,14 @@ class Trial:
     def last_words(self) -> str:
         """The last line that the command printed."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "it printed nothing"
 
     def rows(self) -> list[dict[str, Any]]:
-        """The training rows there are."""
+        """The training rows so far."""
         return [row for row in self.run.rows.read_metrics().rows if row["kind"] == "train"]
 
     def events(self, since: float = 0.0) -> list[dict[str, Any]]:
-        """What happened since a moment, as `time.time()` counts."""
+        """The events since a time in UTC seconds."""
         return [event for event in self.run.rows.read_events() if event["time"] >= since]
 
     def equals(self, other: "Trial") -> bool:
@@ -93,13 +93,13 @@ class Trial:
         return mine == theirs and _are_equal(*(read_tensors(each.newest_checkpoint()) for each in (self, other)))
 
     def newest_checkpoint(self) -> Checkpoint:
-        """The newest checkpoint there is. For a run that has one."""
+        """The newest checkpoint. The run must have one."""
         return list_checkpoints(self.run.path)[-1]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command under way."""
+    """A running command."""
 
     process: "subprocess.Popen[bytes]"
     trial: Trial
@@ -112,7 +112,7 @@ class Job:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline:
             if (name := self.trial.asked()) is not None:
-                raise Interrupted(f"stopped by {name}; nothing of the drill runs any more")
+                raise Interrupted(f"stopped by {name}; the drill's processes have ended")
             if until():
                 return None
             code = self.process.poll()
@@ -120,11 +120,11 @@ class Job:
                 return code
             time.sleep(_LOOK_SECONDS)
         raise TrainingError(
-            f"the drill's run neither went on nor ended in {_PATIENCE_SECONDS:.0f} s: {self.trial.last_words()}"
+            f"the drill's run neither made progress nor ended in {_PATIENCE_SECONDS:.0f} s: {self.trial.last_words()}"
         )
 
     def wait_for_step(self, step: int) -> int:
-        """Wait until a step has its row; the newest step then. Raises TrainingError if the run ends before."""
+        """Wait until a step has its row; returns the newest step. Raises TrainingError if the run ends before."""
         code = self.wait(lambda: self.trial.run.rows.last_step() >= step)
         if code is not None:
             raise TrainingError(f"the drill's run ended with exit code {code} too early: {self.trial.last_words()}")
@@ -147,7 +147,7 @@ def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def find_living(pids: Sequence[int]) -> list[int]:
-    """Those of the processes that have not ended; nobody may ever collect one that has, in a container."""
+    """The processes that have not ended; zombies, which may stay forever in a container, do not count."""
     living = {pid for pid, _, state in _list_processes() if not state.startswith("Z")}
     return [pid for pid in pids if pid in living]
 
@@ -159,10 +159,10 @@ def _list_processes() -> list[tuple[int, int, str]]:
 
 
 def _find_descendants(pid: int) -> list[int]:
-    """The children of a process that lives, and theirs."""
+    """All descendants of a running process."""
     processes = _list_processes()
     found = [pid]
-    for parent in found:  # which grows
+    for parent in found:  # the list grows
         found += [each for each, its_parent, _ in processes if its_parent == parent]
     return found[1:]
 

@@ -1,4 +1,4 @@
-"""Machines that share no folder: each prepares its own data, and gets the small files of the run from rank 0.
+"""Machines without a shared folder: each prepares its own data and gets the run's small files from rank 0.
 
 All of this happens before there is a process group, over the rendezvous store, so no collective can time out during
 tokenization.
@@ -29,15 +29,15 @@ def send_run(folder: RunFolder, store: "Store") -> None:
 
 
 def receive_run(recipe: Recipe, folder: RunFolder, store: "Store", await_word: Callable[[], bool]) -> bool:
-    """On the first rank of another machine: prepare the text here, then make the run folder like rank 0's.
+    """On the first rank of another machine: prepare the data here, then create the run folder like rank 0's.
 
-    `recipe` has this machine's copies of what comes from the hub. `await_word` waits for rank 0 and says whether there
-    is anything to train; so does this. Raises ConfigError when this machine's text is not rank 0's, and what preparing
-    raises.
+    `recipe` has this machine's copies of hub files. `await_word` waits for rank 0 and returns whether there is anything
+    to train, which this returns too. Raises ConfigError if this machine's data differs from rank 0's, and the errors of
+    preparing it.
     """
     from echelon.data.prepare import prepare_data
 
-    with warnings_only("echelon.data"):  # rank 0 tells
+    with warnings_only("echelon.data"):  # rank 0 logs it
         data = prepare_data(recipe)
     if not await_word():
         return False

@@ -62,7 +62,7 @@ from echelon.training.training_step import TrainingStep
 
 logger = logging.getLogger(__name__)
 
-# Of the notice: what closing trackers and ending the processes may take after the last upload was given up.
+# The part of the notice kept for closing trackers and ending processes after the last upload was given up.
 _LEAVING_SECONDS = 5.0
 
 
@@ -77,7 +77,7 @@ def run_training(
 ) -> TrainState:
     """Train in this rank until the run's last step, from the newest checkpoint if there is one. Collective.
 
-    Raises StoppedError when a rank's `stop` was asked for. `heart` watches from the first step to the last.
+    Raises StoppedError when a rank was asked to stop. `heart` watches from the first step to the last.
     """
     trainer = build_trainer(recipe, plan, folder, runtime, stop=stop, heart=heart, callbacks=callbacks)
     journal, store = trainer.accounting.journal, trainer.saver.store
@@ -119,17 +119,17 @@ def run_training(
 
 
 def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder) -> None:
-    """Leave the adapter as PEFT writes it in the run's export/, compared with the live weights. Collective.
+    """Write the adapter in PEFT's format to the run's export/ and compare it with the live weights. Collective.
 
     Raises:
-        CheckpointError: on rank 0, what can be read there is not what was trained.
+        CheckpointError: on rank 0, the written weights differ from the trained ones.
     """
     content = trainer.train_step.engine.describe_adapter()
     if dist.get_rank() == 0:
         card = render_card(folder.path, trainer.state.step, is_adapter=True)
         num_bytes = write_adapter(folder.export_dir, content, recipe.model.checkpoint, folder.model_dir, card)
         folder.rows.append_event("export", step=trainer.state.step, bytes=num_bytes)
-        size = f"{num_bytes / 1e6:.2f} MB of weights, equal to those that were trained"
+        size = f"{num_bytes / 1e6:.2f} MB of weights, verified against the trained ones"
         logger.info(f"adapter: {folder.export_dir} ({size})")
 
 
@@ -141,7 +141,7 @@ def summarize(trainer: Trainer, journal: Journal, folder: RunFolder) -> None:
         journal.meter.close()
         if (used := journal.meter.describe()) is not None:
             logger.info(used)
-    with suppress(OSError):  # a full disk takes no event
+    with suppress(OSError):  # the disk may be full
         folder.rows.append_event("goodput", step=trainer.state.step, seconds=goodput.state_dict()["seconds"])
 
 
@@ -179,9 +179,9 @@ def build_trainer(
     heart: Heartbeat | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Trainer:
-    """Everything a run needs, rehearsed and loaded, ready for `fit`. Collective.
+    """Build a trainer with everything a run needs, rehearsed and loaded, ready for `fit`. Collective.
 
-    `stop` and `heart`: who asks it to stop, and who watches it; nobody, if not given.
+    `stop` and `heart` are the stop request and the watchdog of hangs; by default there are none.
     """
     recovery = RecoveryWatch(folder) if runtime.rank == 0 else None
     stop, heart, device = stop or StopRequest(), heart or Heartbeat(), runtime.device
@@ -217,7 +217,7 @@ def build_trainer(
         folder.rows.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops, **text)
         journal = open_journal(recipe, folder, runtime, num_steps, state.step, recovery)
         lines = describe_training(recipe, plan, config, data, stops, has_documents=first.documents is not None)
-        mfu_line = f"mfu: against {peak_flops / 1e12:.3g} TFLOP/s a process, {describe_peak(device)}"
+        mfu_line = f"mfu: relative to {peak_flops / 1e12:.3g} TFLOP/s per process, {describe_peak(device)}"
         for line in (*lines, *engine.describe(), mfu_line, *(() if sampler is None else (sampler.describe(),))):
             logger.info(line)
     find_mfu = _find_mfu(recipe, plan, config, meshes, peak_flops)
@@ -253,7 +253,7 @@ def _find_mfu(
 
 
 def build_store(recipe: Recipe, folder: RunFolder) -> CheckpointStore:
-    """The run's checkpoint store, with an event for each save and a line where something is wrong. Collective."""
+    """The run's checkpoint store, which writes an event for each save and logs faults. Collective."""
     keep_last, asynchronous = recipe.checkpoint.keep_last, recipe.checkpoint.asynchronous
 
     uploads = None
@@ -261,7 +261,7 @@ def build_store(recipe: Recipe, folder: RunFolder) -> CheckpointStore:
         uploads = Uploader(recipe.checkpoint.remote, folder, keep_last, folder.rows.append_event)
 
     def carry(group: dist.ProcessGroup) -> Carrier:
-        # Not below the run: what lies there may be copied on, as by SageMaker, which would take half a file for one.
+        # Outside the run folder, which may be copied while it is written (SageMaker), including partial files.
         return Carrier(str(find_host_dir()), recipe.prepared_dir / ".carried", group)
 
     return CheckpointStore(
@@ -275,7 +275,7 @@ def build_store(recipe: Recipe, folder: RunFolder) -> CheckpointStore:
 
 
 def build_snapshots(recipe: Recipe) -> Snapshots:
-    """The run's snapshots, where the recipe wants any. Collective."""
+    """The run's snapshots, if the recipe enables them. Collective."""
     every_steps = recipe.checkpoint.snapshot_every_steps
     return Snapshots(find_snapshot_dir(), every_steps)
 
@@ -286,14 +286,14 @@ def load_newest(
     contents: RunContents,
     runtime: Runtime,
 ) -> SavedState | None:
-    """Fill `contents` from the newest whole checkpoint or snapshot; what else is in it, or None. Collective."""
+    """Load `contents` from the newest whole checkpoint or snapshot; returns its saved state, or None. Collective."""
     snapshot = snapshots.newest()
     checkpoint = store.newest(beyond=-1 if snapshot is None else snapshot.step) or snapshot
     if checkpoint is None:
         return None
     saved = contents.load(checkpoint, store)
     if runtime.rank == 0:
-        held = ", held in memory" if checkpoint == snapshot else ""
+        held = ", a snapshot in memory" if checkpoint == snapshot else ""
         logger.info(f"Resuming from {checkpoint.path.name}{held}.")
     return saved
 
@@ -301,7 +301,7 @@ def load_newest(
 def build_loader(
     recipe: Recipe, plan: ParallelPlan, data: PreparedData, meshes: Meshes, start_step: int
 ) -> BatchLoader:
-    """This rank's batches from a step on."""
+    """The loader of this rank's batches, from `start_step` on."""
     return BatchLoader(
         data.train,
         build_order(recipe, data.train),
@@ -322,7 +322,7 @@ def build_evaluator(
     meshes: Meshes,
     device: torch.device,
 ) -> Evaluator | None:
-    """The held-out text, where there is any: `evaluate.batches` global batches of each set, or the first 200."""
+    """The evaluator, if there is held-out text: `evaluate.batches` global batches of each set, or the first 200."""
     if not data.validation:
         return None
     num_sequences = (recipe.evaluate.batches or DEFAULT_BATCHES) * recipe.global_batch_size
@@ -332,7 +332,7 @@ def build_evaluator(
 def build_sampler(
     recipe: Recipe, data: PreparedData, stops: Sequence[int], device: torch.device
 ) -> PromptSampler | None:
-    """What continues `evaluate.prompts` at each evaluation, where there are any."""
+    """The sampler that continues `evaluate.prompts` at each evaluation, if there are any."""
     wanted = recipe.evaluate
     if not wanted.prompts:
         return None

@@ -1,4 +1,4 @@
-"""What a recipe names from outside of echelon, looked at before anything starts."""
+"""Check the extensions that a recipe names, before anything starts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from echelon.recipe import Recipe
 
 @dataclass(frozen=True)
 class Named:
-    """A key of a recipe that holds a name from outside, and the options beside it."""
+    """A recipe key whose value is the name of an extension, and its options."""
 
     key: str
     name: str
@@ -18,7 +18,7 @@ class Named:
 
 
 def list_extensions(recipe: Recipe) -> list[Named]:
-    """Every name from outside, in the order of the recipe. Nothing is imported."""
+    """Every extension, in the order of the recipe. Imports nothing."""
     return [each for each in _list_named(recipe) if is_extension(each.name)]
 
 
@@ -33,7 +33,7 @@ def _list_named(recipe: Recipe) -> Iterator[Named]:
 
 
 def describe_extensions(recipe: Recipe) -> list[str]:
-    """A line about each name, for a machine that is not the one that trains."""
+    """A line about each extension, for a machine that does not train itself."""
     return [
         f"{each.key}={each.name}: whether the package {each.name.partition(':')[0].partition('.')[0]} is installed on "
         "every machine that trains"
@@ -42,10 +42,10 @@ def describe_extensions(recipe: Recipe) -> list[str]:
 
 
 def check_extensions(recipe: Recipe) -> None:
-    """Import what the recipe names from outside, and refuse what cannot be used. Nothing is called.
+    """Import the recipe's extensions and refuse those that cannot be used. Calls nothing.
 
-    Raises ConfigError, naming the key, for what cannot be imported here, is of another kind, or does not take its
-    options. Every process that trains imports it again.
+    Raises ConfigError, with the key, for an extension that cannot be imported here, is of another kind, or does not
+    accept its options. Every training process imports it again.
     """
     for each in list_extensions(recipe):
         kind, num_arguments = _find_kind(each.key)
@@ -54,7 +54,7 @@ def check_extensions(recipe: Recipe) -> None:
 
 
 def _find_kind(key: str) -> tuple[type, int]:
-    """What a key's name must be, and how many arguments it is called with beside its options."""
+    """The type that a key's extension must have, and its number of arguments without options."""
     from echelon.data.readers.record import Reader
     from echelon.objectives.objective import Objective
     from echelon.optimizer.rules import Rule

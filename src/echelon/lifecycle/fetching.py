@@ -21,15 +21,16 @@ _POLL_SECONDS = 0.5
 
 
 def announce_commits(commits: Mapping[str, str], store: "Store") -> None:
-    """On rank 0: let the first rank of every other machine fetch these."""
+    """On rank 0: tell the first rank of every other machine to fetch these commits."""
     store.set(_COMMITS, json.dumps(dict(commits)))
 
 
 def fetch_announced(recipe: Recipe, store: "Store", has_word: Callable[[], bool]) -> Recipe | None:
     """On every rank but 0: the recipe with this machine's copies, once its first rank has fetched what was announced.
 
-    Ranks that are not the first of their machine get the recipe back at once. None: rank 0's word (`has_word`) came
-    first, and nothing is to be trained. Raises LaunchError when rank 0 is gone, else as `hub.fetch`; rank 0 is told.
+    Ranks that are not the first of their machine get the recipe back at once. None: rank 0's result (`has_word`) came
+    first, so there is nothing to train. Raises LaunchError when rank 0 is gone, else like `hub.fetch`; rank 0 is
+    informed of the failure.
     """
     from echelon.model.hub import fetch_models, with_copies
 
@@ -59,7 +60,7 @@ def _await_commits(store: "Store", has_word: Callable[[], bool]) -> dict[str, st
 
 
 def await_fetched(store: "Store") -> int | None:
-    """On rank 0: wait until every rank has what it needs; the exit code of one that cannot get it, which says why."""
+    """On rank 0: wait until every rank has its files; returns the exit code of a rank that failed, else None."""
     while store.add(_DONE, 0) < find_place().world_size - 1:
         if store.check([_FAILURE]):
             return int(store.get(_FAILURE))

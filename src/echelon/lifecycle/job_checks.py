@@ -1,4 +1,4 @@
-"""Checks of a job before it is submitted, and the list of checks that are left to its target."""
+"""Checks of a job before it is submitted; the result lists the checks left to its target."""
 
 import logging
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """The launcher of a job, the texts that it submits by their names, and lines about what it will do."""
+    """The launcher of a job, the files that it submits, and lines for the user."""
 
     launcher: Launcher
     texts: dict[str, str]
@@ -40,19 +40,19 @@ class CheckedJob:
 
 
 def check_job(job: JobSpec) -> CheckedJob:
-    """The job exactly as it is submitted, after all checks that are possible on this machine.
+    """Run all checks that are possible on this machine; returns the job exactly as it will be submitted.
 
     Raises ConfigError or PlanError naming the key.
     """
     recipe = job.recipe
     if recipe.launch.to is None:
-        raise ConfigError(f"launch.to is not set; give --to, one of {', '.join(TARGETS)}.")
+        raise ConfigError(f"launch.to is not set; add --to with one of {', '.join(TARGETS)}.")
     refuse_secrets(recipe)
     rate = find_price_at_target(recipe)
     check_budget(recipe, rate)
     launcher = find_launcher(recipe.launch.to)
     notes: list[str] = []
-    if recipe.launch.to in ("local", "torchrun", "slurm"):  # these see the files of this machine
+    if recipe.launch.to in ("local", "torchrun", "slurm"):  # these targets see the files of this machine
         with _left_to_the_job(recipe.launch.to, notes):
             if recipe.launch.to == "local":
                 find_commits(recipe, {})
@@ -76,7 +76,7 @@ def check_job(job: JobSpec) -> CheckedJob:
 
 @contextmanager
 def _left_to_the_job(target: str, notes: list[str]) -> Iterator[None]:
-    """Make a note of what cannot be checked since the hub is not reached from here: machines elsewhere may reach it."""
+    """Add a note instead of an error if the hub cannot be reached from here: the job's machines may reach it."""
     try:
         yield
     except HubUnreachableError as error:
@@ -86,10 +86,10 @@ def _left_to_the_job(target: str, notes: list[str]) -> Iterator[None]:
 
 
 def _check_uploads(recipe: Recipe) -> None:
-    """Raise DataError or ConfigError for local files that cannot be trained on as the recipe says.
+    """Raise DataError or ConfigError for local data files that cannot be used as the recipe says.
 
-    In the container they lie in several folders, where nothing shows any more that text to train and to validate on
-    is the same.
+    In the container the sources are in separate folders, so overlap of training and validation data is no longer
+    detectable there.
     """
     spec = prepare_spec(recipe)
     train, validation = (
@@ -102,16 +102,16 @@ def _check_uploads(recipe: Recipe) -> None:
 
 
 def settle_instance(recipe: Recipe) -> Recipe:
-    """The recipe with the type of its machines in the place of `auto`. Logs which one, and why. Raises PlanError."""
+    """Replace the instance type `auto` by a concrete type and log the choice. Raises PlanError."""
     if recipe.launch.to != "sagemaker" or recipe.launch.sagemaker.instance_type != "auto":
         return recipe
     if (why := find_checkpoint_out_of_reach(recipe)) is not None:
-        raise ConfigError(f"launch.sagemaker.instance_type=auto: {why}, so its size is not known; name a type.")
+        raise ConfigError(f"launch.sagemaker.instance_type=auto: {why}, so its size is unknown; set a type.")
     try:
         shape = check_model(recipe, elsewhere=True).shape
     except HubUnreachableError as error:
         raise ConfigError(
-            f"launch.sagemaker.instance_type=auto: the size of the model is not known, for {error.reason}; name a type."
+            f"launch.sagemaker.instance_type=auto: the size of the model is unknown ({error.reason}); set a type."
         ) from error
     choice = choose_instance(recipe, shape, recipe.launch.node_range[1])
     for line in choice.describe():
@@ -121,7 +121,7 @@ def settle_instance(recipe: Recipe) -> Recipe:
 
 
 def find_target_cluster(recipe: Recipe) -> Cluster | None:
-    """The hardware the recipe will run on, as far as the recipe says it. Raises ConfigError if it says half of it."""
+    """The hardware that the recipe specifies, None if it does not. Raises ConfigError if it is incomplete."""
     launch = recipe.launch
     if launch.to == "sagemaker" and launch.sagemaker.instance_type is not None:
         return find_cluster(recipe, find_instance(launch.sagemaker.instance_type), launch.node_range[1])
@@ -130,14 +130,14 @@ def find_target_cluster(recipe: Recipe) -> Cluster | None:
     count = _count_devices(launch)
     if not count:
         raise ConfigError(
-            f"launch.accelerator={launch.accelerator}: the number per machine is not known; set "
+            f"launch.accelerator={launch.accelerator}: the number per machine is unknown; set "
             "launch.nproc_per_node, or omit launch.accelerator."
         )
     return parse_devices(f"{launch.node_range[1] * count}x{launch.accelerator}", count)
 
 
 def _count_devices(launch: LaunchConfig) -> int | None:
-    """Devices of a machine, by what is asked for there; None: it has as many as it has."""
+    """The number of devices requested per machine; None if the recipe does not set it."""
     if launch.nproc_per_node != "auto":
         return launch.nproc_per_node
     if launch.to == "slurm":
@@ -146,7 +146,7 @@ def _count_devices(launch: LaunchConfig) -> int | None:
 
 
 def _find_trained_recipe(recipe: Recipe) -> Recipe:
-    """The recipe as its target trains it: dictionaries of SageMaker's SDK may change the plan."""
+    """The recipe as its target trains it: `launch.sagemaker.distribution` may change the plan."""
     if recipe.launch.to != "sagemaker":
         return recipe
     return find_trained_recipe(recipe)
@@ -166,7 +166,7 @@ def _check_model(recipe: Recipe, cluster: Cluster | None) -> list[str]:
 
 
 def _check_plan(recipe: Recipe, shape: ModelShape, cluster: Cluster) -> str:
-    """A line about the memory the plan needs there. Raises PlanError where it does not fit."""
+    """A line about the memory that the plan needs there. Raises PlanError if it does not fit."""
     plan = resolve_plan(recipe, shape, cluster)
     needed = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind).total
     there = cluster.accelerator.memory_bytes
@@ -181,5 +181,5 @@ def _check_plan(recipe: Recipe, shape: ModelShape, cluster: Cluster) -> str:
 
 
 def find_run_folder(target: str, here: Path) -> RunFolder:
-    """The folder of a run at its target. In a container it is another than the one here, which a local run may fill."""
+    """The run folder at the target. In a container it differs from the one here, which a local run may use."""
     return RunFolder(Path(CHECKPOINT_DIR) / here.name if target == "sagemaker" else here)

@@ -1,4 +1,4 @@
-"""Opening a run's record as a start of it begins: its journal, its goodput, and what is said about the training."""
+"""Open a run's journal and goodput at the beginning of a start, and describe the training."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from echelon.supervise.launch_environment import find_start, read_environment
 from echelon.training.replicas import describe_replicas
 from echelon.training.state import GoodputState, SavedState, TrainState
 
-# The events of a run that came to its end.
+# The events that end a run.
 _ENDS = ("done", "early_stop")
 
 
@@ -35,7 +35,7 @@ def open_journal(
 ) -> Journal:
     """The run's journal, with its cost meter and its trackers. On rank 0, after the event of this start.
 
-    `step`: how many steps are done.
+    `step` is the number of completed steps.
     """
     journal = Journal(folder, num_steps, recipe.train.log_every, recipe.batches)
     journal.tell_recovery(recovery)
@@ -53,7 +53,7 @@ def describe_training(
     stops: Sequence[int],
     has_documents: bool,
 ) -> Iterator[str]:
-    """Lines about what is trained: special tokens, masks, and the replicas that are compared."""
+    """Lines about the training: special tokens, document mask, and the replicas that are compared."""
     special = f"pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}"
     ends = [f"{each} ({data.tokenizer.convert_ids_to_tokens(each)})" for each in stops]
     yield f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}"
@@ -64,14 +64,14 @@ def describe_training(
 
 
 def open_goodput(folder: RunFolder, saved: SavedState | None) -> GoodputTracker:
-    """Where the run's time went so far; cuts off the rows of lost steps, which tell how long those took. Rank 0."""
+    """The run's goodput so far; also removes the metrics rows of lost steps. On rank 0."""
     written = folder.metrics_path.stat().st_mtime if folder.metrics_path.exists() else 0.0
     at = TrainState() if saved is None else saved.train
     num_cut = folder.rows.cut_metrics(at.step, at.owes_evaluation)
     found = None if saved is None else saved.goodput
     events = [event for event in folder.rows.read_events() if event["event"] in ("start", "resume", *_ENDS)]
     starts = [event["time"] for event in events if event["event"] == "start"]
-    if found is None and starts:  # an earlier start came to no checkpoint
+    if found is None and starts:  # an earlier start saved no checkpoint
         found = GoodputState({}, min(starts), stopped=False)
     if found is None:
         return GoodputTracker(find_start(0.0))

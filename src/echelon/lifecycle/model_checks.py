@@ -22,11 +22,11 @@ from echelon.reporting.trackers import check_trackers
 from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stored import read_json
 
-# Targets whose machines have folders of their own, named in the recipe by paths that mean nothing here.
+# Targets whose machines have their own folders; paths in the recipe may not exist on this machine.
 _APART = ("kubernetes", "sagemaker")
 
-# Fields of every family of `echelon.planner.shape` that have been checked once its parameters are counted, and fields
-# that any such number above 0 will do for. A model of these alone builds, so that it need not be tried.
+# Config fields that are checked by counting the parameters, and fields for which any positive number of the type is
+# valid. A model with only these fields can be built, so building it is not tried.
 _COUNTED = {
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "attention_dropout",
@@ -40,7 +40,7 @@ class CheckedModel:
 
     Attributes:
         shape: of the model with its vocabulary size.
-        vocabulary: a message about that size.
+        vocabulary: a message about the vocabulary size.
         left: the checks that are not possible on this machine, each with the reason; `train` runs them.
     """
 
@@ -53,9 +53,9 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     """Refuse a recipe whose own keys, tokenizer or model are invalid on any cluster. Writes nothing.
 
     Args:
-        elsewhere: another machine will train, which may have the packages and files that this one lacks. A check that
-            needs them is then named in `left`; without `elsewhere` the lack itself is refused.
-        weights: whether those of a local `model.checkpoint` are looked at; the copy of a model of the hub has none yet.
+        elsewhere: another machine will train, which may have packages and files that this one lacks. Checks that need
+            them are then listed in `left`; without `elsewhere` they are errors.
+        weights: whether the weights of a local `model.checkpoint` are checked; the copy of a hub model has none yet.
 
     Raises:
         ConfigError, PlanError or DataError: naming the key.
@@ -78,9 +78,9 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
 
 
 def find_checkpoint_out_of_reach(recipe: Recipe) -> str | None:
-    """`model.checkpoint` and why it cannot be read here though the machines that train may; None: it can be.
+    """Why `model.checkpoint` cannot be read here although the training machines may; None if it can be read.
 
-    A model of the hub is not looked at: what reads it raises HubUnreachableError.
+    Does not check hub models: reading them raises HubUnreachableError.
     """
     checkpoint = recipe.model.checkpoint
     why = None if checkpoint is None else _find_out_of_reach(recipe, checkpoint)
@@ -88,7 +88,7 @@ def find_checkpoint_out_of_reach(recipe: Recipe) -> str | None:
 
 
 def _find_out_of_reach(recipe: Recipe, source: str) -> str | None:
-    """The same of any folder."""
+    """Like `find_checkpoint_out_of_reach`, for any folder."""
     is_elsewhere = recipe.launch.to in _APART and source.startswith(("s3://", "/"))
     return "is not on this machine" if is_elsewhere and not Path(source).exists() else None
 
@@ -110,14 +110,14 @@ def _find_vocabulary(recipe: Recipe, elsewhere: bool, left: list[str]) -> int | 
             return _load_vocab_size(recipe)
         except HubUnreachableError as error:
             why = error.reason
-    left.append(f"tokenizer: whether the model's vocabulary holds its ids ({why})")
+    left.append(f"tokenizer: whether the model's vocabulary contains its ids ({why})")
     return None
 
 
 def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> None:
-    """Refuse what only shows when the model is built, without memory; a line in `left` for what cannot be tried here.
+    """Run the checks that need the model, built on the meta device; adds those that are not possible here to `left`.
 
-    This is where every check of a model stands. Importing torch takes seconds, so it waits until it is needed.
+    All checks of a built model belong here. Importing torch takes seconds, so it is done only when needed.
     """
     if _is_counted(recipe, fields):
         return
@@ -150,7 +150,7 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
 
 
 def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list[str]) -> bool:
-    """Put the adapter into the model. False: its packages are not here, and may be where the recipe trains."""
+    """Apply the adapter to the model. False: its packages are not installed here, but may be where it trains."""
     from echelon.model.adapters import apply_adapter, check_adapter, check_packages
 
     check_adapter(model, adapter)
@@ -166,7 +166,7 @@ def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list
 
 
 def _is_counted(recipe: Recipe, fields: dict[str, Any]) -> bool:
-    """Whether counting the model's parameters by formula has checked all that the recipe says about it."""
+    """Whether counting the model's parameters by formula has checked all of the recipe's model keys."""
     asks_more = recipe.model.attn_implementation or recipe.adapter.is_adapter or recipe.optim.learning_rate_multipliers
     if recipe.model.config is None or asks_more or fields["model_type"] not in FAMILIES:
         return False
@@ -177,7 +177,7 @@ def _is_counted(recipe: Recipe, fields: dict[str, Any]) -> bool:
 
 
 def _list_built_checks(recipe: Recipe) -> Iterator[str]:
-    """What `_check_built` looks at, for people: of the recipe's keys those that it needs the model for."""
+    """Descriptions of the checks in `_check_built` that apply to the recipe."""
     if recipe.model.checkpoint is not None:
         yield "model.checkpoint: whether its weights can be read"
     elif find_spec("transformers") is None:
@@ -197,7 +197,7 @@ def _find_missing(*packages: str) -> str | None:
 
 
 def _check_deterministic(recipe: Recipe) -> None:
-    """Flash attention's packages add up the gradients of a query in whatever order its blocks finish."""
+    """Refuse flash attention, whose backward pass sums the gradients of a query in a varying order."""
     attention = recipe.model.attn_implementation or ""
     if recipe.train.deterministic and "flash" in attention:
         raise ConfigError(
@@ -207,7 +207,7 @@ def _check_deterministic(recipe: Recipe) -> None:
 
 
 def _check_positions(recipe: Recipe, shape: ModelShape) -> None:
-    """Rotary positions have no end, but a new model must not tell its users less than it was trained on."""
+    """Refuse sequences longer than the config of a new model allows, even if rotary positions have no limit."""
     length, positions = recipe.data.sequence_len, shape.max_positions
     if recipe.model.config is not None and positions is not None and length > positions:
         raise ConfigError(
@@ -218,7 +218,7 @@ def _check_positions(recipe: Recipe, shape: ModelShape) -> None:
 
 
 def check_weights(checkpoint: str | None) -> None:
-    """Raise unless a local `model.checkpoint` has readable weights; a hub id is looked at when it is fetched."""
+    """Raise unless a local `model.checkpoint` has readable weights; a hub id is checked when it is fetched."""
     if checkpoint is None:
         return
     from echelon.checkpoint.folder import newest_of
@@ -250,14 +250,14 @@ def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple
         source = f"model.checkpoint={recipe.model.checkpoint}"
         fields = _read_checkpoint_fields(recipe.model.checkpoint, recipe.model.trust_remote_code)
     if tokenizer_vocab_size is None:
-        return fields, "vocab_size: as configured; the tokenizer is not known before the data is prepared"
+        return fields, "vocab_size: as configured; the tokenizer is unknown until the data is prepared"
     may_grow = bool(recipe.model.new_tokens) and recipe.model.checkpoint is not None
     size, line = resolve_vocab_size(fields, tokenizer_vocab_size, source, may_grow)
     return {**fields, "vocab_size": size}, line
 
 
 def _find_vocab_size(recipe: Recipe) -> int | None:
-    """The tokenizer's size as far as the recipe alone tells it."""
+    """The tokenizer's size, if the recipe alone determines it."""
     if recipe.tokenizer == "bytes":
         return 256
     if recipe.tokenizer is None or isinstance(recipe.tokenizer, str):
@@ -275,7 +275,7 @@ def _load_vocab_size(recipe: Recipe) -> int:
 
 
 def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[str, Any]:
-    """The config of a folder as it stands; that of a hub id through transformers, which fetches config.json alone."""
+    """The config in a folder, unchanged; that of a hub id through transformers, which fetches only config.json."""
     path = Path(find_model_dir(checkpoint)) / "config.json"
     if path.is_file():
         try:

@@ -58,11 +58,11 @@ _READY_KEY = "echelon/run"
 _POLL_SECONDS = 0.5
 # How long a shared file system may take to show another machine's files.
 _VISIBLE_SECONDS = 15.0
-# How long the rank 0 of a machine that was lost may outlive it, beside which torchrun has started another one.
+# How long the old rank 0 of a lost machine may survive while torchrun has already started a new one.
 _PATIENCE_SECONDS = 15.0
 _SHARED_STORE = (
-    "torchrun: its workers share the store of an agent, which keeps addresses of earlier starts, so restarts may "
-    "fail; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
+    "torchrun: its workers share the agent's store, which keeps addresses of earlier starts, so restarts may fail; "
+    "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
 )
 
 
@@ -79,7 +79,7 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool) -> Out
             argv = worker_argv("echelon.lifecycle.worker", str(folder.path))
             job = _make_job(recipe, argv, count, folder, managed_environment(memory), memory)
             outcome = Agent(THIS_MACHINE).submit(job)
-        if outcome.code == DONE or not is_run(folder.path):  # without a folder there is nothing to sweep or to note
+        if outcome.code == DONE or not is_run(folder.path):  # without a folder there is nothing to clean up or record
             return outcome
         folder.sweep()
         return _describe_ending(folder, outcome)
@@ -93,7 +93,7 @@ def _describe_ending(folder: RunFolder, outcome: Outcome) -> Outcome:
         return outcome
     stopped, budget = outcome.message.startswith("stopped by"), outcome.message.startswith("stopped by budget")
     step = folder.newest_step()
-    with suppress(OSError):  # a full disk may be what ended it, and takes no event either
+    with suppress(OSError):  # a full disk may be the cause
         folder.rows.append_event(
             "budget" if budget else "signal" if stopped else "failure",
             step=step,
@@ -112,10 +112,10 @@ def _describe_ending(folder: RunFolder, outcome: Outcome) -> Outcome:
 def train_on_hosts(
     recipe: Recipe, arguments: Sequence[str], group: HostGroup, num_processes: int | None, fresh: bool
 ) -> tuple[Outcome, bool]:
-    """Be the agent of this machine, one of several: start its ranks with `arguments`, and wait for the end of all.
+    """Run the agent of this machine, one of several: start its ranks with `arguments`, and wait for the end of all.
 
-    Returns how the job ended, the same on every machine, and whether this one tells the user. Machines that share no
-    files have logs of their own, and each tells.
+    Returns how the job ended, the same on every machine, and whether this machine reports it to the user. Machines
+    without shared files have separate logs, so each reports.
     """
     _refuse_snapshots(recipe)
     count = default_num_processes() if num_processes is None else num_processes
@@ -145,7 +145,7 @@ def _make_job(
 
 
 def _move_aside(folder: RunFolder) -> None:
-    """Before any machine can start a rank, which would resume the old run."""
+    """Move the old run aside, before any machine can start a rank that would resume it."""
     if is_run(folder.path):
         folder.lock()
         target = folder.move_aside()
@@ -162,9 +162,9 @@ def _refuse_snapshots(recipe: Recipe) -> None:
 
 
 def train_hosted(recipe: Recipe, place: Path) -> NoReturn:
-    """Be one rank that echelon's agent of this machine started: how it ends stands in `place`, for the agent to tell.
+    """Run one rank started by echelon's agent of this machine; writes its outcome to `place` for the agent.
 
-    Leaves with 0 when the job is done. Collective: every rank calls it.
+    Exits with 0 when the job is done. Collective: every rank calls it.
     """
     from echelon.lifecycle.worker import leave, leave_after_peers, listen_for_stops
 
@@ -183,10 +183,10 @@ def train_hosted(recipe: Recipe, place: Path) -> NoReturn:
 
 
 def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) -> Outcome:
-    """Be one rank of a job that torchrun, mpirun or srun started, or, with `stop`, echelon's agent of this machine.
+    """Run one rank of a job started by torchrun, mpirun or srun, or, with `stop`, by echelon's agent of this machine.
 
-    Rank 0 prepares the run while the others poll a store for its word: no collective is open, so no timeout of one
-    can strike while text is tokenized. Collective: every rank calls it.
+    Rank 0 prepares the run while the others poll a store for its result: no collective is active that could time out
+    during tokenization. Collective: every rank calls it.
     """
     _refuse_snapshots(recipe)
     # Imported first, so that the watchdog and the log are ready before anything slow.
@@ -207,9 +207,9 @@ def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) 
             return ending
     errors = redirect_output(folder)
     outcome = run_rank(folder, stop or listen_for_stops(folder), store)
-    if stop is not None:  # the agent tells
+    if stop is not None:  # the agent reports it
         return Outcome(outcome.code)
-    # A refusal or a stop is the same on every rank, so one of them says it.
+    # A refusal or a stop is the same on every rank, so only rank 0 reports it.
     if not outcome.secondary and (rank == 0 or outcome.code not in (REFUSED, STOPPED)):
         ending = _describe_ending(folder, Outcome(outcome.code, outcome.message))
         if ending.message:
@@ -256,7 +256,7 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun
         if patience and shares_agent_store():
             logger.warning(_SHARED_STORE)
         run = prepare_run(recipe, fresh, detect_launched_cluster, read_environment(), patience, announce)
-        if commits and (code := await_fetched(store)) is not None:  # the rank that failed says why
+        if commits and (code := await_fetched(store)) is not None:  # the failed rank reports the reason
             word["code"] = code
             return Outcome(code)
         if run is not None and not shares_files():
@@ -264,7 +264,7 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun
         word = {"code": DONE, "digest": digest_run(run.folder) if run else 0}
     except EchelonError as error:
         word["code"] = error.exit_code
-        # Said before the others leave: a launcher ends this rank too as soon as one has left.
+        # Reported before the others exit: a launcher ends this rank as soon as another one has exited.
         if (place := find_host_dir()) is not None:
             write_outcome(place, report(0, error.exit_code, str(error), final=is_final(error)))
         else:
@@ -273,13 +273,13 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun
     finally:
         store.set(_READY_KEY, json.dumps(word))
         if not word["digest"]:
-            # This process may keep the store: give the others the time to read the word.
+            # This process may host the store: give the others time to read the result.
             time.sleep(3 * _POLL_SECONDS)
     return Outcome(DONE) if run is None else run
 
 
 def _send_to_hosts(run: PreparedRun, store: "Store") -> None:
-    """Give the run to the machines that do not see its folder, where agents of several machines started the ranks."""
+    """Send the run to the machines that do not see its folder, if agents of several machines started the ranks."""
     if (place := find_host_dir()) is not None:
         send_run(run.folder, store)
         mark_ready(store, place)
@@ -296,13 +296,13 @@ def _follow_rank_zero(recipe: Recipe, folder: RunFolder, store: "Store") -> Outc
     place = None if shares_files() else find_host_dir()
     here = fetch_announced(recipe, store, lambda: store.check([_READY_KEY]))
     if here is not None and place is not None and find_place().local_rank == 0:
-        goes_on = receive_run(here, folder, store, await_word)
+        trains = receive_run(here, folder, store, await_word)
         mark_ready(store, place)
     else:
-        goes_on = await_word()
-        if goes_on and place is not None:
+        trains = await_word()
+        if trains and place is not None:
             await_ready(store, place)
-    if not goes_on:
+    if not trains:
         return Outcome(word["code"])
     _await_files(folder, word["digest"])
     return None
@@ -320,7 +320,7 @@ def _await_rank_zero(store: "Store") -> dict[str, int]:
 
 
 def _await_files(folder: RunFolder, digest: int) -> None:
-    """Give the file system a moment to show rank 0's files; `load_agreed_run` refuses when it does not."""
+    """Wait a while for the file system to show rank 0's files; `load_agreed_run` raises an error if it does not."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while digest_run(folder) != digest and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

@@ -51,12 +51,12 @@ def prepare_run(
     patience_seconds: float = 0.0,
     announce: Callable[[Mapping[str, str]], None] = lambda commits: None,
 ) -> PreparedRun | None:
-    """Open the run folder, prepare the data, resolve the plan, write all of it down; None when the run has finished.
+    """Open the run folder, prepare the data, resolve the plan and write it; None if the run has already finished.
 
-    No process group may exist: the others wait without a collective, however long the data takes. `variables` is
-    the environment, of which an allow-list is written down. The folder stays locked by this process;
-    `patience_seconds` is how long another one that holds it may take to end. `announce` gets the commits of what the
-    run takes from the hub before any weights are fetched: other machines fetch the same.
+    No process group may exist: the other ranks wait without a collective, however long the data takes. `variables` is
+    the environment, of which an allow-list is stored. The folder stays locked by this process; `patience_seconds` is
+    how long to wait for another process that holds the lock. `announce` gets the commits of the run's hub files before
+    any weights are fetched, so that other machines fetch the same.
     """
     from echelon.checkpoint.remote_start import RemoteStart
     from echelon.data.prepare import prepare_data
@@ -109,7 +109,7 @@ def prepare_run(
         plan = _find_plan(opened, recipe, shape, cluster, data.train.num_samples)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
         folder.text.write_prepared_path(data.path, data.content_digest)
-        fetch_models(recipe, commits)  # last, when nothing else can be refused any more
+        fetch_models(recipe, commits)  # last, after every check that can fail
         write_commits(folder, commits)
         write_run(folder, recipe, plan, estimate, num_steps, cluster, variables)
     cost = describe_cost(recipe, folder, rate, cluster.num_nodes, num_steps)
@@ -120,7 +120,7 @@ def prepare_run(
 
 @contextmanager
 def _unlocked_by_failure(folder: RunFolder) -> Iterator[None]:
-    """Whatever the block raises unlocks the folder; one that is gone meanwhile raises EchelonError, which says so."""
+    """Unlock the folder if the block raises; if the folder is gone, raise an EchelonError about that."""
     try:
         yield
     except BaseException as error:
@@ -133,7 +133,7 @@ def _unlocked_by_failure(folder: RunFolder) -> Iterator[None]:
 def _describe_start(
     recipe: Recipe, opened: OpenedRun, commits: Mapping[str, str], data: "PreparedData", plan: ParallelPlan
 ) -> Iterator[str]:
-    """Lines about what is trained, how, and on what."""
+    """Lines about the run: hub commits, plan, data, steps and redacted secrets."""
     from echelon.data.mixture import describe_mixture, describe_repeats
     from echelon.model.hub import describe_commits
 
@@ -148,7 +148,7 @@ def _describe_start(
 
 
 def _with_small_copies(recipe: Recipe, commits: Mapping[str, str]) -> Recipe:
-    """The recipe with this machine's copies of what comes from the hub, which have no weights yet."""
+    """The recipe with this machine's copies of hub files, without weights."""
     from echelon.model.hub import fetch_models, with_copies
 
     fetch_models(recipe, commits, weights=False)
@@ -156,7 +156,7 @@ def _with_small_copies(recipe: Recipe, commits: Mapping[str, str]) -> Recipe:
 
 
 def describe_steps(recipe: Recipe, num_samples: int | None) -> list[str]:
-    """Lines about the run's steps: how the batch grows, where it does, the learning rate, and what is counted by epoch.
+    """Lines about the run's steps: batch ramp, learning rate schedule, and intervals counted in epochs.
 
     `num_samples`, the sequences of an epoch, is None before the data is prepared.
     """
@@ -173,7 +173,7 @@ def describe_steps(recipe: Recipe, num_samples: int | None) -> list[str]:
             lines.append(f"{key}={share:g}: the steps are known once the data is prepared")
         elif share is not None and num_samples is not None:
             first = ", ".join(f"{step:,}" for step in find_rhythm(num_samples).first_steps(3))
-            lines.append(f"{key}={share:g}: of {num_samples:,} sequences an epoch; after the steps {first}, ...")
+            lines.append(f"{key}={share:g}: {num_samples:,} sequences per epoch; after the steps {first}, ...")
     return lines
 
 
@@ -193,7 +193,7 @@ def _describe_longer_warmup(recipe: Recipe, opened: OpenedRun, num_samples: int)
 
 
 def _check_masks(recipe: Recipe, data: "PreparedData", fields: Mapping[str, Any]) -> None:
-    """Refuse a model that cannot keep the documents of a sequence apart, where the samples have several."""
+    """Refuse a model without support for a document mask if samples contain several documents."""
     from echelon.model.attention import check_document_mask
     from echelon.model.build import load_config
 
@@ -203,7 +203,7 @@ def _check_masks(recipe: Recipe, data: "PreparedData", fields: Mapping[str, Any]
 
 
 def _refuse_other_text(folder: RunFolder, before: Collection[str | None], digest: str) -> None:
-    """The order of the samples is a function of the text: a run cannot go on with another one."""
+    """Refuse to resume with different data: the order of the samples depends on it."""
     if before and not {digest, None}.intersection(before):
         raise ConfigError(
             f"data.train: the data differs from that of the run in {folder.path}; restore the "
@@ -220,7 +220,7 @@ def write_run(
     cluster: Cluster,
     variables: Mapping[str, str],
 ) -> None:
-    """Write recipe.yaml, plan.json, estimate.json and environment.json, and forget how earlier attempts ended."""
+    """Write recipe.yaml, plan.json, estimate.json and environment.json, and remove outcomes of earlier attempts."""
     folder.clear_outcomes()
     write_json(folder.environment_path, describe_environment(variables) | {"cluster": asdict(cluster)})
     warmup = find_warmup(recipe.optim, num_steps, recipe.batches)
@@ -232,7 +232,7 @@ def write_run(
 
 
 def digest_run(folder: RunFolder) -> int:
-    """A positive 63-bit digest of recipe.yaml, plan.json and hub.json as this rank sees them; 0 when it does not."""
+    """A positive 63-bit digest of recipe.yaml, plan.json and hub.json as this rank sees them; 0 if it cannot."""
     try:
         text = folder.recipe_path.read_bytes() + b"\0" + folder.plan_path.read_bytes()
         text += b"\0" + folder.hub_path.read_bytes() if folder.hub_path.exists() else b""
@@ -243,7 +243,7 @@ def digest_run(folder: RunFolder) -> int:
 
 @dataclass(frozen=True)
 class _PlannedFor:
-    """Of environment.json: the hardware that the plan was made for."""
+    """The hardware that the plan was made for, from environment.json."""
 
     cluster: Cluster
 
@@ -255,7 +255,7 @@ def _find_plan(
     cluster: Cluster,
     num_samples: int,
 ) -> ParallelPlan:
-    """The plan the run goes on with, or a new one. A run that goes on must do so on whatever processes are left."""
+    """The stored plan of a resumed run if it still fits, else a new one, also for a different number of processes."""
     began = _read_beginning(opened)
     if began is not None:
         before, plan = began
@@ -268,7 +268,7 @@ def _find_plan(
 
 
 def _read_beginning(opened: OpenedRun) -> tuple[Cluster, ParallelPlan] | None:
-    """The cluster and the plan that a resumed run ran with before; None, and a line, where they cannot be read."""
+    """The earlier cluster and plan of a resumed run; None, with a warning, if they cannot be read."""
     if opened.state != "resumed":
         return None
     folder = opened.folder
@@ -289,9 +289,9 @@ def _are_alike(one: Cluster, other: Cluster) -> bool:
 
 
 def _keep_precision(recipe: Recipe, before: Cluster, plan: ParallelPlan, cluster: Cluster) -> Recipe:
-    """The recipe with the precision that a CPU was found to be faster in when the run began, for a new plan of it.
+    """Fix the precision that was chosen for a CPU by measurement when the run began, for a new plan.
 
-    Measured anew it might be the other one, and the loss would go on in another arithmetic.
+    A new measurement might choose the other one, which would change the arithmetic of the run.
     """
     if recipe.train.precision != "auto" or cluster.kind != "cpu" or before.kind != "cpu":
         return recipe

@@ -58,16 +58,16 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.2
 _FOLDER_SECONDS = 0.4
 _LOOKS_IN_VAIN = 2
-# Between a peer's death and this rank's end: what its own error says, if it has one, is written by then.
+# Between a peer's death and this rank's exit: time for this rank to write its own error, if it has one.
 _LAST_WORDS_SECONDS = 1.0
 
-# What torch says of an operation that `torch.use_deterministic_algorithms` rules out.
+# torch's message about an operation that `torch.use_deterministic_algorithms` forbids.
 _UNREPEATABLE = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """The process of a rank that `echelon train` started. Leaves with 0 unless it really failed, so that only a failure
-    is ever restarted; the true code stands in the outcome."""
+    """Run a rank started by `echelon train`. Exits with 0 unless it really failed, so that only failures are restarted;
+    the true code is in the outcome."""
     start_watchdog()
     [run_dir] = sys.argv[1:] if argv is None else argv
     folder = RunFolder(Path(run_dir))
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def listen_for_stops(folder: RunFolder) -> StopRequest:
-    """From now on a signal asks this rank to save and stop; a second one ends it at once, which hurts no checkpoint."""
+    """Make a signal ask this rank to save and stop; a second one ends it immediately, without harm to checkpoints."""
 
     def leave_at_once(name: str) -> NoReturn:
         rank = find_place().rank
@@ -95,12 +95,12 @@ def listen_for_stops(folder: RunFolder) -> StopRequest:
 
 
 def leave_after_peers(folder: RunFolder) -> None:
-    """From now on this rank leaves when another one has died: on a GPU a collective would wait for it in vain.
+    """Make this rank exit when another one has died: on a GPU a collective would wait for it forever.
 
-    What an error of its own has to say comes first, in the seconds that are left.
+    First gives this rank a moment to write its own error.
     """
     rank = find_place().rank
-    with suppress(OSError):  # on a full disk the agent alone notices a death
+    with suppress(OSError):  # on a full disk only the agent detects a death
         folder.write_pid(rank)
 
     def watch() -> NoReturn:
@@ -117,9 +117,9 @@ def leave_after_peers(folder: RunFolder) -> None:
 
 
 def run_rank(folder: RunFolder, stop: StopRequest, store: "Store | None" = None) -> RankOutcome:
-    """Train as this rank, from the run folder, to the end; every ending becomes an outcome, also written to the folder.
+    """Train this rank from the run folder to the end; returns the outcome, which is also written to the folder.
 
-    Collective: every rank calls it. `store` is what `open_store` gave.
+    Collective: every rank calls it. `store` is the result of `open_store`.
     """
     with OutcomeReport(folder, find_place().rank) as ending:
         runtime = start_runtime(store=store)
@@ -140,19 +140,19 @@ def run_rank(folder: RunFolder, stop: StopRequest, store: "Store | None" = None)
 
 
 def leave_without_folder(folder: RunFolder, runtime: Runtime) -> None:
-    """From now on this rank leaves when the run folder is gone: what it trains could not be kept.
+    """Make this rank exit when the run folder is gone, since its work could not be saved.
 
-    Whoever started the ranks tells; where that is not echelon, rank 0 does.
+    The agent reports it; under another launcher, rank 0 does.
     """
 
     def watch() -> NoReturn:
         missed = 0
         while missed < _LOOKS_IN_VAIN:  # a file system may lose sight of a file for a moment
             time.sleep(_FOLDER_SECONDS)
-            with suppress(OSError):  # a file system that does not answer says nothing of the folder
+            with suppress(OSError):  # an error of the file system does not mean that the folder is gone
                 missed = 0 if is_run(folder.path) else missed + 1
         message = describe_gone(folder.path)
-        with suppress(OSError):  # the outcomes of a job of this machine alone are in the folder
+        with suppress(OSError):  # the outcomes folder may be inside the run folder
             write_outcome(folder.outcomes_dir, report(runtime.rank, FAILED, message, final=True))
         if runtime.rank == 0 and not is_managed() and find_host_dir() is None:
             logger.error(f"echelon: {message}")
@@ -162,7 +162,7 @@ def leave_without_folder(folder: RunFolder, runtime: Runtime) -> None:
 
 
 def leave_hanging(folder: RunFolder, runtime: Runtime, what: str) -> NoReturn:
-    """Report that nothing goes on any more, and who is to blame where that shows; then end this process."""
+    """Report a hang, with the unresponsive ranks if known; then end this process."""
     from echelon.training.heartbeat import find_unresponsive_ranks
 
     silent: list[int] = []
@@ -177,9 +177,9 @@ def leave_hanging(folder: RunFolder, runtime: Runtime, what: str) -> NoReturn:
 
 
 def load_agreed_run(folder: RunFolder, runtime: Runtime) -> "tuple[Recipe, ParallelPlan]":
-    """The recipe and the plan of the run folder, once every rank is known to see the same ones.
+    """Load the recipe and the plan of the run folder, after checking that every rank sees the same ones.
 
-    Collective: every rank calls it, and all raise PlanError together, naming the ranks that see something else.
+    Collective: every rank calls it, and all raise PlanError together, with the ranks that see different files.
     """
     import torch
     import torch.distributed as dist
@@ -210,7 +210,7 @@ def load_agreed_run(folder: RunFolder, runtime: Runtime) -> "tuple[Recipe, Paral
 
 
 class OutcomeReport:
-    """Turns however its block ends into this rank's outcome, writes it, and swallows the exception."""
+    """Turns the end of its block into this rank's outcome, writes it, and suppresses the exception."""
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
         self._folder = folder
@@ -230,14 +230,14 @@ class OutcomeReport:
         """Report; a traceback goes to this rank's log only."""
         if error is None:
             self.outcome = report(self._rank, DONE, "")
-        elif self._was_run and not is_run(self._folder.path):  # whatever failed then, failed for that
+        elif self._was_run and not is_run(self._folder.path):  # the missing folder is the cause
             self.outcome = report(self._rank, FAILED, describe_gone(self._folder.path), final=True)
         elif isinstance(error, EchelonError):
             self.outcome = report(self._rank, error.exit_code, str(error), is_secondary(error), is_final(error))
         else:
             message = explain_error(error, self._rank, self._folder)
             self.outcome = report(self._rank, FAILED, message, is_secondary(error))
-        # A full disk takes neither report nor traceback, and must not hide the error behind one of its own.
+        # A full disk must not replace the error with its own.
         with suppress(OSError):
             write_outcome(self._folder.outcomes_dir, self.outcome)
         if error is not None:
@@ -266,7 +266,7 @@ def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
 
 
 def redirect_output(folder: RunFolder) -> TextIO:
-    """Send this process's stdout and stderr, also those of native code, to the rank's log, and what it logs too.
+    """Redirect this process's stdout and stderr, also of native code, and its log records to the rank's log.
 
     Rank 0 also logs to its former stdout. Returns the former stderr.
     """
@@ -286,8 +286,8 @@ def redirect_output(folder: RunFolder) -> TextIO:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once. All is written by now, and the threads of a process group may hang the interpreter on
-    its way out, or abort it: a rank that has finished would then count as failed."""
+    """End the process immediately. Everything is written, and the threads of a process group may hang or abort the
+    interpreter's shutdown, so that a finished rank would count as failed."""
     with suppress(OSError):  # the log's disk may be full
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The planner: what a plan needs (memory) and which plan a recipe gets (layout, choose). No torch anywhere in it."""
+"""The planner: estimates the memory of a plan, and resolves the plan of a recipe (layout, choose). Needs no torch."""
 
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 

@@ -23,14 +23,14 @@ _LAYER_NORMS = (
 )  # fmt: skip
 _HEAD_NORMS = ("q_norm", "k_norm")
 
-QUANTIZED_BLOCK = 64  # numbers that share a scale, and scales that share one of their own, with double quantisation:
-NESTED_BLOCK = 256  # Dettmers et al. 2023 (arXiv:2305.14314), as bitsandbytes lays them out
+QUANTIZED_BLOCK = 64  # numbers that share a scale; with double quantisation, scales that share a second scale:
+NESTED_BLOCK = 256  # Dettmers et al. 2023 (arXiv:2305.14314), in the layout of bitsandbytes
 
 
 def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_tokens: int = 0) -> AdapterPlan | None:
     """The adapter of a recipe for a model of this shape; None if every parameter is trained.
 
-    `num_new_tokens` rows of the embedding, and of a head of its own, are trained too.
+    `num_new_tokens` rows of the embedding, and of an untied head, are trained too.
 
     Raises ConfigError for a target that matches no linear layer.
     """
@@ -60,7 +60,7 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
 
 @dataclass(frozen=True)
 class _Saved:
-    """Modules that are trained whole: their parameters in decoder layers, outside, and of these in looked-up tables."""
+    """Modules trained in full: their parameters inside and outside decoder layers, and those in look-up tables."""
 
     names: tuple[str, ...]
     inside: int
@@ -74,13 +74,13 @@ def _count_saved(names: tuple[str, ...], shape: ModelShape) -> _Saved:
     outside = sum(size for size, is_inside in sizes.values() if not is_inside)
     if not shape.tied_embeddings:
         return _Saved(names, inside, outside, sum(sizes[name][0] for name in _INPUT_TABLES & sizes.keys()))
-    if not any(table.isdisjoint(names) for table in _TABLES):  # one weight, by both of its names
+    if not any(table.isdisjoint(names) for table in _TABLES):  # one weight with two names
         outside -= shape.num_embedding_parameters
     return _Saved(names, inside, outside, 0)
 
 
 def _count_adapter(adapter: "AdapterConfig", targets: tuple[str, ...], shape: ModelShape) -> int:
-    """Parameters of A and B beside each target, and of DoRA's magnitudes."""
+    """Parameters of A and B for all targets, and of DoRA's magnitudes."""
     head = LinearShape("lm_head", shape.hidden_size, shape.vocab_size, 1)
     targeted = [linear for linear in (*shape.linears, head) if linear.name in targets]
     added = sum(linear.count * adapter.r * (linear.in_features + linear.out_features) for linear in targeted)
@@ -90,9 +90,9 @@ def _count_adapter(adapter: "AdapterConfig", targets: tuple[str, ...], shape: Mo
 
 
 def _count_frozen_tables(saved: tuple[str, ...], shape: ModelShape) -> int:
-    """How many tables of the vocabulary are not trained whole: each gets rows of its own for new tokens."""
+    """The number of vocabulary tables that are not trained in full: each gets separate rows for new tokens."""
     frozen = sum(table.isdisjoint(saved) for table in _TABLES)
-    if shape.tied_embeddings:  # one weight, trained whole if it is by either name
+    if shape.tied_embeddings:  # one weight, trained in full if either name is saved
         return int(frozen == len(_TABLES))
     return frozen
 
@@ -163,7 +163,7 @@ def targeted_linears(shape: ModelShape, adapter: AdapterPlan) -> list[LinearShap
 def frozen_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) -> tuple[int, int]:
     """(of all decoder layers, outside them): bytes of the frozen parameters of the whole model.
 
-    What is not in 4 bits is in the compute dtype, of `compute_bytes` a number.
+    Parameters that are not in 4 bits are in the compute dtype, with `compute_bytes` bytes each.
     """
     layers = shape.num_layers * shape.num_layer_parameters
     plain = layers - adapter.num_quantized_parameters - adapter.num_saved_inside
@@ -176,7 +176,7 @@ def frozen_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) ->
 
 
 def _quantized_bytes(size: int, double_quant: bool) -> int:
-    """Half a byte a number; an fp32 scale a block, or a byte, with an fp32 number for 256 blocks and one for all."""
+    """Half a byte per number plus an fp32 scale per block; double: a byte per block, fp32 per 256 blocks, one fp32."""
     blocks = math.ceil(size / QUANTIZED_BLOCK)
     scales = 4 + 4 * math.ceil(blocks / NESTED_BLOCK) + blocks if double_quant else 4 * blocks
     return size // 2 + math.ceil(scales / 4) * 4
@@ -200,9 +200,9 @@ def adapter_bytes_per_token(
 ) -> float:
     """Activation bytes per token of the adapter in one decoder layer, in addition to those of the frozen layer.
 
-    Each A keeps its input and each B what A made of it. The layers that read one tensor share it, but where each casts
-    it for itself (`own_copies`: it is not in the dtype computed in) or drops out of it. DoRA keeps the outputs of the
-    frozen layer and of the adapter for its magnitudes.
+    Each A keeps its input and each B the output of A. Layers that read the same tensor share it, unless each casts it
+    (`own_copies`: it is not in the compute dtype) or applies dropout to it. DoRA keeps the outputs of the frozen layer
+    and of the adapter for its magnitudes.
 
     Args:
         mask: bytes of one number of a dropout mask.
@@ -222,7 +222,7 @@ def adapter_bytes_per_token(
 
 
 def _input_of(linear: LinearShape) -> str:
-    """Which tensor a layer reads: names that transformers' families share, each other name its own."""
+    """A key for the tensor that a layer reads: shared for the usual names in transformers, else unique."""
     inputs = {"q_proj": "norm", "k_proj": "norm", "v_proj": "norm", "o_proj": "attention", "gate_proj": "norm2",
               "up_proj": "norm2"}  # fmt: skip
     return inputs.get(linear.name, f"{linear.name} {linear.in_features}")

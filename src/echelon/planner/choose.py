@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEMORY_HEADROOM = 0.10  # share of a device left to workspace, fragmentation and what the estimate leaves out
-# Beyond these a longer microbatch was not seen to be faster, and it only costs memory.
+MEMORY_HEADROOM = 0.10  # share of a device kept for workspace, fragmentation and what the estimate does not count
+# Longer microbatches were not measured to be faster, and only use more memory.
 MICRO_BATCH_TOKENS = {"cuda": 16384, "cpu": 8192}
 
 
@@ -54,9 +54,9 @@ def resolve_plan(
 ) -> ParallelPlan:
     """The plan of a recipe on a cluster: checks all fields together and resolves every `auto`, with reasons in `why`.
 
-    `num_samples` is the number of training sequences, once it is known. `fill`: a batch that the ranks cannot share
-    evenly is filled up, as for a run that goes on with another number of them; else it is refused. Raises PlanError, or
-    ConfigError where the recipe is wrong on any cluster, with the values that would fit.
+    `num_samples` is the number of training sequences, if known. `fill`: pad a batch that the ranks cannot share evenly,
+    as for a run that resumes with a different number of ranks; otherwise it is refused. Raises PlanError, or
+    ConfigError if the recipe is wrong on any cluster, with the values that would fit.
     """
     _check_positions(recipe, shape)
     precision, precision_why = _choose_precision(recipe.train, cluster)
@@ -77,7 +77,7 @@ def _check_positions(recipe: "Recipe", shape: ModelShape) -> None:
     if shape.num_position_parameters and positions is not None and length > positions:
         raise ConfigError(
             f"data.sequence_len={length} is longer than the {positions} learned positions of the model; "
-            f"use {positions} or less, or a model with more."
+            f"use {positions} or less, or a model with more positions."
         )
 
 
@@ -111,7 +111,7 @@ def _explain_bf16(cluster: Cluster) -> str:
 
 
 def _choose_master_weights(train: "TrainConfig", compute_bf16: bool) -> Precision:
-    """Parameters stored in bf16 and nowhere else."""
+    """The precision with parameters stored only in bf16."""
     if not compute_bf16:
         raise ConfigError(
             f"train.master_weights={train.master_weights} stores parameters only in bf16, but "
@@ -171,7 +171,7 @@ def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, l
 
 
 def _check_host_memory(request: _Request, layout: Layout, needs: MemoryEstimate) -> None:
-    """Raise PlanError where what is offloaded exceeds the memory of a machine."""
+    """Raise PlanError if the offloaded state exceeds the memory of a machine."""
     there, count = request.cluster.host_memory_bytes, request.cluster.devices_per_node
     if there is not None and needs.host * count > there:
         raise PlanError(
@@ -196,7 +196,7 @@ def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan
         return plan, []
     size, needs = plan.micro_batch_size, request.estimate(plan).total
     limit = request.usable_bytes
-    room = "device memory not known" if limit is None else f"of {_gigabytes(limit)} usable"
+    room = "device memory unknown" if limit is None else f"of {_gigabytes(limit)} usable"
     ramped = ", dividing every size of the ramp" if recipe.train.batch_ramp is not None else ""
     return plan, [
         f"micro_batch_size auto: {size} of the {per_rank} sequences each rank gets{ramped}, {size * length} tokens "

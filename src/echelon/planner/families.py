@@ -53,7 +53,7 @@ class ConfigFields:
 
 @dataclass(frozen=True)
 class Family:
-    """How a Llama-like family differs: defaults of transformers, biases, norms. A bias is a config key, or fixed."""
+    """Properties of a Llama-like family: transformers' defaults, biases, norms. A bias is a config key or fixed."""
 
     defaults: Mapping[str, Any]
     parts: LayerParts = field(default_factory=LayerParts)
@@ -91,7 +91,7 @@ def _defaults(
     }
 
 
-# The defaults of transformers 5; tests/unit/test_shape.py holds every family against the model transformers builds.
+# The defaults of transformers 5; tests/unit/test_shape.py compares every family with the model transformers builds.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         _defaults(32000, 4096, 11008, 32, (32, None), None, 2048),
@@ -186,8 +186,8 @@ def _llama_like_shape(config: Mapping[str, Any], family: Family) -> ModelShape:
     head_dim = hidden // heads if fields.get("head_dim") is None else fields.count("head_dim")
     if head_dim % 2:
         raise ConfigError(
-            f"model.config.head_dim={head_dim} (hidden_size / num_attention_heads where it is not given) is odd, and "
-            f"rotary positions turn pairs; use {head_dim + 1}."
+            f"model.config.head_dim={head_dim} (by default hidden_size / num_attention_heads) is odd, but rotary "
+            f"positions rotate pairs; use {head_dim + 1}."
         )
 
     def has(bias: str | bool) -> bool:
@@ -203,7 +203,7 @@ def _llama_like_shape(config: Mapping[str, Any], family: Family) -> ModelShape:
     parts = replace(
         family.parts,
         attention_dropout=fields.share("attention_dropout"),
-        # Gemma2 alone has soft-capped scores by default; Gemma3 configs may carry the key but the model ignores it.
+        # Only Gemma2 has soft-capped scores by default; Gemma3 configs may have the key, but the model ignores it.
         attention_matrix=family is FAMILIES["gemma2"] and fields.get("attn_logit_softcapping") is not None,
         logits_softcap=fields.get("final_logit_softcapping") is not None,
     )

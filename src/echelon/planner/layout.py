@@ -1,4 +1,4 @@
-"""Degrees of data parallelism: from the names and the mapping under `parallel`, and the batch arithmetic over them."""
+"""Degrees of data parallelism from `parallel`, a name or a mapping, and the batch arithmetic over them."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 
 @dataclass(frozen=True)
 class Layout:
-    """The fields that define a strategy; the plan takes them unchanged."""
+    """The fields that define a strategy; the plan copies them unchanged."""
 
     strategy: str
     dp_replicate: int
@@ -35,9 +35,9 @@ class Layout:
 
 
 def build_layout(parallel: "str | ParallelConfig", cluster: Cluster) -> Layout:
-    """Layout of a strategy's name or of a mapping on a cluster.
+    """The layout of a strategy name or a mapping of degrees on a cluster.
 
-    Raises PlanError when the degrees do not fit its processes, ConfigError for what no cluster could do.
+    Raises PlanError if the degrees do not fit its processes, ConfigError for values that fit no cluster.
     """
     if isinstance(parallel, str):
         return _named_layout(parallel, cluster)
@@ -93,7 +93,7 @@ def _mapped_layout(parallel: "ParallelConfig", cluster: Cluster) -> Layout:
 
 
 def _mapped_degrees(parallel: "ParallelConfig", world: int) -> tuple[int, int]:
-    """(dp_replicate, dp_shard): 1 where not given, except that replicas, or `dp_shard: auto`, take what is left."""
+    """(dp_replicate, dp_shard), by default 1; if neither is given, all ranks are replicas; `auto` takes the rest."""
     if parallel.dp_replicate is None and parallel.dp_shard is None:
         return world, 1
     replicate = parallel.dp_replicate or 1
@@ -106,7 +106,7 @@ def _mapped_degrees(parallel: "ParallelConfig", world: int) -> tuple[int, int]:
     if replicate * shard != world:
         fits = _join([f"{world // n} x {n}" for n in _near(divisors(world), shard)])
         raise PlanError(
-            f"parallel: dp_replicate {replicate} x dp_shard {shard} needs {replicate * shard} processes, and there "
+            f"parallel: dp_replicate {replicate} x dp_shard {shard} needs {replicate * shard} processes, but there "
             f"{'is' if world == 1 else 'are'} {world}; run {replicate * shard} processes, or use "
             f"dp_replicate x dp_shard = {fits}, or dp_shard: auto."
         )
@@ -198,7 +198,7 @@ def micro_batch_sizes(recipe: "Recipe", dp_size: int, fill: bool = False) -> lis
 
 
 def _near(values: list[int], target: int, each_side: int = 2) -> list[int]:
-    """The sorted values closest to a target, from either side, and the target where it is among them."""
+    """The values closest to a target on both sides, including the target if it is among them, sorted."""
     below, above = [v for v in values if v <= target], [v for v in values if v > target]
     return below[-each_side:] + above[:each_side]
 
@@ -208,6 +208,6 @@ def _join(words: list[str], last: str = "or") -> str:
 
 
 def _join_some(numbers: list[int]) -> str:
-    """The first three, and how many more there are."""
+    """The first three numbers, and how many more there are."""
     words = [str(number) for number in numbers]
     return _join(words if len(words) <= 4 else [*words[:3], f"{len(words) - 3} more"], last="and")

@@ -15,7 +15,7 @@ from echelon.planner.plan import ParallelPlan
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
 
-# Where the number of machines is open, each type is tried with these until the plan fits.
+# If the number of machines is not given, each type is tried with these until the plan fits.
 _COUNTS = (1, 2, 4, 8, 16)
 _SHOWN = 8
 
@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Of all its machines together; None where the catalogue has no price."""
+        """The price of all its machines together; None if the catalogue has none."""
         price = self.instance.price
         return None if price is None else price.usd_per_hour * self.count
 
@@ -69,11 +69,11 @@ class Choice:
 
     @property
     def count(self) -> int:
-        """How many machines of it."""
+        """The number of machines."""
         return self.best.count
 
     def describe(self) -> list[str]:
-        """Lines for a person: what was chosen and why, the other candidates, and what was left out."""
+        """Lines for the user: the choice and its reason, the other candidates, and the types that were left out."""
         fitting, small = _part(self.candidates, lambda each: each.fits)
         priced, unknown = _part(fitting, lambda each: each.usd_per_hour is not None)
         fewer, _ = _part(unknown, lambda each: each.count < self.count)
@@ -87,8 +87,8 @@ class Choice:
         if unknown:
             names = ", ".join(f"{each.count} x {each.instance.name}" for each in unknown)
             lines.append(
-                f"  fit but have no known price, so were not considered: {names}; to use one, name it and set "
-                "budget.usd_per_hour"
+                f"  fit, but were not considered because their price is unknown: {names}; to use one, set it as the "
+                "instance type, and set budget.usd_per_hour"
             )
         if fewer:
             lines.append(f"  of these, need fewer machines: {_join_names(fewer)}")
@@ -100,8 +100,8 @@ class Choice:
 def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = None) -> Choice:
     """The cheapest machines per hour on which the plan fits in memory, `count` of them or as few as possible.
 
-    One larger machine goes before several small ones, whose network is far slower than the links inside a machine.
-    Only types with a dated price compete. Raises PlanError where none of those fits.
+    One larger machine is preferred to several small ones, as the network is far slower than links inside a machine.
+    Only types with a dated price are considered. Raises PlanError if none of them fits.
     """
     candidates = tuple(_try_type(recipe, shape, each, count) for each in INSTANCES.values() if each.gpus)
     fitting = [each for each in candidates if each.fits]
@@ -111,7 +111,7 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
     machines = f"{count} machine(s)" if count is not None else f"up to {_COUNTS[-1]} machines"
     if fitting:
         raise PlanError(
-            f"launch.sagemaker.instance_type=auto: no type with a known price fits on {machines}; name one that fits: "
+            f"launch.sagemaker.instance_type=auto: no type with a known price fits on {machines}; set one of: "
             f"{_join_names(fitting)}."
         )
     raise PlanError(
@@ -122,7 +122,7 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
 
 
 def plan_on(recipe: "Recipe", shape: ModelShape, instance: Instance, count: int) -> Candidate:
-    """The plan of the recipe on these machines, whether it fits or not; `reason` says why there is none."""
+    """The plan of the recipe on these machines, whether it fits or not; without a plan, `reason` is the error."""
     try:
         cluster = find_cluster(recipe, instance, count)
         plan = resolve_plan(recipe, shape, cluster)
@@ -134,7 +134,7 @@ def plan_on(recipe: "Recipe", shape: ModelShape, instance: Instance, count: int)
 
 
 def find_cluster(recipe: "Recipe", instance: Instance, count: int) -> Cluster:
-    """The cluster that the machines are under `launch.nproc_per_node`. Raises ConfigError."""
+    """The cluster of these machines with `launch.nproc_per_node` processes each. Raises ConfigError."""
     wanted = recipe.launch.nproc_per_node
     return cluster_of(instance, count, None if wanted == "auto" else wanted)
 
@@ -154,7 +154,7 @@ def _tries(recipe: "Recipe", shape: ModelShape, instance: Instance, counts: tupl
 
 
 def _part(candidates: Iterable[Candidate], has: Callable[[Candidate], bool]) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that have it, and the others."""
+    """Split candidates into those for which `has` is true, and the others."""
     found: tuple[list[Candidate], list[Candidate]] = ([], [])
     for each in candidates:
         found[not has(each)].append(each)

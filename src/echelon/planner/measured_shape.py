@@ -9,13 +9,13 @@ from echelon.errors import ConfigError, PlanError
 from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import LinearShape, ModelShape
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how families call the number of experts
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config keys for the number of experts
 
 
 def measure_shape(config: Mapping[str, Any]) -> ModelShape:
     """Shape of a model type without a formula: built once on the meta device, without memory, and counted.
 
-    Raises ConfigError naming what is wrong with `model.config`, and PlanError where torch is not installed.
+    Raises ConfigError for an invalid `model.config`, and PlanError if torch is not installed.
     """
     model = _build_on_meta(config)
     text_config = model.config.get_text_config()
@@ -37,7 +37,7 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
         max_positions=getattr(text_config, "max_position_embeddings", None),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_embedding_parameters=embedding.numel(),
-        # layers may differ (mixtures of experts beside dense ones): the mean keeps the sum right
+        # layers may differ (experts in some, dense in others): the mean keeps the sum right
         num_layer_parameters=sum(p.numel() for layer in layers for p in layer.parameters()) // max(1, len(layers)),
         linears=_count_linears(layers),
         num_expert_parameters=experts,
@@ -46,7 +46,7 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _build_on_meta(config: Mapping[str, Any]) -> Any:
-    """The model of a config, by transformers, its tensors on the meta device. Raises what `measure_shape` does."""
+    """Build the model of a config with transformers on the meta device. Raises like `measure_shape`."""
     model_type = config["model_type"]
     try:
         import torch
@@ -62,7 +62,7 @@ def _build_on_meta(config: Mapping[str, Any]) -> Any:
         raise ConfigError(f"model.config.model_type={model_type!r:.80} is not a model type of transformers; {hint}")
     try:
         built_config = AutoConfig.for_model(**config)
-    except Exception as wrong:  # transformers raises whatever it trips over
+    except Exception as wrong:  # transformers raises many types
         raise ConfigError(f"model.config is not a valid {model_type} config: {wrong}; correct that field.") from wrong
     if type(built_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
@@ -74,12 +74,12 @@ def _build_on_meta(config: Mapping[str, Any]) -> Any:
             return AutoModelForCausalLM.from_config(built_config)
     except Exception as wrong:  # as above
         raise ConfigError(
-            f"model.config makes no {model_type} model in transformers: {wrong}; correct that field."
+            f"transformers cannot build a {model_type} model from model.config: {wrong}; correct that field."
         ) from wrong
 
 
 def _find_layers(model: Any) -> list[Any]:
-    """The decoder layers: the longest list of modules there is."""
+    """The decoder layers: the longest list of modules."""
     from torch import nn
 
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -100,9 +100,9 @@ def _count_linears(layers: list[Any]) -> tuple[LinearShape, ...]:
 
 
 def _count_experts(config: Any, layers: list[Any]) -> tuple[int, int]:
-    """Parameters of the experts of a mixture, and how many of them a token does not use.
+    """The number of expert parameters of a mixture, and of those that a token does not use.
 
-    A layer holds the weights of all its experts in one tensor, [experts, rows, columns].
+    A layer has the weights of all its experts in one tensor, [experts, rows, columns].
     """
     num_experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), None)
     num_chosen = getattr(config, "num_experts_per_tok", None)

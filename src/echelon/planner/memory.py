@@ -20,8 +20,8 @@ LOGITS_COPIES = 3
 ASSUMPTIONS = (
     "eager execution; a compiled model needs less",
     "DDP's gradients are views into its buckets",
-    "optimizer: statistics of rows and columns and scales of 8-bit moments are left out; Muon has whole layers; one of "
-    "your own keeps two numbers for each parameter, as AdamW does",
+    "optimizer: row and column statistics and scales of 8-bit moments are not counted; Muon has whole layers; an "
+    "extension is assumed to keep two numbers per parameter, like AdamW",
     "adapters: copies of weights for DoRA with dropout and for new tokens are not counted",
     "no attention mask: the bytes of a document mask are not counted",
     "selective checkpointing keeps the outputs of matrix products and attention; this is a rough estimate",
@@ -35,7 +35,7 @@ class MemoryEstimate:
 
     The peak is at the loss, or with checkpointing at the first recomputed layer, when most of `logits` is freed.
     `buffers` covers communication, rotary tables, and a frozen weight that is dequantized for a product. `host` is not
-    part of the total: it is what `parallel.cpu_offload` keeps in host memory.
+    part of the total: it is the state that `parallel.cpu_offload` keeps in host memory.
     """
 
     parameters: int
@@ -85,7 +85,7 @@ class _Part:
     frozen_bytes: int = 0
 
     def gathered(self, compute: int) -> int:
-        """Bytes while it is computed with."""
+        """Bytes while it is used in computation."""
         return self.trained * compute + self.frozen_bytes
 
 
@@ -113,7 +113,7 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int, int]:
     reduced, moments = DTYPE_BYTES[policy.reduce], _optimizer_bytes(shape, plan)
     whole = 0 if plan.adapter is None else whole_weight_bytes(shape, plan.adapter, compute)
     if not plan.uses_fully_shard:
-        # autocast keeps a cast copy of every trained matrix until backward is done with it
+        # autocast keeps a cast copy of every trained matrix until its backward is done
         matrices = trained - plan.adapter.num_looked_up if plan.adapter else shape.num_matmul_parameters
         copies = matrices * compute if plan.uses_autocast else 0
         return frozen + trained * number + copies, trained * number, moments, whole
@@ -170,7 +170,7 @@ def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int) -> tuple[int, in
     compute = DTYPE_BYTES[plan.precision.compute]
     chunk = min(tokens, logits_chunk_tokens(shape.vocab_size))
     hidden = 2 * tokens * shape.hidden_size * compute
-    # A chunk's share is added in place where the dtypes agree; else it exists beside the sum.
+    # A chunk's gradient is added in place if the dtypes agree; otherwise it exists in addition to the sum.
     head = shape.vocab_size * shape.hidden_size * (FP32_BYTES + (compute if compute != FP32_BYTES else 0))
     head = head if plan.adapter is None or trains_head(shape, plan.adapter) else 0
     copies = LOGITS_COPIES + shape.parts.logits_softcap
@@ -179,9 +179,9 @@ def _logits(shape: ModelShape, plan: ParallelPlan, tokens: int) -> tuple[int, in
 
 @dataclass(frozen=True)
 class _Kept:
-    """What decides how many bytes a layer keeps: bytes of a number, and whether weights want gradients of their own.
+    """Inputs of the activation estimate: bytes per number, and whether the layer's own weights are frozen.
 
-    residual: of the residual stream. mask: of a dropout mask. adapter: of what PEFT puts beside the frozen layers.
+    residual: of the residual stream. mask: of a dropout mask. adapter: bytes per token of PEFT's adapter layers.
     """
 
     compute: int
@@ -197,8 +197,8 @@ def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _K
     if plan.adapter is None:
         # autocast leaves the residual stream in fp32
         return _Kept(compute, FP32_BYTES if plan.uses_autocast else compute, mask, frozen=False)
-    # Frozen embeddings are in the compute dtype, and so is the stream. DoRA casts its inputs to its own, and autocast
-    # those that a LayerNorm made in fp32.
+    # Frozen embeddings are in the compute dtype, and so is the stream. DoRA casts its inputs to its own dtype, and
+    # autocast those that a LayerNorm outputs in fp32.
     casts = plan.uses_autocast and (plan.adapter.method == "dora" or shape.parts.norm == "layer")
     own_mask = 1 if kind == "cuda" else DTYPE_BYTES[plan.precision.param] if casts else compute
     beside = adapter_bytes_per_token(shape, plan.adapter, compute, casts, own_mask)
@@ -210,7 +210,7 @@ def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind:
     by = _what_is_kept(shape, plan, kind)
     tokens = plan.micro_batch_size * sequence_len
     layer = _layer_bytes_per_token(shape, by, sequence_len, kind)
-    # The input of the first layer wants no gradient where the embedding is frozen: its norm keeps nothing.
+    # The first layer's input needs no gradient if the embedding is frozen: its norm keeps nothing.
     norms = 0 if by.frozen and plan.activation_checkpointing == "none" else _norm_bytes(shape, by)
     outside = norms + by.residual * shape.hidden_size * (shape.parts.residual_dropout > 0)
     layer_input = by.residual * shape.hidden_size
@@ -221,7 +221,7 @@ def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind:
             kept, redone = layer_input, layer
         case "selective":
             outputs = _matmul_output_bytes(shape, by.compute)
-            kept, redone = layer_input + outputs, max(0, layer - outputs)  # a layer that is redone finds them there
+            kept, redone = layer_input + outputs, max(0, layer - outputs)  # the recomputation reuses them
     rotary = 2 * sequence_len * shape.head_dim * by.residual if shape.num_position_parameters == 0 else 0
     # 8: token ids
     return int(tokens * (shape.num_layers * kept + outside + 8)) + rotary, int(tokens * redone)
@@ -230,8 +230,8 @@ def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind:
 def _layer_bytes_per_token(shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind) -> float:
     """Bytes per token that the backward pass of one decoder layer needs."""
     parts = shape.parts
-    # Where autocast casts, each projection keeps a copy of its input: q, k, v, gate and up; else two are shared. A
-    # frozen projection keeps none, and the last one of the MLP is where one more tensor of that width was kept for.
+    # If autocast casts, each projection keeps a copy of its input: q, k, v, gate and up; otherwise two are shared. A
+    # frozen projection keeps none, and one tensor less of the intermediate width for the last one of the MLP.
     inputs = 5 if parts.separate_projections and by.residual != by.compute else 2
     projections = 0 if by.frozen else inputs * by.compute * shape.hidden_size
     mlp = (parts.mlp_saved - by.frozen) * by.compute * shape.intermediate_size
@@ -242,7 +242,7 @@ def _layer_bytes_per_token(shape: ModelShape, by: _Kept, sequence_len: int, kind
 
 
 def _attention_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind) -> int:
-    """Per token: query, key, value, output, and the fp32 log-sum-exp; the scores too where they are not fused away."""
+    """Per token: query, key, value, output, and the fp32 log-sum-exp; also the scores if attention is not fused."""
     parts, compute = shape.parts, by.compute
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     scores = shape.num_heads * sequence_len
@@ -261,9 +261,9 @@ def _attention_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind: Devi
 
 
 def _norm_bytes(shape: ModelShape, by: _Kept) -> int:
-    """Per token: a norm's input and its normalised values, in the dtypes each kind keeps them in; its statistics.
+    """Per token: a norm's input and its normalised values, in the dtypes of its kind, and its statistics.
 
-    The normalised values are for the gradient of its weight: a frozen one needs none.
+    The normalised values are for the gradient of its weight, so a frozen norm keeps none.
     """
     match shape.parts.norm:
         case "rms":

@@ -1,21 +1,21 @@
-"""ModelShape: the numbers of an architecture. FLOPs and MFU have their only formula here."""
+"""ModelShape: widths and parameter counts of an architecture, and the only formulas for FLOPs and MFU."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-LOGITS_CHUNK_BYTES = 256 * 2**20  # the loss holds at most this much of fp32 logits at a time, in one copy
+LOGITS_CHUNK_BYTES = 256 * 2**20  # size limit of one copy of the loss's fp32 logits
 
 NormKind = Literal["rms", "rms_fp32", "layer"]
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What a decoder layer is made of, beyond its widths: what its saved activations depend on.
+    """Properties of a decoder layer, beyond its widths, that its saved activations depend on.
 
     norm: "rms" multiplies by its weight in the input's dtype (Llama), "rms_fp32" in fp32 (Gemma), "layer" is LayerNorm.
     mlp_saved: tensors of the intermediate width that backward needs. attention_matrix: the scores are kept, because
-    soft-capping rules out fused attention. separate_projections: q, k and v (gate and up) are modules of their own.
+    soft-capping rules out fused attention. separate_projections: q, k and v (gate and up) are separate modules.
     logits_softcap: the head's logits go through a tanh, whose result is kept.
     """
 
@@ -33,7 +33,7 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Linear layers of one name, the last part of their whole one, and how many of them the model has."""
+    """Linear layers with the same last part of their name and the same widths, and their number in the model."""
 
     name: str
     in_features: int
@@ -45,8 +45,8 @@ class LinearShape:
 class ModelShape:
     """Widths and parameter counts of a decoder. A tied head is counted once, as the input embedding.
 
-    linears: the linear layers inside its decoder layers, without the head. num_expert_parameters: what the experts of a
-    mixture have together, in tensors of three dims; of them a token passes by num_idle_parameters.
+    linears: the linear layers inside its decoder layers, without the head. num_expert_parameters: the parameters of all
+    experts of a mixture, in tensors of three dims; a token does not use num_idle_parameters of them.
     """
 
     model_type: str
@@ -70,15 +70,15 @@ class ModelShape:
 
     @property
     def num_matmul_parameters(self) -> int:
-        """N of the FLOP formula: everything but the input's look-up tables; a tied head is a matmul and stays in."""
+        """N of the FLOP formula: all parameters except the input's look-up tables; a tied head counts."""
         look_up = self.num_position_parameters + (0 if self.tied_embeddings else self.num_embedding_parameters)
         return self.num_parameters - look_up
 
     def flops_per_token(self, sequence_len: int, num_trained: int | None = None) -> float:
         """FLOPs of one token's forward and backward: 6 N + 12 L h s, attention not halved, no recomputation.
 
-        The form of PaLM (Chowdhery et al. 2022, appendix B), N without the input embedding and without the experts that
-        a token passes by. With `num_trained`, the parameters of an adapter, the others have no gradient of their own:
+        The formula of PaLM (Chowdhery et al. 2022, appendix B), N without the input embedding and the experts that a
+        token does not use. With `num_trained`, the parameters of an adapter, the others have no weight gradient:
         4 N + 2 N_trained + 12 L h s.
         """
         attention = 12.0 * self.num_layers * self.hidden_size * sequence_len
@@ -98,11 +98,11 @@ class ModelShape:
 
 
 def logits_chunk_tokens(vocab_size: int) -> int:
-    """How many tokens' logits the loss holds at a time: one fp32 copy in LOGITS_CHUNK_BYTES, at least 256 tokens."""
+    """Tokens per chunk of the loss: their fp32 logits fit in LOGITS_CHUNK_BYTES; at least 256."""
     return max(256, LOGITS_CHUNK_BYTES // (4 * vocab_size))
 
 
 def divisors(number: int) -> list[int]:
-    """What divides a number, smallest first."""
+    """The divisors of a number, smallest first."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     return sorted({*small, *(number // candidate for candidate in small)})

@@ -21,7 +21,7 @@ AdapterMethod = Literal["lora", "qlora", "dora"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Count = Annotated[int, Field(ge=1)]
-# A field that is not known is one of another version.
+# An unknown field means another version of echelon.
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -30,10 +30,10 @@ _STRICT = ConfigDict(extra="forbid")
 class Precision:
     """Dtype names of one policy.
 
-    param: what parameters are stored in. compute: matrix products; where it differs from `param`, a plan that shards
-    casts the gathered parameters and one that does not runs under autocast. reduce: gradient sums between ranks.
-    master: what the optimizer updates. optimizer: its moments, unless it packs them. rounding: how an update that
-    `master` cannot hold gets there; `kahan` keeps what is left over in a second number.
+    param: stored parameters. compute: matrix products; if it differs from `param`, a sharded plan casts the gathered
+    parameters and any other plan runs under autocast. reduce: gradient sums between ranks. master: the weights that the
+    optimizer updates. optimizer: its moments, unless it packs them. rounding: how an update is rounded to `master`;
+    `kahan` keeps the remainder in a second number.
     """
 
     param: DtypeName = "float32"
@@ -49,11 +49,11 @@ class Precision:
 class AdapterPlan:
     """An adapter on frozen weights: the trained parameters, and the storage of the frozen ones.
 
-    targets: the names of the linear layers that have one. num_trained_parameters: the adapter's, and the rows of new
-    tokens. num_frozen_parameters: the model's without it, of which num_quantized_parameters are in 4 bits; every other
-    one is in the compute dtype. saved: the names of modules that are trained whole, of whose parameters
-    num_saved_inside are in decoder layers and num_saved_outside are not; num_looked_up of them are in a table that is
-    no matmul.
+    targets: the names of the linear layers with an adapter. num_trained_parameters: those of the adapter, the rows of
+    new tokens and the saved modules. num_frozen_parameters: the others, of which num_quantized_parameters are in 4
+    bits; the rest are in the compute dtype. saved: the names of modules that are trained in full; num_saved_inside of
+    their parameters are in decoder layers, num_saved_outside are not; num_looked_up of them are in look-up tables,
+    which are not matmuls.
     """
 
     method: AdapterMethod
@@ -71,7 +71,7 @@ class AdapterPlan:
 
     @property
     def num_trained_matmul_parameters(self) -> int:
-        """What of the trained counts in the FLOP formula: all but tables that are looked up in."""
+        """The trained parameters that count in the FLOP formula: all except look-up tables."""
         return self.num_trained_parameters - self.num_looked_up
 
     def describe(self, compute: str) -> str:
@@ -92,8 +92,8 @@ class ParallelPlan:
     """Degrees, batch arithmetic and policies of one run; strategies are values of it.
 
     One global batch is num_replicas * dp_size * num_microbatches * micro_batch_size sequences, of which `num_fill` have
-    no targets: they fill up a batch that the ranks of a resumed run cannot share evenly. `why` says, for people, what
-    was chosen for them and from which numbers.
+    no targets: they pad a batch that the ranks of a resumed run cannot share evenly. `why` has lines for the user about
+    automatic choices and the figures behind them.
     """
 
     strategy: str
@@ -177,7 +177,7 @@ class ParallelPlan:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plan.json holds it; `from_dict` gives an equal plan back."""
+        """The content of plan.json; `from_dict` returns an equal plan."""
         content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return content
 
@@ -197,7 +197,7 @@ _VERSIONS = {"missing": "misses", "unexpected_keyword_argument": "has unknown"}
 
 
 def _explain(error: ValidationError) -> PlanError:
-    """The first fault that was found, with those of its kind beside it."""
+    """The error of the first fault, together with other fields of the same section that have the same fault."""
     errors = error.errors(include_url=False)
     *parents, _ = first = ("plan", *map(str, errors[0]["loc"]))
     if what := _VERSIONS.get(errors[0]["type"]):
@@ -215,7 +215,7 @@ def _explain_version(where: str, what: str, names: Iterable[str]) -> PlanError:
 
 
 def load_plan(path: Path) -> ParallelPlan:
-    """The plan of a plan.json. Raises PlanError naming the file where it is damaged."""
+    """Load a plan.json. Raises PlanError with the path if it is damaged."""
     try:
         return ParallelPlan.from_dict(read_as(path, dict[str, Any]))
     except (OSError, ValueError, TypeError) as error:

@@ -13,14 +13,14 @@ from echelon.planner.measured_shape import measure_shape
 from echelon.planner.model_shape import ModelShape
 
 MAX_LAYERS = 2000
-VOCAB_MULTIPLE = 64  # a vocabulary that is chosen for the user is rounded up to this, for the matmul kernels
+VOCAB_MULTIPLE = 64  # an automatic vocabulary size is rounded up to a multiple of this, for the matmul kernels
 
 
 def build_shape(config: Mapping[str, Any]) -> ModelShape:
     """Shape of the model a Hugging Face config dict describes.
 
-    Raises ConfigError naming the key under `model.config` that is wrong, and PlanError when a model type outside the
-    known families is asked for where torch is not installed.
+    Raises ConfigError with the wrong key of `model.config`, and PlanError if a model type outside the known families
+    is used and torch is not installed.
     """
     check_depth(config)
     model_type = config.get("model_type")
@@ -47,8 +47,8 @@ def resolve_vocab_size(
 ) -> tuple[int, str]:
     """(vocabulary size of the model, line to print) for a config and the number of ids its tokenizer can emit.
 
-    `source` is where the recipe has the config from: a checkpoint's vocabulary changes only where it `may_grow`, by
-    `model.new_tokens`. Raises ConfigError when the config's own vocabulary cannot hold the tokenizer's ids.
+    `source` is the origin of the config, for messages. A checkpoint's vocabulary changes only if it `may_grow`, by
+    `model.new_tokens`. Raises ConfigError if the config's vocabulary is smaller than the number of tokenizer ids.
     """
     given = config.get("vocab_size")
     if given is None:
