@@ -120,7 +120,8 @@ def test_fields_under_other_names(tmp_path):
     assert read(path, fields=fields) == wanted
     assert read(path, fields=fields, format="messages") == wanted
     with pytest.raises(
-        DataError, match=r"fields: the first record of .* does not have the fields of any format .*dialogue"
+        DataError,
+        match=r"fields: with these names, the first record of .* does not have the fields of any format; .* dialogue",
     ):
         read(path, fields={"messages": "talk"})
     path = write(tmp_path / "y.jsonl", [{"ids": [1, 2], "targets": [-100, 2]}])
@@ -135,9 +136,7 @@ def test_the_recipe_sets_the_format_of_records(tmp_path):
     path = write(tmp_path / "y.jsonl", [*RECORDS[:1], {"conversations": []}, {"messages": None}, 5])
     wanted = "has no field `messages`, which the format messages requires"
     assert read(path)[1:] == [f"{path}:2 {wanted}", f"{path}:3 {wanted}", f"{path}:4 is not a JSON object"]
-    with pytest.raises(
-        ConfigError, match=r"format=alpaca is for records in \.jsonl, \.json, .* and .*z\.txt is none\."
-    ):
+    with pytest.raises(ConfigError, match=r"format=alpaca is for records in \.jsonl, \.json, .*, not for .*z\.txt\."):
         read(Path(write(tmp_path / "z.jsonl", RECORDS).rename(tmp_path / "z.txt")), format="alpaca")
     with pytest.raises(
         DataError, match=r"no column `instruction` and `output`; its columns are messages, id\. Set fields:"
