@@ -34,11 +34,21 @@ EXTRA: dict[str, dict[str, Any]] = {
     "stablelm": COMMON,  # has no row in model/parts.py: the unchunked path
 }
 
+# only where the names of weights matter: each family above is a case of many tests
+CONVERTED: dict[str, dict[str, Any]] = {
+    "gpt_neox": {name: value for name, value in COMMON.items() if name != "num_key_value_heads"},
+    "deepseek_v3": COMMON
+    | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 16}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "first_k_dense_replace": 1, "moe_intermediate_size": 32}
+    | {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+}
+
 
 def small_config(family: str, tied: bool = False, **fields: Any) -> dict[str, Any]:
     """A config of about 0.1 M parameters, as it would stand under model.config."""
+    fields_of = (EXTRA | CONVERTED)[family]
     special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    return {"model_type": family, "vocab_size": 256, "tie_word_embeddings": tied, **special, **EXTRA[family], **fields}
+    return {"model_type": family, "vocab_size": 256, "tie_word_embeddings": tied, **special, **fields_of, **fields}
 
 
 def small_model(family: str, tied: bool = False, seed: int = 0, **fields: Any) -> PreTrainedModel:

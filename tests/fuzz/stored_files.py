@@ -27,7 +27,7 @@ from echelon.lifecycle.assemble import build_trainer, load_newest
 from echelon.lifecycle.model_checks import check_weights, find_model_fields
 from echelon.lifecycle.setup import prepare_run
 from echelon.model.build import build_on_meta, load_config
-from echelon.model.weights import load_pretrained
+from echelon.model.pretrained import load_pretrained
 from echelon.planner.choose import resolve_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe

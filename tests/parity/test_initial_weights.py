@@ -81,27 +81,32 @@ def peak_while_building(rank, world_size, path, plan, config):
     return peak - before, whole
 
 
-@pytest.mark.parametrize("source", ["config", "checkpoint"])
-def test_no_rank_holds_the_whole_model(workers, text, tmp_path, source):
+EXPERTS = {"num_local_experts": 16, "intermediate_size": 256, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("source", "family", "experts"),
+    [
+        ("config", "llama", {}),
+        ("checkpoint", "llama", {}),
+        pytest.param("checkpoint", "mixtral", EXPERTS, marks=pytest.mark.slow),  # each expert apart in the file
+    ],
+    ids=["config", "checkpoint", "experts"],
+)
+def test_no_rank_holds_the_whole_model(workers, text, tmp_path, source, family, experts):
     """512 MB of parameters on four ranks: each holds its quarter and a layer or two (64 MB each), never the whole.
 
     With Adafactor, which keeps next to nothing beside them. A rank that built the whole would rise by 1.0 or more;
     0.5 to 0.65 is measured, as the allocator gives memory back late.
     """
-    fields = small_config(
-        "llama",
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-    )
+    size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    fields = small_config(family, **size, num_attention_heads=8, num_key_value_heads=8) | experts
     row = with_ranks(Row("fsdp", optimizer="adafactor"), 4)
     path = write_recipe(row, tmp_path, text, steps=4)
     plan = resolve(row, load_recipe(path)[0], num_samples=1000)
     config = fields
     if source == "checkpoint":
-        small_model("llama", **fields).save_pretrained(tmp_path / "saved")
+        small_model(family, **fields).save_pretrained(tmp_path / "saved")
         content = path.read_text().replace('"config": ', f'"checkpoint": "{tmp_path / "saved"}", "_": ')
         path = tmp_path / "from_checkpoint.json"
         path.write_text(_without_config(content))

@@ -60,7 +60,7 @@ def test_a_run_goes_on_under_a_new_schedule(workers, text, tmp_path):
             assert (after[name] - value).abs().max() < 1e-7, name
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_an_hf_folder_gives_each_rank_its_slice(workers, text, tmp_path, family):
     expected = small_model(family, tied=True, seed=9)
     expected.save_pretrained(tmp_path / "hf")

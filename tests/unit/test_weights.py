@@ -12,8 +12,9 @@ from echelon.errors import CheckpointError, ConfigError
 from echelon.inference.target import load_target
 from echelon.model import weights
 from echelon.model.build import build_on_meta, load_config
+from echelon.model.pretrained import load_pretrained
 from echelon.model.seeds import derive_seed
-from echelon.model.weights import initialize_weights, load_pretrained
+from echelon.model.weights import initialize_weights
 from families import EXTRA, small_config, small_model
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ from echelon.checkpoint.model_card import render_card
 from echelon.checkpoint.read_back import check_weights
 from echelon.checkpoint.safety import read_metadata
 from echelon.errors import CheckpointError, ConfigError
-from echelon.model.build import materialize, parameter_names
+from echelon.model.build import materialize, parameter_names, persistent_buffers
+from echelon.model.conversion import Conversion, conversions_to_files
 from echelon.model.model_folder import run_model_dir
 from echelon.model.weights import initialize_buffers
 from echelon.runs.checksums import MANIFEST
@@ -41,9 +43,8 @@ def load_run_model(run: Path, device: torch.device, which: str | None = None) ->
     skeleton = run_skeleton(run)
     model = copy.deepcopy(skeleton)
     materialize(model, device)
-    initialize_buffers(model, skeleton)
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    load_alone(checkpoint.path, tensors)
+    initialize_buffers(model, skeleton, stored=persistent_buffers(skeleton))
+    load_alone(checkpoint.path, {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()})
     return model.eval()
 
 
@@ -52,8 +53,8 @@ def export_run(
 ) -> Path:
     """Write a checkpoint of a run (see `checkpoint_of`) as an HF folder: config, safetensors, tokenizer, model card.
 
-    Needs memory for one weight file (4 GiB) whatever the model's size, in addition to `adapted`. The folder is created
-    atomically.
+    Needs memory for two weight files (4 GiB each, or the experts of one layer) whatever the model's size, in addition
+    to `adapted`. The folder is created atomically.
 
     Args:
         adapted: the loaded model of a run that trained an adapter, which is merged; None for full training.
@@ -74,9 +75,9 @@ def export_run(
         writing.mkdir(parents=True)
         if adapted is None:
             check_complete(checkpoint.path, skeleton)
-            _write_weights(lambda names: _load_tensors(checkpoint.path, skeleton, names), skeleton, writing, dtype)
+            write_weights(lambda names: _load_tensors(checkpoint.path, skeleton, names), skeleton, writing, dtype)
         else:
-            _write_weights(adapted.merged, skeleton, writing, dtype)
+            write_weights(adapted.merged, skeleton, writing, dtype)
         _write_sidecars(run_model_dir(run), writing, dtype)
         write_json(writing / TRAINING, {"sequence_len": read_run_recipe(run).data.sequence_len})
         (writing / "README.md").write_text(render_card(run, checkpoint.step), encoding="utf-8")
@@ -113,39 +114,61 @@ def check_empty(out: Path) -> None:
 Reader = Callable[[list[str]], dict[str, Tensor]]
 
 
-def _write_weights(read: Reader, skeleton: PreTrainedModel, out: Path, dtype: str) -> None:
-    stored = DTYPES[dtype]
+def write_weights(read: Reader, skeleton: PreTrainedModel, out: Path, dtype: str) -> None:
+    """Write the weights under the names, and in the shapes, that checkpoints of the family have on the hub.
+
+    Args:
+        read: the model's weights of these names.
+    """
+    stored, buffers = DTYPES[dtype], persistent_buffers(skeleton)
     groups = list(_file_groups(skeleton, stored))
     weight_map: dict[str, str] = {}
-    for index, names in enumerate(groups, start=1):
+    total_size = 0
+    for index, conversions in enumerate(groups, start=1):
         single = len(groups) == 1
         file = "model.safetensors" if single else f"model-{index:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {name: tensor.to(stored).contiguous() for name, tensor in read(names).items()}
+        live = read([name for each in conversions for name in each.sources])
+        tensors: dict[str, Tensor] = {}
+        for each in conversions:
+            taken = {name: live.pop(name) for name in each.sources}
+            kept = not buffers.keys().isdisjoint(taken)  # a buffer keeps its dtype: some steer which expert is chosen
+            tensors |= {
+                name: (tensor if kept else tensor.to(stored)).contiguous()
+                for name, tensor in each.convert(taken).items()
+            }
         save_file(tensors, out / file, metadata={"format": "pt"})
         check_weights(out / file, tensors, "written")
         (out / file).chmod(out.stat().st_mode & 0o666)  # safetensors writes files readable by the owner only
-        weight_map |= dict.fromkeys(names, file)
+        weight_map |= dict.fromkeys(tensors, file)
+        total_size += sum(tensor.nbytes for tensor in tensors.values())
     if len(groups) > 1:
-        size = sum(parameter.numel() * stored.itemsize for parameter in skeleton.parameters())
-        index_text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
+        index_text = json.dumps({"metadata": {"total_size": total_size}, "weight_map": weight_map}, indent=2)
         (out / "model.safetensors.index.json").write_text(index_text)
 
 
-def _file_groups(skeleton: PreTrainedModel, dtype: torch.dtype) -> Iterator[list[str]]:
-    group: list[str] = []
+def _file_groups(skeleton: PreTrainedModel, dtype: torch.dtype) -> Iterator[list[Conversion]]:
+    """What each file is made of; what is converted together stays together."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(skeleton).items()}
+    group: list[Conversion] = []
     size = 0
-    for name, parameter in parameter_names(skeleton).items():
-        nbytes = parameter.numel() * dtype.itemsize
+    for conversion in conversions_to_files(skeleton, shapes):
+        nbytes = sum(math.prod(shape) for shape in conversion.targets.values()) * dtype.itemsize
         if group and size + nbytes > SHARD_BYTES:
             yield group
             group, size = [], 0
-        group.append(name)
+        group.append(conversion)
         size += nbytes
     yield group
 
 
+def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a checkpoint has of a model that was trained whole, by name."""
+    return {**parameter_names(model), **persistent_buffers(model)}
+
+
 def _load_tensors(checkpoint: Path, skeleton: PreTrainedModel, names: list[str]) -> dict[str, Tensor]:
-    tensors = {f"model.{name}": torch.empty(skeleton.get_parameter(name).shape) for name in names}
+    stored = stored_tensors(skeleton)
+    tensors = {f"model.{name}": torch.empty_like(stored[name], device="cpu") for name in names}
     load_alone(checkpoint, tensors)
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
@@ -157,7 +180,7 @@ def check_complete(checkpoint: Path, skeleton: PreTrainedModel) -> None:
         for name in read_metadata(checkpoint).state_dict_metadata
         if name.startswith("model.")
     }
-    wanted = set(parameter_names(skeleton))
+    wanted = stored_tensors(skeleton).keys()
     if not wanted <= saved:
         raise CheckpointError(f"Checkpoint {checkpoint} lacks {sorted(wanted - saved)[0]} of the run's model.")
 

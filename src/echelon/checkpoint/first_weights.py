@@ -10,12 +10,13 @@ from echelon.checkpoint.filling import load_alone
 from echelon.checkpoint.folder import newest_of
 from echelon.checkpoint.safety import read_metadata
 from echelon.errors import CheckpointError
+from echelon.model.pretrained import load_pretrained
 from echelon.model.weights import (
+    buffer_places,
     find_places,
     grown,
     initialize_buffers,
     initialize_weights,
-    load_pretrained,
     vocabulary_names,
 )
 from echelon.recipe import Recipe
@@ -33,7 +34,7 @@ def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Reci
     if source is None:
         initialize_weights(model, skeleton, recipe.run.seed)
     elif is_run(Path(source)):
-        initialize_buffers(model, skeleton)
+        initialize_buffers(model, skeleton, stored=buffer_places(model, skeleton))
         _load_from_run(model, skeleton, newest_of(Path(source)).path, may_grow)
     else:
         load_pretrained(model, skeleton, Path(source), may_grow)
@@ -43,7 +44,8 @@ def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Reci
 def _load_from_run(model: PreTrainedModel, skeleton: PreTrainedModel, checkpoint: Path, may_grow: bool) -> None:
     """Load weights in place; those that are quantised or grown one at a time, through a full copy."""
     saved, places = read_metadata(checkpoint).state_dict_metadata, find_places(model, skeleton)
-    vocabulary, direct = vocabulary_names(skeleton), {}
+    vocabulary = vocabulary_names(skeleton)
+    direct = {f"model.{name}": place.tensor for name, place in buffer_places(model, skeleton).items()}
     for name, parameter in skeleton.named_parameters():
         if name not in places:
             continue

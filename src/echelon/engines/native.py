@@ -19,7 +19,7 @@ from echelon.engines.engine import Finding
 from echelon.engines.probe import Probe
 from echelon.model.adapters import apply_adapter, initialize_adapter
 from echelon.model.attention import apply_plain_causal
-from echelon.model.build import build_on_meta, materialize
+from echelon.model.build import build_on_meta, materialize, persistent_buffers
 from echelon.model.pissa import PrincipalParts
 from echelon.model.quantization import QuantizedLinear
 from echelon.model.router import choose_router_loss
@@ -163,8 +163,7 @@ class NativeEngine:
         if self._loss_scale is not None:
             state |= {f"loss_scale.{key}": tensor for key, tensor in self._loss_scale.state_dict().items()}
         if len(trained) == len(list(self._decoder.parameters())):
-            for name in persistent_buffers(self._decoder):
-                state[f"model.{name}"] = self._decoder.get_buffer(name)
+            state |= {f"model.{name}": buffer for name, buffer in persistent_buffers(self._decoder).items()}
         return state
 
 
@@ -186,11 +185,6 @@ class ModuleEvaluation:
         microbatch = Microbatch(input_ids, input_ids, ids, ids)
         logits: Tensor = self._module(microbatch, lambda outputs, _: outputs.logits_at(places))
         return logits
-
-
-def persistent_buffers(model: nn.Module) -> list[str]:
-    """Return the names of the buffers that are saved in checkpoints."""
-    return [name for name, _ in model.named_buffers() if name in model.state_dict(keep_vars=True)]
 
 
 def store_parameters(model: nn.Module, precision: Precision) -> None:

@@ -222,7 +222,7 @@ def check_weights(checkpoint: str | None) -> None:
     if checkpoint is None:
         return
     from echelon.checkpoint.folder import newest_of
-    from echelon.model.weights import SafetensorsFolder
+    from echelon.model.pretrained import SafetensorsFolder
 
     path = Path(checkpoint)
     if is_run(path):

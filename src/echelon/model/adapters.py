@@ -257,7 +257,7 @@ def disabled_adapter(model: nn.Module) -> Iterator[None]:
 def merged_weight(model: nn.Module, name: str) -> Tensor:
     """Return a weight of the plain model with the adapter merged, fp32; 4-bit weights are dequantised.
 
-    The model must not be sharded, and is not modified.
+    A buffer is returned as it is. The model must not be sharded, and is not modified.
 
     Args:
         name: of the parameter in the plain model.
@@ -274,8 +274,8 @@ def merged_weight(model: nn.Module, name: str) -> Tensor:
         weight: Tensor = module.weight
         return weight.detach().float()
     owner = module.get_base_layer() if isinstance(module, LoraLayer) else module
-    parameter: Tensor = getattr(owner, leaf)
-    return parameter.detach().float()
+    tensor: Tensor = getattr(owner, leaf)
+    return tensor.detach().float() if isinstance(tensor, nn.Parameter) else tensor
 
 
 def _merge_lora(layer: Any) -> Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError, EchelonError, first_line
@@ -101,6 +101,12 @@ def is_model_folder(path: Path) -> bool:
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return every parameter once, by its HF name; a tied weight appears under its first name."""
     return dict(model.named_parameters())
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to a checkpoint, by name."""
+    stored = model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def resolve_config(recipe: Recipe, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

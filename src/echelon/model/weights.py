@@ -7,25 +7,18 @@ DTensor's CPU generator gives every shard the same numbers.
 
 import copy
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from echelon.errors import CheckpointError, ConfigError
+from echelon.errors import ConfigError
 from echelon.model.adapters import plain_name
 from echelon.model.parts import weight_groups
 from echelon.model.quantization import QuantizedLinear
 from echelon.model.seeds import derive_seed
 from echelon.model.sharding import local_part, local_places, take
-from echelon.stored import read_json
-
-_FLOATING = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -101,9 +94,10 @@ def initialize_weights(model: PreTrainedModel, skeleton: PreTrainedModel, seed: 
 
 
 @torch.no_grad()
-def initialize_buffers(model: PreTrainedModel, skeleton: PreTrainedModel) -> None:
-    """Recompute the buffers that no checkpoint contains: rotary tables and other non-persistent buffers."""
-    targets = {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
+def initialize_buffers(model: PreTrainedModel, skeleton: PreTrainedModel, stored: Collection[str] = ()) -> None:
+    """Compute the initial values of the buffers, such as rotary tables, except those named in `stored`."""
+    buffers = {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
+    targets = {name: buffer for name, buffer in buffers.items() if name not in stored}
     for name, tensor in _initial_tensors(skeleton, 0, targets.keys()):
         targets[name].copy_(tensor)
 
@@ -143,105 +137,6 @@ def _make_unit(skeleton: PreTrainedModel, name: str, module: nn.Module, seed: in
     return unit
 
 
-class SafetensorsFolder:
-    """The weights of an HF checkpoint folder, read by name and slice. Only safetensors files are opened."""
-
-    def __init__(self, path: Path) -> None:
-        index = path / "model.safetensors.index.json"
-        single = path / "model.safetensors"
-        if index.is_file():
-            self._files = _read_index(index)
-        elif single.is_file():
-            with _opened(single) as file:
-                self._files = dict.fromkeys(file.keys(), single)
-        else:
-            raise ConfigError(
-                f"model.checkpoint={path}: it has no model.safetensors; echelon reads safetensors only, never pickled "
-                "weights: convert the checkpoint with `model.save_pretrained(...)` first."
-            )
-
-    def find(self, name: str, base_prefix: str) -> str | None:
-        """Return a parameter's name in the files: its own, or without the backbone's prefix (GPT-2 on the hub)."""
-        bare = name.removeprefix(base_prefix + ".")
-        return next((candidate for candidate in (name, bare) if candidate in self._files), None)
-
-    def read(self, name: str, block: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a tensor, or one block of it without reading the rest.
-
-        Raises CheckpointError, like every method that reads.
-        """
-        with _opened(self._files[name]) as file:
-            tensor: Tensor = file.get_tensor(name) if block is None else file.get_slice(name)[block]
-            return tensor
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the full tensor."""
-        with _opened(self._files[name]) as file:
-            whole = file.get_slice(name)
-            if whole.get_dtype() not in _FLOATING:
-                raise CheckpointError(
-                    f"{self._files[name]}: {name} is stored as {whole.get_dtype()}, and only {', '.join(_FLOATING)} "
-                    "can be read; convert the checkpoint, or download the file again if it is damaged."
-                )
-            return tuple(whole.get_shape())
-
-
-def _read_index(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor; all must be in the index's folder."""
-    try:
-        files = {name: path.parent / file for name, file in read_json(path)["weight_map"].items()}
-        for file in files.values():
-            if file.parent != path.parent or file.suffix != ".safetensors" or not file.is_file():
-                raise ValueError(f"it names {str(file)[:200]!r}, which is not a safetensors file in its folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); download or copy the file again.") from error
-    return files
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError, ValueError, OverflowError) as error:
-        reason = str(error).strip()[:300]
-        raise CheckpointError(f"{path} cannot be read ({reason}); download or copy the file again.") from error
-
-
-@torch.no_grad()
-def load_pretrained(model: PreTrainedModel, skeleton: PreTrainedModel, path: Path, may_grow: bool = False) -> None:
-    """Load each rank's slice of an HF checkpoint folder into a materialised model, and recompute its buffers.
-
-    Args:
-        may_grow: fill embedding and head rows beyond those of the files with the mean of the rows in the files.
-
-    Raises:
-        CheckpointError: a parameter of the model is missing in the folder, or has another shape.
-    """
-    files = SafetensorsFolder(path)
-    vocabulary = vocabulary_names(skeleton)
-    for names, place in _names_by_place(model, skeleton):
-        found = [match for name in names if (match := files.find(name, model.base_model_prefix)) is not None]
-        if not found:
-            raise CheckpointError(
-                f"model.checkpoint={path}: the weight {names[0]} is missing; the files belong to another model."
-            )
-        shape = files.shape(found[0])
-        grows = may_grow and names[0] in vocabulary and shape[0] < place.shape[0]
-        if shape != place.shape and not (grows and shape[1:] == place.shape[1:]):
-            raise CheckpointError(
-                f"model.checkpoint={path}: {names[0]} has shape {shape} in the weights and {place.shape} by "
-                "config.json; the files of the folder do not belong together."
-            )
-        if grows:
-            place.write(place.take(grown(files.read(found[0]), place.shape[0])))
-        elif place.block is not None:
-            place.write(files.read(found[0], place.block))
-        else:
-            place.write(place.take(files.read(found[0])))
-    initialize_buffers(model, skeleton)
-
-
 def vocabulary_names(skeleton: PreTrainedModel) -> set[str]:
     """Return the names of the weights with one row per token: the embedding's and the head's."""
     modules = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
@@ -278,7 +173,14 @@ def tied_names(skeleton: nn.Module) -> list[list[str]]:
     return list(names.values())
 
 
-def _names_by_place(model: nn.Module, skeleton: nn.Module) -> list[tuple[list[str], WeightPlace]]:
+def names_by_place(model: nn.Module, skeleton: nn.Module) -> list[tuple[list[str], WeightPlace]]:
     """Return each place once, with all names of its weight."""
     places = find_places(model, skeleton)
     return [(names, places[names[0]]) for names in tied_names(skeleton) if names[0] in places]
+
+
+def buffer_places(model: nn.Module, skeleton: nn.Module) -> dict[str, WeightPlace]:
+    """The place of each buffer that belongs to a checkpoint, by its name in the plain model."""
+    stored = skeleton.state_dict().keys()
+    names = {name: plain_name(name) for name, _ in model.named_buffers()}
+    return {plain: WeightPlace(model.get_buffer(name)) for name, plain in names.items() if plain in stored}

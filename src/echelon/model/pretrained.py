@@ -1,0 +1,210 @@
+"""Loads an HF checkpoint folder: each rank reads its slices, and converts one group of weights at a time."""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from echelon.errors import CheckpointError, ConfigError
+from echelon.model.conversion import Conversion, Shape, conversions_to_model
+from echelon.model.weights import (
+    WeightPlace,
+    buffer_places,
+    grown,
+    initialize_buffers,
+    names_by_place,
+    vocabulary_names,
+)
+from echelon.stored import read_json
+
+logger = logging.getLogger(__name__)
+
+_FLOATING = ("F64", "F32", "F16", "BF16")
+# Tables that older releases of transformers stored; today every model computes them.
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|attention\.(masked_)?bias$|position_ids$")
+
+
+class SafetensorsFolder:
+    """The weights of an HF checkpoint folder, read by name and slice. Only safetensors files are opened."""
+
+    def __init__(self, path: Path) -> None:
+        index = path / "model.safetensors.index.json"
+        single = path / "model.safetensors"
+        if index.is_file():
+            self._files = _read_index(index)
+        elif single.is_file():
+            with _opened(single) as file:
+                self._files = dict.fromkeys(file.keys(), single)
+        else:
+            raise ConfigError(
+                f"model.checkpoint={path}: it has no model.safetensors; echelon reads safetensors only, never pickled "
+                "weights: convert the checkpoint with `model.save_pretrained(...)` first."
+            )
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shape of each full tensor. Raises CheckpointError, like every method that reads."""
+        found: dict[str, Shape] = {}
+        for names, file in self._by_file(self._files):
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        return found
+
+    def read(self, name: str, block: tuple[slice, ...]) -> Tensor:
+        """Read one block of a tensor without reading the rest."""
+        with _opened(self._files[name]) as file:
+            tensor: Tensor = file.get_slice(name)[block] if block else file.get_tensor(name)
+            return tensor
+
+    def read_whole(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read full tensors, by name."""
+        return {name: file.get_tensor(name) for some, file in self._by_file(names) for name in some}
+
+    def check_floating(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError for a tensor that is not stored as plain floating-point numbers."""
+        for some, file in self._by_file(names):
+            for name in some:
+                dtype = file.get_slice(name).get_dtype()
+                if dtype not in _FLOATING:
+                    raise CheckpointError(
+                        f"{self._files[name]}: {name} is stored as {dtype}, and only {', '.join(_FLOATING)} "
+                        "can be read; convert the checkpoint, or download the file again if it is damaged."
+                    )
+
+    def _by_file(self, names: Iterable[str]) -> Iterator[tuple[list[str], Any]]:
+        """Open each file once, and yield it with the names of its tensors."""
+        groups: dict[Path, list[str]] = {}
+        for name in names:
+            groups.setdefault(self._files[name], []).append(name)
+        for path, some in groups.items():
+            with _opened(path) as file:
+                yield some, file
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor; all must be in the index's folder."""
+    try:
+        files = {name: path.parent / file for name, file in read_json(path)["weight_map"].items()}
+        for file in files.values():
+            if file.parent != path.parent or file.suffix != ".safetensors" or not file.is_file():
+                raise ValueError(f"it names {str(file)[:200]!r}, which is not a safetensors file in its folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); download or copy the file again.") from error
+    return files
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError, ValueError, OverflowError) as error:
+        reason = str(error).strip()[:300]
+        raise CheckpointError(f"{path} cannot be read ({reason}); download or copy the file again.") from error
+
+
+@torch.no_grad()
+def load_pretrained(model: PreTrainedModel, skeleton: PreTrainedModel, path: Path, may_grow: bool = False) -> None:
+    """Load each rank's part of an HF checkpoint folder into a materialised model, and set its buffers.
+
+    Weights that are stored as the model has them are read by slices. Weights that `transformers` converts, for example
+    the experts of a layer, which are one tensor in the model, are read and converted one group at a time; of sharded
+    experts a rank reads only its own. A rank therefore needs memory for its share of the model and for one group.
+
+    Args:
+        skeleton: the same model on meta, without any transform.
+        may_grow: fill embedding and head rows beyond those of the files with the mean of the rows in the files.
+
+    Raises:
+        CheckpointError: a parameter of the model is missing in the folder, or has another shape.
+    """
+    files = SafetensorsFolder(path)
+    matched = _match_places(files, model, skeleton, path, may_grow)
+    initialize_buffers(model, skeleton, stored={name for _, places in matched for name in places})
+    for conversion, places in matched:
+        _fill_places(files, conversion, places)
+
+
+def _match_places(
+    files: SafetensorsFolder, model: PreTrainedModel, skeleton: PreTrainedModel, path: Path, may_grow: bool
+) -> list[tuple[Conversion, dict[str, WeightPlace]]]:
+    """Return the conversions that this rank needs, each with the places it fills, by name. Reads no weight."""
+    shapes = files.shapes()
+    try:
+        conversions = conversions_to_model(skeleton, shapes)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"model.checkpoint={path}: {error}; the files of the folder do not belong together."
+        ) from error
+    made_by = {name: each for each in conversions for name in each.targets}
+    vocabulary = vocabulary_names(skeleton) if may_grow else set()
+    needed: dict[int, tuple[Conversion, dict[str, WeightPlace]]] = {}
+    for names, place in names_by_place(model, skeleton):
+        name = next((each for each in names if each in made_by), None)
+        if name is None:
+            raise CheckpointError(
+                f"model.checkpoint={path}: the weight {names[0]} is missing; the files belong to another model."
+            )
+        conversion = made_by[name]
+        _check_shape(f"model.checkpoint={path}: {names[0]}", conversion.targets[name], place, name in vocabulary)
+        files.check_floating(conversion.sources)
+        needed.setdefault(id(conversion), (conversion, {}))[1][name] = place
+    buffers = buffer_places(model, skeleton)
+    for name in buffers.keys() & made_by.keys():
+        _check_shape(f"model.checkpoint={path}: {name}", made_by[name].targets[name], buffers[name], False)
+        needed.setdefault(id(made_by[name]), (made_by[name], {}))[1][name] = buffers[name]
+    used = {name for each in conversions for name in each.sources}
+    _warn_of_difference(path, skeleton, sorted(shapes.keys() - used), sorted(buffers.keys() - made_by.keys()))
+    return list(needed.values())
+
+
+def _check_shape(what: str, stored: Shape, place: WeightPlace, may_grow: bool) -> None:
+    grows = may_grow and stored[1:] == place.shape[1:] and stored[0] < place.shape[0]
+    if stored != place.shape and not grows:
+        raise CheckpointError(
+            f"{what} has shape {stored} in the weights and {place.shape} by config.json; the files of the folder do "
+            "not belong together."
+        )
+
+
+def _warn_of_difference(path: Path, skeleton: PreTrainedModel, unused: list[str], unread: list[str]) -> None:
+    """Warn of stored weights without a parameter, and of buffers that are not stored, unless the family expects it."""
+    ignored = [re.compile(each) for each in skeleton._keys_to_ignore_on_load_unexpected or ()]
+    unused = [name for name in unused if not any(each.search(name) for each in (*ignored, _COMPUTED))]
+    owner = type(skeleton).__name__
+    if unused:
+        logger.warning(
+            f"model.checkpoint={path}: {len(unused)} stored weights are not used, because {owner} has no such "
+            f"parameters: {', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}"
+        )
+    if unread:
+        logger.warning(
+            f"model.checkpoint={path}: {len(unread)} buffers of {owner} are not stored and keep their initial values: "
+            f"{', '.join(unread[:3])}{', ...' if len(unread) > 3 else ''}"
+        )
+
+
+def _fill_places(files: SafetensorsFolder, conversion: Conversion, places: Mapping[str, WeightPlace]) -> None:
+    """Read and convert what these places need of one conversion's sources, and write it."""
+    name, place = next(iter(places.items()))
+    block, has_shape = place.block, conversion.targets[name] == place.shape
+    if len(places) == 1 and block is not None and has_shape:
+        if conversion.only_renames:
+            place.write(files.read(conversion.sources[0], block))
+            return
+        rows = conversion.of_rows(block[0]) if block else None
+        if rows is not None:
+            if rows.sources:
+                part = rows.convert(files.read_whole(rows.sources))[name]
+                place.write(part[(slice(None), *block[1:])])
+            return
+    made = conversion.convert(files.read_whole(conversion.sources))
+    for name, place in places.items():
+        whole = made.pop(name)
+        has_shape = whole.shape == place.shape
+        place.write(place.take(whole if has_shape else grown(whole, place.shape[0])))

@@ -1,0 +1,138 @@
+"""Checkpoints whose files name or shape weights in another way than the model does, read and written."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import WeightRenaming
+
+from echelon.checkpoint.export import stored_tensors, write_weights
+from echelon.errors import CheckpointError
+from echelon.model import conversion
+from echelon.model.build import build_on_meta, load_config, materialize, persistent_buffers
+from echelon.model.conversion import conversions_to_files, conversions_to_model
+from echelon.model.pretrained import load_pretrained
+from families import small_config
+
+FAMILIES = ["llama", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3"]
+IDS = torch.arange(32).reshape(2, 16)
+
+
+def save_theirs(family, folder):
+    """A model as transformers makes and saves it, with buffers that are not their initial values."""
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(load_config(small_config(family))).eval()
+    for buffer in persistent_buffers(theirs).values():
+        buffer.uniform_(0.0, 0.3)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def load_ours(folder):
+    config = load_config(str(folder))
+    skeleton, model = build_on_meta(config), build_on_meta(config)
+    materialize(model, "cpu")
+    load_pretrained(model, skeleton, folder)
+    return model.eval(), skeleton
+
+
+def names_in(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_of_transformers_are_read_and_written_as_it_does(family, tmp_path):
+    theirs = save_theirs(family, tmp_path / "theirs")
+    ours, skeleton = load_ours(tmp_path / "theirs")
+    assert torch.equal(ours(IDS).logits, theirs(IDS).logits)
+    (tmp_path / "ours").mkdir()
+    theirs.config.save_pretrained(tmp_path / "ours")
+    tensors = stored_tensors(ours)
+    write_weights(lambda names: {name: tensors[name].detach() for name in names}, skeleton, tmp_path / "ours", "fp32")
+    assert names_in(tmp_path / "ours") == names_in(tmp_path / "theirs")
+    back, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values())
+    assert torch.equal(back.eval()(IDS).logits, theirs(IDS).logits)
+
+
+def test_every_expert_is_a_weight_of_its_own_in_the_files(tmp_path):
+    save_theirs("mixtral", tmp_path)
+    assert "model.layers.1.block_sparse_moe.experts.3.w1.weight" in names_in(tmp_path)
+
+
+def test_a_rank_reads_the_experts_that_it_has(tmp_path):
+    """Of the fused weight of a layer, rows 1 and 2 come from the files of experts 1 and 2 alone."""
+    theirs = save_theirs("mixtral", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    skeleton = build_on_meta(load_config(str(tmp_path)))
+    conversions = conversions_to_model(skeleton, {name: tuple(each.shape) for name, each in tensors.items()})
+    for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):
+        (fused,) = [each for each in conversions if name in each.targets]
+        rows = fused.of_rows(slice(1, 3))
+        assert rows is not None and len(rows.sources) == len(fused.sources) / 2
+        assert all(".experts.1." in source or ".experts.2." in source for source in rows.sources)
+        part = rows.convert({source: tensors[source] for source in rows.sources})[name]
+        assert torch.equal(part, theirs.get_parameter(name)[1:3]) and part.shape == rows.targets[name]
+    (plain,) = [each for each in conversions if "model.norm.weight" in each.targets]
+    assert plain.only_renames and plain.of_rows(slice(1, 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda name, each: None if ".experts.2.w2." in name else each,
+            r"has shape .* in the weights and .* by config\.json",
+        ),
+        (lambda name, each: None if ".w2." in name else each, r"weight model\.layers\.0\.mlp\.experts\.down_proj"),
+        (
+            lambda name, each: each[:4].clone() if ".experts.2.w1." in name else each,
+            r"experts\.0\.w1.*cannot be converted to model\.layers\.\d\.mlp\.experts\.gate_up_proj",
+        ),
+        (lambda name, each: each.to(torch.int8) if ".experts.2.w1." in name else each, "is stored as I8"),
+    ],
+    ids=["missing", "all missing", "another shape", "another dtype"],
+)
+def test_experts_that_do_not_fit_together_are_refused(change, message, tmp_path):
+    save_theirs("mixtral", tmp_path)
+    changed = {name: change(name, each) for name, each in load_file(tmp_path / "model.safetensors").items()}
+    save_file({name: each for name, each in changed.items() if each is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_ours(tmp_path)
+
+
+def test_what_is_left_out_or_not_there_is_named(tmp_path, caplog):
+    save_theirs("deepseek_v3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bias = tensors.pop("model.layers.1.mlp.gate.e_score_correction_bias")
+    old_table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**tensors, **old_table, "model.layers.0.odd": bias}, tmp_path / "model.safetensors")
+    ours, _ = load_ours(tmp_path)
+    assert (
+        "1 stored weights are not used, because DeepseekV3ForCausalLM has no such parameters: model.layers.0.odd"
+        in (caplog.text)
+    )
+    assert "1 buffers of DeepseekV3ForCausalLM are not stored and keep their initial values" in caplog.text
+    assert ours.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias").abs().max() == 0
+
+
+def test_names_that_cannot_be_read_back_stay_those_of_the_model(monkeypatch):
+    skeleton = build_on_meta(load_config(small_config("llama")))
+    shapes = {name: tuple(each.shape) for name, each in skeleton.state_dict().items()}
+    one_way = {True: [], False: [WeightRenaming(r"^lost\.", "model.")]}
+    monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda _, add_legacy=True: one_way[add_legacy])
+    assert {name for each in conversions_to_files(skeleton, shapes) for name in each.targets} == shapes.keys()
+    monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda *_, **__: one_way[False])
+    stored = {name for each in conversions_to_files(skeleton, shapes) for name in each.targets}
+    assert "lost.norm.weight" in stored
+
+
+def test_rules_that_read_neither_name_back_are_refused(monkeypatch):
+    skeleton = build_on_meta(load_config(small_config("llama")))
+    shapes = {name: tuple(each.shape) for name, each in skeleton.state_dict().items()}
+    away = {True: [WeightRenaming(r"layers\.0\.", "layers.1.")], False: []}
+    monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda _, add_legacy=True: away[add_legacy])
+    with pytest.raises(CheckpointError, match="of a llama checkpoint cannot be reversed"):
+        conversions_to_files(skeleton, shapes)
