@@ -147,5 +147,5 @@ def test_progress_shows_bytes_rate_and_time_left(caplog):
     progress.finish()
     assert caplog.messages == [
         "tokenizing: 50.0 of 100.0 MB, 20.0 MB/s, about 2 s left",
-        "tokenizing: 100.0 of 100.0 MB, 20.0 MB/s, 5.0 s in all",
+        "tokenizing: 100.0 of 100.0 MB, 20.0 MB/s, 5.0 s in total",
     ]

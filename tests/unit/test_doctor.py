@@ -48,7 +48,7 @@ def test_healthy_hosts():
         "hosts": "4 answer",
         "folder": "all see this folder",
         "versions": "python 3.11.7, torch 2.13.0, transformers 5.23.0, echelon 0.1.0; 8 x H100",
-        "names": "every host knows every name",
+        "names": "every host resolves every name",
         "interfaces": "a eth0, b eth0, c eth0, d eth0",
         "clocks": "at most 0.0 s apart",
         "ports": "29400 and others are open both ways between every pair",

@@ -108,5 +108,5 @@ def test_plan_for_named_machines():
     assert "8 x ml.p5.48xlarge, $63.296/h (us-west-2, 2026-09-01) each on demand, $506.37/h in all" in named.output
     assert "cluster: 64 x H100 on 8 machine(s)" in named.output
     both = run(app, ["plan", str(RECIPE), "--instance", "auto", "--devices", "8xH100"])
-    assert "two clusters" in str(both.exception)
+    assert "different clusters" in str(both.exception)
     assert "requires --instance" in str(run(app, ["plan", str(RECIPE), "--count", "2"]).exception)

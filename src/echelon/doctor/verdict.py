@@ -34,7 +34,7 @@ def judge(found: Examination) -> list[Finding]:
         "hosts": (f"{len(found.hosts)} answer", _judge_hosts(found)),
         "folder": ("all see this folder", _judge_folder(facts)),
         "versions": (_describe_versions(facts), _judge_versions(facts)),
-        "names": ("every host knows every name", _judge_names(facts)),
+        "names": ("every host resolves every name", _judge_names(facts)),
         "interfaces": (", ".join(f"{host} {facts[host]['interface'] or 'unknown'}" for host in there), ()),
         "clocks": (_describe_clocks(found.offsets), _judge_clocks(found.offsets)),
         "ports": (f"{found.port} and others are open both ways between every pair", _judge_ports(found, facts)),
