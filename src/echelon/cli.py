@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from echelon.commands.arguments import VersionOption
 from echelon.commands.checkpoint import app as checkpoint_app
 from echelon.commands.data import data
 from echelon.commands.doctor import doctor
@@ -31,7 +32,6 @@ app = typer.Typer(
     name="echelon",
     help="Train language models across processes, GPUs and machines from one recipe.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -61,6 +61,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 
 @app.callback()
 def begin(
+    version: VersionOption = False,
     verbose: VerboseOption = False,
     quiet: QuietOption = False,
     local_rank: Annotated[int | None, typer.Option("--local-rank", "--local_rank", hidden=True)] = None,

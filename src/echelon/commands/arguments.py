@@ -7,12 +7,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from echelon.commands.terminal import show
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
 
 logger = logging.getLogger(__name__)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from echelon.runs.environment import describe_source
+
+        show(f"echelon {describe_source()}")
+        raise typer.Exit
+
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 OverridesArgument = Annotated[
@@ -27,6 +37,9 @@ CheckpointOption = Annotated[
     typer.Option("--checkpoint", metavar="newest|best|STEP", help="newest, best or a step of a run. Default: newest."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+]
 
 
 def read_recipe(path: Path, overrides: list[str] | None, quiet: bool = False) -> "Recipe":

@@ -17,7 +17,7 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder."
 @app.command("list")
 @with_verbosity
 def list_run_checkpoints(run: RunArgument) -> None:
-    """List the checkpoints of a run, oldest first; then those in `checkpoint.remote`."""
+    """List the checkpoints of a run. Oldest first; then those in `checkpoint.remote`."""
     require_folder(run)
     from echelon.checkpoint.folder import list_checkpoints
     from echelon.checkpoint.remote_start import describe_remote
@@ -34,7 +34,7 @@ def list_run_checkpoints(run: RunArgument) -> None:
 @app.command()
 @with_verbosity
 def verify(run: RunArgument) -> None:
-    """Compare every checkpoint, also in `checkpoint.remote`, with its checksums; exit code 1 if any is damaged."""
+    """Compare every checkpoint with its checksums. Also those in `checkpoint.remote`; exit code 1 if any is damaged."""
     require_folder(run)
     from echelon.checkpoint.folder import list_checkpoints, require_run
     from echelon.checkpoint.remote_start import describe_remote
@@ -66,7 +66,7 @@ def prune(
         int, typer.Option("--keep", metavar="N", min=1, help="Number of newest complete checkpoints to keep.")
     ],
 ) -> None:
-    """Keep the newest N complete checkpoints and the best one; remove all others, damaged ones and partial files."""
+    """Remove all but the newest N checkpoints and the best. Damaged ones and partial files are removed too."""
     require_folder(run)
     from echelon.checkpoint.folder import clear_out, require_run
     from echelon.runs.run_folder import RunFolder

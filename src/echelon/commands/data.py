@@ -22,7 +22,7 @@ def data(
     overrides: OverridesArgument = None,
     samples: Annotated[int, typer.Option("--samples", min=0, metavar="N", help="Documents to show as text.")] = 3,
 ) -> None:
-    """Show counts and lengths of the data, and the first documents with their targets marked."""
+    """Show counts and lengths of the data, and first documents. Target tokens are marked."""
     from echelon.data.mixture import build_order, describe_mixture, describe_repeats
     from echelon.data.prepare import prepare_data
     from echelon.data.survey import count_sources, first_documents

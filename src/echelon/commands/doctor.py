@@ -36,7 +36,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Check this machine, or several machines and the network between them; exit code 1 if a problem is found."""
+    """Check this machine, or several and their network. Exit code 1 if a problem is found."""
     from echelon.doctor.machine import examine_machine
 
     if as_json:

@@ -25,8 +25,7 @@ def drill(
     nproc: NprocOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each fault.")] = False,
 ) -> None:
-    """Run a small version of the recipe, inject faults, and report the recovery from each. Exit code 1 if one was not
-    survived."""
+    """Inject faults into a small version of a recipe. Reports the recovery from each; exit code 1 if one failed."""
     from echelon.drill.exercise import run_drill
 
     if as_json:

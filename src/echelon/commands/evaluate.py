@@ -33,7 +33,7 @@ def evaluate(
     checkpoint: CheckpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Loss, perplexity and bits per byte on held-out text; or accuracy on tasks."""
+    """Evaluate a run or a model on held-out text or on tasks. Shows loss and perplexity, or accuracy."""
     from echelon.api.models import evaluate as evaluate_target
 
     log_to_stderr()

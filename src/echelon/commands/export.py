@@ -17,7 +17,7 @@ def export(
     checkpoint: CheckpointOption = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter and write the full model.")] = False,
 ) -> None:
-    """Write a checkpoint as an HF folder: safetensors, config, tokenizer; of a run with an adapter, the adapter."""
+    """Write a checkpoint as an HF folder. Contains model, config and tokenizer; or the adapter, if it has one."""
     from echelon.api.models import export as export_folder
 
     export_folder(run, out, dtype=dtype, checkpoint=checkpoint, merge=merge)

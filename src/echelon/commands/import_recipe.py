@@ -38,7 +38,7 @@ def import_file(
         ),
     ] = None,
 ) -> None:
-    """Convert another tool's configuration file into a recipe, and list all keys that could not be converted."""
+    """Convert another tool's configuration into a recipe. Lists all keys that could not be converted."""
     from echelon.recipe.foreign import Amounts, import_recipe
 
     if out is not None and out.exists():

@@ -24,7 +24,7 @@ def init(
         int | None, typer.Option("--vocab-size", min=257, help="Vocabulary size, with --params or --tokens.")
     ] = None,
 ) -> None:
-    """Write a recipe to start from: a small one, or one for a number of parameters and tokens."""
+    """Write a recipe to start from. By default a small one; or one for a number of parameters and tokens."""
     from echelon.recipe import render_starter
 
     if path.exists():

@@ -19,7 +19,7 @@ JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's name, i
 def status(
     name: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: all jobs launched from here.")] = None,
 ) -> None:
-    """Show the state of jobs at their targets, and the step if this machine sees the run folder."""
+    """Show the state of jobs. Also the step, if this machine sees the run folder."""
     from echelon.launch.records import find_job, list_jobs
     from echelon.launch.targets import find_launcher
 
@@ -53,7 +53,7 @@ def logs(
 
 
 def cancel(name: JobArgument) -> None:
-    """Ask a job to save and stop; launching the same recipe again resumes it."""
+    """Ask a job to save and stop. Launching the same recipe again resumes it."""
     from echelon.launch.records import find_job
     from echelon.launch.targets import find_launcher
 

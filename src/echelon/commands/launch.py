@@ -46,7 +46,7 @@ def launch(
         bool, typer.Option("--follow", help="Show the job's output until it ends, and exit with its exit code.")
     ] = False,
 ) -> None:
-    """Submit the recipe to a target, after all checks that are possible on this machine."""
+    """Submit a recipe to a cluster or to the background. First makes all checks that are possible on this machine."""
     from echelon.launch.records import make_job, submit_job
     from echelon.lifecycle.job_checks import check_job, settle_instance
 

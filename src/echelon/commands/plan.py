@@ -28,7 +28,7 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Show how the recipe would run and the memory it needs, or why it is refused. Downloads no weights."""
+    """Show how a recipe would run and the memory it needs. Also shows why a recipe is refused. Downloads no weights."""
     from echelon.api.planning import plan as plan_here
 
     recipe = read_recipe(recipe_path, overrides)

@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(recipe_path: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Read, tokenize and pack the data into shards; `train` does this if they are missing."""
+    """Read, tokenize and pack the data into shards. `train` does this if they are missing."""
     from echelon.data.prepare import prepare_data
 
     recipe = read_recipe(recipe_path, overrides)

@@ -30,7 +30,7 @@ def sweep(
         bool, typer.Option("--json", help="Print the content of results.json instead of a table.")
     ] = False,
 ) -> None:
-    """Search over values of recipe keys; the same command resumes a stopped or killed sweep."""
+    """Search over values of recipe keys. The same command resumes a stopped or killed sweep."""
     from echelon.lifecycle.job_checks import check_job
     from echelon.supervise.outcome import STOPPED
     from echelon.sweep.conduct import check_sweep, describe_sweep, first_job, render_first_array, run_sweep, share_slots

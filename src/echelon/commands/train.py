@@ -45,7 +45,7 @@ def train(
         str | None, typer.Option("--interface", help="Network interface. Default: the one that reaches HOST.")
     ] = None,
 ) -> None:
-    """Train a recipe; an existing run resumes from its newest complete checkpoint."""
+    """Train a recipe, or resume its run. Resumes from the newest complete checkpoint."""
     from echelon.supervise.launch_environment import keep_hub_cache_beside, launch_role
 
     num_processes = parse_nproc(nproc)

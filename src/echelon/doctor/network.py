@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.doctor.probing import MARK
 from echelon.errors import EchelonError
-from echelon.runs.environment import find_version
+from echelon.runs.environment import describe_source, find_version
 from echelon.supervise.hosts import HostGroup, find_interface, find_own_address
 from echelon.supervise.launch_environment import exported
 from echelon.supervise.listening import listen_at
@@ -68,7 +68,7 @@ class Machine:
             "versions": {
                 "python": platform.python_version(),
                 **{name: find_version(name) for name in ("torch", "transformers")},
-                "echelon": _describe_source(),
+                "echelon": describe_source(),
             },
             "has_gpu": has_gpu,
             "devices": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if has_gpu else "CPU",
@@ -171,11 +171,6 @@ def _agree(seconds: float, device: "torch.device") -> float:
     longest = torch.tensor([seconds], device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return float(longest.item())
-
-
-def _describe_source() -> str:
-    """echelon's version, or the checkout that it runs from if it is not installed."""
-    return find_version("echelon") or f"a checkout at {Path(__file__).parents[2]}"
 
 
 def _resolve(host: str) -> str | None:

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from echelon.redaction import redact
@@ -54,6 +55,11 @@ def find_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def describe_source() -> str:
+    """Return echelon's version, or the checkout that it runs from if it is not installed."""
+    return find_version("echelon") or f"a checkout at {Path(__file__).parents[2]}"
 
 
 def _find_git_revision(variables: Mapping[str, str]) -> str | None:
