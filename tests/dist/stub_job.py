@@ -4,6 +4,7 @@ and HOST:PORT for the only agent of a group that would meet there.
 The workers run this same file. They use echelon's worker code, with a collective instead of training.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -39,11 +40,10 @@ def run_worker(run_dir, mode):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = RunFolder(Path(run_dir))
     leave_after_peers(folder)
-    console = os.fdopen(os.dup(1), "w")
     redirect_output(folder)
     with OutcomeReport(folder, int(os.environ["RANK"])) as report:
         runtime = start_runtime(timeout_seconds=60)
-        print(f"rank {runtime.rank} of {runtime.world_size} is up", file=console, flush=True)
+        logging.getLogger("echelon").info(f"rank {runtime.rank} of {runtime.world_size} is up")
         meet()
         (folder.path / f"pid-{runtime.rank}").write_text(str(os.getpid()))
         behave(runtime.rank, mode)

@@ -69,7 +69,7 @@ def test_saves_and_evaluations_by_epoch(echelon, tmp_path):
     )
     ending = echelon("train", "recipe.json", "--nproc", "1")
     assert ending.code == 0, ending
-    num_samples = int(re.search(r"saves_per_epoch=1: of ([\d,]+) sequences", ending.out)[1].replace(",", ""))
+    num_samples = int(re.search(r"saves_per_epoch=1: ([\d,]+) sequences per epoch", ending.out)[1].replace(",", ""))
     assert 400 < num_samples < 1000, "then an epoch is 3 to 5 steps"
     ending = echelon("train", "recipe.json", "--nproc", "1", "train.steps=7")
     assert ending.code == 0, ending

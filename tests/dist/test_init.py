@@ -30,7 +30,7 @@ def test_a_recipe_for_a_model_size_trains(echelon):
 def test_init_refusals(echelon):
     Path("there.yaml").write_text("mine")
     for arguments, words in [
-        (["there.yaml"], "there.yaml exists"),
+        (["there.yaml"], "there.yaml already exists"),
         (["new.yaml", "--params", "much"], "--params much is not a count; write it like 1.3b, 350m or 2e9."),
         (["new.yaml", "--tokens", "9"], "--tokens 9 is out of range; use 100k to 100t."),
         (["new.yaml", "--vocab-size", "300"], "--vocab-size 300 requires --params or --tokens"),

@@ -55,7 +55,8 @@ def test_success_prints_nothing_else(tmp_path):
     assert (code, message) == (0, "")
     # Only rank 0 writes to the terminal; the agent prints nothing.
     assert lines == ["rank 0 of 2 is up", "message: "]
-    assert (tmp_path / "logs" / "rank-00001.log").read_text() == "rank 1 of 2 is up\n"
+    [line] = (tmp_path / "logs" / "rank-00001.log").read_text().splitlines()
+    assert line.endswith(" INFO rank 1 echelon: rank 1 of 2 is up")
 
 
 def test_refusal_is_code_2_and_one_message(tmp_path):
