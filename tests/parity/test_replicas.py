@@ -66,7 +66,7 @@ def test_the_rank_is_named_before_anything_is_saved(workers, text, tmp_path, row
     pool = Workers(workers, flipping)
     train(pool, checked(row, every=100), tmp_path, text, steps=6)
     assert len(pool.raised) == row.ranks and len(set(pool.raised)) == 1
-    who = f"rank {', '.join(map(str, named))} {'hold' if len(named) > 1 else 'holds'}"
+    who = f"rank {', '.join(map(str, named))} {'have' if len(named) > 1 else 'has'}"
     assert pool.raised[0].startswith(f"after step 4: {who} "), pool.raised
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     [event] = [each for each in events if each["event"] == "replicas_differ"]
