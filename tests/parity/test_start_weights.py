@@ -75,7 +75,7 @@ def test_an_hf_folder_gives_each_rank_its_slice(workers, text, tmp_path, family)
 def test_a_checkpoint_without_weights_is_refused_before_any_worker(text, tmp_path):
     small_model("llama").config.save_pretrained(tmp_path / "bare")
     path = start_from(tmp_path / "bare", Row(), tmp_path / "run", text)
-    with pytest.raises(ConfigError, match=r"model\.checkpoint=.*bare: no model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"model\.checkpoint=.*bare: it has no model\.safetensors"):
         check_weights(load_recipe(path)[0].model.checkpoint)
     with pytest.raises(ConfigError, match=r"model\.checkpoint=\./no/such: there is no such folder"):
         load_config("./no/such")
