@@ -1,5 +1,7 @@
 """Checkpoints whose files name or shape weights in another way than the model does, read and written."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -8,11 +10,15 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import WeightRenaming
 
 from echelon.checkpoint.export import stored_tensors, write_weights
+from echelon.engines.native import NativeEngine
 from echelon.errors import CheckpointError
+from echelon.lifecycle.model_checks import find_model_fields
 from echelon.model import conversion
 from echelon.model.build import build_on_meta, load_config, materialize, persistent_buffers
 from echelon.model.conversion import conversions_to_files, conversions_to_model
 from echelon.model.pretrained import load_pretrained
+from echelon.planner.shape import build_shape
+from echelon.recipe import Recipe
 from families import small_config
 
 FAMILIES = ["llama", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3"]
@@ -136,3 +142,32 @@ def test_rules_that_read_neither_name_back_are_refused(monkeypatch):
     monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda _, add_legacy=True: away[add_legacy])
     with pytest.raises(CheckpointError, match="of a llama checkpoint cannot be reversed"):
         conversions_to_files(skeleton, shapes)
+
+
+def test_a_config_with_an_infinite_number_is_read(tmp_path):
+    """`transformers` writes it as `{"__float__": "Infinity"}`: Mamba layers have such a limit."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 8}
+    config = load_config({"model_type": "bamba", "hidden_size": 64, "vocab_size": 256, "mamba_d_head": 16, **sizes})
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    recipe = Recipe.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"checkpoint": str(tmp_path)},
+            "data": {"train": [{"path": "text.txt"}], "sequence_len": 32},
+            "train": {"steps": 1, "global_batch_size": 1},
+            "optim": {"learning_rate": 1e-3},
+        }
+    )
+    fields, _ = find_model_fields(recipe, tokenizer_vocab_size=256)
+    assert fields["time_step_limit"] == [0.0, float("inf")]
+    assert build_shape(fields).hidden_size == 64
+
+
+def test_a_checkpoint_has_what_the_architecture_itself_does_not_train():
+    """AFMoE's expert bias is a parameter without a gradient: only what an adapter freezes may be left out."""
+    model = build_on_meta(load_config(small_config("llama")))
+    materialize(model, "cpu")
+    model.model.norm.weight.requires_grad_(False)
+    engine = NativeEngine(None, model, SimpleNamespace(tensors=list), None, None)
+    assert {f"model.{name}" for name, _ in model.named_parameters()} == engine.state_dict().keys()

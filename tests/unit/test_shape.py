@@ -143,3 +143,14 @@ def test_experts_that_a_token_does_not_use_cost_nothing():
     assert shape.flops_per_token(32) == 6 * active + 12 * 2 * 64 * 32
     assert shape.flops_per_token(32, 100) == 4 * active + 2 * 100 + 12 * 2 * 64 * 32
     assert build_shape(small_config("stablelm")).num_idle_parameters == 0
+
+
+def test_layers_of_different_sizes_are_counted():
+    """Gemma 4's heads are wider in some layers, which its config refuses to summarize; Gemma 3n lists its widths."""
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    per_layer = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256, "num_kv_shared_layers": 0}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": [0.0, 0.0]}
+    listed = {**sizes, **per_layer, **kinds, "intermediate_size": [64, 128], "laurel_rank": 8}
+    shape = build_shape({"model_type": "gemma3n_text", **listed})
+    assert shape.intermediate_size == 128 and shape.num_layers == 2
+    assert build_shape({"model_type": "gemma4_text", **sizes, **per_layer, "intermediate_size": 64}).hidden_size == 64

@@ -17,7 +17,7 @@ from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import Meshes
 from echelon.engines.engine import Finding
 from echelon.engines.probe import Probe
-from echelon.model.adapters import apply_adapter, initialize_adapter
+from echelon.model.adapters import apply_adapter, initialize_adapter, plain_name
 from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta, materialize, persistent_buffers
 from echelon.model.pissa import PrincipalParts
@@ -152,17 +152,18 @@ class NativeEngine:
     def state_dict(self) -> dict[str, Tensor]:
         """See Engine. Names are `model.NAME`, `optimizer.NAME.KEY` for a parameter's state, and `loss_scale.KEY`.
 
-        Frozen weights are not included: they are loaded from their source again.
+        Weights that an adapter freezes are not included: they are loaded from their source again. Parameters that an
+        architecture itself does not train, such as a router's expert bias, are.
         """
-        state: dict[str, Tensor] = {}
-        trained = self._trained()
-        for name, parameter in trained.items():
-            state[f"model.{name}"] = parameter.detach()
+        parameters = dict(self._decoder.named_parameters())
+        has_adapter = any(plain_name(name) is None for name in parameters)
+        stored = self._trained() if has_adapter else parameters
+        state = {f"model.{name}": parameter.detach() for name, parameter in stored.items()}
         for name, tensor in self._optimizer.tensors():
             state[f"optimizer.{name}"] = tensor
         if self._loss_scale is not None:
             state |= {f"loss_scale.{key}": tensor for key, tensor in self._loss_scale.state_dict().items()}
-        if len(trained) == len(list(self._decoder.parameters())):
+        if not has_adapter:
             state |= {f"model.{name}": buffer for name, buffer in persistent_buffers(self._decoder).items()}
         return state
 
@@ -255,7 +256,8 @@ def build_native_engine(
     model = copy.deepcopy(skeleton)
     if recipe.adapter.is_adapter:
         apply_adapter(model, recipe.adapter, new_token_ids)
-    store_parameters(model, plan.precision)
+    frozen_dtype = plan.precision.compute if recipe.adapter.is_adapter else plan.precision.param
+    store_parameters(model, replace(plan.precision, compute=frozen_dtype))
     router = choose_router_loss(skeleton, model, recipe.objective.router_loss)
     routers = () if router.loss is None else router.loss.routers
     module = shard_model(model, plan, meshes, compile_backend, routers)

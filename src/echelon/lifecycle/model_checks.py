@@ -274,12 +274,23 @@ def _load_vocab_size(recipe: Recipe) -> int:
     return vocabulary_size(tokenizer.backend_tokenizer)
 
 
+def _read_floats(value: Any) -> Any:
+    """Return what a config.json states, with `{"__float__": "Infinity"}` and the like as numbers."""
+    if isinstance(value, list):
+        return [_read_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("NaN", "Infinity", "-Infinity"):
+        return float(value["__float__"])
+    return {name: _read_floats(each) for name, each in value.items()}
+
+
 def _read_checkpoint_fields(checkpoint: str, trust_remote_code: bool) -> dict[str, Any]:
     """The config in a folder, unchanged; that of a hub id through transformers, which fetches only config.json."""
     path = Path(find_model_dir(checkpoint)) / "config.json"
     if path.is_file():
         try:
-            fields = read_json(path)
+            fields = _read_floats(read_json(path))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"model.checkpoint={checkpoint}: {path} cannot be read ({error}); give a whole model folder."

@@ -119,11 +119,14 @@ def find_parts(model: nn.Module) -> DecoderParts:
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the longest `ModuleList`: the decoder layers of a family without a row in the table."""
+    """Return the `ModuleList` with the most parameters: the decoder layers of a family without a row in the table.
+
+    The longest may be another: a layer's experts, or Gemma 3n's projections.
+    """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     if not lists:
         raise ValueError(f"{type(model).__name__} has no list of decoder layers; echelon trains decoder-only models.")
-    return max(lists, key=len)
+    return max(lists, key=lambda each: sum(parameter.numel() for parameter in each.parameters()))
 
 
 def weight_groups(model: nn.Module) -> list[tuple[str, nn.Module, bool]]:

@@ -21,20 +21,20 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
     text_config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     layers = _find_layers(model)
-    heads = getattr(text_config, "num_attention_heads", 1)
+    heads = _read_field(text_config, "num_attention_heads") or 1
     hidden = embedding.shape[1]
     experts, idle = _count_experts(text_config, layers)
     return ModelShape(
         model_type=config["model_type"],
         num_layers=len(layers),
         hidden_size=hidden,
-        intermediate_size=getattr(text_config, "intermediate_size", None) or 4 * hidden,
+        intermediate_size=_read_field(text_config, "intermediate_size") or 4 * hidden,
         num_heads=heads,
-        num_kv_heads=getattr(text_config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text_config, "head_dim", None) or hidden // heads,
+        num_kv_heads=_read_field(text_config, "num_key_value_heads") or heads,
+        head_dim=_read_field(text_config, "head_dim") or hidden // heads,
         vocab_size=embedding.shape[0],
         tied_embeddings=head is not None and head.weight is embedding,
-        max_positions=getattr(text_config, "max_position_embeddings", None),
+        max_positions=_read_field(text_config, "max_position_embeddings"),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_embedding_parameters=embedding.numel(),
         # layers may differ (experts in some, dense in others): the mean keeps the sum right
@@ -43,6 +43,15 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
         num_expert_parameters=experts,
         num_idle_parameters=idle,
     )
+
+
+def _read_field(config: Any, name: str) -> Any:
+    """Return a field of a config; None if it has none. Of one value per layer the largest, if the config lists them."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:  # transformers raises an error of its own type for a field that differs between layers
+        return None
+    return max(value) if isinstance(value, list | tuple) else value
 
 
 def _build_on_meta(config: Mapping[str, Any]) -> Any:
@@ -79,11 +88,11 @@ def _build_on_meta(config: Mapping[str, Any]) -> Any:
 
 
 def _find_layers(model: Any) -> list[Any]:
-    """The decoder layers: the longest list of modules."""
+    """The decoder layers: the list of modules with the most parameters, as in `model.parts`."""
     from torch import nn
 
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(stacks, key=len, default=[]))
+    return list(max(stacks, key=lambda stack: sum(each.numel() for each in stack.parameters()), default=[]))
 
 
 def _count_linears(layers: list[Any]) -> tuple[LinearShape, ...]:
