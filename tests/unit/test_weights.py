@@ -11,7 +11,7 @@ from echelon.data.tokenizer import build_bytes_tokenizer
 from echelon.errors import CheckpointError, ConfigError
 from echelon.inference.target import load_target
 from echelon.model import weights
-from echelon.model.build import build_on_meta, load_config
+from echelon.model.build import build_on_meta, load_config, materialize
 from echelon.model.pretrained import load_pretrained
 from echelon.model.seeds import derive_seed
 from echelon.model.weights import initialize_weights
@@ -142,3 +142,16 @@ def test_a_stage_has_exactly_its_weights_of_the_whole_model(source, tmp_path, mo
     assert "lm_head.weight" in found and not any("layers.0" in name or "embed" in name for name in found)
     for name, parameter in found.items():
         assert torch.equal(parameter, whole.get_parameter(name)), name
+
+
+def test_a_part_that_is_a_model_of_its_own_is_initialised_by_its_own_rules():
+    """Gemma 3n's rules read a field that only its backbone has."""
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    per_layer = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256, "num_kv_shared_layers": 0}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": [0.0, 0.0]}
+    listed = {**sizes, **per_layer, **kinds, "intermediate_size": 64, "laurel_rank": 8}
+    config = load_config({"model_type": "gemma3n_text", **listed})
+    skeleton, model = build_on_meta(config), build_on_meta(config)
+    materialize(model, "cpu")
+    initialize_weights(model, skeleton, seed=0)
+    assert model.model.per_layer_projection_scale == 64**-0.5

@@ -54,7 +54,8 @@ def describe_training(
     has_documents: bool,
 ) -> Iterator[str]:
     """Lines about the training: special tokens, document mask, and the replicas that are compared."""
-    special = f"pad {config.pad_token_id}, eos {config.eos_token_id}, bos {config.bos_token_id}"
+    kinds = ("pad", "eos", "bos")
+    special = ", ".join(f"{kind} {getattr(config, f'{kind}_token_id', None)}" for kind in kinds)
     ends = [f"{each} ({data.tokenizer.convert_ids_to_tokens(each)})" for each in stops]
     yield f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}"
     if has_documents:

@@ -114,16 +114,22 @@ def _initial_tensors(
             if name not in wanted:
                 continue
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
-                raise ConfigError(
-                    f"model: {type(skeleton).__name__} has no rule to initialise {name}; use model.checkpoint instead "
-                    "of model.config."
-                )
+                is_computed = name not in skeleton.state_dict()
+                fix = "use another family" if is_computed else "use model.checkpoint instead of model.config"
+                raise ConfigError(f"model: {type(skeleton).__name__} has no rule to initialise {name}; {fix}.")
             yield name, tensor
 
 
 def _named_tensors(module: nn.Module, prefix: str, recurse: bool) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(prefix, recurse)
     yield from module.named_parameters(prefix, recurse)
+
+
+def _owner(skeleton: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Return the innermost model of `transformers` around a unit, whose rules initialise it."""
+    parts = name.split(".")
+    around = (skeleton.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1))
+    return next(module for module in around if isinstance(module, PreTrainedModel))
 
 
 def _make_unit(skeleton: PreTrainedModel, name: str, module: nn.Module, seed: int) -> nn.Module:
@@ -133,7 +139,7 @@ def _make_unit(skeleton: PreTrainedModel, name: str, module: nn.Module, seed: in
             tensor.fill_(float("nan"))  # to detect tensors that no rule initialises
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, name))
-        unit.apply(skeleton._init_weights)
+        unit.apply(_owner(skeleton, name)._init_weights)
     return unit
 
 
