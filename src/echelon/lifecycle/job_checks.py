@@ -67,9 +67,7 @@ def check_job(job: JobSpec) -> CheckedJob:
     lines += notes
     num_steps = None if recipe.train.epochs is not None else recipe.num_steps(0)
     if rate is None and recipe.launch.to != "local":
-        lines.append(
-            "cost: the price of these machines is unknown; set budget.usd_per_hour, the price of one machine"
-        )
+        lines.append("cost: the price of these machines is unknown; set budget.usd_per_hour, the price of one machine")
     lines += describe_cost(recipe, find_run_folder(recipe.launch.to, recipe.run.dir), rate, job.nodes[1], num_steps)
     return CheckedJob(launcher, launcher.render(job), tuple(lines))
 
