@@ -22,11 +22,13 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def logging_restored() -> Iterator[None]:
-    """Remove the handlers and level that a command in this process has set, so that caplog sees echelon's records."""
+    """Let caplog see echelon's records, whatever a command in this process has set, also in a fixture of a module."""
     logger = logging.getLogger("echelon")
-    before = logger.handlers[:], logger.level, logger.propagate
+    logger.propagate = True
+    before = logger.handlers[:], logger.level
     yield
-    logger.handlers[:], logger.level, logger.propagate = before
+    logger.handlers[:], logger.level = before
+    logger.propagate = True
     os.environ.pop("ECHELON_LOG_LEVEL", None)
 
 

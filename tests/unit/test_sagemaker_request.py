@@ -433,7 +433,7 @@ def test_paths_of_the_container_are_not_checked_here(tmp_path, monkeypatch):
 
 def test_a_template_that_is_neither_a_name_nor_a_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"data\.chat_template=absent\.jinja is no template"):
+    with pytest.raises(ConfigError, match=r"data\.chat_template=absent\.jinja is neither a named template"):
         check_job(make_job(tmp_path, "data.chat_template=absent.jinja"))
 
 
