@@ -93,26 +93,36 @@ def redact_text(text: str) -> str:
     return text
 
 
-def find_secrets(value: Any, path: Place = ()) -> Iterator[Place]:
-    """Where in plain values something looks like a secret: the keys and indices that lead there, none of them one."""
-    if isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
+def find_secrets(value: Any, path: Place = (), name: str = "") -> Iterator[Place]:
+    """Where in plain values something looks like a secret: the keys and indices that lead there, none of them one.
+
+    `name` is the name of the value itself.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
             shown = redact_text(key) if isinstance(key, str) else key
             if shown != key:
                 yield (*path, shown)
-            yield from find_secrets(item, (*path, shown))
-    elif isinstance(value, str):
-        name = next((part for part in reversed(path) if isinstance(part, str)), "")
-        if _redact(value, name) != value:
-            yield path
+            yield from find_secrets(item, (*path, shown), _name_of(key, value))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from find_secrets(item, (*path, index), name)
+    elif isinstance(value, str) and _redact(value, name) != value:
+        yield path
+
+
+def _name_of(key: Any, mapping: Mapping[Any, Any]) -> str:
+    """The name of a value: its key, or in an entry `{name: NAME, value: VALUE}` that name."""
+    name = mapping.get("name")
+    return name if key == "value" and isinstance(name, str) else str(key)
 
 
 def _redact(value: Any, name: str) -> Any:
     """As `redact`, of what stands under a name; the items of a list stand under that of the list."""
     if isinstance(value, Mapping):
         return {
-            redact_text(key) if isinstance(key, str) else key: _redact(each, str(key)) for key, each in value.items()
+            redact_text(key) if isinstance(key, str) else key: _redact(each, _name_of(key, value))
+            for key, each in value.items()
         }
     if isinstance(value, list | tuple):
         return [_redact(each, name) for each in value]

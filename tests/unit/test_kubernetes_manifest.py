@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from kubernetes import client
 
 from echelon.errors import ConfigError
 from echelon.launch.kubernetes import KubernetesLauncher, manifest
 from echelon.launch.kubernetes.checks import read_quantity
+from echelon.launch.kubernetes.patch import merge_patch
+from echelon.launch.kubernetes.pod_fields import FIELDS
+from echelon.launch.secrets import refuse_secrets
 from echelon.recipe import load_recipe
 from kubernetes_jobs import NAME, make_kubernetes_job
 from kubernetes_schemas import list_faults
@@ -24,6 +28,31 @@ PLACES = (
     "launch.kubernetes.queue=research",
 )
 AMOUNTS = ("launch.kubernetes.cpu='90'", "launch.kubernetes.memory=1000Gi", "launch.kubernetes.efa_per_node=32")
+SECURITY = (
+    "launch.kubernetes.labels={team: vision, example.com/cost: 'a_1'}",
+    "launch.kubernetes.annotations={example.com/note: 'any text, {x}'}",
+    "launch.kubernetes.security_context={runAsUser: 1000, fsGroup: 1000, seccompProfile: {type: RuntimeDefault}}",
+    "launch.kubernetes.container_security_context={capabilities: {add: [IPC_LOCK]}}",
+    "launch.kubernetes.affinity={nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: "
+    "[{matchExpressions: [{key: gpu, operator: In, values: [h100]}]}]}}, podAntiAffinity: "
+    "{preferredDuringSchedulingIgnoredDuringExecution: [{weight: 5, podAffinityTerm: {topologyKey: rack, "
+    "labelSelector: {matchLabels: {team: vision}}}}]}}",
+    "launch.kubernetes.resources={rdma/hca: 8, example.com/disk: 10Gi}",
+    "launch.kubernetes.volumes=[{mount: /data, claim: team-data, sub_path: me}, {mount: /fast, "
+    "source: {emptyDir: {}}}, {mount: /nfs, source: {nfs: {server: files, path: /export}}, read_only: true}]",
+)
+PODS = (
+    "launch.kubernetes.priority_class=high", "launch.kubernetes.scheduler=volcano",
+    "launch.kubernetes.host_network=true", "launch.kubernetes.image_pull_policy=Always",
+    "launch.kubernetes.ttl_seconds=3600",
+)  # fmt: skip
+SIDECAR = (
+    "launch.kubernetes.pod_patch={metadata: {annotations: {sidecar.istio.io/inject: 'false'}}, spec: "
+    "{runtimeClassName: nvidia, terminationGracePeriodSeconds: null, containers: [{name: CONTAINER, "
+    "env: [{name: NCCL_DEBUG, value: INFO}], volumeMounts: [{mountPath: /dev/shm, $patch: delete}]}, "
+    "{name: exporter, image: registry.example/exporter:1}], "
+    "volumes: [{name: shared-memory, emptyDir: {sizeLimit: 64Gi}}]}}"
+)
 CASES = {
     "pytorchjob": ("launch.nodes=2", "launch.max_hours=1.5", "launch.kubernetes.env_from_secrets=[hub]",
                    *PLACES, *AMOUNTS),
@@ -37,6 +66,20 @@ CASES = {
     "hyperpod": ("launch.nodes=2", "launch.max_hours=2", "launch.kubernetes.kind=hyperpod",
                  "fault.max_restarts=5", *PLACES[1:], *AMOUNTS),
     "pytorchjob-one": ("fault.max_restarts=0",),
+    "pytorchjob-options": (
+        "launch.nodes=2", *SECURITY, *PODS, SIDECAR.replace("CONTAINER", "pytorch"),
+        "launch.kubernetes.patch={metadata: {annotations: {a: b}}, spec: {runPolicy: {suspend: true, cleanPodPolicy: "
+        "null}}}",
+    ),
+    "trainjob-options": (
+        "launch.kubernetes.kind=trainjob", *SECURITY,
+        "launch.kubernetes.pod_patch={spec: {volumes: [{name: recipe, $patch: delete}]}}",
+        "launch.kubernetes.patch={spec: {managedBy: kueue.x-k8s.io/multikueue}}",
+    ),
+    "hyperpod-options": (
+        "launch.kubernetes.kind=hyperpod", *SECURITY, *PODS, SIDECAR.replace("CONTAINER", "pytorch-job-container"),
+        "launch.kubernetes.patch={spec: {replicaSpecs: [{name: pod, spares: 1}]}}",
+    ),
 }  # fmt: skip
 
 
@@ -116,6 +159,31 @@ def test_values_survive_kubernetes_and_the_shell(tmp_path):
         ("launch.kubernetes.node_selector={a b: c}", "node_selector.a b='c' is not a valid label"),
         ("launch.kubernetes.tolerations=[{keys: a}]", "keys is not a field of a toleration"),
         ("launch.kubernetes.runtime=mine", "only a TrainJob has a runtime"),
+        (
+            "launch.kubernetes.affinity={nodeAfinity: {}}",
+            "nodeAfinity is not a field of affinity; did you mean nodeAff",
+        ),
+        ("launch.kubernetes.security_context={capabilities: {}}", "capabilities is not a field of security_context"),
+        ("launch.kubernetes.container_security_context={fsGroup: 1}", "fsGroup is not a field of"),
+        (
+            "launch.kubernetes.volumes=[{mount: /d, source: {nsf: {}}}]",
+            "nsf is not a field of volumes.source; did you mean nfs?",
+        ),
+        ("launch.kubernetes.volumes=[{mount: /data, source: {emptyDir: {}}}]", "not on a writable volume"),
+        ("launch.kubernetes.labels={a b: c}", "labels.a b='c' is not a valid label"),
+        ("launch.kubernetes.labels={app.kubernetes.io/name: x}", "labels.app.kubernetes.io/name is set by echelon"),
+        ("launch.kubernetes.labels={kueue.x-k8s.io/queue-name: x}", "set by echelon from launch.kubernetes.queue"),
+        ("launch.kubernetes.annotations={a/b/c: x}", "annotations: 'a/b/c' is not a valid name"),
+        ("launch.kubernetes.priority_class=High", "priority_class='High' is not a valid Kubernetes name"),
+        ("launch.kubernetes.resources={nvidia.com/gpu: 1}", "set launch.kubernetes.gpus_per_node instead"),
+        ("launch.kubernetes.resources={rdma/hca: 1GB}", "resources.rdma/hca='1GB' is not a positive quantity"),
+        ("launch.kubernetes.resources={nvidia.com/mig-3g.40gb: 1}", "already requests 8 nvidia.com/gpu per pod"),
+        ("launch.kubernetes.patch={status: {}}", "patch.status: a patch has metadata and spec"),
+        ("launch.kubernetes.pod_patch={runtimeClassName: x}", "put runtimeClassName below one of them"),
+        (
+            "launch.kubernetes.patch={metadata: {name: x}}",
+            "patch.metadata.name=x: echelon could not find the job again",
+        ),
     ],
 )
 def test_invalid_jobs_are_refused(override, said, tmp_path):
@@ -123,9 +191,68 @@ def test_invalid_jobs_are_refused(override, said, tmp_path):
         KubernetesLauncher().check(make_kubernetes_job(tmp_path, override))
 
 
+def test_a_mig_device_is_requested_alone(tmp_path):
+    job = make_kubernetes_job(
+        tmp_path, "launch.nproc_per_node=1", "launch.kubernetes.gpus_per_node=0",
+        "launch.kubernetes.resources={nvidia.com/mig-3g.40gb: 1}",
+    )  # fmt: skip
+    KubernetesLauncher().check(job)
+    _, body = yaml.safe_load_all(KubernetesLauncher().render(job)["manifest.yaml"])
+    container = body["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"] == container["resources"]["requests"] == {"nvidia.com/mig-3g.40gb": "1"}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_fields_of_pods_are_those_of_the_official_client(name):
+    models = {"affinity": "V1Affinity", "security_context": "V1PodSecurityContext", "volumes.source": "V1Volume",
+              "container_security_context": "V1SecurityContext", "tolerations": "V1Toleration"}  # fmt: skip
+    known = set(getattr(client, models[name]).attribute_map.values()) - (
+        {"name"} if name == "volumes.source" else set()
+    )
+    assert set(FIELDS[name]) == known
+
+
+@pytest.mark.parametrize(
+    ("value", "patch", "merged"),
+    [
+        ({"a": {"b": 1, "c": 2}}, {"a": {"c": None, "d": {"e": None, "f": 3}}}, {"a": {"b": 1, "d": {"f": 3}}}),
+        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
+        ({"tolerations": [{"key": "a"}]}, {"tolerations": [{"key": "b"}]}, {"tolerations": [{"key": "b"}]}),
+        ({"env": [{"name": "A", "value": "1"}, {"name": "B"}]}, {"env": [{"name": "C"}, {"name": "A", "value": "2"}]},
+         {"env": [{"name": "A", "value": "2"}, {"name": "B"}, {"name": "C"}]}),
+        ({"volumes": [{"name": "a"}, {"name": "b"}]}, {"volumes": [{"name": "a", "$patch": "delete"}]},
+         {"volumes": [{"name": "b"}]}),
+    ],
+)  # fmt: skip
+def test_patches_are_merged_as_by_kubectl(value, patch, merged):
+    before = repr(value)
+    assert merge_patch(value, patch, "launch.kubernetes.patch") == merged
+    assert repr(value) == before
+
+
+def test_an_entry_of_a_patch_needs_its_name(tmp_path):
+    job = make_kubernetes_job(tmp_path, "launch.kubernetes.pod_patch={spec: {containers: [{image: x}]}}")
+    with pytest.raises(ConfigError, match=r"pod_patch\.spec\.containers: the entry .* has no name"):
+        KubernetesLauncher().render(job)
+
+
+def test_a_secret_in_a_patch_is_refused(tmp_path):
+    patch = (
+        "launch.kubernetes.pod_patch={spec: {containers: [{name: pytorch, env: [{name: MY_TOKEN, value: a-word}]}]}}"
+    )
+    with pytest.raises(
+        ConfigError, match=r"pod_patch\.spec\.containers\.0\.env\.0\.value looks like a secret"
+    ) as refused:
+        refuse_secrets(make_kubernetes_job(tmp_path, patch).recipe)
+    assert "a-word" not in str(refused.value)
+    reference = patch.replace("value: a-word", "valueFrom: {secretKeyRef: {name: hub, key: token}}")
+    refuse_secrets(make_kubernetes_job(tmp_path, reference).recipe)
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        *[(("launch.kubernetes.kind=trainjob", each), "a TrainJob has no field for it") for each in PODS],
         (("launch.kubernetes.kind=trainjob", "launch.nodes='1:2'"), "a TrainJob has a fixed number of pods"),
         (("launch.kubernetes.kind=hyperpod", "launch.nodes='1:2'"), "a HyperPodPyTorchJob has a fixed number"),
         (("launch.kubernetes.kind=trainjob", "launch.kubernetes.env_from_secrets=[a]"), "whole Secrets"),

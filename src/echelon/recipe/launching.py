@@ -29,6 +29,33 @@ class TorchrunConfig(Section):
     )
 
 
+Options = dict[str, str | int | bool]
+"""Options of a command by their long names; `true` is an option without a value, `false` leaves it out."""
+
+
+class SlurmContainerConfig(Section):
+    """A container in which each machine runs its task; the batch script runs outside."""
+
+    runtime: Literal["pyxis", "apptainer"] = Field(
+        description="`pyxis`: the srun plugin that starts enroot containers; `apptainer`: `apptainer exec`."
+    )
+    image: str = Field(
+        min_length=1,
+        description="Image in the runtime's format, with echelon installed: `nvcr.io#nvidia/pytorch:25.10-py3`, a "
+        "`.sqsh` file (pyxis); `docker://...`, a `.sif` file (apptainer).",
+    )
+    mounts: tuple[str, ...] = Field(
+        (),
+        description="Folders of the machine in the container, `SOURCE[:TARGET[:FLAGS]]`. The working directory is "
+        "always mounted.",
+    )
+    options: Options = Field(
+        default_factory=dict,
+        description="Additional options of the runtime by their long names: `{no-container-mount-home: true}` (pyxis), "
+        "`{writable-tmpfs: true}` (apptainer, which also gets `nv: true`).",
+    )
+
+
 class SlurmConfig(Section):
     """`launch.to: slurm`: one batch job with one task per machine."""
 
@@ -46,27 +73,41 @@ class SlurmConfig(Section):
     )
     exclusive: Flag = Field(False, description="Request exclusive machines.")
     requeue: Flag = Field(True, description="Requeue the job when it is preempted or reaches its time limit.")
-    options: dict[str, str | int | bool] = Field(
+    options: Options = Field(
         default_factory=dict, description="Additional sbatch options by their long names: `{mail-type: END}`."
     )
+    srun_options: Options = Field(
+        default_factory=dict, description="Additional srun options by their long names: `{mpi: pmix}`."
+    )
+    container: SlurmContainerConfig | None = Field(None, description="Run each task in a container.")
 
 
 class VolumeConfig(Section):
-    """A volume of a pod: exactly one of `claim`, `host_path` and `secret_name` is mounted at `mount`."""
+    """A volume of a pod, mounted at `mount`; it has exactly one of claim, host_path, secret_name and source."""
 
     mount: str = Field(pattern="^/", description="Path in the container.")
     claim: str | None = Field(None, description="A PersistentVolumeClaim.")
     host_path: str | None = Field(None, pattern="^/", description="A path on the machine.")
     secret_name: str | None = Field(None, description="A Secret.")
+    source: dict[str, Any] | None = Field(
+        None, description="Any other source, as in a pod: `{nfs: {server: HOST, path: /export}}`, `{emptyDir: {}}`."
+    )
+    sub_path: str | None = Field(None, description="The folder of the volume that is mounted. Default: all of it.")
     read_only: Flag = Field(False, description="Mount it read-only.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        given = [name for name in ("claim", "host_path", "secret_name") if getattr(self, name) is not None]
+        names = ("claim", "host_path", "secret_name", "source")
+        given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
                 f"launch.kubernetes.volumes: the volume at {self.mount} has {' and '.join(given) or 'no source'}; give "
-                "exactly one of claim, host_path and secret_name."
+                "exactly one of claim, host_path, secret_name and source."
+            )
+        if self.source is not None and len(self.source) != 1:
+            raise ValueError(
+                f"launch.kubernetes.volumes: the source of the volume at {self.mount} has {len(self.source)} keys; "
+                "give exactly one, such as {nfs: {server: HOST, path: /export}}."
             )
         return self
 
@@ -86,6 +127,11 @@ class KubernetesConfig(Section):
     efa_per_node: CountOrZero = Field(0, description="`vpc.amazonaws.com/efa` per pod.")
     cpu: str | None = Field(None, description="CPU cores per pod, such as `8`; both request and limit.")
     memory: str | None = Field(None, description="Memory per pod, such as `200Gi`.")
+    resources: dict[str, CountOrZero | str] = Field(
+        default_factory=dict,
+        description="Other resources per pod, both request and limit: `{rdma/hca: 8}`; for MIG "
+        "`{nvidia.com/mig-3g.40gb: 1}` with `gpus_per_node: 0`.",
+    )
     shared_memory: str = Field("16Gi", description="Size of /dev/shm; a container's default is 64 MB.")
     volumes: tuple[VolumeConfig, ...] = Field(
         (), description="Mounted volumes; the run folder and the data must be on one."
@@ -102,8 +148,38 @@ class KubernetesConfig(Section):
         "broken machines under a pytorchjob.",
     )
     tolerations: tuple[dict[str, Any], ...] = Field((), description="As in a pod.")
+    affinity: dict[str, Any] = Field(default_factory=dict, description="As in a pod.")
+    priority_class: str | None = Field(None, description="PriorityClass of the pods. Not with trainjob.")
+    scheduler: str | None = Field(None, description="Scheduler of the pods. Not with trainjob.")
+    labels: dict[str, str] = Field(default_factory=dict, description="Labels of the job and its pods.")
+    annotations: dict[str, str] = Field(default_factory=dict, description="Annotations of the job and its pods.")
+    security_context: dict[str, Any] = Field(
+        default_factory=dict, description="securityContext of the pods: `{runAsUser: 1000, fsGroup: 1000}`."
+    )
+    container_security_context: dict[str, Any] = Field(
+        default_factory=dict, description="securityContext of the containers: `{capabilities: {add: [IPC_LOCK]}}`."
+    )
+    host_network: Flag = Field(
+        False, description="Use the network of the machines, on which port 29400 must be free. Not with trainjob."
+    )
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
+        None, description="Default: the cluster's. Not with trainjob."
+    )
+    ttl_seconds: CountOrZero | None = Field(
+        None,
+        description="Delete the job and its logs this time after its end. Default: never. Not with trainjob.",
+    )
     queue: str | None = Field(None, description="Kueue's local queue.")
     runtime: str = Field("torch-distributed", description="The ClusterTrainingRuntime of a trainjob.")
+    patch: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Merged into the job object, for fields without a key here; null removes a field.",
+    )
+    pod_patch: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Merged into the template of all pods: `{spec: {runtimeClassName: nvidia}}`. Entries of "
+        "containers, volumes and other named lists are merged by name.",
+    )
 
 
 class SpotConfig(Section):

@@ -4,5 +4,4 @@ export GREETING='it'"'"'s $HOME'
 trap 'echo "echelon: launch.setup failed with exit code $?: $BASH_COMMAND" >&2; exit 1' ERR
 module load cuda
 trap - ERR
-first=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
-exec '/opt/a b/bin/python' -m echelon train '/home/me/it'"'"'s $HOME/jobs/demo-1/recipe.yaml' --nproc 8 --nodes "2:$SLURM_STEP_NUM_NODES" --rendezvous "${ECHELON_RENDEZVOUS:-$first:$((20000 + SLURM_JOB_ID % 10000))}"
+exec '/opt/a b/bin/python' -m echelon train '/home/me/it'"'"'s $HOME/jobs/demo-1/recipe.yaml' --nproc 8 --nodes "2:$SLURM_STEP_NUM_NODES" --rendezvous "$ECHELON_RENDEZVOUS"

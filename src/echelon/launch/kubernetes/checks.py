@@ -1,13 +1,13 @@
 """Offline checks of a Kubernetes job: names, quantities, paths, and features that a job kind does not have."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from pathlib import PurePosixPath
 
 from echelon.errors import ConfigError
-from echelon.launch.job import JobSpec
-from echelon.launch.kubernetes.kinds import find_kind, is_elastic, longest_pod_name
+from echelon.launch.job import JobSpec, list_inputs
+from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, longest_pod_name
 from echelon.launch.kubernetes.pod import (
     RECIPE_MOUNT,
     SHARED_MEMORY_MOUNT,
@@ -15,8 +15,9 @@ from echelon.launch.kubernetes.pod import (
     count_processes,
     find_workdir,
 )
+from echelon.launch.kubernetes.pod_fields import check_pod_fields, is_ephemeral
 from echelon.launch.records import STAMP_LENGTH
-from echelon.recipe.launching import KubernetesConfig
+from echelon.recipe.launching import KubernetesConfig, VolumeConfig
 
 _KEY = "launch.kubernetes"
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -31,11 +32,24 @@ _SIZES = {
     **{unit: Decimal(1000) ** power for power, unit in enumerate("kMGTPE", 1)},
     **{f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGTPE", 1)},
 }
-_TOLERATION_KEYS = ("key", "operator", "value", "effect", "tolerationSeconds")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,499}")
+# Labels of a job's objects that echelon sets.
+_OWN_LABELS = {
+    "app.kubernetes.io/name": "",
+    "app.kubernetes.io/instance": "",
+    "kueue.x-k8s.io/queue-name": f" from {_KEY}.queue",
+}
+# Resources with a key of their own.
+_OWN_RESOURCES = {
+    "cpu": "cpu",
+    "memory": "memory",
+    "nvidia.com/gpu": "gpus_per_node",
+    "vpc.amazonaws.com/efa": "efa_per_node",
+}
+# Settings of pods that the patch of a TrainJob's runtime cannot have.
+_NOT_IN_TRAINJOBS = ("priority_class", "scheduler", "host_network", "image_pull_policy", "ttl_seconds")
 # Paths of the container that a volume must not hide.
 _TAKEN = (RECIPE_MOUNT, SHARED_MEMORY_MOUNT, "/", "/proc", "/sys", "/dev")
-_STDLIB = "python-stdlib"
 
 
 def check_job(job: JobSpec) -> list[str]:
@@ -51,7 +65,7 @@ def check_job(job: JobSpec) -> list[str]:
     _check_amounts(settings)
     _check_mounts(settings)
     _check_places(job)
-    _check_tolerations(settings)
+    check_pod_fields(settings)
     return _describe(job)
 
 
@@ -74,6 +88,13 @@ def _check_kind(job: JobSpec) -> None:
             f"{_KEY}.env_from_secrets: a TrainJob cannot take variables from whole Secrets; mount the Secret as a "
             f"volume ({_KEY}.volumes with secret_name) and read it in launch.setup, or use {_KEY}.kind=pytorchjob."
         )
+    for name in _NOT_IN_TRAINJOBS:
+        value = getattr(settings, name)
+        if settings.kind == "trainjob" and value not in (None, False):
+            raise ConfigError(
+                f"{_KEY}.{name}={value}: a TrainJob has no field for it; set it in the runtime {settings.runtime}, or "
+                f"use {_KEY}.kind=pytorchjob."
+            )
     if settings.kind != "trainjob" and settings.runtime != KubernetesConfig().runtime:
         raise ConfigError(
             f"{_KEY}.runtime={settings.runtime}: only a TrainJob has a runtime; use {_KEY}.kind=trainjob, or remove it."
@@ -99,6 +120,8 @@ def _check_names(job: JobSpec) -> None:
         "service_account": [settings.service_account],
         "runtime": [settings.runtime],
         "queue": [settings.queue],
+        "priority_class": [settings.priority_class],
+        "scheduler": [settings.scheduler],
         "image_pull_secrets": settings.image_pull_secrets,
         "env_from_secrets": settings.env_from_secrets,
         "volumes": [each for volume in settings.volumes for each in (volume.claim, volume.secret_name)],
@@ -109,18 +132,34 @@ def _check_names(job: JobSpec) -> None:
                 _check_name(f"{_KEY}.{key}", name, _SUBDOMAIN, _SUBDOMAIN_LENGTH)
     if settings.queue is not None and len(settings.queue) > _LABEL_LENGTH:
         raise ConfigError(f"{_KEY}.queue={settings.queue} becomes a label; use at most {_LABEL_LENGTH} characters.")
-    _check_selector(settings.node_selector)
-
-
-def _check_selector(selector: Mapping[str, str]) -> None:
-    for label, value in selector.items():
-        prefix, slash, name = label.rpartition("/")
-        right = _VALUE.fullmatch(name) and name and (not slash or _SUBDOMAIN.fullmatch(prefix))
-        if not right or not _VALUE.fullmatch(value) or max(len(name), len(value)) > _LABEL_LENGTH:
+    _check_labels("node_selector", settings.node_selector, "; see `kubectl get nodes --show-labels`")
+    _check_labels("labels", settings.labels)
+    for label in settings.labels:
+        if label in _OWN_LABELS:
+            raise ConfigError(f"{_KEY}.labels.{label} is set by echelon{_OWN_LABELS[label]}; remove it.")
+    for name in (*settings.annotations, *settings.resources):
+        if not _is_qualified(name):
+            key = "annotations" if name in settings.annotations else "resources"
             raise ConfigError(
-                f"{_KEY}.node_selector.{label}={value!r} is not a valid label; use letters, digits, -, _ and ., at "
-                f"most {_LABEL_LENGTH} characters; see `kubectl get nodes --show-labels`."
+                f"{_KEY}.{key}: {name!r} is not a valid name; write it like example.com/name, with letters, digits, -, "
+                f"_ and ., at most {_LABEL_LENGTH} characters after the slash."
             )
+
+
+def _check_labels(key: str, labels: Mapping[str, str], hint: str = "") -> None:
+    for label, value in labels.items():
+        if not _is_qualified(label) or not _VALUE.fullmatch(value) or len(value) > _LABEL_LENGTH:
+            raise ConfigError(
+                f"{_KEY}.{key}.{label}={value!r} is not a valid label; use letters, digits, -, _ and ., at most "
+                f"{_LABEL_LENGTH} characters{hint}."
+            )
+
+
+def _is_qualified(label: str) -> bool:
+    """Whether this is a valid name of a label, an annotation or a resource: `NAME` or `DOMAIN/NAME`."""
+    prefix, slash, name = label.rpartition("/")
+    is_name = bool(name) and len(name) <= _LABEL_LENGTH and _VALUE.fullmatch(name) is not None
+    return is_name and (not slash or _SUBDOMAIN.fullmatch(prefix) is not None)
 
 
 def _check_name(key: str, name: str, rule: re.Pattern[str], length: int) -> None:
@@ -145,6 +184,18 @@ def _check_devices(job: JobSpec) -> None:
             f"{_KEY}.gpus_per_node={gpus}: each of the launch.nproc_per_node={processes} processes uses one GPU; set "
             "both to the same number."
         )
+    for name, amount in launch.kubernetes.resources.items():
+        if name in _OWN_RESOURCES:
+            raise ConfigError(f"{_KEY}.resources.{name}={amount}: set {_KEY}.{_OWN_RESOURCES[name]} instead.")
+        if not read_quantity(str(amount)):
+            raise ConfigError(
+                f"{_KEY}.resources.{name}={amount!r} is not a positive quantity; write it like 1 or 10Gi."
+            )
+        if gpus and (name.startswith("nvidia.com/mig-") or name.endswith("/gpu")):
+            raise ConfigError(
+                f"{_KEY}.resources.{name}={amount}: launch.nproc_per_node or {_KEY}.gpus_per_node already requests "
+                f"{gpus} nvidia.com/gpu per pod; set {_KEY}.gpus_per_node to 0."
+            )
 
 
 def _check_amounts(settings: KubernetesConfig) -> None:
@@ -190,7 +241,7 @@ def _check_places(job: JobSpec) -> None:
             f"run.dir={run_dir} is {workdir / run_dir} in the pods, which is not on a writable volume; use a "
             f"path below {_list_mounts(job, writable=True)}, or set {_KEY}.workdir."
         )
-    for key, path in _read_paths(job):
+    for key, path in list_inputs(recipe):
         if _find_volume(job, path) is None:
             raise ConfigError(
                 f"{key}={path} is {workdir / path} in the pods, which is not on a volume; use a path below "
@@ -198,35 +249,24 @@ def _check_places(job: JobSpec) -> None:
             )
 
 
-def _read_paths(job: JobSpec) -> Iterator[tuple[str, str]]:
-    """Key and path of every input of the pods. A relative model or tokenizer may be a hub id, so it is left out."""
-    recipe = job.recipe
-    for key, sources in (("data.train", recipe.data.train), ("data.validation", recipe.data.validation or ())):
-        for index, source in enumerate(sources):
-            if source.path != _STDLIB and source.format != "hub":
-                yield f"{key}.{index}.path", source.path
-    for key, value in (("model.checkpoint", recipe.model.checkpoint), ("tokenizer", recipe.tokenizer)):
-        if isinstance(value, str) and value.startswith("/"):
-            yield key, value
-
-
 def _find_volume(job: JobSpec, path: str, writable: bool = False) -> str | None:
     """The mount path of the volume that contains a path of the recipe; None if there is none."""
     place = PurePosixPath(_normal(str(find_workdir(job) / path)))
     for volume in job.recipe.launch.kubernetes.volumes:
-        if place.is_relative_to(_normal(volume.mount)) and not (writable and _is_read_only(volume.mount, job)):
+        if place.is_relative_to(_normal(volume.mount)) and not (writable and _is_read_only(volume)):
             return volume.mount
     return None
 
 
-def _is_read_only(mount: str, job: JobSpec) -> bool:
-    volume = next(each for each in job.recipe.launch.kubernetes.volumes if each.mount == mount)
-    return volume.read_only or volume.secret_name is not None
+def _is_read_only(volume: VolumeConfig) -> bool:
+    """Whether a run cannot be kept on the volume: it is read-only, or deleted with the pod."""
+    return volume.read_only or volume.secret_name is not None or is_ephemeral(volume)
 
 
 def _list_mounts(job: JobSpec, writable: bool = False) -> str:
-    mounts = [volume.mount for volume in job.recipe.launch.kubernetes.volumes]
-    return " or ".join(mount for mount in mounts if not (writable and _is_read_only(mount, job))) or "a writable volume"
+    volumes = job.recipe.launch.kubernetes.volumes
+    mounts = [volume.mount for volume in volumes if not (writable and _is_read_only(volume))]
+    return " or ".join(mounts) or ("a writable volume that all pods share" if writable else "a volume")
 
 
 def _normal(path: str) -> str:
@@ -238,16 +278,6 @@ def _normal(path: str) -> str:
         else:
             parts.append(part)
     return "/" + "/".join(parts)
-
-
-def _check_tolerations(settings: KubernetesConfig) -> None:
-    for toleration in settings.tolerations:
-        unknown = [key for key in toleration if key not in _TOLERATION_KEYS]
-        if unknown:
-            raise ConfigError(
-                f"{_KEY}.tolerations: {unknown[0]} is not a field of a toleration; the fields are "
-                f"{', '.join(_TOLERATION_KEYS)}."
-            )
 
 
 def _describe(job: JobSpec) -> list[str]:
@@ -262,6 +292,8 @@ def _describe(job: JobSpec) -> list[str]:
         )
     if settings.kind == "hyperpod":
         lines.append("the image must also contain hyperpod-elastic-agent, the only agent HyperPod's operator supports")
+    if settings.host_network:
+        lines.append(f"host_network: port {PORT} must be free on the machines, and rank 0 of two jobs cannot share one")
     if any(volume.host_path is not None for volume in settings.volumes) and job.nodes[1] > 1:
         lines.append("host_path volumes must show the same files on every machine")
     return lines

@@ -5,10 +5,12 @@ from typing import Any
 
 from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes.kinds import PORT, find_kind, is_elastic, rendezvous_host
+from echelon.launch.kubernetes.patch import merge_patch
 from echelon.launch.kubernetes.pod import (
     build_command,
     build_env,
     build_labels,
+    build_metadata,
     build_mounts,
     build_placement,
     build_resources,
@@ -18,6 +20,7 @@ from echelon.launch.kubernetes.pod import (
     count_processes,
     grace_seconds,
     is_on_hyperpod,
+    patch_template,
 )
 from echelon.recipe import render_recipe
 from echelon.recipe.yaml_text import render_documents
@@ -63,7 +66,7 @@ def _build_pytorchjob(job: JobSpec) -> dict[str, Any]:
         # Keeps ended pods for `echelon logs`, and removes those still running.
         "cleanPodPolicy": "Running",
         **_backoff_limit(job),
-        **_deadline(job),
+        **_limits(job),
     }
     # A gang scheduler may start with fewer.
     gang = {"schedulingPolicy": {"minAvailable": low}} if is_elastic(job) else {}
@@ -94,13 +97,16 @@ def _build_trainjob(job: JobSpec) -> dict[str, Any]:
         "numNodes": job.nodes[1],
         "resourcesPerNode": build_resources(job),
     }
+    container: dict[str, Any] = {"name": find_kind(job).container, "volumeMounts": build_mounts(job)}
+    if settings.container_security_context:
+        container["securityContext"] = settings.container_security_context
     pod = {
         "terminationGracePeriodSeconds": grace_seconds(job),
         **build_placement(job),
         "volumes": build_volumes(job),
-        "containers": [{"name": find_kind(job).container, "volumeMounts": build_mounts(job)}],
+        "containers": [container],
     }
-    template = {"metadata": {"labels": build_labels(job)}, "spec": pod}
+    template = patch_template(job, {"metadata": build_metadata(job), "spec": pod})
     jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
     patch = {"manager": _SIGNATURE, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
     return _build_job(
@@ -113,7 +119,7 @@ def _build_trainjob(job: JobSpec) -> dict[str, Any]:
             },
             "trainer": {name: value for name, value in trainer.items() if value},
             "runtimePatches": [patch],
-            **_deadline(job),
+            **_limits(job),
         },
     )
 
@@ -122,7 +128,7 @@ def _build_hyperpod(job: JobSpec) -> dict[str, Any]:
     policy = {
         "cleanPodPolicy": "None",
         "jobMaxRetryCount": job.recipe.fault.max_restarts,
-        **_deadline(job),
+        **_limits(job),
     }
     return _build_job(
         job,
@@ -141,14 +147,21 @@ def _build_job(job: JobSpec, spec: dict[str, Any]) -> dict[str, Any]:
     if settings.queue is not None:
         labels[_QUEUE_LABEL] = settings.queue
     metadata: dict[str, Any] = {"name": job.name, "namespace": settings.namespace, "labels": labels}
+    annotations: dict[str, str] = {}
     if settings.kind == "pytorchjob" and is_on_hyperpod(job) and job.recipe.fault.max_restarts:
-        metadata["annotations"] = {
+        annotations = {
             "sagemaker.amazonaws.com/enable-job-auto-resume": "true",
             "sagemaker.amazonaws.com/job-max-retry-count": str(job.recipe.fault.max_restarts),
         }
-    return {"apiVersion": f"{kind.group}/{kind.version}", "kind": kind.kind, "metadata": metadata, "spec": spec}
+    if annotations or settings.annotations:
+        metadata["annotations"] = {**annotations, **settings.annotations}
+    body = {"apiVersion": f"{kind.group}/{kind.version}", "kind": kind.kind, "metadata": metadata, "spec": spec}
+    patched: dict[str, Any] = merge_patch(body, settings.patch, "launch.kubernetes.patch")
+    return patched
 
 
-def _deadline(job: JobSpec) -> dict[str, int]:
-    hours = job.recipe.launch.max_hours
-    return {} if hours is None else {"activeDeadlineSeconds": math.ceil(hours * 3600)}
+def _limits(job: JobSpec) -> dict[str, int]:
+    """The time limit of the job, and the time after which the operator deletes it."""
+    hours, ttl = job.recipe.launch.max_hours, job.recipe.launch.kubernetes.ttl_seconds
+    limit = {} if hours is None else {"activeDeadlineSeconds": math.ceil(hours * 3600)}
+    return {**limit, **({} if ttl is None else {"ttlSecondsAfterFinished": ttl})}

@@ -7,6 +7,7 @@ from typing import Any
 
 from echelon.launch.job import JobSpec
 from echelon.launch.kubernetes.kinds import PORT, find_kind, rendezvous_host
+from echelon.launch.kubernetes.patch import merge_patch
 from echelon.launch.shell import guard_setup, join_words, needs_shell
 
 RECIPE_MOUNT = "/etc/echelon"
@@ -104,6 +105,7 @@ def build_resources(job: JobSpec) -> dict[str, Any]:
         "memory": settings.memory,
         "nvidia.com/gpu": count_gpus(job) or None,
         "vpc.amazonaws.com/efa": settings.efa_per_node or None,
+        **settings.resources,
     }
     given = {name: str(amount) for name, amount in amounts.items() if amount is not None}
     return {"limits": given, "requests": dict(given)} if given else {}
@@ -122,8 +124,10 @@ def build_volumes(job: JobSpec) -> list[dict[str, Any]]:
             source = {"persistentVolumeClaim": {"claimName": volume.claim}}
         elif volume.host_path is not None:
             source = {"hostPath": {"path": volume.host_path}}
-        else:
+        elif volume.secret_name is not None:
             source = {"secret": {"secretName": volume.secret_name}}
+        else:
+            source = volume.source or {}
         volumes.append({"name": f"volume-{index}", **source})
     return volumes
 
@@ -136,7 +140,8 @@ def build_mounts(job: JobSpec) -> list[dict[str, Any]]:
     ]
     for index, volume in enumerate(job.recipe.launch.kubernetes.volumes):
         read_only = {"readOnly": True} if volume.read_only else {}
-        mounts.append({"name": f"volume-{index}", "mountPath": volume.mount, **read_only})
+        sub_path = {"subPath": volume.sub_path} if volume.sub_path is not None else {}
+        mounts.append({"name": f"volume-{index}", "mountPath": volume.mount, **sub_path, **read_only})
     return mounts
 
 
@@ -147,7 +152,7 @@ def is_on_hyperpod(job: JobSpec) -> bool:
 
 
 def build_placement(job: JobSpec) -> dict[str, Any]:
-    """The pod's placement and service account; HyperPod's label avoids machines in repair."""
+    """The pod's placement, network, service account and security; HyperPod's label avoids machines in repair."""
     settings = job.recipe.launch.kubernetes
     labels = dict(settings.node_selector)
     if settings.kind == "hyperpod":
@@ -157,6 +162,13 @@ def build_placement(job: JobSpec) -> dict[str, Any]:
         "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets],
         "nodeSelector": labels,
         "tolerations": [dict(toleration) for toleration in settings.tolerations],
+        "affinity": settings.affinity,
+        "priorityClassName": settings.priority_class,
+        "schedulerName": settings.scheduler,
+        "hostNetwork": settings.host_network,
+        # With the machine's network, the default policy would not resolve the names of pods.
+        "dnsPolicy": "ClusterFirstWithHostNet" if settings.host_network else None,
+        "securityContext": settings.security_context,
     }
     return {name: value for name, value in fields.items() if value}
 
@@ -171,6 +183,7 @@ def build_template(job: JobSpec) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": kind.container,
         "image": settings.image,
+        "imagePullPolicy": settings.image_pull_policy,
         "command": build_command(job),
         "workingDir": str(find_workdir(job)),
         "env": build_env(job),
@@ -178,9 +191,10 @@ def build_template(job: JobSpec) -> dict[str, Any]:
         "ports": [port],
         "resources": build_resources(job),
         "volumeMounts": build_mounts(job),
+        "securityContext": settings.container_security_context,
     }
-    return {
-        "metadata": {"labels": build_labels(job)},
+    template = {
+        "metadata": build_metadata(job),
         "spec": {
             "terminationGracePeriodSeconds": grace_seconds(job),
             **build_placement(job),
@@ -188,8 +202,24 @@ def build_template(job: JobSpec) -> dict[str, Any]:
             "volumes": build_volumes(job),
         },
     }
+    return patch_template(job, template)
+
+
+def patch_template(job: JobSpec, template: dict[str, Any]) -> dict[str, Any]:
+    """The pod template with `launch.kubernetes.pod_patch` merged into it."""
+    patched: dict[str, Any] = merge_patch(
+        template, job.recipe.launch.kubernetes.pod_patch, "launch.kubernetes.pod_patch"
+    )
+    return patched
 
 
 def build_labels(job: JobSpec) -> dict[str, str]:
     """Labels of all objects of a job, as in `kubectl get all -l app.kubernetes.io/instance=NAME`."""
-    return {"app.kubernetes.io/name": "echelon", "app.kubernetes.io/instance": job.name}
+    own = {"app.kubernetes.io/name": "echelon", "app.kubernetes.io/instance": job.name}
+    return {**own, **job.recipe.launch.kubernetes.labels}
+
+
+def build_metadata(job: JobSpec) -> dict[str, Any]:
+    """Labels and annotations of the job's pods."""
+    annotations = job.recipe.launch.kubernetes.annotations
+    return {"labels": build_labels(job), **({"annotations": dict(annotations)} if annotations else {})}
