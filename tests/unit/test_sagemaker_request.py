@@ -63,6 +63,14 @@ CASES = {
         "track=[mlflow]",
         "mlflow.experiment=tries",
     ),
+    "file-systems": (
+        "launch.sagemaker.subnets=[subnet-0abc]",
+        "launch.sagemaker.security_group_ids=[sg-0abc]",
+        "launch.sagemaker.file_systems=[{channel: text, type: FSxLustre, id: fs-0123456789abcdef0, path: /fsx/text}, "
+        "{channel: home, type: EFS, id: fs-0a1b2c3d, path: /, writable: true}]",
+        "launch.sagemaker.profiler={ProfilingIntervalInMilliseconds: 500, ProfilingParameters: {a: '1'}}",
+        "data.train=/opt/ml/input/data/text/en",
+    ),
 }
 
 
@@ -84,6 +92,39 @@ def test_the_request_is_valid_for_the_api(tmp_path, name):
     shape = api().operation_model("CreateTrainingJob").input_shape
     assert faults(request, shape) == []
     assert faults({**request, "RoleArn": "me"}, shape)  # the comparison can fail
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "file_systems=[{channel: t, type: EFS, id: fs-0a1b2c3d, path: /}];subnets=[]",
+            "a file system is reached in its VPC",
+        ),
+        ("file_systems=[{channel: t, type: EFS, id: fs-x, path: /}]", "file_systems.0.id=fs-x is not the id"),
+        ("file_systems=[{channel: t, type: FSxLustre, id: fs-0a1b2c3d, path: /}]", "needs its mount name"),
+        ("file_systems=[{channel: a b, type: EFS, id: fs-0a1b2c3d, path: /}]", "file_systems.0: use 1 to 64 letters"),
+        ("file_systems=[{channel: echelon, type: EFS, id: fs-0a1b2c3d, path: /}]", "already has a channel echelon"),
+        ("profiler={Interval: 5}", "profiler.Interval is not a field of ProfilerConfig"),
+        ("profiler={DisableProfiler: 1}", "profiler.DisableProfiler=1 must be true or false"),
+        ("profiler={ProfilingIntervalInMilliseconds: true}", "must be a whole number"),
+        ("profiler={ProfilingIntervalInMilliseconds: 50}", "SageMaker accepts 100, 200"),
+        ("profiler={S3OutputPath: bucket}", "must begin with s3://"),
+        ("profiler={ProfilingParameters: {a: 1}}", "each a text; quote numbers"),
+    ],
+)
+def test_invalid_file_systems_and_profilers_are_refused(tmp_path, override, said):
+    vpc = ("launch.sagemaker.subnets=[subnet-0abc]", "launch.sagemaker.security_group_ids=[sg-0abc]")
+    changes = [f"launch.sagemaker.{each}" for each in override.split(";")]
+    if "launch.sagemaker.subnets=[]" in changes:
+        vpc, changes = (), changes[:1]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        build_submission(make_job(tmp_path, *vpc, *changes))
+
+
+def test_a_disabled_profiler_writes_nothing(tmp_path):
+    request = build_submission(make_job(tmp_path, "launch.sagemaker.profiler={DisableProfiler: true}")).request
+    assert request["ProfilerConfig"] == {"DisableProfiler": True}
 
 
 def test_a_type_with_a_volume_has_a_size_and_a_key(tmp_path):
@@ -242,7 +283,7 @@ def test_paths_of_the_container(tmp_path):
         ("base/model.safetensors", "/tokenizer/base/model.safetensors"),
         ("chat.jinja", "/echelon/chat_template.jinja"),
     }
-    addresses = {channel.name: channel.address for channel in staging.channels}
+    addresses = {channel.name: channel.source for channel in staging.channels}
     assert addresses["train-2"] == "s3://corpora/deep/"
 
 
@@ -260,7 +301,7 @@ def test_paths_of_the_container(tmp_path):
 def test_a_channel_contains_only_what_its_address_names(tmp_path, address, channel, path):
     job = make_job(tmp_path, f"data.train={address}", f"launch.sagemaker.channels={{more: {address}}}")
     staging = build_submission(job).staging
-    assert {each.address for each in staging.channels if each.name != "echelon"} == {channel}
+    assert {each.source for each in staging.channels if each.name != "echelon"} == {channel}
     assert staging.recipe.data.train[0].path == f"/opt/ml/input/data/train{path}"
 
 
@@ -375,7 +416,7 @@ REFUSED = {
     "already has a channel echelon": ["launch.sagemaker.channels={echelon: s3://bucket/x}"],
     "the job has 21 channels": ["data.train=[" + ", ".join(f"s3://corpora/{n}" for n in range(20)) + "]"],
     "data.train.0.path=absent": ["data.train=absent"],
-    "which has none": ["data.train=/opt/ml/input/data/books"],
+    "the recipe has none": ["data.train=/opt/ml/input/data/books"],
     "tokenizer=./absent": ["tokenizer=./absent"],
     "mlflow.experiment has 300": [
         f"launch.sagemaker.mlflow_arn={MLFLOW}", "track=[mlflow]", "mlflow.experiment=" + "e" * 300],

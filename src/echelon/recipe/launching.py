@@ -188,6 +188,16 @@ class SpotConfig(Section):
     max_wait_hours: Positive = Field(description="Limit of waiting plus training time; at least launch.max_hours.")
 
 
+class FileSystemConfig(Section):
+    """A channel that is a folder of a file system in the job's VPC; it is mounted, not copied."""
+
+    channel: str = Field(description="Name of the channel: the folder /opt/ml/input/data/CHANNEL in the recipe.")
+    type: Literal["EFS", "FSxLustre"] = Field(description="The kind of file system.")
+    id: str = Field(description="Its id, `fs-...`.")
+    path: str = Field(pattern="^/", description="The folder; for FSxLustre below its mount name: `/MOUNT_NAME/text`.")
+    writable: Flag = Field(False, description="Mount it for writing too.")
+
+
 class SageMakerConfig(Section):
     """`launch.to: sagemaker`: a training job of Amazon SageMaker AI."""
 
@@ -202,6 +212,9 @@ class SageMakerConfig(Section):
     channels: dict[str, str] = Field(
         default_factory=dict,
         description="Data channels: `{train: s3://bucket/text}` is /opt/ml/input/data/train in the recipe.",
+    )
+    file_systems: tuple[FileSystemConfig, ...] = Field(
+        (), description="Channels from EFS or FSx for Lustre; they require subnets."
     )
     input_mode: Literal["File", "FastFile"] = Field(
         "File", description="Copy the channels before the start (File), or stream them (FastFile)."
@@ -221,6 +234,11 @@ class SageMakerConfig(Section):
     tags: dict[str, str] = Field(default_factory=dict, description="Of the job.")
     mlflow_arn: str | None = Field(None, description="SageMaker MLflow app or tracking server.")
     training_plan_arn: str | None = Field(None, description="ARN of reserved capacity.")
+    profiler: dict[str, Any] = Field(
+        default_factory=dict,
+        description="SageMaker's ProfilerConfig, passed on: `{ProfilingIntervalInMilliseconds: 500}`. S3OutputPath is "
+        "below bucket by default.",
+    )
     remote_debug: Flag = Field(False, description="Allow a shell in the container through SSM.")
     sdk: Literal["boto3", "model_trainer"] = Field(
         "boto3", description="API that submits the job: boto3, or ModelTrainer of SageMaker's SDK."

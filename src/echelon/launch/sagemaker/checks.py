@@ -20,6 +20,15 @@ _MAX_ENVIRONMENT, _MAX_VARIABLE = 100, 512
 _MAX_CHANNELS, _MAX_METRICS, _MAX_REGEX = 20, 40, 500
 _MAX_TAGS, _MAX_TAG_KEY, _MAX_TAG_VALUE = 50, 128, 256
 _MAX_SUBNETS, _MAX_GROUPS = 16, 5
+_MAX_DIRECTORY, _MAX_PARAMETERS = 4096, 20
+_PROFILER: dict[str, type] = {
+    "S3OutputPath": str,
+    "ProfilingIntervalInMilliseconds": int,
+    "ProfilingParameters": dict,
+    "DisableProfiler": bool,
+}
+_PROFILER_INTERVALS = (100, 200, 500, 1000, 5000, 60_000)
+_KINDS: dict[type, str] = {str: "text", int: "a whole number", dict: "a mapping", bool: "true or false"}
 _MAX_WORD, _MAX_ADDRESS, _MAX_IMAGE = 256, 1024, 255
 
 
@@ -46,6 +55,8 @@ def check_settings(recipe: Recipe, instance: Instance, default_max_hours: float)
     _check_machines(recipe.launch, instance)
     _check_times(recipe, default_max_hours)
     _check_network(recipe)
+    _check_file_systems(recipe.launch.sagemaker)
+    _check_profiler(recipe.launch.sagemaker.profiler)
     _check_tracking(recipe)
     _check_files(recipe.checkpoint)
 
@@ -143,6 +154,46 @@ def _check_network(recipe: Recipe) -> None:
     if online or recipe.checkpoint.remote is not None:
         key = f"track: {online[0]}" if online else f"checkpoint.remote={recipe.checkpoint.remote}"
         raise ConfigError(f"{key} needs the network, which {_KEY}.network_isolation=true blocks; remove one.")
+
+
+def _check_file_systems(settings: SageMakerConfig) -> None:
+    for index, file_system in enumerate(settings.file_systems):
+        key = f"{_KEY}.file_systems.{index}"
+        if not settings.subnets:
+            raise ConfigError(
+                f"{key}: a file system is reached in its VPC; set {_KEY}.subnets and {_KEY}.security_group_ids."
+            )
+        if not re.fullmatch(r"fs-[0-9a-f]{8,18}", file_system.id):
+            raise ConfigError(f"{key}.id={file_system.id} is not the id of a file system; write it like fs-0a1b2c3d.")
+        if len(file_system.path) > _MAX_DIRECTORY:
+            raise ConfigError(f"{key}.path has {len(file_system.path)} characters; the limit is {_MAX_DIRECTORY}.")
+        if file_system.type == "FSxLustre" and file_system.path.strip("/") == "":
+            raise ConfigError(
+                f"{key}.path={file_system.path}: FSx for Lustre needs its mount name, which its console shows; write "
+                "it like /MOUNT_NAME or /MOUNT_NAME/text."
+            )
+
+
+def _check_profiler(profiler: Mapping[str, Any]) -> None:
+    key = f"{_KEY}.profiler"
+    for name, value in profiler.items():
+        if name not in _PROFILER:
+            raise ConfigError(f"{key}.{name} is not a field of ProfilerConfig; the fields are {', '.join(_PROFILER)}.")
+        if not isinstance(value, _PROFILER[name]) or (_PROFILER[name] is int and isinstance(value, bool)):
+            raise ConfigError(f"{key}.{name}={value} must be {_KINDS[_PROFILER[name]]}.")
+    interval = profiler.get("ProfilingIntervalInMilliseconds")
+    if interval is not None and interval not in _PROFILER_INTERVALS:
+        raise ConfigError(
+            f"{key}.ProfilingIntervalInMilliseconds={interval}: SageMaker accepts "
+            f"{', '.join(map(str, _PROFILER_INTERVALS))}; use one of them."
+        )
+    if not str(profiler.get("S3OutputPath", "s3://bucket")).startswith("s3://"):
+        raise ConfigError(f"{key}.S3OutputPath={profiler['S3OutputPath']} must begin with s3://.")
+    parameters = profiler.get("ProfilingParameters", {})
+    if len(parameters) > _MAX_PARAMETERS or not all(isinstance(value, str) for value in parameters.values()):
+        raise ConfigError(
+            f"{key}.ProfilingParameters must have at most {_MAX_PARAMETERS} entries, each a text; quote numbers."
+        )
 
 
 def _check_tracking(recipe: Recipe) -> None:

@@ -15,9 +15,10 @@ from echelon.launch.sagemaker.checks import check_limits, check_settings, find_r
 from echelon.launch.sagemaker.distribution import apply_distribution
 from echelon.launch.sagemaker.images import check_image, find_image
 from echelon.launch.sagemaker.source_bundle import ENTRY, START
-from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, Staging, run_dir, stage_job
+from echelon.launch.sagemaker.staging import CHECKPOINT_DIR, Channel, Staging, run_dir, stage_job
 from echelon.launch.shell import needs_shell
 from echelon.recipe import LaunchConfig, Recipe
+from echelon.recipe.launching import FileSystemConfig
 
 DEFAULT_MAX_HOURS = 24.0
 """The time limit of a job without `launch.max_hours`. As in the API; the SDK's default is one hour."""
@@ -73,7 +74,7 @@ def build_submission(job: JobSpec) -> Submission:
         "TrainingJobName": job.name,
         "AlgorithmSpecification": _algorithm(staging.recipe, image),
         "RoleArn": settings.role,
-        "InputDataConfig": [_channel(each.name, each.address, each.mode) for each in staging.channels],
+        "InputDataConfig": [_channel(each) for each in staging.channels],
         "OutputDataConfig": {
             "S3OutputPath": f"{settings.bucket}/output",
             "CompressionType": "NONE",
@@ -118,9 +119,20 @@ def _algorithm(recipe: Recipe, image: str) -> dict[str, Any]:
     }
 
 
-def _channel(name: str, address: str, mode: str) -> dict[str, Any]:
-    source = {"S3DataType": "S3Prefix", "S3Uri": address, "S3DataDistributionType": "FullyReplicated"}
-    return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": mode}
+def _channel(channel: Channel) -> dict[str, Any]:
+    source: dict[str, Any]
+    if isinstance(channel.source, FileSystemConfig):
+        file_system = {
+            "FileSystemId": channel.source.id,
+            "FileSystemType": channel.source.type,
+            "DirectoryPath": channel.source.path,
+            "FileSystemAccessMode": "rw" if channel.source.writable else "ro",
+        }
+        source = {"FileSystemDataSource": file_system}
+    else:
+        in_s3 = {"S3DataType": "S3Prefix", "S3Uri": channel.source, "S3DataDistributionType": "FullyReplicated"}
+        source = {"S3DataSource": in_s3}
+    return {"ChannelName": channel.name, "DataSource": source, "InputMode": channel.mode}
 
 
 def _resources(launch: LaunchConfig, instance: Instance) -> dict[str, Any]:
@@ -170,6 +182,13 @@ def _optional_fields(recipe: Recipe) -> dict[str, Any]:
         fields["Tags"] = [{"Key": key, "Value": value} for key, value in settings.tags.items()]
     if settings.max_attempts > 1:
         fields["RetryStrategy"] = {"MaximumRetryAttempts": settings.max_attempts - 1}
+    if settings.profiler:
+        output = (
+            {}
+            if settings.profiler.get("DisableProfiler")
+            else {"S3OutputPath": f"{settings.bucket}/profiler/{recipe.run.name}"}
+        )
+        fields["ProfilerConfig"] = {**output, **settings.profiler}
     if settings.remote_debug:
         fields["RemoteDebugConfig"] = {"EnableRemoteDebug": True}
     if settings.mlflow_arn:

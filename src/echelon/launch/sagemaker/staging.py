@@ -16,6 +16,7 @@ from echelon.launch.sagemaker import source_bundle as bundle
 from echelon.launch.shell import needs_shell
 from echelon.recipe import Recipe, SourceConfig, render_recipe
 from echelon.recipe.inputs import is_template
+from echelon.recipe.launching import FileSystemConfig
 from echelon.recipe.render import plain_value, recipe_mapping
 
 DATA_DIR = PurePosixPath("/opt/ml/input/data")
@@ -45,10 +46,12 @@ class Upload:
 
 @dataclass(frozen=True)
 class Channel:
-    """A prefix in S3 that the container sees as a folder: copied before training (File), or streamed (FastFile)."""
+    """A folder of the container: a prefix in S3, copied before training (File) or streamed (FastFile); or a mounted
+    file system.
+    """
 
     name: str
-    address: str
+    source: str | FileSystemConfig
     mode: InputMode
 
 
@@ -121,10 +124,9 @@ class _Stage:
         self._settings = self.job.recipe.launch.sagemaker
         self.channels[CODE_CHANNEL] = Channel(CODE_CHANNEL, f"{self._prefix}/{CODE_CHANNEL}/", "File")
         for name, address in self._settings.channels.items():
-            key = f"launch.sagemaker.channels.{name}"
-            if not re.fullmatch(r"[A-Za-z0-9.\-_]{1,64}", name):
-                raise ConfigError(f"{key}: use 1 to 64 letters, digits, '.', '_' and '-' in a channel's name.")
-            self._place_remote(key, address, name, self._settings.input_mode)
+            self._place_remote(f"launch.sagemaker.channels.{name}", address, name, self._settings.input_mode)
+        for index, file_system in enumerate(self._settings.file_systems):
+            self._add_channel(f"launch.sagemaker.file_systems.{index}", file_system.channel, file_system, "File")
 
     def add_code(self, recipe: str, requirements: str) -> None:
         """Add the files of the container's entry point, in their own channel."""
@@ -178,11 +180,13 @@ class _Stage:
             return self._place_remote(key, path, channel, mode)
         if path.startswith("/opt/ml/"):
             inside = PurePosixPath(path)
-            known = [str(DATA_DIR / name) for name in self._settings.channels]
+            names = [*self._settings.channels, *(each.channel for each in self._settings.file_systems)]
+            known = [str(DATA_DIR / name) for name in names]
             if not any(str(each) in known for each in (inside, *inside.parents)):
                 raise ConfigError(
                     f"{key}={path} is not in a channel of the container; add its channel to launch.sagemaker.channels, "
-                    f"which has {', '.join(self._settings.channels) or 'none'}."
+                    "or its file system to launch.sagemaker.file_systems; the recipe has "
+                    f"{', '.join(names) or 'none'}."
                 )
             return path
         files, rest = _list_local(key, path, self.job.workdir)
@@ -216,13 +220,15 @@ class _Stage:
         self._add_channel(key, channel, f"{plain}/", mode)
         return str(DATA_DIR / channel)
 
-    def _add_channel(self, key: str, name: str, address: str, mode: InputMode) -> None:
+    def _add_channel(self, key: str, name: str, source: str | FileSystemConfig, mode: InputMode) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9.\-_]{1,64}", name):
+            raise ConfigError(f"{key}: use 1 to 64 letters, digits, '.', '_' and '-' in a channel's name.")
         if name in self.channels:
             raise ConfigError(
-                f"{key}: the job already has a channel {name}, from launch.sagemaker.channels or echelon itself; "
-                "rename that channel."
+                f"{key}: the job already has a channel {name}, from launch.sagemaker.channels, "
+                "launch.sagemaker.file_systems or echelon itself; rename that channel."
             )
-        self.channels[name] = Channel(name, address, mode)
+        self.channels[name] = Channel(name, source, mode)
 
     def _refuse_hub(self, what: str) -> None:
         if self._settings.network_isolation:
