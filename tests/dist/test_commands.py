@@ -47,6 +47,12 @@ def test_from_text_to_a_model_that_transformers_loads(echelon, tmp_path):
     os.truncate(run.checkpoints_dir / "step-00000004" / ".metadata", 10)
     ending = echelon("train", "recipe.json", "train.steps=7", "evaluate.batches=2", "--nproc", "2")
     assert ending.code == 0 and "Resuming from step-00000003" in ending.out
+    for line in (
+        "parameters: 2", "training: 7 steps, 28 sequences of 32 tokens, ", "run folder: runs/tiny\n", "done: 7 steps in ",
+        "best held-out loss ", "next: echelon eval runs/tiny\n", "next: echelon export runs/tiny tiny-exported\n",
+    ):  # fmt: skip
+        assert line in ending.out
+    assert "mfu" not in ending.out  # on a CPU
 
     check_record(run)
     check_tensorboard(run)

@@ -6,10 +6,12 @@ import os
 
 import pytest
 
+from echelon.lifecycle.journaling import describe_end
 from echelon.recipe.batches import BatchSchedule, constant_batch, ramp_batch
 from echelon.reporting import journal as journal_module
 from echelon.reporting.journal import Journal
 from echelon.runs.run_folder import RunFolder
+from echelon.training.state import TrainState
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,55 @@ def test_the_time_left_counts_sequences(tmp_path, monkeypatch, batches: BatchSch
         journal.train({"kind": "train", **row, **more})
     journal.close()
     assert [line.split("eta ")[1] for line in caplog.messages][::2] == ["-", remaining]
+
+
+def test_a_console_line_has_averages_since_the_line_before(tmp_path, caplog):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    journal = Journal(folder, num_steps=5, log_every=4, batches=constant_batch(8, 64))
+    row = {"kind": "train", "learning_rate": 1.0, "skipped": False, "loss": 2.0, "grad_norm": 1.0}
+    row |= {"memory_peak_bytes": 2**30}
+    for step, seconds in enumerate((9.0, 3.0, 0.5, 0.5, 2.0), start=1):
+        speed = {"tokens_per_second": 400 / seconds, "mfu": 0.1 / seconds, "step_seconds": seconds}
+        journal.train({**row, "step": step, **speed, "data_wait_seconds": 0.25})
+    journal.close()
+    # steps 2 to 4: 1,200 tokens in 4 s, of which 0.75 s waited
+    assert [line.split("tok/s ")[1].split("  eta")[0] for line in caplog.messages] == [
+        "44  mfu 1.1%  mem 1.00GiB  wait 2.8%",
+        "300  mfu 7.5%  mem 1.00GiB  wait 18.8%",
+        "200  mfu 5.0%  mem 1.00GiB  wait 12.5%",
+    ]
+    rows = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
+    assert [each["tokens_per_second"] for each in rows][2:4] == [800, 800]
+
+
+def test_the_mfu_can_be_left_out_of_the_console(tmp_path, caplog):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    journal = Journal(folder, num_steps=1, log_every=1, batches=constant_batch(8, 64), shows_mfu=False)
+    row = {"kind": "train", "learning_rate": 1.0, "skipped": False, "loss": 2.0, "grad_norm": 1.0, "mfu": 0.5}
+    row |= {"memory_peak_bytes": 2**30, "tokens_per_second": 10.0, "step_seconds": 1.0, "data_wait_seconds": 0.0}
+    journal.train({**row, "step": 1})
+    journal.close()
+    assert "mfu" not in caplog.text and json.loads(folder.metrics_path.read_text())["mfu"] == 0.5
+
+
+def test_the_end_says_what_came_out_and_what_comes_next(tmp_path):
+    folder = RunFolder(tmp_path / "a run")
+    folder.create()
+    rows = ({"kind": "train", "step": 1, "loss": 3.0}, {"kind": "train", "step": 2, "loss": 2.5})
+    lines = [json.dumps(row) for row in (*rows, {"kind": "eval", "step": 2, "loss": 2.75})]
+    folder.metrics_path.write_text("\n".join(lines) + "\n")
+    told = [*describe_end(folder, TrainState(step=2, best_loss=2.75, best_step=2), 75.0, 1.5)]
+    assert told == [
+        "done: 2 steps in 1m15s; last training loss 2.5000; best held-out loss 2.7500 at step 2; cost $1.50",
+        f"run folder: {folder.path}",
+        f"next: echelon eval '{folder.path}'",
+        f"next: echelon generate '{folder.path}' --prompt \"...\"",
+        f"next: echelon export '{folder.path}' 'a run-exported'",
+    ]
+    first, *_ = describe_end(folder, TrainState(step=2), 75.0, None)
+    assert first == "done: 2 steps in 1m15s; last training loss 2.5000"
 
 
 def test_rows_are_cut_and_the_file_continues(tmp_path):

@@ -26,6 +26,8 @@ def test_differences_are_dotted_keys_in_recipe_order(tmp_path: Path) -> None:
     ]
     assert diff_recipes(old, old) == []
     assert str(Difference("train.steps", 100, 200)) == "train.steps: 100 -> 200"
+    assert str(Difference("parallel", "ddp", {"dp_shard": 2})) == "parallel: ddp -> {dp_shard: 2}"
+    assert str(Difference("train.compile", None, True)) == "train.compile: null -> true"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from echelon.recipe import Recipe
 
 MANY_EPOCHS = 20
-"""Text that is repeated more often than this is reported."""
+"""Conversations and other examples that are repeated more often than this are reported."""
+
+MANY_EPOCHS_OF_TEXT = 4
+"""Plain text that is repeated more often than this is reported: up to 4 epochs are nearly as good as new text
+(Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264)."""
 
 MIN_SLOTS = 1000
 MAX_SLOTS = 1_000_000
@@ -141,7 +145,7 @@ def build_order(recipe: "Recipe", dataset: Dataset) -> DataOrder:
 
 
 def describe_repeats(recipe: "Recipe", data: "PreparedData") -> list[str]:
-    """Return a line for each text that the run reads more than MANY_EPOCHS times."""
+    """Return a line for each source that the run reads more than MANY_EPOCHS, or MANY_EPOCHS_OF_TEXT, times."""
     order = build_order(recipe, data.train)
     num_sequences = recipe.batches.first_sequence(recipe.num_steps(order.num_samples))
     texts = [("data.train", order.num_samples, num_sequences)]
@@ -149,11 +153,12 @@ def describe_repeats(recipe: "Recipe", data: "PreparedData") -> list[str]:
         names = (f"data.train ({split.name})" for split in data.manifest.train)
         texts = list(zip(names, order.sizes, order.uses_before(num_sequences), strict=True))
     num_steps = recipe.num_steps(order.num_samples)
+    limit = MANY_EPOCHS_OF_TEXT if data.manifest.samples is None else MANY_EPOCHS
     return [
         f"{name}: each token is seen about {uses / size:,.0f} times in the run's {num_steps:,} steps, so the model may "
         f"memorize the text ({size:,} sequences): use more text, or train for fewer steps"
         for name, size, uses in texts
-        if uses > MANY_EPOCHS * size
+        if uses > limit * size
     ]
 
 

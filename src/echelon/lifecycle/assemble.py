@@ -25,7 +25,7 @@ from echelon.errors import StoppedError
 from echelon.hardware.detection import describe_peak, find_peak_flops
 from echelon.inference.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
 from echelon.inference.sampler import PromptSampler
-from echelon.lifecycle.journaling import describe_training, open_goodput, open_journal
+from echelon.lifecycle.journaling import describe_end, describe_training, open_goodput, open_journal
 from echelon.model.adapters import find_new_tokens
 from echelon.model.build import resolve_config
 from echelon.model.hub import read_commits, with_copies
@@ -102,6 +102,10 @@ def run_training(
         done = True
         if runtime.rank == 0:
             finish(trainer, folder)
+        if journal is not None:
+            usd = None if journal.meter is None else journal.meter.usd
+            for line in describe_end(folder, state, trainer.accounting.goodput.wall_seconds, usd):
+                logger.info(line)
     except StoppedError:
         store.close(time_left)
         raise
@@ -215,11 +219,13 @@ def build_trainer(
         store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
         text = {"prepared": str(data.path), "digest": data.content_digest}
         folder.rows.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops, **text)
-        journal = open_journal(recipe, folder, runtime, num_steps, state.step, recovery)
+        shows_mfu = device.type != "cpu" or logger.isEnabledFor(logging.DEBUG)
+        journal = open_journal(recipe, folder, runtime, num_steps, state.step, recovery, shows_mfu)
         lines = describe_training(recipe, plan, config, data, stops, has_documents=first.documents is not None)
         mfu_line = f"mfu: relative to {peak_flops / 1e12:.3g} TFLOP/s per process, {describe_peak(device)}"
-        for line in (*lines, *engine.describe(), mfu_line, *(() if sampler is None else (sampler.describe(),))):
+        for line in (*lines, *engine.describe(), *(() if sampler is None else (sampler.describe(),))):
             logger.info(line)
+        logger.log(logging.INFO if shows_mfu else logging.DEBUG, mfu_line)
     find_mfu = _find_mfu(recipe, plan, config, meshes, peak_flops)
     accounting = Accounting(device, recipe.train.log_every, find_mfu, goodput, heart, journal, callbacks)
     interval = SaveInterval(recipe, num_samples, plan.world_size, state.step)

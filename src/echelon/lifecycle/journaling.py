@@ -1,5 +1,6 @@
 """Open a run's journal and goodput at the beginning of a start, and describe the training."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from echelon.model.attention import describe_document_mask
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.reporting.budget import CostMeter
+from echelon.reporting.console import render_duration
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
 from echelon.reporting.recovery import RecoveryWatch
@@ -32,12 +34,13 @@ def open_journal(
     num_steps: int,
     step: int,
     recovery: RecoveryWatch,
+    shows_mfu: bool,
 ) -> Journal:
     """The run's journal, with its cost meter and its trackers. On rank 0, after the event of this start.
 
-    `step` is the number of completed steps.
+    `step` is the number of completed steps. `shows_mfu`: whether the console lines have the MFU.
     """
-    journal = Journal(folder, num_steps, recipe.train.log_every, recipe.batches)
+    journal = Journal(folder, num_steps, recipe.train.log_every, recipe.batches, shows_mfu)
     journal.tell_recovery(recovery)
     num_machines = -(-runtime.world_size // runtime.local_world_size)
     journal.meter = CostMeter(recipe, folder, find_price_here(recipe, read_environment()), num_machines)
@@ -62,6 +65,27 @@ def describe_training(
         yield describe_document_mask(config, recipe.model.attn_implementation)
     if recipe.fault.verify_replicas_every is not None:
         yield describe_replicas(plan)
+
+
+def describe_end(folder: RunFolder, state: TrainState, seconds: float, usd: float | None) -> Iterator[str]:
+    """Lines about a run that is done: what came out, and the commands that use it.
+
+    `seconds`: the wall time of all starts. `usd`: their cost, or None if no price is known.
+    """
+    last = next((row.get("loss") for row in folder.rows.rows_backwards() if row["kind"] == "train"), None)
+    parts = [f"done: {state.step:,} steps in {render_duration(seconds)}"]
+    if last is not None:
+        parts.append(f"last training loss {last:.4f}")
+    if state.best_loss is not None:
+        parts.append(f"best held-out loss {state.best_loss:.4f} at step {state.best_step:,}")
+    if usd is not None:
+        parts.append(f"cost ${usd:.2f}")
+    yield "; ".join(parts)
+    yield f"run folder: {folder.path}"
+    run = shlex.quote(str(folder.path))
+    yield f"next: echelon eval {run}"
+    yield f'next: echelon generate {run} --prompt "..."'
+    yield f"next: echelon export {run} {shlex.quote(f'{folder.path.name}-exported')}"
 
 
 def open_goodput(folder: RunFolder, saved: SavedState | None) -> GoodputTracker:

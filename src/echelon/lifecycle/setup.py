@@ -59,6 +59,7 @@ def prepare_run(
     any weights are fetched, so that other machines fetch the same.
     """
     from echelon.checkpoint.remote_start import RemoteStart
+    from echelon.data.mixture import describe_repeats
     from echelon.data.prepare import prepare_data
     from echelon.inference.evaluate import check_evaluation
     from echelon.model.hub import fetch_models, find_commits, read_commits, write_commits
@@ -113,8 +114,12 @@ def prepare_run(
         write_commits(folder, commits)
         write_run(folder, recipe, plan, estimate, num_steps, cluster, variables)
     cost = describe_cost(recipe, folder, rate, cluster.num_nodes, num_steps)
-    for line in (*_describe_start(recipe, opened, commits, data, plan), describe_checkpoint(shape, plan), *cost):
+    started = _describe_start(recipe, opened, commits, data, plan)
+    for line in (*started, describe_checkpoint(shape, plan), *cost, *_describe_size(recipe, shape, plan, data)):
         logger.info(line)
+    for line in describe_repeats(recipe, data):
+        logger.warning(line)
+    logger.info(f"run folder: {folder.path}")
     return PreparedRun(folder, plan)
 
 
@@ -134,7 +139,7 @@ def _describe_start(
     recipe: Recipe, opened: OpenedRun, commits: Mapping[str, str], data: "PreparedData", plan: ParallelPlan
 ) -> Iterator[str]:
     """Lines about the run: hub commits, plan, data, steps and redacted secrets."""
-    from echelon.data.mixture import describe_mixture, describe_repeats
+    from echelon.data.mixture import describe_mixture
     from echelon.model.hub import describe_commits
 
     yield from describe_commits(commits)
@@ -142,9 +147,25 @@ def _describe_start(
     yield from describe_mixture(recipe, data)
     yield from describe_steps(recipe, data.train.num_samples)
     yield from _describe_longer_warmup(recipe, opened, data.train.num_samples)
-    yield from describe_repeats(recipe, data)
     for key in find_secret_keys(recipe):
         yield f"recipe: {key} looks like a secret; the run folder and the training processes get *** instead"
+
+
+def _describe_size(recipe: Recipe, shape: ModelShape, plan: ParallelPlan, data: "PreparedData") -> list[str]:
+    """Lines about the size of the model, and how many epochs of the training text the steps make."""
+    total, trained = shape.num_parameters, "all trained"
+    if plan.adapter is not None:
+        total = plan.adapter.num_trained_parameters + plan.adapter.num_frozen_parameters
+        share = plan.adapter.num_trained_parameters / total
+        trained = f"{plan.adapter.num_trained_parameters:,} of them trained ({share:.2%})"
+    epoch = data.train.num_samples
+    num_steps = recipe.num_steps(epoch)
+    fed = recipe.batches.first_sequence(num_steps)
+    return [
+        f"parameters: {total:,}, {trained}",
+        f"training: {num_steps:,} steps, {fed:,} sequences of {recipe.data.sequence_len:,} tokens, {fed / epoch:.2f} "
+        f"epochs; an epoch has {epoch:,} sequences, {data.train.num_tokens:,} tokens",
+    ]
 
 
 def _with_small_copies(recipe: Recipe, commits: Mapping[str, str]) -> Recipe:

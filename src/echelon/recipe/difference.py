@@ -7,6 +7,7 @@ from typing import Any
 from echelon.recipe.document import Recipe
 from echelon.recipe.render import recipe_mapping
 from echelon.recipe.training import STEP_KEYS
+from echelon.recipe.yaml_text import show_value
 from echelon.redaction import redact
 
 # A resumed run may differ in these: none of them changes which sequence is fed when, or what a step computes.
@@ -19,14 +20,14 @@ RESUMABLE: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Difference:
-    """One dotted key whose value differs; None where a recipe does not set it."""
+    """One dotted key whose value differs; None where a recipe does not set it. `str()` has the values as in YAML."""
 
     key: str
     old: Any
     new: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.old} -> {self.new}"
+        return f"{self.key}: {show_value(self.old)} -> {show_value(self.new)}"
 
 
 def diff_recipes(old: Recipe, new: Recipe) -> list[Difference]:

@@ -3,12 +3,17 @@
 from typing import Any
 
 _SAMPLE_WIDTH = 100
+# Figures of a train row that are averaged by time, and those that are summed.
+_RATES, _TIMES = ("tokens_per_second", "mfu"), ("step_seconds", "data_wait_seconds")
 
 
 def render_step(
     row: dict[str, Any], num_steps: int, remaining_seconds: float | None, expected_usd: float | None = None
 ) -> str:
-    """Return the console line of a train row: step, loss, norm, rate, speed, MFU, memory, data wait, ETA, cost."""
+    """Return the console line of a train row: step, loss, norm, rate, speed, MFU, memory, data wait, ETA, cost.
+
+    An unknown MFU is left out.
+    """
     width = len(str(num_steps))
     seconds = row["step_seconds"]
     wait = None if not seconds else min(1.0, row["data_wait_seconds"] / seconds)
@@ -18,7 +23,7 @@ def render_step(
         f"grad_norm {_number(row['grad_norm'], '.3f')}",
         f"lr {row['learning_rate']:.2e}",
         f"tok/s {_number(row['tokens_per_second'], '.0f')}",
-        f"mfu {_percent(row['mfu'])}",
+        *([] if row["mfu"] is None else [f"mfu {_percent(row['mfu'])}"]),
         f"mem {_number(_gib(row['memory_peak_bytes']), '.2f')}GiB",
         f"wait {_percent(wait)}",
         f"eta {render_duration(remaining_seconds)}",
@@ -29,6 +34,29 @@ def render_step(
     if row["skipped"]:
         fields.append("SKIPPED")
     return "  ".join(fields)
+
+
+class StepAverages:
+    """Averages tokens per second, MFU and data wait over the steps since the last console line."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Count a train row."""
+        self._rows.append({name: row.get(name) for name in (*_RATES, *_TIMES)})
+
+    def take(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return this row, the last that was added, with the averages in place of its own figures, and start anew."""
+        rows, self._rows = self._rows, []
+        times = {name: sum(each[name] or 0.0 for each in rows) for name in _TIMES}
+        seconds = times["step_seconds"]
+        rates = {
+            name: sum(each[name] * each["step_seconds"] for each in rows) / seconds
+            for name in _RATES
+            if seconds and all(each[name] is not None for each in rows)
+        }
+        return {**row, **times, **rates}
 
 
 def render_evaluation(row: dict[str, Any]) -> list[str]:

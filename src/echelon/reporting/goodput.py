@@ -90,11 +90,16 @@ class GoodputTracker:
         self.turn(self._cause)
         return {"seconds": dict(self.seconds), "until": self._since, "stopped": self._is_stopped}
 
+    @property
+    def wall_seconds(self) -> float:
+        """The wall time of the run so far, without time stopped on request."""
+        self.turn(self._cause)
+        return sum(self.seconds.values()) - self.seconds["stopped"]
+
     def describe(self) -> str:
         """Describe the goodput and the causes of the rest. Time stopped on request does not count."""
-        self.turn(self._cause)
+        wall = max(self.wall_seconds, 1e-9)
         counted = {cause: seconds for cause, seconds in self.seconds.items() if cause != "stopped"}
-        wall = max(sum(counted.values()), 1e-9)
         useful = counted.pop("training")
         lost = sorted(((seconds / wall, cause) for cause, seconds in counted.items()), reverse=True)
         shown = [f"{100 * share:.1f} % {CAUSES[cause]}" for share, cause in lost if share >= 0.0005]

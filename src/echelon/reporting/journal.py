@@ -11,7 +11,7 @@ from typing import Any
 from echelon.errors import is_disk_full
 from echelon.recipe.batches import BatchSchedule
 from echelon.reporting.budget import CostMeter
-from echelon.reporting.console import render_evaluation, render_sample_line, render_step
+from echelon.reporting.console import StepAverages, render_evaluation, render_sample_line, render_step
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.reporting.trackers import MetricsForwarder
 from echelon.runs.run_folder import RunFolder
@@ -20,9 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Writes a row per step, and a console line every `log_every` steps."""
+    """Writes a row per step, and a console line every `log_every` steps, with averages since the line before.
 
-    def __init__(self, folder: RunFolder, num_steps: int, log_every: int, batches: BatchSchedule) -> None:
+    `shows_mfu`: whether the console lines have the MFU.
+    """
+
+    def __init__(
+        self, folder: RunFolder, num_steps: int, log_every: int, batches: BatchSchedule, shows_mfu: bool = True
+    ) -> None:
         self._folder = folder
         self._file = self._open()
         self._unwritten = b""
@@ -30,6 +35,8 @@ class Journal:
         self._num_steps = num_steps
         self._log_every = log_every
         self._batches = batches
+        self._shows_mfu = shows_mfu
+        self._averages = StepAverages()
         self._started: tuple[int, float] | None = None
         self._recovery: RecoveryWatch | None = None
         self.meter: CostMeter | None = None
@@ -55,8 +62,10 @@ class Journal:
         self._write(row)
         if self._recovery is not None:
             self._recovery.stepped(row["step"])
+        self._averages.add(row)
         if self._is_logged(row["step"]):
-            logger.info(render_step(row, self._num_steps, remaining, expected))
+            shown = self._averages.take(row) | ({} if self._shows_mfu else {"mfu": None})
+            logger.info(render_step(shown, self._num_steps, remaining, expected))
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Write the row of an evaluation."""
@@ -95,6 +104,7 @@ class Journal:
         self._folder.rows.cut_metrics(step)
         self._file = self._open()
         self._started = None
+        self._averages = StepAverages()
         for forwarder in self._forwarders:
             forwarder.reread()
 

@@ -85,7 +85,7 @@ def _reopen(folder: RunFolder, recipe: Recipe) -> OpenedRun:
         ) from error
     blocking = blocking_differences(old, recipe)
     if blocking:
-        shown = "\n".join(f"  {line}" for line in _render_differences(blocking))
+        shown = "\n".join(f"  {line}" for line in blocking)
         raise ConfigError(
             f"run.dir={folder.path} contains a run with another recipe:\n{shown}\n"
             "restore these keys to resume it, pass --fresh to move it aside, or choose another run.name."
@@ -95,15 +95,11 @@ def _reopen(folder: RunFolder, recipe: Recipe) -> OpenedRun:
         folder.unlock()
         logger.info(f"run: {folder.path} has finished{folder.remedy()}, or pass --fresh to start again.")
         return OpenedRun(folder, "finished", differences, old)
-    for line in _render_differences(differences):
-        logger.info(f"run: changed {line}")
+    for difference in differences:
+        logger.info(f"run: changed {difference}")
     for line in folder.rows.describe_bad_lines():
         logger.warning(f"run: {line}")
     return OpenedRun(folder, "resumed", differences, old)
-
-
-def _render_differences(differences: list[Difference] | tuple[Difference, ...]) -> list[str]:
-    return [f"{each.key}: {each.old!r} -> {each.new!r}" for each in differences]
 
 
 def _refuse_foreign_folder(folder: RunFolder) -> None:
