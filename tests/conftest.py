@@ -22,13 +22,15 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def logging_restored() -> Iterator[None]:
-    """Let caplog see echelon's records, whatever a command in this process has set, also in a fixture of a module."""
+    """Remove the handlers and levels that a command or an example in this process has set, so that caplog sees all."""
     logger = logging.getLogger("echelon")
-    logger.propagate = True
-    before = logger.handlers[:], logger.level
+    before = logger.handlers[:], logger.level, logger.propagate
     yield
-    logger.handlers[:], logger.level = before
-    logger.propagate = True
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+    for name, each in logging.root.manager.loggerDict.items():
+        if name.startswith("echelon.") and isinstance(each, logging.Logger):
+            each.setLevel(logging.NOTSET)
     os.environ.pop("ECHELON_LOG_LEVEL", None)
 
 
