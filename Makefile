@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test slow fuzz parity parity-table faults launchers bench gpu lint clean
+.PHONY: help demo test slow fuzz parity parity-table model-table faults launchers bench gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make fuzz     load 10,000 damaged files and recipes with the real loaders, and print a table of the results (10 minutes)"
 	@echo "make parity   compare every strategy with the single process, for all combinations of options (long)"
 	@echo "make parity-table  the same, and write docs/parity.md from the measurements; resumes after a kill (hours)"
+	@echo "make model-table  take every causal model of transformers through echelon, and write docs/models.md (20 minutes)"
 	@echo "make faults   kill jobs at 66 random moments and compare their results: benchmarks/results/faults-cpu.md (30 minutes)"
 	@echo "make launchers  run jobs on emulated machines: a real Slurm, mpirun, ssh (as root, on Debian or Ubuntu)"
 	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
@@ -65,6 +66,10 @@ parity-table: .venv/.installed
 	@echo "== measuring the rows that are not yet in $(PARITY_RESULTS), then writing docs/parity.md"
 	$(BIN)/python -m pytest tests/parity -m "not gpu" --publish $(PARITY_RESULTS); status=$$?; \
 	$(BIN)/python benchmarks/parity_table.py $(PARITY_RESULTS) && exit $$status
+
+model-table: .venv/.installed
+	@echo "== examining every causal language model of the installed transformers, then writing docs/models.md"
+	$(BIN)/python benchmarks/model_table.py
 
 faults: .venv/.installed
 	@echo "== killing jobs in every phase, and comparing them with uninterrupted ones"
