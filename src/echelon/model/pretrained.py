@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ _FLOATING = ("F64", "F32", "F16", "BF16")
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|attention\.(masked_)?bias$|position_ids$")
 
 
+@dataclass(frozen=True)
+class StoredWeight:
+    """What the header of a file says of one tensor. `dtype`: as safetensors names it."""
+
+    file: Path
+    shape: Shape
+    dtype: str
+
+
 class SafetensorsFolder:
     """The weights of an HF checkpoint folder, read by name and slice. Only safetensors files are opened."""
 
@@ -48,11 +58,13 @@ class SafetensorsFolder:
                 "weights: convert the checkpoint with `model.save_pretrained(...)` first."
             )
 
-    def shapes(self) -> dict[str, Shape]:
-        """Return the shape of each full tensor. Raises CheckpointError, like every method that reads."""
-        found: dict[str, Shape] = {}
+    def read_headers(self) -> dict[str, StoredWeight]:
+        """Return what the headers say of each tensor. Raises CheckpointError, like every method that reads."""
+        found: dict[str, StoredWeight] = {}
         for names, file in self._by_file(self._files):
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+            for name in names:
+                stored = file.get_slice(name)
+                found[name] = StoredWeight(self._files[name], tuple(stored.get_shape()), stored.get_dtype())
         return found
 
     def read(self, name: str, block: tuple[slice, ...]) -> Tensor:
@@ -64,17 +76,6 @@ class SafetensorsFolder:
     def read_whole(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read full tensors, by name."""
         return {name: file.get_tensor(name) for some, file in self._by_file(names) for name in some}
-
-    def check_floating(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError for a tensor that is not stored as plain floating-point numbers."""
-        for some, file in self._by_file(names):
-            for name in some:
-                dtype = file.get_slice(name).get_dtype()
-                if dtype not in _FLOATING:
-                    raise CheckpointError(
-                        f"{self._files[name]}: {name} is stored as {dtype}, and only {', '.join(_FLOATING)} "
-                        "can be read; convert the checkpoint, or download the file again if it is damaged."
-                    )
 
     def _by_file(self, names: Iterable[str]) -> Iterator[tuple[list[str], Any]]:
         """Open each file once, and yield it with the names of its tensors."""
@@ -134,9 +135,9 @@ def _match_places(
     files: SafetensorsFolder, model: PreTrainedModel, skeleton: PreTrainedModel, path: Path, may_grow: bool
 ) -> list[tuple[Conversion, dict[str, WeightPlace]]]:
     """Return the conversions that this rank needs, each with the places it fills, by name. Reads no weight."""
-    shapes = files.shapes()
+    stored = files.read_headers()
     try:
-        conversions = conversions_to_model(skeleton, shapes)
+        conversions = conversions_to_model(skeleton, {name: each.shape for name, each in stored.items()})
     except CheckpointError as error:
         raise CheckpointError(
             f"model.checkpoint={path}: {error}; the files of the folder do not belong together."
@@ -152,14 +153,14 @@ def _match_places(
             )
         conversion = made_by[name]
         _check_shape(f"model.checkpoint={path}: {names[0]}", conversion.targets[name], place, name in vocabulary)
-        files.check_floating(conversion.sources)
+        _check_floating({name: stored[name] for name in conversion.sources})
         needed.setdefault(id(conversion), (conversion, {}))[1][name] = place
     buffers = buffer_places(model, skeleton)
     for name in buffers.keys() & made_by.keys():
         _check_shape(f"model.checkpoint={path}: {name}", made_by[name].targets[name], buffers[name], False)
         needed.setdefault(id(made_by[name]), (made_by[name], {}))[1][name] = buffers[name]
     used = {name for each in conversions for name in each.sources}
-    _warn_of_difference(path, skeleton, sorted(shapes.keys() - used), sorted(buffers.keys() - made_by.keys()))
+    _warn_of_difference(path, skeleton, sorted(stored.keys() - used), sorted(buffers.keys() - made_by.keys()))
     return list(needed.values())
 
 
@@ -170,6 +171,16 @@ def _check_shape(what: str, stored: Shape, place: WeightPlace, may_grow: bool) -
             f"{what} has shape {stored} in the weights and {place.shape} by config.json; the files of the folder do "
             "not belong together."
         )
+
+
+def _check_floating(weights: Mapping[str, StoredWeight]) -> None:
+    """Raise CheckpointError for a weight that is not stored as plain floating-point numbers."""
+    for name, weight in weights.items():
+        if weight.dtype not in _FLOATING:
+            raise CheckpointError(
+                f"{weight.file}: {name} is stored as {weight.dtype}, and only {', '.join(_FLOATING)} can be read; "
+                "convert the checkpoint, or download the file again if it is damaged."
+            )
 
 
 def _warn_of_difference(path: Path, skeleton: PreTrainedModel, unused: list[str], unread: list[str]) -> None:
