@@ -52,9 +52,8 @@ class Journal:
 
     def train(self, row: dict[str, Any]) -> None:
         """Write the row of a training step, adding the run's cost so far."""
-        remaining, expected = None, None
-        if self._is_logged(row["step"]):
-            remaining = self._remaining(row["step"])
+        is_logged, expected = self._is_logged(row["step"]), None
+        remaining = self._remaining(row["step"]) if is_logged else None
         if self.meter is not None:
             self.meter.saw_step(row["step_seconds"])
             row["cost_usd"] = self.meter.usd
@@ -63,7 +62,7 @@ class Journal:
         if self._recovery is not None:
             self._recovery.stepped(row["step"])
         self._averages.add(row)
-        if self._is_logged(row["step"]):
+        if is_logged:
             shown = self._averages.take(row) | ({} if self._shows_mfu else {"mfu": None})
             logger.info(render_step(shown, self._num_steps, remaining, expected))
 
