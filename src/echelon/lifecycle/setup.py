@@ -61,7 +61,6 @@ def prepare_run(
     from echelon.checkpoint.remote_start import RemoteStart
     from echelon.data.mixture import describe_repeats
     from echelon.data.prepare import prepare_data
-    from echelon.inference.evaluate import check_evaluation
     from echelon.model.hub import fetch_models, find_commits, read_commits, write_commits
 
     check_extensions(recipe)
@@ -99,13 +98,7 @@ def prepare_run(
         folder.rows.append_event("prepared")
         _refuse_other_text(folder, began_with, data.content_digest)
         num_steps = recipe.num_steps(data.train.num_samples)
-        if fault := find_fault(recipe.optim, num_steps, recipe.batches):
-            raise ConfigError(fault)
-        check_evaluation(recipe, data)
-        fields, line = find_model_fields(here, data.vocab_size)
-        logger.info(f"model: {line}")
-        _check_masks(here, data, fields)
-        shape = build_shape(fields)
+        shape = _check_against_data(recipe, here, data, num_steps)
         cluster = find_cluster()
         plan = _find_plan(opened, recipe, shape, cluster, data.train.num_samples)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
@@ -121,6 +114,22 @@ def prepare_run(
         logger.warning(line)
     logger.info(f"run folder: {folder.path}")
     return PreparedRun(folder, plan)
+
+
+def _check_against_data(recipe: Recipe, here: Recipe, data: "PreparedData", num_steps: int) -> ModelShape:
+    """Make the checks that need the prepared data; returns the shape of the model, which depends on its vocabulary.
+
+    `here` is the recipe with this machine's copies of hub files.
+    """
+    from echelon.inference.evaluate import check_evaluation
+
+    if fault := find_fault(recipe.optim, num_steps, recipe.batches):
+        raise ConfigError(fault)
+    check_evaluation(recipe, data)
+    fields, line = find_model_fields(here, data.vocab_size)
+    logger.info(f"model: {line}")
+    _check_masks(here, data, fields)
+    return build_shape(fields)
 
 
 @contextmanager
