@@ -1,4 +1,4 @@
-"""The recipe: what the user wants, as one frozen value. Loading, checking, rendering and comparing it."""
+"""The recipe of a run, as a frozen value: loading, checking, rendering and comparing it."""
 
 from echelon.recipe.difference import RESUMABLE, Difference, blocking_differences, diff_recipes
 from echelon.recipe.document import Recipe

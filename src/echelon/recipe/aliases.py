@@ -1,7 +1,7 @@
-"""Other tools' spellings of recipe keys, converted with a note, and the few that have no equivalent.
+"""Converts other tools' spellings of recipe keys, with a note, and refuses those without an equivalent.
 
-From HF (TrainingArguments, PEFT, TRL), Axolotl, LLaMA-Factory, torchtitan and Automodel. A name without a dot is
-accepted at the top level and in its key's section (`lr` and `optim.lr`), a dotted one as it stands.
+The tools are HF (TrainingArguments, PEFT, TRL), Axolotl, LLaMA-Factory, torchtitan and Automodel. A name without a dot
+is accepted at the top level and in its key's section (`lr` and `optim.lr`), a dotted name only as written.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -74,7 +74,7 @@ _NAMES: Mapping[str, str] = {
 }
 ALIASES: Mapping[str, str] = {name: key for key, names in _NAMES.items() for name in names.split()}
 
-# What some values are called elsewhere, by alias or by key. None: the value says nothing, the key stays unset.
+# Values of other tools and their equivalents here, by alias or by key. None: the key stays unset.
 _VALUES: Mapping[str, Mapping[Any, Any]] = {
     "bf16": {True: "bf16", "auto": "auto", False: "fp32"},
     "pure_bf16": {True: "bf16", False: None},
@@ -120,19 +120,21 @@ FREE_MAPPINGS = ("profile",)
 
 
 def spellings(key: str) -> tuple[str, ...]:
-    """The names of a recipe key in other tools."""
+    """Return the names of a recipe key in other tools."""
     return tuple(_NAMES.get(key, "").split())
 
 
 def read_value(name: str, value: Any) -> Any:
-    """What a value means under one of our keys, or under another tool's name for it: the value itself where no more is
-    known of it, None where it says nothing."""
+    """Return the equivalent of a value given under a recipe key or another tool's name for it.
+
+    Unknown values are returned unchanged; None means that the key stays unset.
+    """
     return _VALUES.get(name, {}).get(value, value) if isinstance(value, Hashable) else value
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A key and value of another tool, as ours. `value` None: the key stays unset."""
+    """The recipe key and value for a key and value of another tool. `value` None: the key stays unset."""
 
     path: KeyPath
     value: Any
@@ -140,9 +142,9 @@ class Translation:
 
 
 def translate(path: KeyPath, value: Any, origin: str) -> Translation | None:
-    """Our key and value for another tool's; None when `path` and `value` are already ours, or nobody's.
+    """Convert another tool's key and value; None if there is nothing to convert, also for unknown keys.
 
-    Raises ConfigError for a key that has no equivalent.
+    Raises ConfigError for a key without an equivalent.
     """
     name = dotted(path)
     if path[0] in FREE_MAPPINGS:
@@ -165,9 +167,9 @@ def translate(path: KeyPath, value: Any, origin: str) -> Translation | None:
 
 
 def apply_aliases(draft: Draft) -> list[str]:
-    """Rewrite other tools' keys and values in `draft` as ours; returns a note for each.
+    """Convert other tools' keys and values in `draft` in place; return a note for each.
 
-    Raises ConfigError when a key is given under two spellings, or has no equivalent.
+    Raises ConfigError if a key is given under two spellings or has no equivalent.
     """
     notes = []
     for path, value in list(_candidates(draft.data)):
@@ -192,7 +194,7 @@ def apply_aliases(draft: Draft) -> list[str]:
 
 def _find_alias(path: KeyPath, value: Any) -> tuple[str, str] | tuple[None, None]:
     name, word = dotted(path), str(path[-1])
-    # `adapter: lora` and `optim: adamw_torch` name a section of ours, but give it one word.
+    # `adapter: lora` and `optim: adamw_torch` have the name of a section here, but a word as their value.
     if name in recipe_keys(Recipe) and (isinstance(value, dict) or name not in ALIASES):
         return None, None
     if name in ALIASES:
@@ -203,7 +205,7 @@ def _find_alias(path: KeyPath, value: Any) -> tuple[str, str] | tuple[None, None
 
 
 def _candidates(data: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, Any]]:
-    # Words given to a section come first: `adapter: lora` makes the section that `lora_r: 8` goes into.
+    # A word given for a section comes first: `adapter: lora` creates the section that `lora_r: 8` belongs to.
     for key, value in sorted(data.items(), key=lambda item: item[0] not in Recipe.model_fields):
         if isinstance(value, dict):
             yield from (((key, inner), inner_value) for inner, inner_value in value.items())
@@ -212,7 +214,7 @@ def _candidates(data: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def _translate_datasets(value: Any) -> Any:
-    """Axolotl's `datasets: [{path, type}]`, where `completion` is plain text, as our sources."""
+    """Convert Axolotl's `datasets: [{path, type}]`, where `completion` means plain text."""
     if not isinstance(value, list):
         return value
     renamed = {"type": "format", "ds_type": "format"}

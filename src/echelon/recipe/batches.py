@@ -1,4 +1,4 @@
-"""How many sequences each step feeds, and which: a pure function of the tokens fed before it."""
+"""The sequences of each training step, as a pure function of the number of tokens trained on before it."""
 
 import math
 from bisect import bisect_right
@@ -9,7 +9,7 @@ from functools import cache
 
 @dataclass(frozen=True)
 class BatchStage:
-    """Steps of one size, from `first_step` on, which feeds the sequences of the run from `first_sequence` on."""
+    """Consecutive steps with the same batch size: the first step, and the first sequence that it trains on."""
 
     first_step: int
     first_sequence: int
@@ -18,10 +18,10 @@ class BatchStage:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The global batch of every step. Made by `constant_batch` or `ramp_batch`; every size in it occurs.
+    """The global batch size of every step. Built by `constant_batch` or `ramp_batch`. No stage is empty.
 
-    Steps and sequences count from 0, over all ranks. Tokens are positions, `sequence_len` of each sequence: padding, at
-    the end of a text or of a pack, counts, so that the place in the text is not needed to know the step.
+    Steps and sequences are counted from 0, over all ranks. Each sequence counts as `sequence_len` tokens, including its
+    padding, so the schedule does not depend on the data.
     """
 
     sequence_len: int
@@ -29,30 +29,30 @@ class BatchSchedule:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sequences of a step that occur, smallest first."""
+        """The batch sizes that occur, in sequences, smallest first."""
         return tuple(stage.size for stage in self.stages)
 
     def sequences(self, step: int) -> int:
-        """Sequences that a step feeds."""
+        """The number of sequences in a step."""
         return self._stage(step).size
 
     def first_sequence(self, step: int) -> int:
-        """Sequences fed before a step: it feeds those from this one on."""
+        """The number of sequences in all earlier steps, which is the index of the first sequence of this step."""
         stage = self._stage(step)
         return stage.first_sequence + (step - stage.first_step) * stage.size
 
     def first_token(self, step: int) -> int:
-        """Tokens fed before a step."""
+        """The number of tokens in all earlier steps, including padding."""
         return self.first_sequence(step) * self.sequence_len
 
     def num_steps(self, num_sequences: int) -> int:
-        """The smallest number of steps that feeds this many sequences."""
+        """The smallest number of steps that trains on this many sequences."""
         starts = [stage.first_sequence for stage in self.stages]
         stage = self.stages[max(0, bisect_right(starts, num_sequences - 1) - 1)]
         return stage.first_step + -(-(num_sequences - stage.first_sequence) // stage.size)
 
     def describe(self) -> str:
-        """The message about a batch ramp."""
+        """Return a line for the user that describes the batch ramp."""
         first, last = self.stages[0], self.stages[-1]
         return (
             f"batch ramp: {first.size:,} -> {last.size:,} sequences in {len(self.stages)} sizes over "
@@ -65,9 +65,9 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class Rhythm:
-    """After which steps something is due: every N steps, or at the step that reaches every N-th sequence.
+    """The steps after which a periodic action is due: every N steps, or every N sequences.
 
-    Neither given: never. A pure function of the step, as the batch is.
+    If neither is given, it is never due. Depends only on the step.
     """
 
     batches: BatchSchedule
@@ -75,14 +75,14 @@ class Rhythm:
     every_sequences: Fraction | None = None
 
     def is_due(self, done: int) -> bool:
-        """Whether it is due after this number of steps."""
+        """Return whether the action is due after this number of steps."""
         if self.every_sequences is not None:
             before, after = self.batches.first_sequence(max(0, done - 1)), self.batches.first_sequence(done)
             return before // self.every_sequences < after // self.every_sequences
         return self.every_steps is not None and done % self.every_steps == 0
 
     def first_steps(self, count: int) -> tuple[int, ...]:
-        """The first steps after which it is due, counted from 1."""
+        """Return the first `count` steps after which the action is due, counted from 1."""
         if self.every_sequences is None:
             return () if self.every_steps is None else tuple(self.every_steps * (n + 1) for n in range(count))
         steps: list[int] = []
@@ -94,23 +94,23 @@ class Rhythm:
 
 
 def constant_batch(size: int, sequence_len: int) -> BatchSchedule:
-    """The same number of sequences in every step."""
+    """Return a schedule with the same number of sequences in every step."""
     return BatchSchedule(sequence_len, (BatchStage(0, 0, size),))
 
 
 @cache
 def ramp_batch(start: int, size: int, increment: int, over_tokens: int, sequence_len: int) -> BatchSchedule:
-    """From `start` sequences up to `size` by `increment`, in stretches of equally many tokens; `size` from then on.
+    """Return a schedule that grows from `start` to `size` sequences by `increment`, after equal numbers of tokens.
 
-    The rule of Megatron-LM's `--rampup-batch-size`: with K = (size - start) / increment, a step before which t tokens
-    were fed takes start + floor(t K / over_tokens) * increment sequences. `increment` divides size - start.
+    This is the rule of Megatron-LM's `--rampup-batch-size`: with K = (size - start) / increment, a step that follows t
+    tokens has start + floor(t K / over_tokens) * increment sequences, at most `size`. `increment` divides size - start.
     """
     num_increments, rest = divmod(size - start, increment)
     assert num_increments > 0 and rest == 0, f"a batch from {start} to {size} by {increment}"
     stages: list[BatchStage] = []
     step = sequence = 0
     for index in range(num_increments):
-        # Integers alone: the first place whose tokens reach the end of this stretch.
+        # In integers: the first step boundary at which the tokens reach the end of this stage.
         stop = -(-(index + 1) * over_tokens // (num_increments * sequence_len))
         if sequence < stop:
             stage = BatchStage(step, sequence, start + index * increment)

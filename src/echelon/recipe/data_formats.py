@@ -1,6 +1,6 @@
-"""The formats of instruction records: which fields each has. One table, for the recipe's checks and for reading.
+"""The formats of instruction records and their fields: one table, used to check recipes and to read data.
 
-Plain records, those of a text or of token ids, have the fields `text` and `input_ids`.
+Records of plain text have the field `text`, records of token ids the field `input_ids`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -10,14 +10,14 @@ from difflib import get_close_matches
 PLAIN_FIELDS = ("text", "input_ids")
 
 WITHOUT_FIELDS = ("text", "nanogpt", "npy", "megatron")
-"""Formats of files that hold no records."""
+"""File formats without records."""
 
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """The fields of a format: those by which it is recognised, and those a record may have beside them.
+    """The fields of a format: those by which it is detected, and optional ones.
 
-    `turns`: the fields that hold lists of turns.  `turn_fields`: what a turn has that can be renamed.
+    `turns` are the fields with lists of turns; `turn_fields` are the fields of a turn that a recipe can rename.
     """
 
     required: tuple[str, ...]
@@ -27,12 +27,12 @@ class RecordFormat:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields of a record, those by which it is recognised first."""
+        """All fields of a record, first those by which the format is detected."""
         return (*self.required, *self.optional)
 
 
 PROMPTS = ("prompt", "question", "instruction", "input", "conversations", "messages")
-"""Where a preference has its prompt: the first of these that a record has, an instruction with its input."""
+"""The fields with the prompt of a preference record: the first that exists is used; `instruction` includes `input`."""
 
 _TURN = ("role", "content", "train", "weight", "tool_calls")
 
@@ -54,17 +54,17 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
     "alpaca": RecordFormat(("instruction", "output"), ("input", "system", "history")),
     "tokens": RecordFormat(("input_ids", "labels")),
 }  # fmt: skip
-"""By the name in `data.train[].format`, in the order in which they are recognised."""
+"""The formats by their name in `data.train[].format`, in the order in which they are tried."""
 
 
 PAIR_FORMATS = frozenset(("preference", "rejected_response"))
-"""The formats of pairs of a chosen and a rejected answer."""
+"""The formats with a chosen and a rejected answer."""
 
 
 def recognise_format(fields: Collection[str]) -> str | None:
-    """The format of records with these fields; None for plain text, plain ids, and what is neither.
+    """Return the format of records with these fields; None for plain text, token ids, and unknown records.
 
-    A text wins: it is what a record with both was written out for.
+    A record with a `text` field is plain text, whatever other fields it has.
     """
     if "text" in fields:
         return None
@@ -72,13 +72,13 @@ def recognise_format(fields: Collection[str]) -> str | None:
 
 
 def describe_formats() -> str:
-    """The fields that records are recognised by, for a message about records that have none of them."""
+    """Return the fields by which each format is detected, for an error message about unknown records."""
     examples = (f"{name} ({', '.join(row.required)})" for name, row in RECORD_FORMATS.items())
     return f"records are recognised by the fields {' or '.join(PLAIN_FIELDS)}, or as {', '.join(examples)}"
 
 
 def check_fields(key: str, format: str, fields: Mapping[str, str]) -> None:
-    """Raise ValueError for a name under `fields` of the source `key` that its format does not know."""
+    """Raise ValueError if `fields` of the source `key` renames a field that its format does not have."""
     known = known_fields(format)
     for name, theirs in fields.items():
         if not known:
@@ -98,7 +98,7 @@ def check_fields(key: str, format: str, fields: Mapping[str, str]) -> None:
 
 
 def known_fields(format: str) -> tuple[str, ...]:
-    """What `fields` may name for a source of that format; for a format of files, whatever any kind of record has."""
+    """Return the fields that `fields` may rename for this format; for a file format, those of all record formats."""
     if format in WITHOUT_FIELDS:
         return ()
     if format in RECORD_FORMATS:

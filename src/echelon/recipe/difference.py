@@ -1,4 +1,4 @@
-"""Differences between two recipes, and whether a run of one may resume as the other."""
+"""Differences between two recipes, and whether a run of the first can be resumed with the second."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from echelon.recipe.training import STEP_KEYS
 from echelon.recipe.yaml_text import show_value
 from echelon.redaction import redact
 
-# A resumed run may differ in these: none of them changes which sequence is fed when, or what a step computes.
+# Keys that may change on resume: none of them changes the order of the data or the result of a step.
 RESUMABLE: tuple[str, ...] = (
     "run", "data.prepared_dir", "data.prepare_workers", "train.micro_batch_size", "train.log_every",
     "train.eval_every", "train.evals_per_epoch", "train.callbacks", "parallel", "checkpoint", "evaluate", "fault",
@@ -20,7 +20,7 @@ RESUMABLE: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Difference:
-    """One dotted key whose value differs; None where a recipe does not set it. `str()` has the values as in YAML."""
+    """A dotted key with different values; None: the recipe does not set it. `str()` shows the values as YAML."""
 
     key: str
     old: Any
@@ -31,9 +31,9 @@ class Difference:
 
 
 def diff_recipes(old: Recipe, new: Recipe) -> list[Difference]:
-    """The keys in which two recipes differ, including defaults, in the order of the recipe.
+    """Return the keys with different values in the two recipes, including defaults, in the order of the recipe.
 
-    Secrets are hidden before they are compared: a run folder keeps none, so they cannot differ from it.
+    Secrets are redacted before the comparison, since the recipe in a run folder has none.
     """
     before, after = (dict(_leaves(redact(recipe_mapping(recipe)))) for recipe in (old, new))
     return [
@@ -42,10 +42,10 @@ def diff_recipes(old: Recipe, new: Recipe) -> list[Difference]:
 
 
 def blocking_differences(old: Recipe, new: Recipe) -> list[Difference]:
-    """The differences with which a run of `old` cannot be resumed as `new`.
+    """Return the differences because of which a run of `old` cannot be resumed as `new`.
 
-    The length of the run may grow. A change between epochs and the other two units blocks, since the number of
-    samples is not the recipe's to know.
+    The length of the run may grow. A change between epochs and steps or tokens is not allowed: the lengths cannot be
+    compared without the number of samples, which the recipe does not have.
     """
     differences = [difference for difference in diff_recipes(old, new) if not _is_resumable(difference.key)]
     if _is_at_least_as_long(old, new):

@@ -1,4 +1,4 @@
-"""The complete recipe: every top-level key, and the rules that span sections."""
+"""The complete recipe: all top-level keys, and the rules that concern several sections."""
 
 import math
 from fractions import Fraction
@@ -37,7 +37,7 @@ def _name_or_mapping(value: Any) -> str:
     return "mapping" if isinstance(value, dict | Section) else "name"
 
 
-# The tags make pydantic report against the form the user chose, not against every form there is.
+# The tags make pydantic report errors only for the form that the user chose.
 Tokenizer = Annotated[
     Annotated[PathOrName, Tag("name")] | Annotated[TrainedTokenizerConfig, Tag("mapping")],
     Discriminator(_name_or_mapping),
@@ -184,7 +184,7 @@ class Recipe(Section):
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences per optimizer step, over all processes: at the end of the ramp, where there is one."""
+        """Sequences per optimizer step, over all processes; with a batch ramp, at its end."""
         if self.train.global_batch_size is not None:
             return self.train.global_batch_size
         assert self.train.global_batch_tokens is not None
@@ -192,7 +192,7 @@ class Recipe(Section):
 
     @property
     def batches(self) -> BatchSchedule:
-        """The sequences of every step."""
+        """The batch size of every step."""
         ramp, size, length = self.train.batch_ramp, self.global_batch_size, self.data.sequence_len
         if ramp is None:
             return constant_batch(size, length)
@@ -205,12 +205,12 @@ class Recipe(Section):
         return self.data.prepared_dir or self.run.dir.parent / "prepared"
 
     def save_rhythm(self, num_samples: int) -> Rhythm:
-        """After which steps the run is saved, but for `auto`. `num_samples`: the sequences of one epoch."""
+        """Return the steps after which to save, except for `auto`. `num_samples`: sequences of one epoch."""
         every = self.checkpoint.every_steps
         return self._rhythm(every if isinstance(every, int) else None, self.checkpoint.saves_per_epoch, num_samples)
 
     def evaluation_rhythm(self, num_samples: int) -> Rhythm:
-        """After which steps the run is evaluated on the way. `num_samples`: the sequences of one epoch."""
+        """Return the steps after which to evaluate during training. `num_samples`: sequences of one epoch."""
         return self._rhythm(self.train.eval_every, self.train.evals_per_epoch, num_samples)
 
     def _rhythm(self, every_steps: int | None, per_epoch: float | None, num_samples: int) -> Rhythm:
@@ -218,11 +218,11 @@ class Recipe(Section):
         return Rhythm(self.batches, every_steps, sequences)
 
     def num_steps(self, num_samples: int) -> int:
-        """Optimizer steps of the whole run. `num_samples`, the sequences of one epoch, matters for epochs only."""
+        """Return the optimizer steps of the run. `num_samples`, the sequences of one epoch, is used only for epochs."""
         if self.train.steps is not None:
             return self.train.steps
         if self.train.tokens is not None:
             return self.batches.num_steps(-(-self.train.tokens // self.data.sequence_len))
         assert self.train.epochs is not None
-        # As a decimal: in binary, 0.1 of 30 samples is a little more than 3 and would add a step.
+        # In decimal arithmetic: in binary, 0.1 of 30 samples is slightly more than 3, which would add a step.
         return self.batches.num_steps(math.ceil(Fraction(str(self.train.epochs)) * num_samples))

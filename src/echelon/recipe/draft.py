@@ -1,4 +1,4 @@
-"""A recipe before it is checked: plain values, and for each where it was given."""
+"""A recipe before it is checked: plain values and the origin of each."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from echelon.recipe.keys import KeyPath, dotted
 
 
 class Draft:
-    """The nested mapping of a recipe file, changed in place by aliases and overrides until it is validated."""
+    """The nested mapping of a recipe file, which aliases and overrides change in place before it is validated."""
 
     def __init__(self, data: dict[Any, Any], origins: dict[KeyPath, str], source: str) -> None:
         self.data = data
@@ -15,14 +15,14 @@ class Draft:
         self._origins = origins
 
     def origin(self, path: KeyPath) -> str:
-        """Where `path`, or the nearest mapping around it, was given: `recipe.yaml, line 3` or `command line`."""
+        """Return the origin of `path` or of the nearest mapping around it: `recipe.yaml, line 3` or `command line`."""
         for length in range(len(path), 0, -1):
             if path[:length] in self._origins:
                 return self._origins[path[:length]]
         return self.source
 
     def get(self, path: KeyPath) -> Any:
-        """The value at `path`, or None."""
+        """Return the value at `path`, or None."""
         value: Any = self.data
         for part in path:
             if isinstance(value, dict):
@@ -34,19 +34,19 @@ class Draft:
         return value
 
     def holds(self, path: KeyPath) -> bool:
-        """Whether something other than null is given at `path`, or instead of a mapping around it."""
+        """Return whether a value other than null is given at `path`, or in place of a mapping around it."""
         around = (self.get(path[:length]) for length in range(1, len(path)))
         return self.get(path) is not None or any(value is not None and not isinstance(value, dict) for value in around)
 
     def remove(self, path: KeyPath) -> None:
-        """Remove the key at `path`, if it is there."""
+        """Remove the key at `path` if it exists."""
         container = self.get(path[:-1])
         if isinstance(container, dict):
             container.pop(path[-1], None)
             self._forget_origins(path)
 
     def set(self, path: KeyPath, value: Any, origin: str) -> None:
-        """Put `value` at `path`, making the mappings on the way; a plain value in the way gives way to a mapping."""
+        """Set the value at `path`. Missing mappings are created; a plain value in place of a mapping is replaced."""
         container: Any = self.data
         for depth, part in enumerate(path[:-1]):
             child = container[part] if self._has_entry(container, path[: depth + 1], origin) else None

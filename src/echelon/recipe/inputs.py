@@ -13,7 +13,7 @@ DEFAULT_VALIDATION_FRACTION = 0.01
 
 
 def _check_words(key: str, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Words of a list, each there once and none of them empty. Raises ValueError naming the key."""
+    """Return the words of a list. Raises ValueError with the key if one is empty or repeated."""
     for place, word in enumerate(words):
         if not word.strip():
             raise ValueError(f"{key} has an empty name; remove it.")
@@ -94,7 +94,7 @@ class TrainedTokenizerConfig(Section):
 
 
 class AdapterConfig(Section):
-    """Which parameters are trained: all of them, or a low-rank adapter on frozen ones."""
+    """Which parameters are trained: all, or a low-rank adapter on frozen weights."""
 
     method: Literal["full", "lora", "qlora", "dora"] = Field(
         "full",
@@ -126,7 +126,7 @@ class AdapterConfig(Section):
 
     @property
     def is_adapter(self) -> bool:
-        """Whether anything is frozen."""
+        """Whether the weights of the model are frozen."""
         return self.method != "full"
 
     @field_validator("target_modules")
@@ -209,7 +209,7 @@ class SourceConfig(Section):
 
     @property
     def label(self) -> str:
-        """The name of the source in messages and metrics: its name, or the last part of its path."""
+        """The name of the source in messages and metrics; default: the last part of its path."""
         return self.name or Path(self.path).name or self.path
 
     @field_validator("path")
@@ -221,12 +221,12 @@ class SourceConfig(Section):
 
 
 def is_template(text: str) -> bool:
-    """Whether a chat template is given as its text, and neither by name nor by path."""
+    """Return whether a chat template is given as text, not as a name or a path."""
     return "{{" in text or "{%" in text
 
 
 def expand_sources(value: Any) -> Any:
-    """Write the shorthands `train: some/path` and `train: [some/path]` out as a list of `{path: ...}`."""
+    """Expand the shorthands `train: some/path` and `train: [some/path]` to a list of `{path: ...}`."""
     sources = [value] if isinstance(value, str | dict | SourceConfig) else value
     if not isinstance(sources, list | tuple):
         return sources

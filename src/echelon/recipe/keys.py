@@ -1,4 +1,4 @@
-"""The keys of a recipe: listing them, finding the unknown ones, and the key someone probably meant."""
+"""The keys of a recipe: lists them, finds unknown ones, and suggests the most similar known key."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -16,17 +16,17 @@ SAME_SECTION_BONUS = 0.2
 
 
 def dotted(path: KeyPath) -> str:
-    """`("data", "train", 0, "path")` as the user writes it: `data.train.0.path`."""
+    """Return a path such as `("data", "train", 0, "path")` as the user writes it: `data.train.0.path`."""
     return ".".join(str(part) for part in path)
 
 
 def section_fields(section: type[Section]) -> dict[str, FieldInfo]:
-    """The fields of a section under the names a recipe uses for them (`async`, `from`)."""
+    """Return the fields of a section by their names in a recipe, which may be Python keywords (`async`, `from`)."""
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 def subsection(annotation: Any) -> type[Section] | None:
-    """The section inside a type such as `Section`, `str | Section` or `tuple[Section, ...]`, if there is one."""
+    """Return the section in a type such as `Section`, `str | Section` or `tuple[Section, ...]`; None without one."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     found = (subsection(argument) for argument in get_args(annotation))
@@ -35,7 +35,7 @@ def subsection(annotation: Any) -> type[Section] | None:
 
 @cache
 def recipe_keys(section: type[Section], prefix: str = "") -> Mapping[str, FieldInfo]:
-    """Every key below `section`, dotted, sections themselves included; an entry of a list is written `[]`."""
+    """Return all dotted keys below `section`, including subsections; entries of a list are written `[]`."""
     keys: dict[str, FieldInfo] = {}
     for name, field in section_fields(section).items():
         key = f"{prefix}{name}"
@@ -47,7 +47,7 @@ def recipe_keys(section: type[Section], prefix: str = "") -> Mapping[str, FieldI
 
 
 def find_unknown_keys(data: Any, section: type[Section], path: KeyPath = ()) -> Iterator[tuple[KeyPath, type[Section]]]:
-    """Each key of `data` that `section` does not have, with the section it stands in. Free mappings are not entered."""
+    """Yield each key of `data` that `section` does not have, with its section. Free mappings are not searched."""
     if isinstance(data, list):
         for index, item in enumerate(data):
             yield from find_unknown_keys(item, section, (*path, index))
@@ -61,11 +61,11 @@ def find_unknown_keys(data: Any, section: type[Section], path: KeyPath = ()) -> 
 
 
 def nearest_key(path: KeyPath, root: type[Section], spellings: Mapping[str, str]) -> str | None:
-    """The key of `root` most like `path`: near by its last word, in any section, the same section first.
+    """Return the key of `root` most similar to `path` by its last part, in any section; the same section comes first.
 
-    `spellings` maps further names (other tools') to keys of `root`.
+    `spellings` maps further names, those of other tools, to keys of `root`.
     """
-    # An entry of a list is compared under its generic name and named under its own.
+    # Entries of a list are compared with `[]` as their index, and reported with their own.
     indices = [part for part in path if isinstance(part, int)]
     generic = dotted(path)
     for index in indices:

@@ -1,4 +1,4 @@
-"""Loads a Recipe from a file and `key=value` overrides, or raises one error that says what to change."""
+"""Loads a Recipe from a file and `key=value` overrides; an error says what to change."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +21,9 @@ from echelon.recipe.yaml_text import parse_yaml, shorten
 COMMAND_LINE = "command line"
 
 Overrides = Sequence[str] | Mapping[str, Any]
-"""Keys that override the file: as on the command line, `["train.steps=50"]`, or values, `{"train.steps": 50}`."""
+"""Overrides of keys of the file, as on the command line (`["train.steps=50"]`) or as values (`{"train.steps": 50}`)."""
 
-# Of these, one is given: an override of one replaces the file's other.
+# Keys that exclude each other: an override of one removes the others that the file sets.
 EXCLUSIVE_KEYS: tuple[tuple[KeyPath, ...], ...] = (
     tuple(("train", key) for key in STEP_KEYS),
     tuple(("train", key) for key in BATCH_KEYS),
@@ -37,10 +37,10 @@ EXCLUSIVE_KEYS: tuple[tuple[KeyPath, ...], ...] = (
 
 
 def load_recipe(path: Path, overrides: Overrides = (), origin: str = COMMAND_LINE) -> tuple[Recipe, list[str]]:
-    """Read a recipe file, apply overrides, and check it; returns it with notes to show the user.
+    """Read a recipe file, apply overrides, and check it; return the recipe and notes for the user.
 
-    `origin` is where messages say that an override was given. Raises ConfigError, naming the file's line or the origin,
-    for anything the recipe cannot mean or that is not built yet.
+    `origin` names the source of the overrides in messages. Raises ConfigError, with the file's line or the origin, for
+    an invalid recipe and for features that are not built yet.
     """
     recipe, notes = parse_recipe(_read_text(path), str(path), overrides, origin)
     check_built(recipe)
@@ -50,7 +50,7 @@ def load_recipe(path: Path, overrides: Overrides = (), origin: str = COMMAND_LIN
 def build_recipe(
     mapping: Mapping[str, Any], overrides: Overrides = (), origin: str = COMMAND_LINE
 ) -> tuple[Recipe, list[str]]:
-    """As `load_recipe`, of the mapping that a recipe file would hold, which stays as it is."""
+    """Like `load_recipe`, for the mapping in a recipe file. The mapping is not changed."""
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"a recipe is a path or a mapping, and this is a {type(mapping).__name__}; give one of them.")
     recipe, notes = _finish(_start_draft(plain_value(dict(mapping)), {}, "recipe"), overrides, origin)
@@ -61,7 +61,7 @@ def build_recipe(
 def parse_recipe(
     text: str, source: str, overrides: Overrides = (), origin: str = COMMAND_LINE
 ) -> tuple[Recipe, list[str]]:
-    """As `load_recipe`, of a recipe's text; `source` is what messages call it. What is not built is let through."""
+    """Like `load_recipe`, for a text, which messages call `source`. Features that are not built yet are accepted."""
     data, origins = parse_yaml(text, source)
     return _finish(_start_draft(data, origins, source), overrides, origin)
 
@@ -97,12 +97,12 @@ def _start_draft(data: Any, origins: dict[KeyPath, str], source: str) -> Draft:
         raise ConfigError(
             f"{source} is not a recipe: it must be a mapping of keys, such as run, model, data and train."
         )
-    # A section whose lines are all commented out reads as null, and means its defaults.
+    # A section whose lines are all commented out is null in YAML; it gets its defaults.
     return Draft({key: value for key, value in data.items() if value is not None}, origins, source)
 
 
 def _write_sources_out(draft: Draft) -> None:
-    """Write `train: some/path` as a list, so that `data.train.0.weight=2` finds its place."""
+    """Expand `train: some/path` to a list, so that the override `data.train.0.weight=2` works."""
     data = draft.get(("data",))
     for key in ("train", "validation"):
         if isinstance(data, dict) and data.get(key) is not None:
@@ -134,7 +134,7 @@ def _apply_override(draft: Draft, path: KeyPath, value: Any, origin: str) -> lis
         notes.append(translation.note)
     if value is not None or path == ("train", "eval_every"):  # there null is a choice too: only at the end
         for other in _alternatives(path):
-            # Two of them given together are a contradiction, and are refused by the recipe's own rule.
+            # If the overrides give two of them, a rule of the recipe refuses that.
             if draft.origin(other) != origin:
                 draft.remove(other)
     draft.set(path, value, origin)

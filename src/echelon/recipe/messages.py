@@ -1,4 +1,4 @@
-"""Pydantic's errors as one message for the user: file and line, key, value, rule."""
+"""Converts pydantic's errors to a message for the user: file and line, key, value, rule."""
 
 import re
 from collections.abc import Mapping
@@ -34,17 +34,17 @@ _RULES: Mapping[str, str] = {
 
 
 def explain_errors(error: ValidationError, draft: Draft) -> str:
-    """One line for each key that is wrong: `recipe.yaml, line 9: train.steps=0 must be at least 1.`"""
+    """Return one line for each wrong key: `recipe.yaml, line 9: train.steps=0 must be at least 1.`"""
     by_key: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        # A default that is made from another key could not be made: the other key has its own line.
+        # A default could not be computed from another key, which is wrong and has its own line.
         if detail["type"] != "default_factory_not_called":
             by_key.setdefault(_given_path(detail, draft), []).append(detail)
     return "\n".join(_explain(path, details, draft) for path, details in by_key.items())
 
 
 def _given_path(detail: ErrorDetails, draft: Draft) -> KeyPath:
-    """The path of the error without pydantic's names for the branches of a union."""
+    """Return the path of the error without the names that pydantic gives to the branches of a union."""
     path: KeyPath = ()
     for part in detail["loc"]:
         container = draft.get(path)
@@ -60,7 +60,7 @@ def _explain(path: KeyPath, details: list[ErrorDetails], draft: Draft) -> str:
     origin, first = draft.origin(path), details[0]
     if first["type"] == "value_error":
         message = str(first["ctx"]["error"])
-        # A rule over several keys stands at no line of its own: the first key its message names is the place to look.
+        # A rule on several keys has no line; the message refers to the line of the first key that it names.
         named = re.search(r"[a-z_]+(\.[a-z_]+)+", message)
         named_origin = draft.origin(tuple(named.group().split("."))) if named else draft.source
         return f"{origin if named_origin == draft.source else named_origin}: {message}"

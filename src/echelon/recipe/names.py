@@ -1,7 +1,6 @@
-"""What a recipe can name: a table for each kind of part, and the type of a key that takes such names.
+"""Tables of the optimizers, file formats, objectives and synchronizers that a recipe can name.
 
-A row is all that echelon has to know of a part beside the file that holds it: adding an optimizer, a file format or an
-objective is a new file and a row here. Rows say where a part is, and it is imported when it is used.
+To add one, write a file and add a row here. A row holds the import path of the part, which is imported when it is used.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,10 +17,10 @@ from echelon.recipe.data_formats import RECORD_FORMATS
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """Where the rule is built, as `build(config, is_layer_matrix)`, and how many numbers it keeps for a trained one.
+    """The import path of the builder, `build(config, is_layer_matrix)`, and the size of the optimizer's state.
 
-    `moments` counts those of matrices in the layers; `moments_elsewhere` those of the rest, as many where it is None.
-    `packed`: they are stored in 8 bits.
+    `moments` is the number of state values per parameter of the matrices in the layers, `moments_elsewhere` that of all
+    other parameters; None: the same number. `packed`: the values are stored in 8 bits.
     """
 
     place: str
@@ -38,10 +37,10 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
     "muon": OptimizerRow("echelon.optimizer.muon:build_muon", moments=1, moments_elsewhere=2),
     "sgd": OptimizerRow("echelon.optimizer.rules:build_sgd", moments=1),
 }
-"""By `optim.name`."""
+"""The optimizers by `optim.name`."""
 
 OPTIMIZER_FROM_OUTSIDE = OptimizerRow("", moments=2)
-"""What is taken of an optimizer that is no row: moments as AdamW has."""
+"""The assumption for an optimizer without a row: as many moments as AdamW."""
 
 _TEXT_SUFFIXES = """
     .txt .text .md .markdown .rst .tex .org .adoc .log .csv .tsv .json .yaml .yml .toml .ini .cfg
@@ -54,10 +53,10 @@ _TEXT_SUFFIXES = """
 
 @dataclass(frozen=True)
 class FormatRow:
-    """Where the reader of a format is, and the suffixes its files have.
+    """The import path of a format's reader, and the suffixes of its files.
 
-    `in_folders`: files of a folder are taken for it by their suffix. Source trees hold .bin and .npy of every kind.
-    `has_records`: its files hold records with named fields, of which a recipe can name those to read.
+    `in_folders`: in a folder, files with these suffixes are read as this format; not so for .bin and .npy, which have
+    many uses. `has_records`: the files hold records with named fields, which a recipe can rename.
     """
 
     place: str
@@ -81,23 +80,23 @@ FORMATS: dict[str, FormatRow] = {
     "npy": FormatRow(f"{_READERS}.ids:NumpyReader", (".npy",), in_folders=False),
     "megatron": FormatRow(f"{_READERS}.megatron:MegatronReader", (".idx",), in_folders=False),
 }
-"""The formats of files, by `data.train[].format`."""
+"""The file formats by `data.train[].format`."""
 
 OBJECTIVES: dict[str, str] = {
     "causal_lm": "echelon.objectives.causal_lm:build_causal_lm",
     "dpo": "echelon.objectives.dpo:build_dpo",
 }
-"""By `objective.name`. Each is called with the recipe's section."""
+"""The objectives by `objective.name`. Each builder is called with the recipe's section."""
 
 
 SYNCHRONIZERS: dict[str, str] = {"every_step": "echelon.sync.every_step:EveryStep"}
-"""By `sync.name`. Each is called with the recipe's section, the replica and the meshes."""
+"""The synchronizers by `sync.name`. Each is called with the recipe's section, the replica and the meshes."""
 
 _UNBUILT_SYNCHRONIZERS = ("local_sgd", "diloco", "parameter_server", "quorum")
 
 
 class OneOf:
-    """Marks a text of a recipe that is one of some names, or `package.module:Name` from outside of echelon."""
+    """Marks a text of a recipe that is one of these names, or `package.module:Name` for code outside echelon."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = list(names)
@@ -124,11 +123,11 @@ ObjectiveName = Annotated[str, OneOf(OBJECTIVES)]
 
 OwnName = Annotated[str, OneOf(())]
 Options = dict[str, Any] | None
-"""What a part of one's own is made with, by the names of its arguments."""
+"""The arguments of a user's own part, by name."""
 
 
 def check_has_options(key: str, name: str, options: Mapping[str, Any] | None) -> None:
-    """Raise ValueError for options of what takes none: a name of echelon's own has keys of its own in the section."""
+    """Raise ValueError for options of a built-in part, which is configured by other keys of the section."""
     if options and not is_extension(name):
         section = key.rpartition(".")[0]
         raise ValueError(

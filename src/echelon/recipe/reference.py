@@ -1,4 +1,4 @@
-"""docs/recipe.md, generated: every key with its type, default and meaning, from the models' own descriptions."""
+"""Generates docs/recipe.md: every key with its type, default and meaning, from the descriptions in the models."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -56,7 +56,7 @@ class _Key:
 
 
 def render_recipe_reference() -> str:
-    """The whole of docs/recipe.md as Markdown."""
+    """Return the Markdown text of docs/recipe.md."""
     schema = recipe_json_schema()
     parts = [_INTRODUCTION]
     for name in schema["properties"]:

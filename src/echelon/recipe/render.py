@@ -1,4 +1,4 @@
-"""A Recipe as text: complete, with every default, and without secrets."""
+"""Renders a Recipe as YAML with all defaults, without secrets."""
 
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,19 @@ from echelon.redaction import find_secrets, redact
 
 
 def render_recipe(recipe: Recipe, hide_secrets: bool = True) -> str:
-    """YAML of the whole recipe, defaults included. `load_recipe` accepts it and gives an equal Recipe, save for
-    hidden secrets."""
+    """Return the recipe as YAML, including defaults. `load_recipe` reads it as an equal Recipe, except for redacted
+    secrets."""
     mapping = recipe_mapping(recipe)
     return render_yaml(redact(mapping) if hide_secrets else mapping)
 
 
 def recipe_mapping(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain values under the names a file uses. Keys that are null by default and unset are left out."""
+    """Return the recipe as plain values, by the keys of a file. Unset keys whose default is null are omitted."""
     return _plain_section(recipe)
 
 
 def find_secret_keys(recipe: Recipe) -> list[str]:
-    """The dotted keys of which `render_recipe` hides the value, or a part of it."""
+    """Return the dotted keys whose value, or a part of it, `render_recipe` redacts."""
     return [dotted(path) for path in find_secrets(recipe_mapping(recipe))]
 
 
@@ -37,7 +37,7 @@ def _plain_section(section: Section) -> dict[str, Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """A value of a recipe as plain mappings, lists, words and numbers."""
+    """Return a value of a recipe as plain mappings, lists, strings and numbers."""
     if isinstance(value, Section):
         return _plain_section(value)
     if isinstance(value, list | tuple):

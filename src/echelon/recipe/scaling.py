@@ -1,4 +1,4 @@
-"""`echelon init --params --tokens`: a recipe for a model size, each value with its rule and source.
+"""`echelon init --params --tokens`: a recipe for a model size, with the rule and source of each value.
 
 Sources, by the names used below:
     GPT-3       Brown et al. 2020, arXiv:2005.14165, table 2.1 and appendix B
@@ -45,7 +45,7 @@ _MAX_WARMUP_FRACTION = 0.05
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of the recipe, and its reason."""
+    """A value of the recipe and the reason for it."""
 
     key: str
     value: Any
@@ -57,7 +57,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ScaledRecipe:
-    """A recipe for a number of parameters and tokens: its shape, its choices by key, and what to know about them."""
+    """A recipe for a number of parameters and tokens: the model shape, the chosen values, and notes for the user."""
 
     arguments: str
     shape: ModelShape
@@ -69,7 +69,7 @@ class ScaledRecipe:
 
 
 def parse_count(option: str, text: str) -> int:
-    """A count such as 1.3b, 350m, 2e9 or 50B. Raises ConfigError naming the option."""
+    """Parse a count such as 1.3b, 350m, 2e9 or 50B. Raises ConfigError with the name of the option."""
     count = read_count(text)
     if count is None:
         raise ConfigError(f"{option} {text} is not a count; write it like 1.3b, 350m or 2e9.")
@@ -77,10 +77,10 @@ def parse_count(option: str, text: str) -> int:
 
 
 def scale_recipe(params: int | None, tokens: int | None, vocab_size: int | None = None) -> ScaledRecipe:
-    """The recipe for a model of about `params` parameters, embeddings included, trained on `tokens` tokens.
+    """Return a recipe for a model of about `params` parameters, including embeddings, trained on `tokens` tokens.
 
-    One of the two may be None: it follows from the other by Chinchilla's 20 tokens per parameter. Raises ConfigError
-    where they, or the vocabulary, are out of range.
+    If one of them is None, it is computed from the other with Chinchilla's 20 tokens per parameter. Raises ConfigError
+    if they or the vocabulary size are out of range.
     """
     notes = []
     if params is None and tokens is None:
@@ -169,7 +169,7 @@ def _sequence_len(params: int) -> Choice:
 
 
 def _search_shape(params: int, vocab_size: int, tied: bool) -> tuple[dict[str, Any], float]:
-    """The config nearest to the published ones, in depth and then in its MLP, that meets `params` within 1 %."""
+    """Return the config within 1 % of `params` that is nearest to published ones, by depth and then by MLP width."""
     target = interpolate(_DEPTHS, params)
     best: tuple[float, dict[str, Any]] = (math.inf, {})
     for width in _widths(params):
@@ -183,7 +183,7 @@ def _search_shape(params: int, vocab_size: int, tied: bool) -> tuple[dict[str, A
 
 
 def _widths(params: int) -> Iterator[int]:
-    """Widths around sqrt(params / 12 layers), of an even number of heads; of a multiple of 8 where 8 share keys."""
+    """Yield hidden sizes near sqrt(params / 12 layers): an even number of heads, a multiple of 8 with shared keys."""
     for width in range(64, 32768, 64):
         step = (
             64 if params < 50e6 else 1024 if params >= 30e9 else 128 if width < 2048 else 256 if width < 4096 else 512
@@ -257,7 +257,7 @@ def _choose_training(shape: ModelShape, tokens: int, sequence_len: int) -> list[
 
 
 def learning_rate(params: int) -> float:
-    """The peak for AdamW, to two digits: GPT-3's table 2.1, interpolated; Kaplan's equation D.1 below its sizes."""
+    """Return AdamW's peak, to two digits: GPT-3's table 2.1, interpolated; Kaplan's equation D.1 for smaller sizes."""
     if params < _LEARNING_RATES[0][0]:
         rate = 0.003239 - 0.0001395 * math.log(params)
     else:
@@ -266,12 +266,12 @@ def learning_rate(params: int) -> float:
 
 
 def best_batch_tokens(compute: float) -> float:
-    """Tokens of the best batch for a compute in FLOPs: 0.2920 C^0.3271 (DeepSeek, equation 1)."""
+    """Return the best batch size in tokens for a compute of C FLOPs: 0.2920 C^0.3271 (DeepSeek, equation 1)."""
     return float(0.2920 * compute**0.3271)
 
 
 def interpolate(table: Sequence[tuple[float, float]], params: float) -> float:
-    """The table's value at a number of parameters, log-linear between its rows and flat beyond them."""
+    """Interpolate a table at a number of parameters: log-linear between its rows, constant outside."""
     sizes = [size for size, _ in table]
     if params <= sizes[0] or params >= sizes[-1]:
         return table[0 if params <= sizes[0] else -1][1]
@@ -282,13 +282,13 @@ def interpolate(table: Sequence[tuple[float, float]], params: float) -> float:
 
 
 def round_down(value: float) -> int:
-    """The largest 1, 2 or 5 times a power of ten that is not above a value of 1 or more."""
+    """Return the largest number of the form 1, 2 or 5 times a power of ten that is at most `value`; `value` >= 1."""
     power = 10 ** math.floor(math.log10(max(1.0, value)))
     return int(max(factor for factor in (1, 2, 5) if factor * power <= max(1.0, value)) * power)
 
 
 def show_count(value: float) -> str:
-    """A count as it would be typed: 1.3b, 350m."""
+    """Format a count as a user would type it: 1.3b, 350m."""
     for suffix in ("t", "b", "m", "k"):
         if value >= SUFFIXES[suffix]:
             return f"{value / SUFFIXES[suffix]:.3g}{suffix}"
@@ -352,7 +352,7 @@ _SECTIONS = {
 
 
 def render_scaled(scaled: ScaledRecipe, name: str, file: str = "recipe.yaml", text_path: str = "corpus") -> str:
-    """YAML of the recipe, with the rule behind each value beside it."""
+    """Return the YAML of the recipe, with the rule for each value as a comment."""
     choices = {choice.key: choice for choice in scaled.choices}
 
     def lines(section: str) -> str:

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, counted in steps or in the tokens fed before it."""
+"""The learning rate as a pure function of the step, or of the number of tokens trained on before it."""
 
 import math
 from collections.abc import Callable
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from echelon.recipe import OptimConfig
 
 Schedule = Callable[[int], float]
-"""The learning rate of a step, counted from 0."""
+"""Returns the learning rate of a step; steps are counted from 0."""
 
 
 @dataclass(frozen=True)
 class _Course:
-    """The positions at which a schedule changes, in its unit: steps or tokens."""
+    """The positions at which the schedule changes, in its unit: steps or tokens."""
 
     warmup: int
     last: int
-    """Where the last step begins."""
+    """The start of the last step."""
     total: int
-    """Where it ends."""
+    """The end of the last step."""
 
 
 def build_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> Schedule:
-    """The learning rate of each step: a linear warm-up to the peak, then the decay of `config.schedule`.
+    """Return the function from a step to its learning rate: linear warm-up to the peak, then `config.schedule`.
 
-    The position of a step is its number, or, with `schedule_unit: tokens`, the tokens fed before it. A step of the
+    The position of a step is its index, or, with `schedule_unit: tokens`, the number of tokens before it. A step of the
     warm-up has the fraction of the peak that the warm-up reaches at the end of the step, so the rate of the first step
     is above 0; the first step after the warm-up has the peak. The last step and steps beyond it have exactly
     `min_learning_rate_fraction` of the peak, except under `constant`, which does not decay, and `inverse_sqrt`, which
@@ -50,7 +50,7 @@ def build_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedule
 
 
 def find_fault(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> str | None:
-    """The message for a schedule that does not fit a run of this length; None if it fits."""
+    """Return an error message if the schedule does not fit a run of this length, otherwise None."""
     course = _find_course(config, num_steps, batches)
     unit, total = config.schedule_unit, course.total
     given = f"optim.warmup_{unit}={course.warmup}"
@@ -70,10 +70,10 @@ def find_fault(config: "OptimConfig", num_steps: int, batches: BatchSchedule) ->
 
 
 def find_warmup(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> int:
-    """How long the warm-up of a run of this length is, in `schedule_unit`.
+    """Return the length of the warm-up for a run of this length, in `schedule_unit`.
 
-    A fraction is rounded up, as `transformers` does (`TrainingArguments.get_warmup_steps`), but taken as the decimal it
-    is written as: 0.07 of 100 steps are 7, where binary makes 7.000000000000001 of it, and so 8.
+    A fraction is rounded up, as in `transformers` (`TrainingArguments.get_warmup_steps`), but in decimal arithmetic:
+    0.07 of 100 steps are 7, while binary floating point gives 7.000000000000001, rounded up to 8.
     """
     total = _place(config, batches)(num_steps)
     if config.warmup_fraction is not None:
@@ -82,7 +82,7 @@ def find_warmup(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -
 
 
 def render_schedule(config: "OptimConfig", num_steps: int, batches: BatchSchedule) -> str:
-    """The message with the learning rate at 0, 25, 50, 75 and 100 % of the run's steps."""
+    """Return a line for the user with the learning rate at 0, 25, 50, 75 and 100 % of the steps."""
     rate, course = build_schedule(config, num_steps, batches), _find_course(config, num_steps, batches)
     steps = sorted({round(share * (num_steps - 1)) for share in (0, 0.25, 0.5, 0.75, 1)})
     unit = f" ({course.total:,} tokens)" if config.schedule_unit == "tokens" else ""
@@ -101,12 +101,12 @@ def _find_course(config: "OptimConfig", num_steps: int, batches: BatchSchedule) 
     return _Course(find_warmup(config, num_steps, batches), place(num_steps - 1), place(num_steps))
 
 
-# Each fall: from the recipe and the course to the share of the peak at a place behind the warm-up.
+# Each decay: the fraction of the peak at a position after the warm-up.
 _Fall = Callable[[int], float]
 
 
 def _progress(course: _Course) -> _Fall:
-    """0 where the warm-up ends, 1 where the last step begins, and beyond."""
+    """The fraction of the decay that is done: 0 at the end of the warm-up, 1 from the start of the last step on."""
     span = max(1, course.last - course.warmup)
     return lambda place: min(1.0, (place - course.warmup) / span)
 
@@ -125,12 +125,12 @@ def _polynomial(config: "OptimConfig", course: _Course) -> _Fall:
 
 
 def _constant(config: "OptimConfig", course: _Course) -> _Fall:
-    """The peak to the end."""
+    """The peak, until the end."""
     return lambda place: 1.0
 
 
 def _inverse_sqrt(config: "OptimConfig", course: _Course) -> _Fall:
-    """sqrt(warm-up / place), never below the floor (Vaswani et al. 2017, section 5.3)."""
+    """sqrt(warm-up / position), at least the minimum (Vaswani et al. 2017, section 5.3)."""
     floor = config.min_learning_rate_fraction
     return lambda place: max(floor, math.sqrt(course.warmup / place))
 

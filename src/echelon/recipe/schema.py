@@ -1,4 +1,4 @@
-"""The JSON schema of a recipe, by which editors complete and check one."""
+"""The JSON schema of a recipe, with which editors complete and check recipes."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from echelon.recipe.document import Recipe
 
 
 def recipe_json_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of a recipe file, with every key's description; other tools' spellings left out.
+    """Return the JSON schema (draft 2020-12) of a recipe file, with descriptions, without spellings of other tools.
 
     For editors: `# yaml-language-server: $schema=recipe.schema.json` as the first line of a recipe.
     """

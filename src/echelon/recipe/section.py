@@ -1,4 +1,4 @@
-"""What every section of a recipe shares: frozen, unknown keys refused, exact types, hashable by content."""
+"""The base class of a recipe's sections: frozen, no unknown keys, exact types, hashable by content."""
 
 import re
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ PathOrText = TypeVar("PathOrText", Path, str)
 
 
 class Section(BaseModel):
-    """One mapping of the recipe. Values cannot be reassigned; equal sections have equal hashes."""
+    """A mapping in the recipe. Values cannot be reassigned; equal sections have equal hashes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
     def __hash__(self) -> int:
-        # Pydantic's own hash of a frozen model fails on the free mappings (model.config, launch, profile).
+        # Pydantic's hash of a frozen model fails for free mappings (model.config, launch, profile).
         return hash((type(self), _hashable(self.__dict__)))
 
 
@@ -48,7 +48,7 @@ _COUNT = re.compile(r"(\d+(?:_\d+)*(?:\.\d*)?(?:e\+?\d{1,2})?) ?([kmbt]?)", re.I
 
 
 def read_count(text: str) -> Fraction | None:
-    """The number that a text such as `2B`, `1.3b`, `350m` or `2e9` says, exactly; None where it says none.
+    """Return the exact number in a text such as `2B`, `1.3b`, `350m` or `2e9`; None if it is not a number.
 
     The suffixes are decimal: K, M, B and T are a thousand, a million, a billion and a trillion.
     """
@@ -60,13 +60,13 @@ def _count_of_text(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     count = read_count(value)
-    # Digits alone are a number, which stands without quotes.
+    # Digits without a suffix must be written as a number, without quotes.
     if count is None or count.denominator != 1 or value[-1:].isdigit():
         raise PydanticCustomError("token_count", "a count of tokens")
     return int(count)
 
 
-# Pydantic's default is to turn "5" into 5 and true into 1. A recipe says what it means: only 2e9 becomes 2000000000.
+# By default pydantic converts "5" to 5 and true to 1. Here, the only conversion is of a whole float such as 2e9.
 _FromWholeFloat = BeforeValidator(_integer_when_whole)
 
 
@@ -77,7 +77,7 @@ def _is_a_path(value: PathOrText, info: ValidationInfo) -> PathOrText:
 
 
 def check_folder_name(key: str, name: str) -> str:
-    """The name, where it can be a folder's on every system. Raises ValueError naming the key."""
+    """Return the name if it is a valid folder name on every system. Raises ValueError with the key otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ValueError(
             f"{key}={name!r} must be a plain folder name; use letters, digits, '.', '_' and '-', and a letter or digit "

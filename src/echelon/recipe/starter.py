@@ -1,4 +1,4 @@
-"""The recipe that `echelon init` writes: commented, small, and ready to train on one's own text."""
+"""The recipe that `echelon init` writes: commented, small, and ready to train on the user's text."""
 
 from echelon.recipe.yaml_text import render_inline
 
@@ -50,5 +50,5 @@ checkpoint:
 
 
 def render_starter(name: str = "my-run", text_path: str = "text.txt") -> str:
-    """YAML of a recipe that trains a small Llama from scratch on `text_path`, with a comment on each choice."""
+    """Return the YAML of a recipe that trains a small Llama from scratch on `text_path`, with comments."""
     return _STARTER.format(name=render_inline(name), path=render_inline(text_path), file="recipe.yaml")

@@ -25,7 +25,7 @@ EngineName = Literal["native", "deepspeed", "horovod", "smp", "tensorflow"]
 
 
 class BatchRampConfig(Section):
-    """A global batch that grows with the tokens seen, in the unit of the batch key: tokens, or sequences."""
+    """A global batch that grows during training. Sizes have the unit of the batch key: tokens or sequences."""
 
     start: Tokens = Field(alias="from", description="Global batch at the start.")
     to: Tokens | None = Field(
@@ -38,7 +38,7 @@ class BatchRampConfig(Section):
 
 
 class CallbackConfig(Section):
-    """Code of your own that is told of a run while it trains. Its name alone is enough."""
+    """A callback of your own, called during training. Without options its name is enough."""
 
     name: OwnName = Field(description="The callback: `package.module:Name`.")
     options: Options = Field(None, description="Its arguments, by their names.")
@@ -98,7 +98,7 @@ class TrainConfig(Section):
 
     @property
     def batch_key(self) -> str:
-        """The key that sets the global batch."""
+        """The key that sets the global batch size."""
         return next(key for key in BATCH_KEYS if getattr(self, key) is not None)
 
     @model_validator(mode="after")
@@ -233,7 +233,7 @@ class OptimConfig(Section):
 
     @property
     def warms_up(self) -> bool:
-        """Whether there is a warm-up, of whatever length."""
+        """Whether there is a warm-up."""
         return bool(self.warmup_steps or self.warmup_tokens or self.warmup_fraction)
 
 

@@ -1,7 +1,7 @@
-"""Recipe keys whose features are not built yet: one table, with one message each.
+"""Recipe keys whose features are not built yet.
 
-The schema is complete from the start, so recipes written today stay valid. A row names a key, the values that work
-besides the key's default, and what is possible now. Building a feature deletes its row, or a word of it.
+The schema includes planned features, so that recipes stay valid. A row has a key, the values that work besides its
+default, and what is possible now. Whoever builds a feature deletes its row or a word of it.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from echelon.redaction import redact
 
 @dataclass(frozen=True)
 class Unbuilt:
-    """A key of which only the default and the values `built` work."""
+    """A key for which only the default and the values in `built` work."""
 
     key: str
     possible: str
     built: tuple[Any, ...] = ()
     admits_own: bool = False
-    """Whether `package.module:Name` works too."""
+    """Whether `package.module:Name` works as well."""
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
@@ -46,7 +46,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
 
 
 def check_built(recipe: Recipe) -> None:
-    """Raise ConfigError for the first key that needs a feature that is not built, with the values that work."""
+    """Raise ConfigError for the first key whose value is not built yet, with the values that work."""
     fields = recipe_keys(Recipe)
     for row in UNBUILT:
         default = fields[row.key].get_default(call_default_factory=True)

@@ -1,4 +1,4 @@
-"""YAML for recipes: 2e9 is a number, `no` is a string, keys are unique, and the line of every key is known."""
+"""YAML for recipes: 2e9 is a number, `no` is a string, keys are unique, and each key has a line number."""
 
 import math
 import re
@@ -16,7 +16,7 @@ MAX_DEPTH = 100
 MAX_DIGITS = 40
 
 _TAG = "tag:yaml.org,2002:"
-# (type, pattern, the characters it may start with): the scalars of YAML 1.2, and `<<` for merging an anchored mapping.
+# (type, pattern, possible first characters): the scalars of YAML 1.2, and `<<` to merge an anchored mapping.
 _SCALARS = (
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -28,7 +28,7 @@ _SCALARS = (
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """PyYAML reads YAML 1.1, where 2e9 and 3e-4 are words, and `no` and 1:30 are not."""
+    """Reads scalars as YAML 1.2. In PyYAML's YAML 1.1, 2e9 and 3e-4 are strings, `no` is a boolean, 1:30 a number."""
 
     def construct_whole(self, node: yaml.ScalarNode) -> int:
         digits = node.value.replace("_", "")
@@ -40,14 +40,14 @@ class _RecipeLoader(yaml.SafeLoader):
 
 
 class _RecipeDumper(yaml.SafeDumper):
-    """Quotes every word that YAML 1.1 or 1.2 would read as something else, so both read the same."""
+    """Quotes every string that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 class _DocumentDumper(_RecipeDumper):
-    """Text of several lines stands as it is, below a `|`."""
+    """Writes strings of several lines as a block after `|`."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar(_TAG + "str", text, style="|" if "\n" in text else None)
@@ -70,10 +70,10 @@ _RecipeLoader.add_constructor(_TAG + "float", _RecipeLoader.construct_decimal)
 
 
 def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
-    """The value of a YAML document, and for each key in it where it stands: `recipe.yaml, line 3`.
+    """Return the value of a YAML document, and the position of each key: `recipe.yaml, line 3`.
 
-    Raises ConfigError, naming `source` and the line, for text that is not YAML, a key given twice, a tag that would
-    make an object, and for what is deeper or, with its anchors written out, longer than any recipe.
+    Raises ConfigError, with `source` and the line, for invalid YAML, a key given twice, a tag that would construct an
+    object, nesting deeper than MAX_DEPTH, and more than MAX_PLACES entries after anchors are expanded.
     """
     try:
         loader = _RecipeLoader(text)
@@ -92,12 +92,12 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
 
 
 def render_yaml(value: Any) -> str:
-    """YAML text of plain values, keys in the order given; `parse_yaml` reads it back unchanged."""
+    """Return plain values as YAML text, with keys in their order. `parse_yaml` returns the same values."""
     return _dump(value, default_flow_style=None, width=100)
 
 
 def render_documents(values: Sequence[Any]) -> str:
-    """Several plain values as the documents of one YAML text, an entry a line, for the tools of others to read."""
+    """Return several plain values as the documents of one YAML text in block style, for other tools."""
     text: str = yaml.dump_all(
         values, Dumper=_DocumentDumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=1_000_000
     )
@@ -105,17 +105,17 @@ def render_documents(values: Sequence[Any]) -> str:
 
 
 def render_inline(value: Any) -> str:
-    """YAML text of a value on one line."""
+    """Return a value as YAML on one line."""
     return _dump(value, default_flow_style=True, width=1_000_000).removesuffix("...\n").strip()
 
 
 def show_value(value: Any) -> str:
-    """A value as the user would write it, cut where it is longer than a line: for messages."""
+    """Return a value as the user would write it, shortened to a line, for messages."""
     return shorten(render_inline(value))
 
 
 def shorten(text: str) -> str:
-    """A text cut where it is longer than a line."""
+    """Shorten a text that is longer than a line."""
     return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
 
 
@@ -128,7 +128,7 @@ def _dump(value: Any, default_flow_style: bool | None, width: int) -> str:
 
 
 def _unshared(value: Any) -> Any:
-    """A copy in which no two places share an object, as anchors make them: changing one must not change another."""
+    """Return a copy without shared objects. YAML anchors share them, so a change of one would change the others."""
     if isinstance(value, dict):
         return {key: _unshared(item) for key, item in value.items()}
     return [_unshared(item) for item in value] if isinstance(value, list) else value
@@ -166,7 +166,7 @@ def _find_origins(loader: _RecipeLoader, root: yaml.Node, source: str) -> dict[K
 
 
 def _find_fault(node: yaml.Node, around: tuple[yaml.Node, ...], num_places: int) -> str | None:
-    """What keeps a node from being a plain value in a recipe of human size."""
+    """Return why a node is not a plain value of an acceptable size, or None."""
     if node in around:
         return "this anchor contains itself"
     if len(around) > MAX_DEPTH:
