@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import echelon
+from echelon.cli import main
 from echelon.data.tokenizer import build_bytes_tokenizer, train_tokenizer
 from echelon.errors import ConfigError
 from echelon.inference.generate import RowNoise, Sampling, TextStream, build_processors, generate_samples, read_prompts
@@ -148,3 +149,24 @@ def test_a_string_gives_a_string_and_a_list_gives_a_list(folder):
         echelon.generate(folder, PROMPTS[0], num_samples=2)
     with pytest.raises(ConfigError, match=r"system='x' requires chat=True"):
         echelon.generate(folder, PROMPTS[0], system="x")
+
+
+def test_several_samples_have_headers_and_a_single_one_is_bare_text(folder, tmp_path, capsys, monkeypatch):
+    def shown(*options):
+        options = (str(folder), *options, "--max-tokens", "3", "--temperature", "0")
+        monkeypatch.setattr("sys.argv", ["echelon", "generate", *options])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    first, second = texts(folder, [(long := "The café serves naïve résumés, " * 3), "a"], max_tokens=3)
+    (tmp_path / "prompts.txt").write_text(f"{long}\na\n", encoding="utf-8")
+    assert shown("--prompt", "a") == f"{second}\n"
+    assert shown("--prompt", "a", "--num-samples", "2") == (
+        f"=== sample 1 of 2: a ===\n{second}\n=== sample 2 of 2: a ===\n{second}\n"
+    )
+    start = "The café serves naïve résumés, The café serves naïve..."
+    every = f"=== prompt 1 of 2: {start} ===\n{first}\n=== prompt 2 of 2: a ===\n{second}\n"
+    for options in ((), ("--stream",)):
+        assert shown("--prompts", str(tmp_path / "prompts.txt"), *options) == every

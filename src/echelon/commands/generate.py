@@ -1,10 +1,11 @@
 """`echelon generate`: sample from a run or an HF folder."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,9 @@ from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
     from echelon.inference.generate import Sample
+
+# Characters of a prompt in the header of its samples.
+_HEADER_WIDTH = 60
 
 
 def generate(
@@ -84,10 +88,23 @@ def generate(
         target, [each["prompt"] for each in records], sampling, checkpoint, batch_size, write, chat
     )
     if plain:
-        for sample in samples:
+        for header in _headers([each["prompt"] for each in records], num_samples):
+            if header:
+                show(header)
+            sample = next(samples)
             show("" if streams else sample.text)
     else:
         _write_samples(samples, records, num_samples, out)
+
+
+def _headers(prompts: Sequence[str], num_samples: int) -> Iterator[str]:
+    """Yield the line above each sample; empty if there is only one, so that a script gets the bare text."""
+    for number, prompt in enumerate(prompts, 1):
+        start = shorten(prompt, _HEADER_WIDTH, placeholder="...")
+        for sample in range(1, num_samples + 1):
+            places = [f"prompt {number} of {len(prompts)}"] if len(prompts) > 1 else []
+            places += [f"sample {sample} of {num_samples}"] if num_samples > 1 else []
+            yield f"=== {', '.join(places)}: {start} ===" if places else ""
 
 
 def _read_records(prompt: str | None, path: Path | None) -> list[dict[str, Any]]:
