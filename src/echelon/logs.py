@@ -1,15 +1,17 @@
-"""Handlers for the records of echelon's loggers: a console for people, and a log file of each rank.
+"""Handlers for the records of echelon's loggers: a console for people, a copy of it in a file, and a log of each rank.
 
 Every module logs under its own name, `logging.getLogger(__name__)`. Imported as a library, echelon installs no handler:
 the caller handles the records, with `log_to_console` or own handlers.
 """
 
+import io
 import logging
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TextIO
 
 from echelon.redaction import redact_text
@@ -73,6 +75,28 @@ class _StdoutHandler(_StreamHandler):
         return sys.stdout
 
 
+class _ConsoleCopy(_StreamHandler):
+    """Collects the console's lines in memory until it gets a file, to which it appends them and all that follow."""
+
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+
+    def write_to(self, path: Path) -> None:
+        """Append to this file from now on, if it can be opened; a second call changes nothing."""
+        if not isinstance(self.stream, io.StringIO):
+            return
+        with suppress(OSError):  # a disk that cannot keep the console may still keep the checkpoints
+            collected = self.stream.getvalue()
+            self.setStream(_open_to_append(path))
+            self.write(collected)
+
+    def write(self, text: str) -> None:
+        """Append text that is not a log record."""
+        with suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
+
+
 def log_to_console(level: int = logging.INFO, console: TextIO | None = None) -> None:
     """Show echelon's log messages from `level` on as lines on `console`; None: stdout. For commands and notebooks.
 
@@ -82,16 +106,48 @@ def log_to_console(level: int = logging.INFO, console: TextIO | None = None) -> 
     _install([_console_handler(_StdoutHandler() if console is None else _StreamHandler(console), level, None)])
 
 
-def log_as_rank(rank: int, log: TextIO, console: TextIO | None = None, level: int = logging.INFO) -> None:
-    """Write this rank's log messages to its log file, and from `level` on to `console`, if given.
+def log_as_rank(
+    rank: int, log: TextIO, console: TextIO | None = None, level: int = logging.INFO, copy: Path | None = None
+) -> None:
+    """Write this rank's log messages to its log file, from `level` on to `console`, and to `copy`, the file that keeps
+    the console, if given.
 
-    A line of the log file starts with time, level, rank and logger; the file has at least everything from INFO on,
+    A line of the log file starts with time, level, rank and logger. Both files have at least everything from INFO on,
     whatever `level` is. Replaces the handlers of an earlier call.
     """
     handlers = [_set_up(_StreamHandler(log), min(level, logging.INFO), rank, _detailed(rank))]
     if console is not None:
         handlers.append(_console_handler(_StreamHandler(console), level, rank))
     _install(handlers)
+    if copy is not None:
+        keep_console_in(copy, rank)
+
+
+def keep_console(rank: int | None = None) -> None:
+    """Collect the lines of the console from now on, for `keep_console_in`; also INFO lines that a quiet console omits.
+
+    Call it after `log_to_console`, which ends it.
+    """
+    if _find_copy() is None:
+        level = min(_logger.level or logging.INFO, logging.INFO)
+        _logger.addHandler(_console_handler(_ConsoleCopy(), level, rank))
+        _logger.setLevel(level)
+
+
+def keep_console_in(path: Path, rank: int | None = None) -> None:
+    """Append the collected lines, and all that follow, to a file that several processes may append to.
+
+    Without an earlier `keep_console` or `keep_console_in`, only what follows.
+    """
+    keep_console(rank)
+    if (copy := _find_copy()) is not None:
+        copy.write_to(path)
+
+
+def keep_line(line: str) -> None:
+    """Add a line that was printed without a logger to the kept console, if it is kept; with secrets redacted."""
+    if (copy := _find_copy()) is not None:
+        copy.write(f"{redact_text(line)}\n")
 
 
 @contextmanager
@@ -108,6 +164,15 @@ def warnings_only(name: str) -> Iterator[None]:
 
 def _console_handler(handler: logging.Handler, level: int, rank: int | None) -> logging.Handler:
     return _set_up(handler, level, rank, _detailed(rank) if level <= logging.DEBUG else "%(message)s")
+
+
+def _find_copy() -> _ConsoleCopy | None:
+    return next((each for each in _logger.handlers if isinstance(each, _ConsoleCopy)), None)
+
+
+def _open_to_append(path: Path) -> TextIO:
+    # Each line is one write, so lines of two processes do not mix.
+    return path.open("a", buffering=1, encoding="utf-8")
 
 
 def _set_up(handler: logging.Handler, level: int, rank: int | None, line: str) -> logging.Handler:

@@ -48,7 +48,7 @@ def test_from_text_to_a_model_that_transformers_loads(echelon, tmp_path):
     ending = echelon("train", "recipe.json", "train.steps=7", "evaluate.batches=2", "--nproc", "2")
     assert ending.code == 0 and "Resuming from step-00000003" in ending.out
     for line in (
-        ", all trained\n", "training: 7 steps, 28 sequences of 32 tokens, ", "run folder: runs/tiny\n", "done: 7 steps in ",
+        ", all trained\n", " sequences\n", "training: 7 steps, 28 sequences of 32 tokens, ", "run folder: runs/tiny\n", "done: 7 steps in ",
         "best held-out loss ", "next: echelon eval runs/tiny\n", "next: echelon export runs/tiny tiny-exported\n",
     ):  # fmt: skip
         assert line in ending.out

@@ -1,10 +1,15 @@
-"""The log output of a real run with two processes: on the console with --quiet and --verbose, and in the rank logs."""
+"""The log output of a real run with two processes: on the console with --quiet and --verbose, and in its log files."""
 
+import os
+import pty
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
-from command import CommandLine, assert_no_orphan, write_recipe
+from command import LAUNCHER_KEYS, CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -26,11 +31,19 @@ def records(text):
     return [match.groups() for line in text.splitlines() if (match := RECORD.fullmatch(line))]
 
 
+def kept_console(folder):
+    """The lines of the console that the run has kept."""
+    return (folder / "runs" / "tiny" / "logs" / "console.log").read_text().splitlines()
+
+
 def test_a_quiet_run_prints_nothing_but_logs_everything(echelon, tmp_path):
     ending = echelon("train", "recipe.json", "--nproc", "2", "-q")
     assert (ending.code, ending.out, ending.err) == (0, "", "")
     log = records((tmp_path / "runs" / "tiny" / "logs" / "rank-00000.log").read_text())
     steps = [message for _, _, name, message in log if name == "echelon.reporting.journal" and "step" in message]
+    kept = kept_console(tmp_path)
+    assert [line for line in kept if line.startswith("step ")] == [each for each in steps if each.startswith("step ")]
+    assert "run folder: runs/tiny" in kept, "what this process logged before rank 0 did"
     assert len(steps) >= 6 and {(level, rank) for level, rank, *_ in log} == {("INFO", "0")}
 
 
@@ -39,8 +52,61 @@ def test_a_verbose_run_prints_time_rank_and_logger(echelon, tmp_path):
     assert ending.code == 0
     shown = records(ending.out)
     assert len(shown) == len(ending.out.splitlines()), "every line is a record"
+    assert kept_console(tmp_path) == ending.out.splitlines()
     assert {rank for _, rank, *_ in shown} == {None, "0"}
     assert {level for level, *_ in shown} == {"DEBUG", "INFO"}
     for rank in range(2):
         log = records((tmp_path / "runs" / "tiny" / "logs" / f"rank-{rank:05d}.log").read_text())
         assert ("DEBUG", str(rank), "echelon.distributed.runtime") in {each[:3] for each in log}
+
+
+PATIENCE = 300
+LONG = {"train": {"steps": 400}, "checkpoint": {"every_steps": 20}}
+
+
+@pytest.mark.slow
+def test_restarts_and_resumes_append_each_line_once_and_in_order(echelon, tmp_path):
+    write_recipe(tmp_path, **LONG)
+    process = start("train", "recipe.json", "--nproc", "2")
+    await_line(tmp_path / "runs/tiny/logs/rank-00000.log", "step 25/", process, PATIENCE)
+    [started] = [row for row in read_lines(tmp_path / "runs/tiny/events.jsonl") if row["event"] == "start"]
+    os.kill(started["pids"]["1"], signal.SIGKILL)
+    await_line(tmp_path / "runs/tiny/events.jsonl", '"event": "resume"', process, PATIENCE)
+    process.send_signal(signal.SIGTERM)
+    first = finish(process, PATIENCE)
+    second = finish(start("train", "recipe.json", "--nproc", "2"), PATIENCE)
+    assert (first.code, second.code) == (3, 0), first.err + second.err
+    shown = [*first.out.splitlines(), *first.err.splitlines(), *second.out.splitlines()]
+    assert kept_console(tmp_path) == shown
+    assert sum(line.startswith("restart 1 of ") for line in shown) == 1
+    assert sum(line.startswith("echelon: stopped by SIGTERM") for line in shown) == 1
+
+
+@pytest.mark.slow
+def test_a_broken_pipe_loses_no_line_of_the_kept_console(echelon, tmp_path):
+    process = start("train", "recipe.json", "--nproc", "1")
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(timeout=PATIENCE) == 0
+    kept = kept_console(tmp_path)
+    assert [line.split()[1] for line in kept if line.startswith("step ")] == [f"{step}/6" for step in range(1, 7)]
+    assert kept[-1].startswith("next: echelon export")
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_loses_no_line_of_the_kept_console(echelon, tmp_path):
+    write_recipe(tmp_path, **LONG)
+    terminal, ours = pty.openpty()
+    env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
+    command = [sys.executable, "-m", "echelon", "train", "recipe.json", "--nproc", "1"]
+    hold = f"import fcntl, os, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv({command[0]!r}, {command!r})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=ours, stdout=ours, stderr=ours, env=env, start_new_session=True
+    )
+    os.close(ours)
+    try:
+        await_line(tmp_path / "runs/tiny/logs/console.log", "step 5/", process, PATIENCE)
+    finally:
+        os.close(terminal)  # the kernel sends SIGHUP to the terminal's processes
+    assert process.wait(timeout=PATIENCE) == 1
+    assert kept_console(tmp_path)[-1] == "echelon: stopped by SIGHUP"

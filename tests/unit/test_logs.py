@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from echelon.cli import app, main
 from echelon.errors import ConfigError
-from echelon.logs import RankFilter, log_as_rank, log_to_console
+from echelon.logs import RankFilter, keep_console, keep_console_in, keep_line, log_as_rank, log_to_console
 from echelon.supervise.launch_environment import find_log_level
 
 LOGGER = logging.getLogger("echelon.data.prepare")
@@ -80,6 +80,40 @@ def test_secrets_are_redacted():
     log_to_console(console=console)
     LOGGER.info("using %s", "hf_abcDEF0123456789abcdeFGH")
     assert console.getvalue() == "using ***\n"
+
+
+def test_a_kept_console_has_what_came_before_its_file_and_what_a_quiet_console_omits(tmp_path):
+    console, path = Stream(), tmp_path / "console.log"
+    path.write_text("an earlier start\n")
+    log_to_console(logging.WARNING, console)
+    keep_console()
+    LOGGER.info("early")
+    keep_console_in(path)
+    keep_console_in(tmp_path / "another.log")  # an agent does it before every attempt
+    LOGGER.warning("hf_abcDEF0123456789abcdeFGH")
+    keep_line("echelon: it ended with hf_abcDEF0123456789abcdeFGH")
+    LOGGER.debug("not shown")
+    assert path.read_text() == "an earlier start\nearly\n***\nechelon: it ended with ***\n"
+    assert console.getvalue() == "***\n" and not (tmp_path / "another.log").exists()
+    log_to_console(console=console)
+    LOGGER.info("later")
+    keep_line("later")
+    assert "later" not in path.read_text()
+
+
+def test_rank_0_keeps_its_console(tmp_path):
+    log, console, path = Stream(), Stream(), tmp_path / "console.log"
+    log_as_rank(0, log, console, copy=path)
+    LOGGER.info("news")
+    assert path.read_text() == console.getvalue() == "news\n"
+
+
+def test_a_file_that_cannot_be_opened_ends_nothing(tmp_path):
+    console = Stream()
+    log_to_console(console=console)
+    keep_console_in(tmp_path / "missing" / "console.log")
+    LOGGER.info("news")
+    assert console.getvalue() == "news\n"
 
 
 def test_handlers_of_the_caller_are_kept_and_can_show_the_rank():

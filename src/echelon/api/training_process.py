@@ -33,7 +33,7 @@ from echelon.errors import (
     explain_storage_error,
     render_traceback,
 )
-from echelon.logs import log_to_console
+from echelon.logs import keep_console, keep_line, log_to_console
 from echelon.recipe import Recipe, build_recipe
 from echelon.recipe.render import recipe_mapping
 from echelon.stopping import stops_told
@@ -186,6 +186,7 @@ def main() -> None:
     caller, answer = sys.argv[1:]
     start_watchdog(int(caller))
     log_to_console(find_log_level())
+    keep_console()
     request = json.load(sys.stdin)
     recipe, _ = build_recipe(request["recipe"])
     try:
@@ -197,6 +198,8 @@ def main() -> None:
         message = explain_storage_error(error, recipe.run.dir)
         fault = f"{type(error).__name__}: {error}; this is a fault in echelon:\n{render_traceback(error)}"
         ending = _with(EchelonError, message or fault)
+    if ending.error is not None:
+        keep_line(f"echelon: {ending.message}")
     write_json(Path(answer), asdict(ending))
 
 

@@ -1,10 +1,11 @@
 """Output of commands: results, errors, and logging to stderr."""
 
 import sys
+from contextlib import suppress
 
 import typer
 
-from echelon.logs import log_to_console
+from echelon.logs import keep_line, log_to_console
 from echelon.redaction import redact_text
 from echelon.supervise.launch_environment import find_log_level
 
@@ -16,8 +17,11 @@ def show(line: str) -> None:
 
 
 def complain(message: str) -> None:
-    """Print an error to stderr, with the prefix `echelon: ` and with secrets redacted."""
-    typer.echo(f"echelon: {redact_text(message)}", err=True)
+    """Print an error to stderr, with the prefix `echelon: ` and with secrets redacted; also to a kept console."""
+    line = f"echelon: {redact_text(message)}"
+    keep_line(line)
+    with suppress(OSError):  # a closed terminal must not change the exit code
+        typer.echo(line, err=True)
 
 
 def log_to_stderr() -> None:

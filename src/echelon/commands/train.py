@@ -13,6 +13,7 @@ import typer
 from echelon.commands.arguments import NprocOption, OverridesArgument, RecipeArgument, parse_nproc, read_recipe
 from echelon.commands.terminal import complain
 from echelon.errors import ConfigError, EchelonError, explain_storage_error, render_traceback
+from echelon.logs import keep_console
 from echelon.stopping import STOP_SIGNALS, stops_told
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def train(
     num_processes = parse_nproc(nproc)
     group = _read_group(nodes, rendezvous, interface)
     role = "agent" if group is not None else launch_role()
+    if role != "agent":  # of several machines: rank 0's machine keeps the console
+        keep_console()
     recipe = _read_as_rank(recipe_path, overrides) if role == "worker" else read_recipe(recipe_path, overrides)
     keep_hub_cache_beside(recipe.run.dir)
     with _faults_logged(recipe.run.dir / "logs" / "parent.log"):

@@ -17,6 +17,7 @@ from echelon.hardware.detection import detect_cluster, detect_launched_cluster
 from echelon.lifecycle.apart import await_ready, mark_ready, receive_run, send_run
 from echelon.lifecycle.fetching import announce_commits, await_fetched, fetch_announced
 from echelon.lifecycle.setup import PreparedRun, digest_run, prepare_run
+from echelon.logs import keep_console_in, keep_line
 from echelon.recipe import Recipe
 from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stopping import StopRequest
@@ -213,7 +214,10 @@ def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) 
     if not outcome.secondary and (rank == 0 or outcome.code not in (REFUSED, STOPPED)):
         ending = _describe_ending(folder, Outcome(outcome.code, outcome.message))
         if ending.message:
-            errors.write(f"echelon: {ending.message}\n")
+            line = f"echelon: {ending.message}"
+            errors.write(f"{line}\n")
+            keep_console_in(folder.console_path, rank)
+            keep_line(line)
     errors.flush()
     return Outcome(outcome.code)
 
@@ -268,7 +272,9 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun
         if (place := find_host_dir()) is not None:
             write_outcome(place, report(0, error.exit_code, str(error), final=is_final(error)))
         else:
-            print(f"echelon: {error}", file=sys.stderr, flush=True)
+            line = f"echelon: {error}"
+            print(line, file=sys.stderr, flush=True)
+            keep_line(line)
         return Outcome(error.exit_code)
     finally:
         store.set(_READY_KEY, json.dumps(word))

@@ -12,6 +12,7 @@ from echelon.errors import ConfigError, EchelonError, PlanError
 from echelon.hardware.accelerators import Cluster
 from echelon.lifecycle.extension_checks import check_extensions
 from echelon.lifecycle.model_checks import check_model, check_weights, find_model_fields
+from echelon.logs import keep_console_in
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
 from echelon.planner.model_shape import ModelShape
@@ -83,6 +84,7 @@ def prepare_run(
         catch_up(recipe, folder)
         remote.send_rest(folder)
         return None
+    keep_console_in(folder.console_path)
     with _unlocked_by_failure(folder):
         remote.claim(folder)
         check_trackers(recipe)
@@ -162,18 +164,15 @@ def _describe_start(
 
 def _describe_size(recipe: Recipe, shape: ModelShape, plan: ParallelPlan, data: "PreparedData") -> list[str]:
     """Lines about the size of the model, and how many epochs of the training text the steps make."""
-    total, trained = shape.num_parameters, "all trained"
-    if plan.adapter is not None:
-        total = plan.adapter.num_trained_parameters + plan.adapter.num_frozen_parameters
-        share = plan.adapter.num_trained_parameters / total
-        trained = f"{plan.adapter.num_trained_parameters:,} of them trained ({share:.2%})"
     epoch = data.train.num_samples
     num_steps = recipe.num_steps(epoch)
     fed = recipe.batches.first_sequence(num_steps)
+    # The line about an adapter has its numbers of parameters, and the line about the data the number of tokens.
+    parameters = [f"parameters: {shape.num_parameters:,}, all trained"] if plan.adapter is None else []
     return [
-        f"parameters: {total:,}, {trained}",
+        *parameters,
         f"training: {num_steps:,} steps, {fed:,} sequences of {recipe.data.sequence_len:,} tokens, {fed / epoch:.2f} "
-        f"epochs; an epoch has {epoch:,} sequences, {data.train.num_tokens:,} tokens",
+        f"epochs; an epoch has {epoch:,} sequences",
     ]
 
 

@@ -268,7 +268,7 @@ def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
 def redirect_output(folder: RunFolder) -> TextIO:
     """Redirect this process's stdout and stderr, also of native code, and its log records to the rank's log.
 
-    Rank 0 also logs to its former stdout. Returns the former stderr.
+    Rank 0 also logs to its former stdout, and to the file that keeps the console. Returns the former stderr.
     """
     rank = find_place().rank
     folder.create()
@@ -281,7 +281,10 @@ def redirect_output(folder: RunFolder) -> TextIO:
     os.dup2(log, 2)
     os.close(log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    log_as_rank(rank, sys.stdout, stdout if rank == 0 else None, find_log_level())
+    if rank == 0:
+        log_as_rank(rank, sys.stdout, stdout, find_log_level(), folder.console_path)
+    else:
+        log_as_rank(rank, sys.stdout, level=find_log_level())
     return stderr
 
 

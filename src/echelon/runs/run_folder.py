@@ -1,7 +1,8 @@
 """The run folder: the paths of its files, its state, and the lock of the process that may write to it.
 
 `recipe.yaml plan.json estimate.json environment.json data.json hub.json remote.json metrics.jsonl events.jsonl
-outcome.json spending.json checkpoints/step-00000100/ model/ export/ logs/rank-00000.log trackers/mlflow.json`
+outcome.json spending.json checkpoints/step-00000100/ model/ export/ logs/console.log logs/rank-00000.log
+trackers/mlflow.json`
 """
 
 import os
@@ -132,8 +133,13 @@ class RunFolder:
 
     @property
     def logs_dir(self) -> Path:
-        """One log file per rank, and `parent.log` for failures of the command itself."""
+        """The kept console, one log file per rank, and `parent.log` for failures of the command itself."""
         return self.path / "logs"
+
+    @property
+    def console_path(self) -> Path:
+        """What all starts of the run have shown on the console, also if nobody saw it."""
+        return self.logs_dir / "console.log"
 
     @property
     def stop_path(self) -> Path:

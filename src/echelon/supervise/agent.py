@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import LaunchError, first_line
+from echelon.logs import keep_console_in
 from echelon.runs.run_folder import describe_gone, is_run, newest_step
 from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
 from echelon.stored import write_text
@@ -108,6 +109,8 @@ class Agent:
             meeting.join(attempt)
             cause, died_at = self._attempt(job, meeting, attempt, announced)
             self.keeps_journal = meeting.coordinates if self._group.shares_files else 0 in folder.read_pids()
+            if self.keeps_journal and folder.logs_dir.is_dir():
+                keep_console_in(folder.console_path)
             if asked:
                 meeting.watch(attempt).ask(read_stop_file(folder.stop_path) or "SIGTERM")
             decision = meeting.await_decision(attempt, HostReport.of(meeting.host, cause, _find_newest_step(job)))
