@@ -17,7 +17,7 @@ from echelon.commands.export import export
 from echelon.commands.generate import generate
 from echelon.commands.import_recipe import import_file
 from echelon.commands.init import init
-from echelon.commands.jobs import cancel, logs, status
+from echelon.commands.jobs import cancel, logs, runs, status
 from echelon.commands.launch import launch
 from echelon.commands.plan import plan
 from echelon.commands.prepare import prepare
@@ -44,6 +44,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "export": export,
     "launch": launch,
+    "runs": runs,
     "status": status,
     "logs": logs,
     "cancel": cancel,

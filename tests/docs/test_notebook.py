@@ -23,7 +23,7 @@ def code_cells():
 
 def check_results(folder):
     run = echelon.Run(folder / "runs" / "notebook")
-    assert (run.status, run.step, run.plan.world_size) == ("finished", 40, 2)
+    assert (run.status, run.step, run.plan.world_size) == ("done", 40, 2)
     assert (folder / "model" / "model.safetensors").is_file()
 
 

@@ -136,7 +136,7 @@ def test_metrics_frame_with_and_without_pandas(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("events", "finished", "status"),
     [
-        (("start",), True, "finished"),
+        (("start",), True, "done"),
         (("start", "signal"), False, "stopped"),
         (("start", "budget"), False, "stopped"),
         (("start", "failure", "goodput"), False, "failed"),

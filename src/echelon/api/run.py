@@ -2,9 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
+from echelon.runs.overview import RunStatus, find_status
 from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stored import Row
 
@@ -14,12 +15,6 @@ if TYPE_CHECKING:
     from echelon.checkpoint.folder import Checkpoint
     from echelon.planner.plan import ParallelPlan
     from echelon.recipe import Recipe
-
-Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
-
-# The status of a run without a process, by its last event of these kinds.
-_ENDINGS: dict[str, Status] = {"signal": "stopped", "budget": "stopped", "failure": "failed"}
-_BEGINNINGS = ("prepare", "start", "resume", "restart")
 
 
 class Run:
@@ -64,22 +59,9 @@ class Run:
         return self._folder.rows.last_step()
 
     @property
-    def status(self) -> Status:
-        """The status of the run.
-
-        - running: a process holds the lock of the folder.
-        - finished: it reached its last step, or early stopping ended it.
-        - stopped: by a signal or a budget; `train` resumes from its newest checkpoint.
-        - failed: the last event is a failure.
-        - interrupted: its processes ended without recording an event, for example after a power failure.
-        """
-        if self._folder.is_held():
-            return "running"
-        if self._folder.is_finished():
-            return "finished"
-        events = [row["event"] for row in self._folder.rows.read_events()]
-        last = next((each for each in reversed(events) if each in _ENDINGS or each in _BEGINNINGS), None)
-        return _ENDINGS.get(last or "", "interrupted")
+    def status(self) -> RunStatus:
+        """The status of the run: running, done, stopped, failed or interrupted; see `RunStatus`."""
+        return find_status(self._folder)
 
     def metrics(self, kind: str | None = "train") -> list[Row]:
         """Return the rows of metrics.jsonl in order: those of kind `train` or `eval`, or with None all rows."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from echelon.errors import ConfigError, EchelonError, explain_storage_error, is_disk_full
 
-# `is_held` takes the lock for a moment, so `acquire` retries for at least this long.
+# `read_holder` takes the lock for a moment, so `acquire` retries for at least this long.
 _POLL_SECONDS = 0.2
 
 
@@ -35,7 +35,7 @@ class FolderLock:
         while not (held := _try_lock(fd)) and time.monotonic() < deadline:
             time.sleep(0.1)
         if not held:
-            holder = os.read(fd, 100).decode("utf-8", "replace").strip() or "unknown"
+            holder = _read_holder(fd)
             os.close(fd)
             raise ConfigError(
                 f"run.dir={self._folder} is in use by a live run (pid {holder}); "
@@ -49,14 +49,14 @@ class FolderLock:
             self.release()
             raise explain_unusable(self._folder, "written to", error) from error
 
-    def is_held(self) -> bool:
-        """Whether a live process, possibly this one, holds the lock."""
+    def read_holder(self) -> str | None:
+        """Return the live process, possibly this one, that holds the lock, as PID on HOST; None if there is none."""
         try:
             fd = os.open(self._folder / ".lock", os.O_RDONLY)
         except OSError:
-            return False
+            return None
         try:
-            return not _try_lock(fd, fcntl.LOCK_SH)
+            return None if _try_lock(fd, fcntl.LOCK_SH) else _read_holder(fd)
         finally:
             os.close(fd)
 
@@ -65,6 +65,10 @@ class FolderLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _read_holder(fd: int) -> str:
+    return os.read(fd, 100).decode("utf-8", "replace").strip() or "unknown"
 
 
 def _try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:

@@ -190,7 +190,11 @@ class RunFolder:
 
     def is_held(self) -> bool:
         """Whether a live process, possibly this one, holds the lock."""
-        return self._lock.is_held()
+        return self.read_holder() is not None
+
+    def read_holder(self) -> str | None:
+        """Return the live process that holds the lock, as PID on HOST; None if there is none."""
+        return self._lock.read_holder()
 
     def newest_step(self) -> int | None:
         """Return the step of the newest published checkpoint, by name only; None if there is none."""
