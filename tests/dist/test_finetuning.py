@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from command import EXACT, await_line, finish, read_lines, start
 from echelon.checkpoint.export import load_run_model
 from echelon.data.tokenizer import train_tokenizer
+from echelon.model.adapters import merged_weight
 from echelon.runs.run_folder import RunFolder
 from training import equal_tensors, tensors_of
 
@@ -171,6 +172,11 @@ def check_merged(echelon, run, ids, expected):
     model, _ = load_as_the_card_says(Path("merged"))
     torch.testing.assert_close(logits_of(model, ids), expected, rtol=0, atol=1e-4)
     assert not [name for name in model.state_dict() if "lora" in name]
+    check_equals_a_whole_merge(run, Path("merged"))
+    plain = AutoModelForCausalLM.from_pretrained("base")
+    plain.resize_token_embeddings(302)
+    theirs = PeftModel.from_pretrained(plain, run.export_dir).merge_and_unload().state_dict()
+    assert all(torch.equal(each, theirs[name]) for name, each in model.state_dict().items())
     assert model.generation_config.eos_token_id == [0, 301] and model.config.vocab_size == 302
     comparison = json.loads(Path("merged/merge.json").read_text())
     assert comparison["kl"] < 1e-6 and comparison["text"] == "held-out"
@@ -182,6 +188,14 @@ def check_merged(echelon, run, ids, expected):
     half = AutoModelForCausalLM.from_pretrained("half", dtype="auto")
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(logits_of(half.float(), ids), expected, rtol=0, atol=0.05)
+
+
+def check_equals_a_whole_merge(run, folder):
+    """Check that merging one module after another gives the weights of a merge in the loaded model, bit for bit."""
+    live = load_run_model(run.path, torch.device("cpu"))
+    merged = load_file(folder / "model.safetensors")
+    assert len(merged) == len(dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()))
+    assert all(torch.equal(merged_weight(live, name), each) for name, each in merged.items())
 
 
 def check_commands(echelon, run):
@@ -244,6 +258,7 @@ def test_qlora_merges_onto_the_dequantized_weights(echelon, tmp_path):
     # On some CPUs the layer of bitsandbytes rounds its scales to bf16 before it computes.
     torch.testing.assert_close(logits_of(model, ids), expected, rtol=0, atol=0.05)
     assert echelon("export", run.path, "merged", "--merge").code == 0
+    check_equals_a_whole_merge(run, Path("merged"))
     merged = AutoModelForCausalLM.from_pretrained("merged")
     torch.testing.assert_close(logits_of(merged, ids), expected, rtol=0, atol=1e-4)
     first = load_file(base / "model.safetensors")

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from command import finish, start
-from echelon.checkpoint.adapted import load_adapted
+from echelon.checkpoint.export import load_run_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -100,7 +100,7 @@ def test_a_task_is_learned_and_survives_merging(echelon, base, method, precision
     Path("tuned.json").write_text(json.dumps(recipe))
     trained = echelon("train", "tuned.json", "--nproc", "1")
     assert trained.code == 0, trained.err
-    live = load_adapted(Path("runs/tuned"), torch.device("cpu")).model
+    live = load_run_model(Path("runs/tuned"), torch.device("cpu"))
     after = accuracy(answers(live, AutoTokenizer.from_pretrained("runs/tuned/model"), HELD_OUT), HELD_OUT)
     merged = echelon("export", "runs/tuned", "merged", "--merge")
     assert merged.code == 0, merged.err

@@ -27,7 +27,7 @@ from echelon.lifecycle.assemble import build_trainer, load_newest
 from echelon.lifecycle.model_checks import check_weights, find_model_fields
 from echelon.lifecycle.setup import prepare_run
 from echelon.model.build import build_on_meta, load_config
-from echelon.model.pretrained import load_pretrained
+from echelon.model.pretrained import PretrainedWeights
 from echelon.planner.choose import resolve_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
@@ -186,7 +186,7 @@ class StoredFiles:
             skeleton = build_on_meta(config)
             model = build_on_meta(config).to_empty(device="cpu")
             model.tie_weights()
-            load_pretrained(model, skeleton, folder)
+            PretrainedWeights(skeleton, folder).fill(model)
             return {"fields": digest(fields), **describe_model(model)}
 
         return load

@@ -27,7 +27,7 @@ from echelon.errors import EchelonError
 from echelon.hardware.accelerators import Cluster
 from echelon.lifecycle.model_checks import check_model
 from echelon.model.build import build_on_meta, load_config, materialize, persistent_buffers
-from echelon.model.pretrained import load_pretrained
+from echelon.model.pretrained import PretrainedWeights
 from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.choose import resolve_plan
 from echelon.planner.plan import ParallelPlan
@@ -288,7 +288,7 @@ def _check_loaded(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     config = load_config(str(folder))
     skeleton, ours = build_on_meta(config), build_on_meta(config)
     materialize(ours, "cpu")
-    load_pretrained(ours, skeleton, folder)
+    PretrainedWeights(skeleton, folder).fill(ours)
     for who, model in (("transformers", theirs), ("echelon", ours)):
         _check_equal(f"{folder.name}, loaded by {who}", _tensors(model), expected)
     _check_logits(ours, theirs)

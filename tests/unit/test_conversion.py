@@ -16,7 +16,7 @@ from echelon.lifecycle.model_checks import find_model_fields
 from echelon.model import conversion
 from echelon.model.build import build_on_meta, load_config, materialize, persistent_buffers
 from echelon.model.conversion import conversions_to_files, conversions_to_model
-from echelon.model.pretrained import load_pretrained
+from echelon.model.pretrained import PretrainedWeights
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
 from families import small_config
@@ -39,7 +39,7 @@ def load_ours(folder):
     config = load_config(str(folder))
     skeleton, model = build_on_meta(config), build_on_meta(config)
     materialize(model, "cpu")
-    load_pretrained(model, skeleton, folder)
+    PretrainedWeights(skeleton, folder).fill(model)
     return model.eval(), skeleton
 
 

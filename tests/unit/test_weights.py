@@ -12,7 +12,7 @@ from echelon.errors import CheckpointError, ConfigError
 from echelon.inference.target import load_target
 from echelon.model import weights
 from echelon.model.build import build_on_meta, load_config, materialize
-from echelon.model.pretrained import load_pretrained
+from echelon.model.pretrained import PretrainedWeights
 from echelon.model.seeds import derive_seed
 from echelon.model.weights import initialize_weights
 from families import EXTRA, small_config, small_model
@@ -54,14 +54,19 @@ def materialised(folder):
     return model, skeleton
 
 
+def load(folder):
+    model, skeleton = materialised(folder)
+    PretrainedWeights(skeleton, folder).fill(model)
+    return model
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral", "gemma"])
 def test_a_saved_model_loads_as_in_transformers(family, tied, tmp_path):
     saved = small_model(family, tied, seed=5)
     saved.save_pretrained(tmp_path, max_shard_size="100KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    model, skeleton = materialised(tmp_path)
-    load_pretrained(model, skeleton, tmp_path)
+    model = load(tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.arange(16).reshape(1, 16)
     assert torch.equal(model.eval()(input_ids=ids).logits, expected.eval()(input_ids=ids).logits)
@@ -72,8 +77,7 @@ def test_names_without_the_backbones_prefix_are_found(tmp_path):
     bare = {name.removeprefix("transformer."): value.detach().clone() for name, value in saved.named_parameters()}
     saved.config.save_pretrained(tmp_path)
     save_file(bare, tmp_path / "model.safetensors")
-    model, skeleton = materialised(tmp_path)
-    load_pretrained(model, skeleton, tmp_path)
+    model = load(tmp_path)
     assert torch.equal(model.transformer.wte.weight, saved.transformer.wte.weight)
 
 
@@ -82,10 +86,10 @@ def test_files_of_another_model_are_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(CheckpointError, match=r"model\.checkpoint.*the weight model\.layers\.2\S+ is missing"):
-        load_pretrained(*materialised(tmp_path), tmp_path)
+        load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
     with pytest.raises(CheckpointError, match=r"shape \(128, 64\) in the weights and \(64, 64\) by"):
-        load_pretrained(*materialised(tmp_path), tmp_path)
+        load(tmp_path)
 
 
 def test_pickled_weights_are_refused(tmp_path):
@@ -93,7 +97,7 @@ def test_pickled_weights_are_refused(tmp_path):
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="safetensors only"):
-        load_pretrained(*materialised(tmp_path), tmp_path)
+        load(tmp_path)
 
 
 def test_damaged_weights_are_refused_by_training_and_evaluation(tmp_path):
@@ -105,14 +109,14 @@ def test_damaged_weights_are_refused_by_training_and_evaluation(tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     save_file({**tensors, name: tensors[name].to(torch.int32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.layers\.0.* is stored as I32"):
-        load_pretrained(*materialised(tmp_path), tmp_path)
+        load(tmp_path)
     save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=f"lack the weight {name}"):  # transformers would initialize it randomly
         load_target(tmp_path, torch.device("cpu"))
     for files in ({name: "../model.safetensors"}, {name: "model.bin"}, {name: None}, []):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
         with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json cannot be read"):
-            load_pretrained(*materialised(tmp_path), tmp_path)
+            load(tmp_path)
 
 
 def last_stage(folder):
@@ -137,7 +141,7 @@ def test_a_stage_has_exactly_its_weights_of_the_whole_model(source, tmp_path, mo
         initialize_weights(model, skeleton, seed=5)
         assert "model.layers.1" in made and "model.layers.0" not in made
     else:
-        load_pretrained(model, skeleton, tmp_path)
+        PretrainedWeights(skeleton, tmp_path).fill(model)
     found = dict(model.named_parameters())
     assert "lm_head.weight" in found and not any("layers.0" in name or "embed" in name for name in found)
     for name, parameter in found.items():

@@ -1,49 +1,31 @@
-"""Loads the model of a run that trained an adapter: its original frozen weights, and the adapter of a checkpoint."""
+"""Loads the model of a run that trained an adapter: its original frozen weights, and the adapter of a checkpoint.
+
+The whole model, to run it, or one module after another, to export it.
+"""
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
 from echelon.checkpoint.filling import load_alone
-from echelon.checkpoint.first_weights import fill_weights
+from echelon.checkpoint.first_weights import Fill, open_weights
 from echelon.checkpoint.folder import checkpoint_of, require_run
 from echelon.errors import ConfigError
 from echelon.model.adapters import apply_adapter, find_new_tokens, initialize_adapter, merged_weight
 from echelon.model.build import build_on_meta, is_model_folder, load_config, materialize
 from echelon.model.hub import fetch_models, find_commits, read_commits, with_copies
 from echelon.model.model_folder import run_model_dir
-from echelon.model.pissa import PrincipalParts
+from echelon.model.pissa import PrincipalParts, lora_layers
 from echelon.planner.plan import load_plan
 from echelon.recipe import Recipe, load_recipe
 from echelon.runs.run_folder import RunFolder, is_run
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """A loaded model with its adapter, unsharded, in evaluation mode; `principal`: a PiSSA adapter's initial values."""
-
-    model: PreTrainedModel
-    principal: PrincipalParts
-    step: int
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The trained tensors, by name."""
-        return {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
-
-    def describe(self) -> AdapterContent:
-        """Return the adapter in PEFT's format."""
-        return describe_adapter(self.model, self.tensors, self.principal)
-
-    def merged(self, names: list[str]) -> dict[str, Tensor]:
-        """Return weights of the plain model with the adapter merged, fp32."""
-        return {name: merged_weight(self.model, name) for name in names}
 
 
 def read_run_recipe(run: Path) -> Recipe:
@@ -73,29 +55,91 @@ def fetch_base(run: Path) -> None:
         fetch_models(recipe, find_commits(recipe, read_commits(RunFolder(run))))
 
 
-def fill_first_weights(model: PreTrainedModel, skeleton: PreTrainedModel, run: Path) -> None:
-    """Fill a materialised model with the run's initial weights. Hub models must be downloaded (`fetch_base`)."""
+def open_first_weights(skeleton: PreTrainedModel, run: Path) -> Fill:
+    """Return the function that fills a model with a run's initial weights. Hub models must be downloaded."""
     recipe = read_run_recipe(run)
     commits = find_commits(recipe, read_commits(RunFolder(run)))
-    fill_weights(model, skeleton, with_copies(recipe, commits))
+    return open_weights(skeleton, with_copies(recipe, commits))
 
 
-def load_adapted(run: Path, device: torch.device, which: str | None = None) -> Adapted:
-    """Load the model of a run's checkpoint (see `checkpoint_of`): fp32, or 4 bits if it was trained in 4 bits.
+class AdaptedRun:
+    """A run's checkpoint (see `checkpoint_of`) of an adapter, and the frozen weights that it was trained with.
 
-    Raises:
-        ConfigError: there is no such checkpoint, or the frozen weights are not where the recipe says.
-        CheckpointError: a file is damaged.
+    Frozen weights are in fp32, or in 4 bits if the adapter was trained on 4 bits.
     """
-    recipe, checkpoint = read_run_recipe(run), checkpoint_of(run, which)
-    skeleton = run_skeleton(run)
-    tokenizer = AutoTokenizer.from_pretrained(run_model_dir(run), local_files_only=True, trust_remote_code=False)
-    model = copy.deepcopy(skeleton)
-    apply_adapter(model, recipe.adapter, find_new_tokens(recipe, tokenizer))
-    materialize(model, device)
-    fill_first_weights(model, skeleton, run)
-    frozen_dtype = getattr(torch, load_plan(RunFolder(run).plan_path).precision.compute)
-    principal = initialize_adapter(model, recipe.adapter, recipe.run.seed, frozen_dtype)
-    adapted = Adapted(model.eval(), principal, checkpoint.step)
-    load_alone(checkpoint.path, {f"model.{name}": tensor for name, tensor in adapted.tensors.items()})
-    return adapted
+
+    def __init__(self, run: Path, which: str | None, device: torch.device) -> None:
+        """Read no weight yet.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or the frozen weights are not where the recipe says.
+            CheckpointError: a file is damaged.
+        """
+        self._recipe, self._checkpoint = read_run_recipe(run), checkpoint_of(run, which)
+        self._device = device
+        self.skeleton = run_skeleton(run)
+        tokenizer = AutoTokenizer.from_pretrained(run_model_dir(run), local_files_only=True, trust_remote_code=False)
+        self.model = copy.deepcopy(self.skeleton)
+        """The model with its adapter, on meta until `load`."""
+        apply_adapter(self.model, self._recipe.adapter, find_new_tokens(self._recipe, tokenizer))
+        self._fill = open_first_weights(self.skeleton, run)
+        # The dtype from which the training computed the initial values of a PiSSA adapter.
+        self._frozen_dtype = getattr(torch, load_plan(RunFolder(run).plan_path).precision.compute)
+
+    def load(self) -> PreTrainedModel:
+        """Return the whole model, in evaluation mode; it may be sharded. Collective if it is.
+
+        Raises CheckpointError, as do the other methods.
+        """
+        materialize(self.model, self._device)
+        self._fill(self.model)
+        self._load_adapter("", self.model)
+        return self.model.eval()
+
+    def merged(self, names: list[str]) -> dict[str, Tensor]:
+        """Return weights of the plain model with the adapter merged: fp32, on the CPU.
+
+        Needs memory for them and for one module.
+        """
+        by_module: dict[str, list[str]] = {}
+        for name in names:
+            by_module.setdefault(name.rpartition(".")[0], []).append(name)
+        found: dict[str, Tensor] = {}
+        for path, some in by_module.items():
+            with self._held(path):
+                found |= {name: merged_weight(self.model, name).cpu() for name in some}
+        return found
+
+    def describe(self) -> AdapterContent:
+        """Return the adapter in PEFT's format. Needs memory for the adapter, and for one module with PiSSA."""
+        tensors = {
+            name: torch.empty_like(each, device="cpu")
+            for name, each in self.model.named_parameters()
+            if each.requires_grad
+        }
+        load_alone(self._checkpoint.path, {f"model.{name}": each for name, each in tensors.items()})
+        principal: PrincipalParts = {}
+        if self._recipe.adapter.init == "pissa":
+            for path, _ in lora_layers(self.model):
+                with self._held(path) as initial:
+                    principal[path] = initial[""]
+        return describe_adapter(self.model, tensors, principal)
+
+    @contextmanager
+    def _held(self, path: str) -> Iterator[PrincipalParts]:
+        """Load one module of the model in this scope; yields its initial values if it has a PiSSA adapter."""
+        module = self.model.get_submodule(path)
+        materialize(module, self._device)
+        try:
+            self._fill(self.model)
+            yield self._load_adapter(path, module)
+        finally:
+            module.to_empty(device="meta")
+
+    def _load_adapter(self, path: str, module: nn.Module) -> PrincipalParts:
+        """Load the trained tensors of a module; returns the initial values of its PiSSA adapters."""
+        principal = initialize_adapter(module, self._recipe.adapter, self._recipe.run.seed, self._frozen_dtype)
+        prefix = f"model.{path}." if path else "model."
+        trained = {f"{prefix}{name}": each for name, each in module.named_parameters() if each.requires_grad}
+        load_alone(self._checkpoint.path, {name: each.detach() for name, each in trained.items()})
+        return principal

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from echelon.checkpoint.adapted import Adapted, load_adapted, read_run_recipe, run_skeleton
+from echelon.checkpoint.adapted import AdaptedRun, read_run_recipe, run_skeleton
 from echelon.checkpoint.adapter_folder import write_adapter
 from echelon.checkpoint.filling import load_alone
 from echelon.checkpoint.folder import checkpoint_of
@@ -32,13 +33,15 @@ SHARD_BYTES = 4 * 2**30
 TRAINING = "echelon.json"
 """File of an exported folder with the training settings that `echelon eval` uses."""
 
+_CPU = torch.device("cpu")
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_run_model(run: Path, device: torch.device, which: str | None = None) -> PreTrainedModel:
     """Load the model of a run's checkpoint (see `checkpoint_of`), unsharded, in evaluation mode."""
     if read_run_recipe(run).adapter.is_adapter:
-        return load_adapted(run, device, which).model
+        return AdaptedRun(run, which, device).load()
     checkpoint = checkpoint_of(run, which)
     skeleton = run_skeleton(run)
     model = copy.deepcopy(skeleton)
@@ -49,15 +52,17 @@ def load_run_model(run: Path, device: torch.device, which: str | None = None) ->
 
 
 def export_run(
-    run: Path, out: Path, dtype: str = "fp32", which: str | None = None, adapted: Adapted | None = None
+    run: Path, out: Path, dtype: str = "fp32", which: str | None = None, device: torch.device = _CPU
 ) -> Path:
     """Write a checkpoint of a run (see `checkpoint_of`) as an HF folder: config, safetensors, tokenizer, model card.
 
-    Needs memory for two weight files (4 GiB each, or the experts of one layer) whatever the model's size, in addition
-    to `adapted`. The folder is created atomically.
+    An adapter is merged into the weights that it was trained with, for `qlora` the dequantised ones.
+
+    Whatever the model's size, this needs memory for a weight file (4 GiB, or the experts of one layer) and the fp32
+    weights that it is made of. The folder is created atomically.
 
     Args:
-        adapted: the loaded model of a run that trained an adapter, which is merged; None for full training.
+        device: where an adapter is merged, one module after another.
 
     Raises:
         ConfigError: `out` exists and is not empty, or the dtype is unknown.
@@ -73,11 +78,12 @@ def export_run(
     shutil.rmtree(writing, ignore_errors=True)
     try:
         writing.mkdir(parents=True)
-        if adapted is None:
-            check_complete(checkpoint.path, skeleton)
-            write_weights(lambda names: _load_tensors(checkpoint.path, skeleton, names), skeleton, writing, dtype)
+        if read_run_recipe(run).adapter.is_adapter:
+            read: Reader = AdaptedRun(run, which, device).merged
         else:
-            write_weights(adapted.merged, skeleton, writing, dtype)
+            check_complete(checkpoint.path, skeleton)
+            read = partial(_load_tensors, checkpoint.path, skeleton)
+        write_weights(read, skeleton, writing, dtype)
         _write_sidecars(run_model_dir(run), writing, dtype)
         write_json(writing / TRAINING, {"sequence_len": read_run_recipe(run).data.sequence_len})
         (writing / "README.md").write_text(render_card(run, checkpoint.step), encoding="utf-8")
@@ -99,10 +105,10 @@ def export_adapter(run: Path, out: Path, which: str | None = None) -> int:
     Raises the errors of `export_run`.
     """
     check_empty(out)
-    adapted = load_adapted(run, torch.device("cpu"), which)
-    card = render_card(run, adapted.step, is_adapter=True)
+    content = AdaptedRun(run, which, _CPU).describe()
+    card = render_card(run, checkpoint_of(run, which).step, is_adapter=True)
     base = read_run_recipe(run).model.checkpoint
-    return write_adapter(out, adapted.describe(), base, run_model_dir(run), card)
+    return write_adapter(out, content, base, run_model_dir(run), card)
 
 
 def check_empty(out: Path) -> None:

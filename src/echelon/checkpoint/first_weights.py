@@ -1,5 +1,7 @@
 """The initial weights of a run: generated from the seed, or read from another run or an HF checkpoint."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +12,7 @@ from echelon.checkpoint.filling import load_alone
 from echelon.checkpoint.folder import newest_of
 from echelon.checkpoint.safety import read_metadata
 from echelon.errors import CheckpointError
-from echelon.model.pretrained import load_pretrained
+from echelon.model.pretrained import PretrainedWeights
 from echelon.model.weights import (
     buffer_places,
     find_places,
@@ -22,9 +24,12 @@ from echelon.model.weights import (
 from echelon.recipe import Recipe
 from echelon.runs.run_folder import is_run
 
+Fill = Callable[[PreTrainedModel], None]
+"""Fills a materialised model; it may be sharded, quantised or have an adapter. Modules on meta are left out."""
 
-def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Recipe) -> None:
-    """Fill a materialised model with its initial weights; it may be sharded, quantised or have an adapter.
+
+def open_weights(skeleton: PreTrainedModel, recipe: Recipe) -> Fill:
+    """Return the function that fills a model, or one part of it after another, with the run's initial weights.
 
     Args:
         skeleton: the plain model on meta, without any transform.
@@ -32,17 +37,16 @@ def fill_weights(model: PreTrainedModel, skeleton: PreTrainedModel, recipe: Reci
     """
     source, may_grow = recipe.model.checkpoint, bool(recipe.model.new_tokens)
     if source is None:
-        initialize_weights(model, skeleton, recipe.run.seed)
-    elif is_run(Path(source)):
-        initialize_buffers(model, skeleton, stored=buffer_places(model, skeleton))
-        _load_from_run(model, skeleton, newest_of(Path(source)).path, may_grow)
-    else:
-        load_pretrained(model, skeleton, Path(source), may_grow)
+        return partial(initialize_weights, skeleton=skeleton, seed=recipe.run.seed)
+    if is_run(Path(source)):
+        return partial(_load_from_run, skeleton=skeleton, checkpoint=newest_of(Path(source)).path, may_grow=may_grow)
+    return PretrainedWeights(skeleton, Path(source), may_grow).fill
 
 
 @torch.no_grad()
 def _load_from_run(model: PreTrainedModel, skeleton: PreTrainedModel, checkpoint: Path, may_grow: bool) -> None:
     """Load weights in place; those that are quantised or grown one at a time, through a full copy."""
+    initialize_buffers(model, skeleton, stored=buffer_places(model, skeleton))
     saved, places = read_metadata(checkpoint).state_dict_metadata, find_places(model, skeleton)
     vocabulary = vocabulary_names(skeleton)
     direct = {f"model.{name}": place.tensor for name, place in buffer_places(model, skeleton).items()}

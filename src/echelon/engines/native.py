@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
-from echelon.checkpoint.first_weights import fill_weights
+from echelon.checkpoint.first_weights import open_weights
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import Meshes
 from echelon.engines.engine import Finding
@@ -230,7 +230,7 @@ def build_reference(
     module = shard_model(model, frozen, meshes, compile_backend)
     materialize(module, "cpu" if plan.cpu_offload else device)
     place_buffers(model, device)
-    fill_weights(model, skeleton, recipe)
+    open_weights(skeleton, recipe)(model)
     return module.eval()
 
 
@@ -263,7 +263,7 @@ def build_native_engine(
     module = shard_model(model, plan, meshes, compile_backend, routers)
     materialize(module, "cpu" if plan.cpu_offload else device)
     place_buffers(model, device)
-    fill_weights(model, skeleton, recipe)
+    open_weights(skeleton, recipe)(model)
     principal = None
     if recipe.adapter.is_adapter:
         principal = initialize_adapter(model, recipe.adapter, recipe.run.seed)

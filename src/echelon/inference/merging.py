@@ -1,16 +1,23 @@
-"""Merges an adapter into the frozen weights, and measures the difference."""
+"""Merges an adapter into the frozen weights, and measures the difference.
+
+The merge never has more than a few modules in memory. For the comparison the model with the adapter runs first, then,
+in its place, the merged one: log-probabilities of a few sequences are kept in between.
+"""
 
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from echelon.checkpoint.adapted import load_adapted, read_run_recipe, run_skeleton
-from echelon.checkpoint.export import export_run
+from echelon.checkpoint.adapted import read_run_recipe, run_skeleton
+from echelon.checkpoint.export import export_run, load_run_model
+from echelon.checkpoint.folder import checkpoint_of
 from echelon.checkpoint.model_card import render_card
 from echelon.data.shards import NO_LABEL, Dataset
 from echelon.errors import ConfigError, DataError
@@ -22,6 +29,8 @@ from echelon.stored import write_json, write_text
 logger = logging.getLogger(__name__)
 
 COMPARED_SEQUENCES = 32
+KEPT_BYTES = 4 * 2**30
+"""Of log-probabilities in host memory."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +64,23 @@ def merge_run(run: Path, out: Path, dtype: str, which: str | None) -> Comparison
         The comparison; None if the run's text is no longer available.
 
     Raises:
-        ConfigError: the run trained no adapter, or `out` exists. Also the errors of `export_run` and `load_adapted`.
+        ConfigError: the run trained no adapter, or `out` exists. Also the errors of `export_run`.
     """
     if not read_run_recipe(run).adapter.is_adapter:
         raise ConfigError(f"--merge: the run {run} has no adapter to merge; remove --merge.")
-    # At most two models in fp32, and the logits of a sequence.
-    device = find_device(num_bytes=10 * sum(each.numel() for each in run_skeleton(run).parameters()))
-    adapted = load_adapted(run, device, which)
-    export_run(run, out, dtype, which, adapted)
+    export_run(run, out, dtype, which, find_device())
     try:
         dataset, text = _find_text(run)
     except DataError as error:
         logger.warning(f"the merged model was not compared with the adapter: {error}")
         return None
-    merged, _ = load_target(out, device)
-    comparison = compare_models(adapted.model, merged, dataset, text)
+    # A model in fp32, and the logits of a sequence.
+    device = find_device(num_bytes=5 * sum(each.numel() for each in run_skeleton(run).parameters()))
+    kept = list(keep_log_probabilities(load_run_model(run, device, which), dataset))
+    comparison = compare_with(kept, load_target(out, device)[0], dataset, text)
     write_json(out / "merge.json", asdict(comparison))
-    write_text(out / "README.md", render_card(run, adapted.step, comparison=comparison.describe()))
+    step = checkpoint_of(run, which).step
+    write_text(out / "README.md", render_card(run, step, comparison=comparison.describe()))
     logger.info(comparison.describe())
     return comparison
 
@@ -81,23 +90,36 @@ def _find_text(run: Path) -> tuple[Dataset, str]:
     return (data.validation[0].dataset, "held-out") if data.validation else (data.train, "training")
 
 
-@torch.no_grad()
-def compare_models(adapter: nn.Module, merged: nn.Module, dataset: Dataset, text: str) -> Comparison:
-    """Compare both models on the first sequences of a dataset, one at a time; log-probabilities are in fp32."""
-    device = next(merged.parameters()).device
+def keep_log_probabilities(model: PreTrainedModel, dataset: Dataset) -> Iterator[Tensor]:
+    """Yield the fp32 log-probabilities at the target tokens of the first sequences, [targets, vocabulary], on the CPU.
+
+    There are `COMPARED_SEQUENCES`, or as many as `KEPT_BYTES` may hold, at least one.
+    """
+    each_bytes = 4 * dataset.sequence_len * model.get_output_embeddings().weight.shape[0]
+    count = max(1, min(COMPARED_SEQUENCES, KEPT_BYTES // each_bytes, dataset.num_samples))
+    for index in range(count):
+        yield _log_probabilities(model, dataset, index)[0].cpu()
+
+
+def compare_with(kept: Sequence[Tensor], merged: PreTrainedModel, dataset: Dataset, text: str) -> Comparison:
+    """Compare a merged model with what `keep_log_probabilities` yielded of the model with the adapter."""
     sums, count = np.zeros(3), 0
-    for index in range(min(COMPARED_SEQUENCES, dataset.num_samples)):
-        row = read_in_order(dataset, index, 1, dataset.num_samples).to(device)
-        places = {} if row.position_ids is None else {"position_ids": row.position_ids}
-        chosen = row.labels != NO_LABEL
-        ours, theirs = (
-            F.log_softmax(model(input_ids=row.input_ids, use_cache=False, **places).logits[chosen].float(), dim=-1)
-            for model in (adapter, merged)
-        )
-        labels = row.labels[chosen]
+    for index, ours in enumerate(kept):
+        theirs, labels = _log_probabilities(merged, dataset, index)
+        ours = ours.to(theirs.device)
         kl = F.kl_div(theirs, ours, reduction="sum", log_target=True)
         losses = [F.nll_loss(each, labels, reduction="sum") for each in (ours, theirs)]
         sums += [float(each) for each in (kl, *losses)]
         count += len(labels)
     kl_mean, adapter_loss, merged_loss = (sums / max(1, count)).tolist()
     return Comparison(max(0.0, kl_mean), adapter_loss, merged_loss, count, text)
+
+
+@torch.no_grad()
+def _log_probabilities(model: PreTrainedModel, dataset: Dataset, index: int) -> tuple[Tensor, Tensor]:
+    """Return fp32 log-probabilities at a sequence's target tokens, [targets, vocabulary], and the targets."""
+    row = read_in_order(dataset, index, 1, dataset.num_samples).to(model.device)
+    places = {} if row.position_ids is None else {"position_ids": row.position_ids}
+    chosen = row.labels != NO_LABEL
+    logits = model(input_ids=row.input_ids, use_cache=False, **places).logits[chosen]
+    return F.log_softmax(logits.float(), dim=-1), row.labels[chosen]

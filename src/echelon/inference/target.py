@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from echelon.checkpoint.adapted import fill_first_weights, run_skeleton
+from echelon.checkpoint.adapted import open_first_weights, run_skeleton
 from echelon.checkpoint.export import load_run_model
 from echelon.checkpoint.folder import checkpoint_of
 from echelon.data.tokenizer import try_tokenizer
@@ -88,7 +88,7 @@ def load_first_weights(run: Path, device: torch.device) -> PreTrainedModel:
     skeleton = run_skeleton(run)
     model = copy.deepcopy(skeleton)
     materialize(model, device)
-    fill_first_weights(model, skeleton, run)
+    open_first_weights(skeleton, run)(model)
     return model.eval()
 
 

@@ -25,7 +25,7 @@ def take_principal_parts(model: nn.Module, frozen_dtype: torch.dtype | None = No
         frozen_dtype: dtype that the weights had when the parts were first computed; None for their current dtype.
     """
     parts = {}
-    for name, layer in _lora_layers(model):
+    for name, layer in lora_layers(model):
         weight = layer.get_base_layer().weight
         full = whole(weight)
         a, b = _principal_part(layer, full.to(frozen_dtype or full.dtype))
@@ -39,7 +39,8 @@ def take_principal_parts(model: nn.Module, frozen_dtype: torch.dtype | None = No
     return parts
 
 
-def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers with an adapter, by name."""
     from peft.tuners.lora import LoraLayer
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.errors import CheckpointError, ConfigError
+from echelon.model.build import persistent_buffers
 from echelon.model.conversion import Conversion, Shape, conversions_to_model
 from echelon.model.weights import (
     WeightPlace,
@@ -109,59 +110,68 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path} cannot be read ({reason}); download or copy the file again.") from error
 
 
-@torch.no_grad()
-def load_pretrained(model: PreTrainedModel, skeleton: PreTrainedModel, path: Path, may_grow: bool = False) -> None:
-    """Load each rank's part of an HF checkpoint folder into a materialised model, and set its buffers.
+class PretrainedWeights:
+    """The weights of an HF checkpoint folder, which fill a model, or one part of it after another.
 
     Weights that are stored as the model has them are read by slices. Weights that `transformers` converts, for example
     the experts of a layer, which are one tensor in the model, are read and converted one group at a time; of sharded
     experts a rank reads only its own. A rank therefore needs memory for its share of the model and for one group.
-
-    Args:
-        skeleton: the same model on meta, without any transform.
-        may_grow: fill embedding and head rows beyond those of the files with the mean of the rows in the files.
-
-    Raises:
-        CheckpointError: a parameter of the model is missing in the folder, or has another shape.
     """
-    files = SafetensorsFolder(path)
-    matched = _match_places(files, model, skeleton, path, may_grow)
-    initialize_buffers(model, skeleton, stored={name for _, places in matched for name in places})
-    for conversion, places in matched:
-        _fill_places(files, conversion, places)
 
+    def __init__(self, skeleton: PreTrainedModel, path: Path, may_grow: bool = False) -> None:
+        """Read the headers of the files, but no weight.
 
-def _match_places(
-    files: SafetensorsFolder, model: PreTrainedModel, skeleton: PreTrainedModel, path: Path, may_grow: bool
-) -> list[tuple[Conversion, dict[str, WeightPlace]]]:
-    """Return the conversions that this rank needs, each with the places it fills, by name. Reads no weight."""
-    stored = files.read_headers()
-    try:
-        conversions = conversions_to_model(skeleton, {name: each.shape for name, each in stored.items()})
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"model.checkpoint={path}: {error}; the files of the folder do not belong together."
-        ) from error
-    made_by = {name: each for each in conversions for name in each.targets}
-    vocabulary = vocabulary_names(skeleton) if may_grow else set()
-    needed: dict[int, tuple[Conversion, dict[str, WeightPlace]]] = {}
-    for names, place in names_by_place(model, skeleton):
-        name = next((each for each in names if each in made_by), None)
-        if name is None:
+        Args:
+            skeleton: the model on meta, without any transform.
+            may_grow: fill embedding and head rows beyond those of the files with the mean of the rows in the files.
+
+        Raises:
+            CheckpointError: the files do not belong together.
+        """
+        self._skeleton, self._path = skeleton, path
+        self._files = SafetensorsFolder(path)
+        self._stored = self._files.read_headers()
+        try:
+            conversions = conversions_to_model(skeleton, {name: each.shape for name, each in self._stored.items()})
+        except CheckpointError as error:
             raise CheckpointError(
-                f"model.checkpoint={path}: the weight {names[0]} is missing; the files belong to another model."
-            )
-        conversion = made_by[name]
-        _check_shape(f"model.checkpoint={path}: {names[0]}", conversion.targets[name], place, name in vocabulary)
-        _check_floating({name: stored[name] for name in conversion.sources})
-        needed.setdefault(id(conversion), (conversion, {}))[1][name] = place
-    buffers = buffer_places(model, skeleton)
-    for name in buffers.keys() & made_by.keys():
-        _check_shape(f"model.checkpoint={path}: {name}", made_by[name].targets[name], buffers[name], False)
-        needed.setdefault(id(made_by[name]), (made_by[name], {}))[1][name] = buffers[name]
-    used = {name for each in conversions for name in each.sources}
-    _warn_of_difference(path, skeleton, sorted(stored.keys() - used), sorted(buffers.keys() - made_by.keys()))
-    return list(needed.values())
+                f"model.checkpoint={path}: {error}; the files of the folder do not belong together."
+            ) from error
+        self._made_by = {name: each for each in conversions for name in each.targets}
+        self._growing = vocabulary_names(skeleton) if may_grow else set[str]()
+        used = {name for each in conversions for name in each.sources}
+        unread = persistent_buffers(skeleton).keys() - self._made_by.keys()
+        _warn_of_difference(path, skeleton, sorted(self._stored.keys() - used), sorted(unread))
+
+    @torch.no_grad()
+    def fill(self, model: PreTrainedModel) -> None:
+        """Fill this rank's part of a model, and set its buffers. Modules that are still on meta are left out.
+
+        Raises:
+            CheckpointError: a parameter of the model is missing in the folder, or has another shape.
+        """
+        matched = self._match_places(model)
+        initialize_buffers(model, self._skeleton, stored={name for _, places in matched for name in places})
+        for conversion, places in matched:
+            _fill_places(self._files, conversion, places)
+
+    def _match_places(self, model: PreTrainedModel) -> list[tuple[Conversion, dict[str, WeightPlace]]]:
+        """Return the conversions that this rank needs, each with the places it fills, by name. Reads no weight."""
+        where, made_by = f"model.checkpoint={self._path}", self._made_by
+        needed: dict[int, tuple[Conversion, dict[str, WeightPlace]]] = {}
+        for names, place in names_by_place(model, self._skeleton):
+            name = next((each for each in names if each in made_by), None)
+            if name is None:
+                raise CheckpointError(f"{where}: the weight {names[0]} is missing; the files belong to another model.")
+            conversion = made_by[name]
+            _check_shape(f"{where}: {names[0]}", conversion.targets[name], place, name in self._growing)
+            _check_floating({name: self._stored[name] for name in conversion.sources})
+            needed.setdefault(id(conversion), (conversion, {}))[1][name] = place
+        buffers = buffer_places(model, self._skeleton)
+        for name in buffers.keys() & made_by.keys():
+            _check_shape(f"{where}: {name}", made_by[name].targets[name], buffers[name], False)
+            needed.setdefault(id(made_by[name]), (made_by[name], {}))[1][name] = buffers[name]
+        return list(needed.values())
 
 
 def _check_shape(what: str, stored: Shape, place: WeightPlace, may_grow: bool) -> None:

@@ -58,13 +58,13 @@ class WeightPlace:
 def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
     """Return the place of every weight of the plain model by its name there; a tied weight by each of its names.
 
-    Parameters that an adapter adds are not included.
+    Parameters that an adapter adds are not included, and neither are those on meta, which this process does not hold.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     places = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         plain, owner = plain_name(name), modules[name.rpartition(".")[0]]
-        if plain is None or name.endswith(".scales"):
+        if plain is None or name.endswith(".scales") or parameter.is_meta:
             continue
         is_packed = isinstance(owner, QuantizedLinear) and parameter is owner.weight
         places[plain] = WeightPlace(parameter, owner if is_packed and isinstance(owner, QuantizedLinear) else None)
@@ -83,8 +83,8 @@ def initialize_weights(model: PreTrainedModel, skeleton: PreTrainedModel, seed: 
     Raises:
         ConfigError: the architecture has a parameter that its own rules do not initialise.
     """
-    buffers = {plain_name(name): WeightPlace(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    places = find_places(model, skeleton) | {name: place for name, place in buffers.items() if name is not None}
+    buffers = {name: WeightPlace(buffer) for name, buffer in _held_buffers(model).items()}
+    places = find_places(model, skeleton) | buffers
     filled: set[int] = set()
     for name, tensor in _initial_tensors(skeleton, seed, places.keys()):
         if id(places[name].tensor) not in filled:  # a tied weight keeps the values of its first name
@@ -96,17 +96,20 @@ def initialize_weights(model: PreTrainedModel, skeleton: PreTrainedModel, seed: 
 @torch.no_grad()
 def initialize_buffers(model: PreTrainedModel, skeleton: PreTrainedModel, stored: Collection[str] = ()) -> None:
     """Compute the initial values of the buffers, such as rotary tables, except those named in `stored`."""
-    buffers = {plain_name(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
-    targets = {name: buffer for name, buffer in buffers.items() if name not in stored}
+    targets = {name: buffer for name, buffer in _held_buffers(model).items() if name not in stored}
     for name, tensor in _initial_tensors(skeleton, 0, targets.keys()):
         targets[name].copy_(tensor)
 
 
-def _initial_tensors(
-    skeleton: PreTrainedModel, seed: int, wanted: Collection[str | None]
-) -> Iterator[tuple[str, Tensor]]:
+def _held_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are not on meta, by their names in the plain model."""
+    named = ((plain_name(name), buffer) for name, buffer in model.named_buffers(remove_duplicate=False))
+    return {name: buffer for name, buffer in named if name is not None and not buffer.is_meta}
+
+
+def _initial_tensors(skeleton: PreTrainedModel, seed: int, wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """Initialise, in full on the CPU, each unit that has a tensor of these names, and yield those tensors."""
-    for unit_name, module, whole in weight_groups(skeleton):
+    for unit_name, module, whole in weight_groups(skeleton) if wanted else ():
         if not any(name in wanted for name, _ in _named_tensors(module, unit_name, whole)):
             continue
         unit = _make_unit(skeleton, unit_name, module, seed)
@@ -157,7 +160,7 @@ def grown(weight: Tensor, num_rows: int) -> Tensor:
 
 
 def find_places(model: nn.Module, skeleton: nn.Module) -> dict[str, WeightPlace]:
-    """Return this rank's place of each weight of the plain model, by all its names, without other pipeline stages.
+    """Return this rank's place of each weight of the plain model, by all its names, without what it does not hold.
 
     A tied weight has a place if one of its names has one.
     """
@@ -186,7 +189,6 @@ def names_by_place(model: nn.Module, skeleton: nn.Module) -> list[tuple[list[str
 
 
 def buffer_places(model: nn.Module, skeleton: nn.Module) -> dict[str, WeightPlace]:
-    """The place of each buffer that belongs to a checkpoint, by its name in the plain model."""
+    """The place of each buffer that belongs to a checkpoint and is not on meta, by its name in the plain model."""
     stored = skeleton.state_dict().keys()
-    names = {name: plain_name(name) for name, _ in model.named_buffers()}
-    return {plain: WeightPlace(model.get_buffer(name)) for name, plain in names.items() if plain in stored}
+    return {name: WeightPlace(buffer) for name, buffer in _held_buffers(model).items() if name in stored}
