@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.api.models import evaluate, export, generate
+    from echelon.api.models import chat, evaluate, export, generate
     from echelon.api.planning import plan
     from echelon.api.recipes import load_recipe
     from echelon.api.run import Run
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Run", "evaluate", "export", "generate", "load_recipe", "plan", "train"]
+__all__ = ["Run", "chat", "evaluate", "export", "generate", "load_recipe", "plan", "train"]
 
 _PLACES = {
     "Run": "run",
+    "chat": "models",
     "evaluate": "models",
     "export": "models",
     "generate": "models",

@@ -11,6 +11,7 @@ from echelon.runs.run_folder import require_folder
 
 if TYPE_CHECKING:
     from echelon.api.run import Run
+    from echelon.inference.dialogue import Dialogue
 
     Target = str | Path | Run
 
@@ -128,6 +129,35 @@ def generate(
     asked = Chat(system) if chat else None
     texts = [each.text for each in generate_samples(path, all_prompts, sampling, which, batch_size, chat=asked)]
     return texts[0] if isinstance(prompts, str) else texts
+
+
+def chat(
+    target: "Target",
+    *,
+    max_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop: str | Sequence[str] = (),
+    seed: int = 0,
+    system: str | None = None,
+    checkpoint: str | int | None = None,
+) -> "Dialogue":
+    """Load a model for a conversation in this process. `chat(run).ask("Hello").text` is its first answer.
+
+    The arguments are those of `generate`.
+
+    Raises:
+        ConfigError or CheckpointError: an argument or file cannot be used; the message names it.
+    """
+    from echelon.inference.dialogue import Dialogue
+    from echelon.inference.generate import Sampling
+
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    sampling = Sampling(max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop=stops, seed=seed)
+    return Dialogue(find_target(target), sampling, system, None if checkpoint is None else str(checkpoint))
 
 
 def export(

@@ -1,4 +1,4 @@
-"""`echelon generate`: sample from a run or an HF folder."""
+"""`echelon generate`: sample from a run or an HF folder, or talk to it."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.commands.arguments import CheckpointOption, JsonOption, TargetArgument
-from echelon.commands.terminal import log_to_stderr, show
+from echelon.commands.interactive import converse
+from echelon.commands.terminal import log_to_stderr, show, show_piece
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def generate(
     ] = 1.0,
     num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Samples per prompt.")] = 1,
     as_chat: Annotated[
-        bool, typer.Option("--chat", help="Treat prompts as user messages, rendered with the chat template.")
+        bool, typer.Option("--chat", help="Prompts are messages to an assistant. Without a prompt: a conversation.")
     ] = False,
     system: Annotated[
         str | None, typer.Option("--system", help="System message for --chat. Default: that of the training.")
@@ -68,7 +69,7 @@ def generate(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write JSON, one sample per line.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Sample from a run or an HF folder."""
+    """Sample from a run or an HF folder. With --chat and no prompt: talk to it."""
     if system is not None and not as_chat:
         raise ConfigError(f"--system {system!r} requires --chat; add --chat, or remove --system.")
     from echelon.api.models import find_target
@@ -77,24 +78,33 @@ def generate(
 
     log_to_stderr()
     find_target(target)
-    records = _read_records(prompt, prompts_path)
     sampling = Sampling(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop or ()), seed
     )
-    plain = not as_json and out is None
-    streams = plain and (sys.stdout.isatty() if stream is None else stream)
-    write, chat = _write if streams else None, Chat(system) if as_chat else None
-    samples = generate_samples(
-        target, [each["prompt"] for each in records], sampling, checkpoint, batch_size, write, chat
-    )
-    if plain:
-        for header in _headers([each["prompt"] for each in records], num_samples):
-            if header:
-                show(header)
-            sample = next(samples)
-            show("" if streams else sample.text)
-    else:
+    if as_chat and prompt is None and prompts_path is None:
+        _check_conversation(out, num_samples)
+        converse(target, sampling, system, checkpoint, as_json)
+        return
+    records = _read_records(prompt, prompts_path)
+    prompts = [each["prompt"] for each in records]
+    chat = Chat(system) if as_chat else None
+    if as_json or out is not None:
+        samples = generate_samples(target, prompts, sampling, checkpoint, batch_size, None, chat)
         _write_samples(samples, records, num_samples, out)
+        return
+    streams = sys.stdout.isatty() if stream is None else stream
+    write = show_piece if streams else None
+    samples = generate_samples(target, prompts, sampling, checkpoint, batch_size, write, chat)
+    _show_samples(samples, _headers(prompts, num_samples), streams)
+
+
+def _show_samples(samples: Iterator["Sample"], headers: Iterator[str], streams: bool) -> None:
+    """Print each sample below its header; a sample that streams prints its own text as it is generated."""
+    for header in headers:
+        if header:
+            show(header)
+        sample = next(samples)
+        show("" if streams else sample.text)
 
 
 def _headers(prompts: Sequence[str], num_samples: int) -> Iterator[str]:
@@ -105,6 +115,13 @@ def _headers(prompts: Sequence[str], num_samples: int) -> Iterator[str]:
             places = [f"prompt {number} of {len(prompts)}"] if len(prompts) > 1 else []
             places += [f"sample {sample} of {num_samples}"] if num_samples > 1 else []
             yield f"=== {', '.join(places)}: {start} ===" if places else ""
+
+
+def _check_conversation(out: Path | None, num_samples: int) -> None:
+    """Refuse options that have no meaning in a conversation."""
+    for option, is_given in ((f"--out {out}", out is not None), (f"--num-samples {num_samples}", num_samples != 1)):
+        if is_given:
+            raise ConfigError(f"{option} requires --prompt or --prompts; add one, or remove {option.split()[0]}.")
 
 
 def _read_records(prompt: str | None, path: Path | None) -> list[dict[str, Any]]:
@@ -130,8 +147,3 @@ def _write_samples(
                 print(render_sample(record, sample), file=lines, flush=True)
     if out is not None:
         show(f"generate: {len(records) * num_samples} samples in {out}")
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

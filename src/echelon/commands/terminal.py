@@ -16,6 +16,12 @@ def show(line: str) -> None:
     sys.stdout.flush()
 
 
+def show_piece(text: str) -> None:
+    """Print a part of a line and flush."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def complain(message: str) -> None:
     """Print an error to stderr, with the prefix `echelon: ` and with secrets redacted; also to a kept console."""
     line = f"echelon: {redact_text(message)}"

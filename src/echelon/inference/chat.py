@@ -1,5 +1,6 @@
-"""Renders a prompt as a user turn with the tokenizer's chat template and generation prompt."""
+"""Renders the turns of a conversation with the tokenizer's chat template and generation prompt."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,13 @@ class Chat:
     system: str | None = None
 
     def encode(self, target: Path, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-        """Encode a message and the generation prompt. Raises ConfigError if no template can render it."""
+        """Encode one user message and the generation prompt. Raises ConfigError if no template can render it."""
+        return self.encode_turns(target, tokenizer, [{"role": "user", "content": prompt}])
+
+    def encode_turns(
+        self, target: Path, tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, str]]
+    ) -> list[int]:
+        """Encode turns, the last one by the user, and the generation prompt. Raises ConfigError like `encode`."""
         text = own_template(tokenizer)
         if text is None:
             raise ConfigError(
@@ -32,11 +39,13 @@ class Chat:
         if system is None and is_run(target):
             system = read_run_recipe(target).data.system_prompt
         messages = [] if system is None else [{"role": "system", "content": system}]
-        messages.append({"role": "user", "content": prompt})
+        messages += turns
         template = ChatTemplate(text, special_tokens, name=f"--chat: the chat template of {target}")
         try:
             rendered = template.prompt(messages, generate=True)
         except BrokenRecordError as error:
-            raise ConfigError(f"--chat: the prompt {prompt!r} {error}; remove --chat or --system.") from error
+            raise ConfigError(
+                f"--chat: the prompt {turns[-1]['content']!r} {error}; remove --chat or --system."
+            ) from error
         ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         return ids

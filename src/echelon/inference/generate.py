@@ -137,22 +137,21 @@ def generate_samples(
     # Check prompts before loading the model, which may take long.
     tokenizer = load_target_tokenizer(target, checkpoint)
     encode = partial(_encode, tokenizer) if chat is None else partial(chat.encode, target, tokenizer)
-    rows = [_Row(prompt, number, encode(prompt)) for prompt in prompts for number in range(sampling.num_samples)]
+    rows = [Row(prompt, number, encode(prompt)) for prompt in prompts for number in range(sampling.num_samples)]
     model, tokenizer = load_target(target, device, checkpoint)
     _check_positions(model, rows, sampling.max_tokens)
     size = batch_size if write is None else 1
     for start in range(0, len(rows), size):
         batch = rows[start : start + size]
-        stream = None
-        if write is not None:
-            if chat is None:
-                write(tokenizer.decode(batch[0].ids, skip_special_tokens=True))
-            stream = TextStream(_Decoder(tokenizer, batch[0].ids), sampling.stop, write)
-        yield from _continue(model, tokenizer, batch, sampling, stream, chat is None)
+        if write is not None and chat is None:
+            write(tokenizer.decode(batch[0].ids, skip_special_tokens=True))
+        yield from continue_rows(model, tokenizer, batch, sampling, write, with_prompt=chat is None)
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
+    """A prompt, its ids, and the number of the sample, which with the prompt decides the random draws."""
+
     prompt: str
     number: int
     ids: list[int]
@@ -171,7 +170,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return ids
 
 
-def _check_positions(model: PreTrainedModel, rows: Sequence[_Row], max_tokens: int) -> None:
+def _check_positions(model: PreTrainedModel, rows: Sequence[Row], max_tokens: int) -> None:
     """Refuse samples longer than a table of learned positions; rotary embeddings have no such limit."""
     limit = getattr(model.config, "max_position_embeddings", None)
     words = model.get_input_embeddings()
@@ -185,14 +184,20 @@ def _check_positions(model: PreTrainedModel, rows: Sequence[_Row], max_tokens: i
 
 
 @torch.inference_mode()
-def _continue(
+def continue_rows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[_Row],
+    rows: Sequence[Row],
     sampling: Sampling,
-    stream: "TextStream | None",
+    write: Callable[[str], None] | None,
     with_prompt: bool,
 ) -> list[Sample]:
+    """Continue the rows of one batch, each by one sample.
+
+    Args:
+        write: receives the text of the continuation as it is generated; for a single row only.
+        with_prompt: the text of a sample starts with its prompt.
+    """
     width = max(len(row.ids) for row in rows)
     eos = _eos_ids(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (eos or [0])[0]
@@ -210,7 +215,7 @@ def _continue(
             sampling, [row_seed(sampling.seed, row.prompt, row.number) for row in rows], mask
         ),
         stopping_criteria=StoppingCriteriaList([_StopTexts(decoders, width, sampling.stop)] if sampling.stop else []),
-        streamer=stream,
+        streamer=None if write is None else TextStream(decoders[0], sampling.stop, write),
     )
     new_ids = output[:, width:].tolist()
     return [
@@ -220,7 +225,7 @@ def _continue(
 
 
 def _finish(
-    row: _Row, decoder: "_Decoder", new: list[int], eos: list[int], stop: Sequence[str], with_prompt: bool
+    row: Row, decoder: "_Decoder", new: list[int], eos: list[int], stop: Sequence[str], with_prompt: bool
 ) -> Sample:
     """Build the sample from the new ids of a row, up to where it ended."""
     end = next((place for place, token in enumerate(new) if token in eos), len(new))
