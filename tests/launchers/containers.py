@@ -134,11 +134,12 @@ def start_hosts(
 
 def _fill(ml: Path, name: str, names: list[str], request: Mapping[str, Any], channels: Mapping[str, Path]) -> None:
     """Write the files that a container finds, in the form that real jobs log."""
-    kind = request["ResourceConfig"]["InstanceType"]
-    group = {"instance_group_name": "homogeneousCluster", "instance_type": kind, "hosts": names}
+    groups = _list_groups(request["ResourceConfig"], names)
+    own = next(group for group in groups if name in group["hosts"])
     resources = {
-        "current_host": name, "current_instance_type": kind, "current_group_name": "homogeneousCluster",
-        "hosts": names, "network_interface_name": "eth0", "instance_groups": [group],
+        "current_host": name, "current_instance_type": own["instance_type"],
+        "current_group_name": own["instance_group_name"], "hosts": names, "network_interface_name": "eth0",
+        "instance_groups": groups,
     }  # fmt: skip
     shapes = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
     files = {
@@ -154,6 +155,17 @@ def _fill(ml: Path, name: str, names: list[str], request: Mapping[str, Any], cha
         (ml / made).mkdir(parents=True)
     for channel, source in channels.items():
         shutil.copytree(source, ml / "input" / "data" / channel)
+
+
+def _list_groups(machines: Mapping[str, Any], names: list[str]) -> list[dict[str, Any]]:
+    """The instance groups with their hosts; a job without groups has one of this name."""
+    only = {"InstanceGroupName": "homogeneousCluster", "InstanceType": machines.get("InstanceType")}
+    left, groups = list(names), []
+    for group in machines.get("InstanceGroups") or [only | {"InstanceCount": len(names)}]:
+        hosts = [left.pop(0) for _ in range(group["InstanceCount"])]
+        kind = {"instance_group_name": group["InstanceGroupName"], "instance_type": group["InstanceType"]}
+        groups.append({**kind, "hosts": hosts})
+    return groups
 
 
 def await_end(hosts: Sequence[Host], seconds: float) -> list[int]:

@@ -65,7 +65,8 @@ def submit(tmp_path, monkeypatch):
 
     def launch(nodes, **sections):
         (place / "text.txt").write_text(TEXT)
-        launch = {"nodes": nodes, "nproc_per_node": 2 // nodes, "sagemaker": SETTINGS} | sections.pop("launch", {})
+        launch = {"nproc_per_node": 2 // nodes, "sagemaker": SETTINGS} | sections.pop("launch", {})
+        launch.setdefault("nodes", nodes)
         train = RECIPE["train"] | {"steps": STEPS}
         recipe = RECIPE | {"train": train, "checkpoint": {"every_steps": 50}, "parallel": "fsdp"} | sections
         (place / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"track": ["tensorboard"], "launch": launch}))
@@ -179,6 +180,30 @@ def test_two_hosts_stop_and_resume_on_other_hosts_exactly(submit, image, tmp_pat
     assert rows_of(hosts[0]) == rows_of(whole)
     check_model(hosts[0])
     assert not list(hosts[1].ml.glob("model/*"))
+
+
+def test_two_hosts_of_different_types_train_one_model(submit, image, tmp_path):
+    """A plan for the smaller machine, and the mean price: 2 x 3 and 1 x 6 dollars for each of two machines."""
+    groups = [
+        {"name": "large", "instance_type": "ml.m5.2xlarge", "nodes": 1},
+        {"name": "small", "instance_type": "ml.m5.xlarge", "nodes": 1},
+    ]
+    prices = [{"name": "ml.m5.2xlarge", "usd_per_hour": 6}, {"name": "ml.m5.xlarge", "usd_per_hour": 3}]
+    settings = {name: value for name, value in SETTINGS.items() if name != "instance_type"}
+    launch = {"nodes": 1, "sagemaker": settings | {"instance_groups": groups, "extra_types": prices}}
+    job = submit(2, launch=launch, train=RECIPE["train"] | {"steps": 3})
+    sent = job.request["ResourceConfig"]["InstanceGroups"]
+    assert [each["InstanceType"] for each in sent] == ["ml.m5.2xlarge", "ml.m5.xlarge"]
+    codes, hosts = run(job, 2, image, tmp_path / "hosts")
+    assert codes == [0, 0], show(hosts)
+    assert "container: algo-1 of 2 (ml.m5.2xlarge, group large)" in hosts[0].log
+    assert "container: algo-2 of 2 (ml.m5.xlarge, group small)" in hosts[1].log
+    assert len(rows_of(hosts[0])) == 3
+    environment = json.loads((hosts[0].ml / "output" / "data" / "environment.json").read_text())
+    # One process per machine: the memory is that of an ml.m5.xlarge, if this machine has more.
+    assert environment["cluster"]["accelerator"]["memory_bytes"] <= 16 * 2**30
+    assert "$4.5/h (ml.m5.2xlarge and ml.m5.xlarge on demand, their mean; launch.sagemaker.extra_types)" in hosts[0].log
+    check_model(hosts[0], 6.5)
 
 
 def test_one_host_with_setup_lines_and_hostile_values(submit, image, tmp_path):

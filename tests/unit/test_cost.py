@@ -90,6 +90,15 @@ def test_where_a_price_comes_from():
     assert inside.source == "ml.g5.12xlarge on demand, us-east-1, 2026-08"
     assert find_price_here(load(*typed), {"SM_CURRENT_INSTANCE_TYPE": "ml.p5.48xlarge"}).usd_per_hour == 63.296
     assert find_price_here(load(), {"SM_CURRENT_INSTANCE_TYPE": "ml.p5e.48xlarge"}) is None
+    priced = load(*typed, "launch.sagemaker.extra_types=[{name: ml.g5.12xlarge, usd_per_hour: 3}]")
+    assert find_price_at_target(priced).usd_per_hour == 3
+    assert find_price_here(priced, {"SM_CURRENT_INSTANCE_TYPE": "ml.g5.12xlarge"}).usd_per_hour == 3
+    # (2 x 7.09 + 1 x 5.752) / 3
+    groups = "[{name: a, instance_type: ml.g5.12xlarge, nodes: 2}, {name: b, instance_type: ml.g6.12xlarge}]"
+    mixed = load("launch.to=sagemaker", f"launch.sagemaker.instance_groups={groups}")
+    mean = find_price_here(mixed, {"TRAINING_JOB_NAME": "job", "SM_CURRENT_INSTANCE_TYPE": "ml.g5.12xlarge"})
+    assert mean == find_price_at_target(mixed) and mean.usd_per_hour == pytest.approx(6.644)
+    assert mean.source == "ml.g5.12xlarge and ml.g6.12xlarge on demand, their mean; us-east-1, 2026-08"
     with pytest.raises(ConfigError, match=r"budget\.max_usd=50: the price .* budget\.usd_per_hour.*budget\.max_hours"):
         check_budget(load("budget.max_usd=50"), None)
     check_budget(load("budget.max_hours=5"), None)

@@ -1,10 +1,20 @@
 """The catalogue of instance types, compared with values from AWS's tables."""
 
+from dataclasses import replace
+
 import pytest
 
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import ACCELERATORS
-from echelon.hardware.instances import INSTANCES, cluster_of, efa_environment, find_instance, nearest_gpu_instance
+from echelon.hardware.instances import (
+    INSTANCES,
+    Price,
+    cluster_of,
+    efa_environment,
+    find_instance,
+    nearest_gpu_instance,
+)
+from echelon.recipe.launching import InstanceTypeConfig
 
 
 @pytest.mark.parametrize(
@@ -44,8 +54,70 @@ def test_the_table_is_consistent():
 def test_an_unknown_type_names_its_family():
     with pytest.raises(ConfigError, match=r"ml\.p5\.24xlarge is not .*ml\.p5\.4xlarge, ml\.p5\.48xlarge"):
         find_instance("ml.p5.24xlarge")
-    with pytest.raises(ConfigError, match=r"x9\.huge is not .*or auto"):
+    described = r"or describe it: launch\.sagemaker\.extra_types=\[\{name: ml\.x9\.huge, gpus: 8, "
+    with pytest.raises(ConfigError, match=r"x9\.huge is not .* auto, " + described):
         find_instance("x9.huge")
+
+
+def described(**figures):
+    """`ml.x9.huge`, described in a recipe."""
+    return [InstanceTypeConfig(name="ml.x9.huge", **figures)]
+
+
+X9 = {"gpus": 8, "accelerator": "h200", "vcpus": 192, "memory_gib": 2048, "network_gbits": 3200}
+
+
+def test_a_described_type_is_used_like_one_of_the_catalogue():
+    types = described(**X9, efa_interfaces=16, efa_rdma=True, usd_per_hour=40)
+    known = find_instance("p5en.48xlarge")  # the same machine under another name
+    assert find_instance("x9.huge", types) == replace(
+        known,
+        name="ml.x9.huge",
+        gpu_memory_gib=None,
+        link=None,
+        link_gigabytes_per_s=None,
+        price=Price(40, None, None, "launch.sagemaker.extra_types"),
+    )
+    assert find_instance("ml.x9.huge", types).price.describe() == "$40/h (launch.sagemaker.extra_types)"
+    assert cluster_of(find_instance("x9.huge", types), 2) == cluster_of(known, 2)
+    with pytest.raises(ConfigError, match=r"x9\.giant is not .*; use one of ml\.x9\.huge, or"):
+        find_instance("x9.giant", types)
+
+
+def test_an_unknown_gpu_has_the_given_memory_and_bf16():
+    types = described(**X9 | {"accelerator": "R100", "gpu_memory_gib": 288})
+    cluster = cluster_of(find_instance("x9.huge", types), 1)
+    assert (cluster.accelerator.name, cluster.accelerator.memory_bytes) == ("R100", 288 * 2**30)
+    assert cluster.has_bf16 and cluster.accelerator.bf16_flops is None
+    # Of a known GPU the smaller of both figures: 141 GB are 131.3 GiB.
+    half = cluster_of(find_instance("x9.huge", described(**X9, gpu_memory_gib=70)), 1)
+    assert (half.accelerator.memory_bytes, half.accelerator.bf16_flops) == (70 * 2**30, 989e12)
+    assert cluster_of(find_instance("x9.huge", described(**X9, gpu_memory_gib=141)), 1).accelerator.name == "H200"
+    cpus = find_instance("x9.huge", described(gpus=0, vcpus=8, memory_gib=32, network_gbits=10))
+    assert (cpus.accelerator, cpus.num_processes, cpus.own_disks) == ("cpu", 4, False)
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"gpus": 8}, "vcpus is missing: ml.x9.huge is not in the catalogue"),
+        ({**X9, "accelerator": None}, "accelerator is missing: give the name of its GPU"),
+        ({**X9, "accelerator": "R100"}, "accelerator=R100 is not one of V100, .* also give gpu_memory_gib"),
+        ({**X9, "gpus": 0}, "gpus=0 contradicts accelerator and gpu_memory_gib"),
+    ],
+)
+def test_a_wrong_description_is_refused(figures, said):
+    with pytest.raises(ConfigError, match=rf"^launch\.sagemaker\.extra_types\.0\.{said}"):
+        find_instance("x9.huge", described(**figures))
+
+
+def test_a_description_may_give_a_known_type_only_a_price():
+    five = [InstanceTypeConfig(name="ml.p5.48xlarge", gpus=8, accelerator="H100", usd_per_hour=30)]
+    assert find_instance("p5.48xlarge", five).price.usd_per_hour == 30
+    for field, value, known in (("gpus", 4, 8), ("accelerator", "H200", "H100"), ("efa_rdma", False, True)):
+        wrong = [InstanceTypeConfig(name="ml.p5.48xlarge", **{field: value})]
+        with pytest.raises(ConfigError, match=f"{field}={value} contradicts the catalogue .* has {known}; remove"):
+            find_instance("p5.48xlarge", wrong)
 
 
 def test_clusters():

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from echelon.cli import app
 from echelon.errors import PlanError
+from echelon.hardware import instances
 from echelon.hardware.instances import INSTANCES, cluster_of
 from echelon.lifecycle.job_checks import find_target_cluster, settle_instance
 from echelon.planner import machines
@@ -51,7 +52,7 @@ def test_the_cheapest_priced_type_that_fits(recipe, shape):
 def test_one_machine_is_preferred_to_two_with_the_same_gpus(recipe, shape, monkeypatch):
     # Two RTX PRO 6000 in one machine for 10.36, or in two machines connected with 50 Gbit/s for 8.41.
     pair = ("ml.g7e.2xlarge", "ml.g7e.12xlarge", "ml.p5en.48xlarge")
-    monkeypatch.setattr(machines, "INSTANCES", {name: machines.INSTANCES[name] for name in pair})
+    monkeypatch.setattr(instances, "INSTANCES", {name: instances.INSTANCES[name] for name in pair})
     large = build_shape({**recipe.model.config, "vocab_size": 32000, "num_hidden_layers": 120})
     zero = recipe.model_copy(update={"parallel": "fsdp"})
     assert not machines.plan_on(zero, large, INSTANCES["ml.g7e.2xlarge"], 1).fits
@@ -59,7 +60,7 @@ def test_one_machine_is_preferred_to_two_with_the_same_gpus(recipe, shape, monke
     choice = choose_instance(zero, large)
     assert (choice.instance.name, choice.count) == ("ml.g7e.12xlarge", 1)
     # If only a type without a price fits on one machine, it is named but not chosen.
-    monkeypatch.setattr(machines, "INSTANCES", {name: machines.INSTANCES[name] for name in pair[::2]})
+    monkeypatch.setattr(instances, "INSTANCES", {name: instances.INSTANCES[name] for name in pair[::2]})
     choice = choose_instance(zero, large)
     assert (choice.instance.name, choice.count) == ("ml.g7e.2xlarge", 2)
     assert "  of these, need fewer machines: ml.p5en.48xlarge" in choice.describe()
@@ -79,15 +80,15 @@ def test_memory_of_the_machine_itself(recipe, shape):
 
 
 def test_without_a_price_none_is_chosen(recipe, shape, monkeypatch):
-    known = machines.INSTANCES
-    monkeypatch.setattr(machines, "INSTANCES", {name: replace(each, price=None) for name, each in known.items()})
+    known = instances.INSTANCES
+    monkeypatch.setattr(instances, "INSTANCES", {name: replace(each, price=None) for name, each in known.items()})
     with pytest.raises(PlanError, match=r"no type with a known price fits on .*; set one of: .*ml\.p5\.48xlarge"):
         choose_instance(recipe, shape, 1)
 
 
 def test_a_plan_that_fits_nowhere_is_refused_with_the_largest_type(recipe, monkeypatch, shape):
-    small = {name: each for name, each in machines.INSTANCES.items() if name.startswith("ml.g4dn.")}
-    monkeypatch.setattr(machines, "INSTANCES", small)
+    small = {name: each for name, each in instances.INSTANCES.items() if name.startswith("ml.g4dn.")}
+    monkeypatch.setattr(instances, "INSTANCES", small)
     with pytest.raises(PlanError, match=r"does not fit on 1 machine\(s\) of any type; the largest, ml\.g4dn\.12xlarge"):
         choose_instance(recipe, shape, 1)
 

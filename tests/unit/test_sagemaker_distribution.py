@@ -88,7 +88,7 @@ REFUSED = [
     ({"pytorchxla": {"enabled": True}}, [], "train.compile=true"),
     ({"parameter_server": {"enabled": True}}, [], "it is for TensorFlow"),
     ({"multi_worker_mirrored_strategy": {"enabled": True}}, [], "it is for TensorFlow"),
-    ({"instance_groups": []}, [], "have one type"),
+    ({"instance_groups": []}, [], "every machine of a job trains"),
     ({"torch_distributed": {"enabled": True}, "mpi": {"enabled": True}}, [], "one distribution"),
     ({"smdistributed": {"dataparallel": {"enabled": True}, "modelparallel": {"enabled": True}}}, [], "one distr"),
     ({"smdistributed": {"modelparallel": {"enabled": True}}}, [], "its launcher: torch_distributed: {enabled: true} f"),

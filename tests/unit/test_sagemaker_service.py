@@ -281,7 +281,7 @@ RESOURCES = {"InstanceType": "ml.g5.12xlarge", "InstanceCount": 2}
 )
 def test_states(primary, secondary, state, code):
     answer = {"TrainingJobStatus": primary, "SecondaryStatus": secondary, "ResourceConfig": RESOURCES}
-    status = read_status(answer, "us-east-1")
+    status = read_status(answer)
     assert (status.state, status.exit_code) == (state, code)
     assert status.detail == (primary if secondary in ("", primary) else f"{primary}, {secondary}")
 
@@ -297,12 +297,14 @@ def test_billed_time_and_reason_of_a_failure():
         "ResourceConfig": RESOURCES,
         "TrainingStartTime": datetime.now(UTC),
     }
-    status = read_status(answer, "us-east-1")
+    status = read_status(answer, usd_per_hour=7.09)
     assert status.exit_code == 2
     assert status.detail == (
         "Failed: AlgorithmError: parallel.tp=3 does not divide num_heads=8, exit code: 2: spot saved 75%"
     )
-    # Two machines for a quarter of an hour, at $7.09 per hour in that region.
+    # Two machines for a quarter of an hour.
     assert (status.billed_hours, round(status.billed_usd, 6)) == (0.5, 3.545)
-    assert read_status(answer, "eu-west-1").billed_usd is None
-    assert read_status(answer, "eu-west-1", usd_per_hour=6.0).billed_usd == 3.0
+    assert read_status(answer).billed_usd is None
+    groups = [{"InstanceType": "ml.g5.xlarge", "InstanceCount": count} for count in (1, 3)]
+    grouped = read_status({**answer, "ResourceConfig": {"InstanceGroups": groups}}, usd_per_hour=2.0)
+    assert (grouped.billed_hours, grouped.billed_usd) == (1.0, 2.0)

@@ -108,7 +108,7 @@ def _find_instances(
         for line in choice.describe():
             on_line(line)
         return find_cluster(recipe, choice.instance, choice.count)
-    found, machines = find_instance(instance), count or 1
+    found, machines = find_instance(instance, recipe.launch.sagemaker.extra_types), count or 1
     cluster = find_cluster(recipe, found, machines)
     if found.price is None:
         on_line(f"instance: {machines} x {found.name}, price unknown; set budget.usd_per_hour")

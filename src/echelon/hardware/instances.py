@@ -6,28 +6,42 @@ sets it.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from echelon.errors import ConfigError
-from echelon.hardware.accelerators import ACCELERATORS, Cluster
+from echelon.hardware.accelerators import ACCELERATORS, Accelerator, Cluster
+
+if TYPE_CHECKING:
+    from echelon.recipe.launching import InstanceTypeConfig
+
+EXTRA_TYPES = "launch.sagemaker.extra_types"
+"""The recipe key with the types that the catalogue lacks."""
 
 Link = Literal["PCIe", "NVLink", "NVSwitch", "NeuronLink"]
 
 
 @dataclass(frozen=True)
 class Price:
-    """US dollars per hour for one machine on demand; the bill depends on region and contract."""
+    """US dollars per hour for one machine on demand; the bill depends on region and contract.
+
+    A price in the recipe has no date, and is for whatever region the job runs in.
+    """
 
     usd_per_hour: float
-    region: str
-    date: str
+    region: str | None
+    date: str | None
     source: str
+
+    @property
+    def terms(self) -> str:
+        """Region and date, as in `us-west-2, 2026-09-01`; the source of a price in the recipe."""
+        return self.source if self.region is None else f"{self.region}, {self.date}"
 
     def describe(self) -> str:
         """Format the price as `$63.296/h (us-west-2, 2026-09-01)`."""
-        return f"${self.usd_per_hour:g}/h ({self.region}, {self.date})"
+        return f"${self.usd_per_hour:g}/h ({self.terms})"
 
 
 @dataclass(frozen=True)
@@ -37,8 +51,8 @@ class Instance:
     Attributes:
         name: SageMaker's name, `ml.p5.48xlarge`.
         gpus: GPUs per machine; 0 for CPU types and Trainium.
-        accelerator: a name in `ACCELERATORS`; `cpu` for CPU types.
-        gpu_memory_gib: memory of one accelerator, from EC2; plans use the smaller figure of its datasheet.
+        device: one GPU, as in `ACCELERATORS` or described in the recipe; `cpu` for CPU types; None for Trainium.
+        gpu_memory_gib: memory of one accelerator, from EC2; plans use that of `device`, from its datasheet.
         link: the link between the accelerators of one machine.
         link_gigabytes_per_s: bandwidth of the link per accelerator, both directions together.
         network_gbits: network bandwidth of one machine; for small types the burst limit.
@@ -47,11 +61,12 @@ class Instance:
         neuron_devices: Trainium chips.
         own_disks: whether it has local NVMe disks, of fixed size and encrypted by the hardware; SageMaker then
             provides no volume.
+        bf16_supported: as in `Cluster`.
     """
 
     name: str
     gpus: int
-    accelerator: str | None
+    device: Accelerator | None
     gpu_memory_gib: float | None
     link: Link | None
     link_gigabytes_per_s: float | None
@@ -63,6 +78,12 @@ class Instance:
     efa_rdma: bool = False
     neuron_devices: int = 0
     own_disks: bool = True
+    bf16_supported: bool | None = None
+
+    @property
+    def accelerator(self) -> str | None:
+        """The name of the device."""
+        return None if self.device is None else self.device.name
 
     @property
     def num_processes(self) -> int:
@@ -167,7 +188,7 @@ def _build_instances() -> Iterator[Instance]:
             yield Instance(
                 name,
                 gpus,
-                accelerator,
+                ACCELERATORS[accelerator],
                 memory,
                 *joined,
                 network,
@@ -183,7 +204,7 @@ def _build_instances() -> Iterator[Instance]:
             yield Instance(
                 f"ml.{family}.{size}",
                 gpus=0,
-                accelerator=None,
+                device=None,
                 gpu_memory_gib=memory,
                 link="NeuronLink" if chips > 1 else None,
                 link_gigabytes_per_s=None,
@@ -199,18 +220,100 @@ def _build_instances() -> Iterator[Instance]:
 INSTANCES: dict[str, Instance] = {instance.name: instance for instance in _build_instances()}
 
 
-def find_instance(name: str) -> Instance:
-    """The type of this name, with or without `ml.`. Raises ConfigError with the nearest names."""
-    wanted = name.strip().lower().removeprefix("ml.")
-    if f"ml.{wanted}" in INSTANCES:
-        return INSTANCES[f"ml.{wanted}"]
-    near = difflib.get_close_matches(f"ml.{wanted}", INSTANCES, n=3)
-    family = [known for known in INSTANCES if known.startswith(f"ml.{wanted.split('.')[0]}.")]
-    hint = ", ".join(family or near)
+def find_instance(
+    name: str,
+    extra_types: "Iterable[InstanceTypeConfig]" = (),
+    key: str = "launch.sagemaker.instance_type",
+) -> Instance:
+    """The type of this name, with or without `ml.`, in the catalogue or in `launch.sagemaker.extra_types`.
+
+    `key` is the recipe key of the name. Raises ConfigError with the nearest names and how to describe a type; also for
+    a wrong description.
+    """
+    known = list_instances(extra_types)
+    wanted = f"ml.{name.strip().lower().removeprefix('ml.')}"
+    if wanted in known:
+        return known[wanted]
+    family = [each for each in known if each.startswith(f"{wanted.rpartition('.')[0]}.")]
+    hint = ", ".join(family or difflib.get_close_matches(wanted, known, n=3)) or ", ".join([*list(_PRICES)[:3], "auto"])
     raise ConfigError(
-        f"launch.sagemaker.instance_type={name} is not in the catalogue of instances; "
-        + (f"use one of {hint}." if hint else f"use one such as {', '.join(list(_PRICES)[:3])}, or auto.")
+        f"{key}={name} is not in the catalogue of instances; use one of {hint}, or describe "
+        f"it: {EXTRA_TYPES}=[{{name: {wanted}, gpus: 8, accelerator: H200, vcpus: 192, memory_gib: 2048, "
+        "network_gbits: 3200}]."
     )
+
+
+def list_instances(extra_types: "Iterable[InstanceTypeConfig]") -> dict[str, Instance]:
+    """The catalogue and the types described in the recipe, by name. Raises ConfigError for a wrong description."""
+    return INSTANCES | {given.name: _describe_type(f"{EXTRA_TYPES}.{i}", given) for i, given in enumerate(extra_types)}
+
+
+def _describe_type(key: str, given: "InstanceTypeConfig") -> Instance:
+    """The type that the recipe describes; of a type in the catalogue only the price may differ."""
+    name = given.name
+    price = None if given.usd_per_hour is None else Price(given.usd_per_hour, None, None, EXTRA_TYPES)
+    if name in INSTANCES:
+        known = INSTANCES[name]
+        figures = {
+            "gpus": known.gpus, "accelerator": known.accelerator, "gpu_memory_gib": known.gpu_memory_gib,
+            "vcpus": known.vcpus, "memory_gib": known.ram_gib, "network_gbits": known.network_gbits,
+            "efa_interfaces": known.efa_interfaces, "efa_rdma": known.efa_rdma, "local_disks": known.own_disks,
+        }  # fmt: skip
+        for field, figure in figures.items():
+            if getattr(given, field) not in (None, figure):
+                raise ConfigError(
+                    f"{key}.{field}={getattr(given, field)} contradicts the catalogue of instances, in which "
+                    f"{name} has {figure}; remove it."
+                )
+        return known if price is None else replace(known, price=price)
+    gpus, vcpus, memory, network = given.gpus, given.vcpus, given.memory_gib, given.network_gbits
+    if gpus is None or vcpus is None or memory is None or network is None:
+        needed = ("gpus", "vcpus", "memory_gib", "network_gbits")
+        missing = [field for field in needed if getattr(given, field) is None]
+        raise ConfigError(
+            f"{key}.{missing[0]} is missing: {name} is not in the catalogue of instances; give {', '.join(needed)}, "
+            "and with GPUs accelerator."
+        )
+    device = _describe_device(key, gpus, given)
+    return Instance(
+        name,
+        gpus,
+        device,
+        given.gpu_memory_gib,
+        link=None,
+        link_gigabytes_per_s=None,
+        network_gbits=network,
+        efa_interfaces=given.efa_interfaces or 0,
+        vcpus=vcpus,
+        ram_gib=memory,
+        price=price,
+        efa_rdma=bool(given.efa_rdma),
+        own_disks=gpus > 0 if given.local_disks is None else given.local_disks,
+        # The GPUs without bf16, V100 and T4, are in the table.
+        bf16_supported=None if device.name in ACCELERATORS else True,
+    )
+
+
+def _describe_device(key: str, gpus: int, given: "InstanceTypeConfig") -> Accelerator:
+    """The device of a described type, with the memory of its datasheet or the given one, whichever is smaller."""
+    if not gpus:
+        if given.accelerator is not None or given.gpu_memory_gib is not None:
+            raise ConfigError(f"{key}.gpus=0 contradicts accelerator and gpu_memory_gib; remove them, or correct gpus.")
+        return ACCELERATORS["cpu"]
+    if given.accelerator is None or given.accelerator.lower() == "cpu":
+        raise ConfigError(f"{key}.accelerator is missing: give the name of its GPU, such as H200.")
+    by_name = {known.lower(): each for known, each in ACCELERATORS.items()}
+    known = by_name.get(given.accelerator.lower())
+    stated = None if given.gpu_memory_gib is None else int(given.gpu_memory_gib * 2**30)
+    if known is not None:
+        assert known.memory_bytes is not None
+        return known if stated is None else replace(known, memory_bytes=min(known.memory_bytes, stated))
+    if stated is None:
+        raise ConfigError(
+            f"{key}.accelerator={given.accelerator} is not one of {', '.join(list(ACCELERATORS)[:-1])}; also give "
+            "gpu_memory_gib, the memory of one GPU."
+        )
+    return Accelerator(given.accelerator, stated, None, None, None, EXTRA_TYPES)
 
 
 def cluster_of(instance: Instance, count: int, num_processes: int | None = None) -> Cluster:
@@ -229,13 +332,15 @@ def cluster_of(instance: Instance, count: int, num_processes: int | None = None)
             f"launch.nproc_per_node={per_machine} is more than the {instance.gpus} GPUs of an {instance.name}; use "
             f"{instance.gpus} or fewer, or auto."
         )
-    assert instance.accelerator is not None
-    accelerator, memory = ACCELERATORS[instance.accelerator], instance.ram_gib * 2**30
+    assert instance.device is not None
+    accelerator, memory = instance.device, instance.ram_gib * 2**30
     if not instance.gpus:
         return Cluster(
             replace(accelerator, memory_bytes=memory // per_machine), count * per_machine, per_machine, "cpu"
         )
-    return Cluster(accelerator, count * per_machine, per_machine, "cuda", host_memory_bytes=memory)
+    return Cluster(
+        accelerator, count * per_machine, per_machine, "cuda", instance.bf16_supported, host_memory_bytes=memory
+    )
 
 
 def nearest_gpu_instance(trainium: Instance) -> Instance:

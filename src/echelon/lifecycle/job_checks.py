@@ -11,7 +11,7 @@ from echelon.data.prepare import prepare_spec
 from echelon.data.templates import load_template
 from echelon.errors import ConfigError, HubUnreachableError, PlanError
 from echelon.hardware.accelerators import Cluster, parse_devices
-from echelon.hardware.instances import find_instance
+from echelon.hardware.job_machines import find_machines
 from echelon.launch.job import JobSpec, Launcher
 from echelon.launch.sagemaker.request import find_trained_recipe
 from echelon.launch.sagemaker.staging import CHECKPOINT_DIR
@@ -121,8 +121,9 @@ def settle_instance(recipe: Recipe) -> Recipe:
 def find_target_cluster(recipe: Recipe) -> Cluster | None:
     """The hardware that the recipe specifies, None if it does not. Raises ConfigError if it is incomplete."""
     launch = recipe.launch
-    if launch.to == "sagemaker" and launch.sagemaker.instance_type is not None:
-        return find_cluster(recipe, find_instance(launch.sagemaker.instance_type), launch.node_range[1])
+    if launch.to == "sagemaker":
+        machines = find_machines(launch)
+        return find_cluster(recipe, machines.weakest, machines.count)
     if launch.accelerator is None:
         return None
     count = _count_devices(launch)

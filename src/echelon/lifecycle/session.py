@@ -18,6 +18,7 @@ from echelon.lifecycle.apart import await_ready, mark_ready, receive_run, send_r
 from echelon.lifecycle.fetching import announce_commits, await_fetched, fetch_announced
 from echelon.lifecycle.setup import PreparedRun, digest_run, prepare_run
 from echelon.logs import keep_console_in, keep_line
+from echelon.planner.machines import limit_to_weakest
 from echelon.recipe import Recipe
 from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stopping import StopRequest
@@ -259,7 +260,15 @@ def _prepare_for_all(recipe: Recipe, fresh: bool, store: "Store") -> PreparedRun
         patience = _PATIENCE_SECONDS if is_elastic() else 0.0
         if patience and shares_agent_store():
             logger.warning(_SHARED_STORE)
-        run = prepare_run(recipe, fresh, detect_launched_cluster, read_environment(), patience, announce)
+        variables = read_environment()
+        run = prepare_run(
+            recipe,
+            fresh,
+            lambda: limit_to_weakest(detect_launched_cluster(), recipe, variables),
+            variables,
+            patience,
+            announce,
+        )
         if commits and (code := await_fetched(store)) is not None:  # the failed rank reports the reason
             word["code"] = code
             return Outcome(code)

@@ -1,12 +1,13 @@
 """`--instance auto`: the cheapest machines of the catalogue on which a recipe's plan fits."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import Cluster
-from echelon.hardware.instances import INSTANCES, Instance, cluster_of
+from echelon.hardware.instances import Instance, cluster_of, list_instances
+from echelon.hardware.job_machines import find_machines
 from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
@@ -46,7 +47,7 @@ class Candidate:
         """One line of the table."""
         assert self.plan is not None
         price, cost = self.instance.price, self.usd_per_hour
-        dollars = "price unknown" if price is None else f"${cost:.2f}/h ({price.region}, {price.date})"
+        dollars = "price unknown" if price is None else f"${cost:.2f}/h ({price.terms})"
         devices = f"{self.count * self.instance.gpus} x {self.instance.accelerator}"
         return (
             f"{self.count} x {self.instance.name:<19} {dollars:<33} {devices:<14} {self.plan.strategy:<5} needs "
@@ -88,7 +89,7 @@ class Choice:
             names = ", ".join(f"{each.count} x {each.instance.name}" for each in unknown)
             lines.append(
                 f"  fit, but were not considered because their price is unknown: {names}; to use one, set it as the "
-                "instance type, and set budget.usd_per_hour"
+                "instance type, and set budget.usd_per_hour; or give its price in launch.sagemaker.extra_types"
             )
         if fewer:
             lines.append(f"  of these, need fewer machines: {_join_names(fewer)}")
@@ -103,7 +104,8 @@ def choose_instance(recipe: "Recipe", shape: ModelShape, count: int | None = Non
     One larger machine is preferred to several small ones, as the network is far slower than links inside a machine.
     Only types with a dated price are considered. Raises PlanError if none of them fits.
     """
-    candidates = tuple(_try_type(recipe, shape, each, count) for each in INSTANCES.values() if each.gpus)
+    known = list_instances(recipe.launch.sagemaker.extra_types)
+    candidates = tuple(_try_type(recipe, shape, each, count) for each in known.values() if each.gpus)
     fitting = [each for each in candidates if each.fits]
     priced = [each for each in fitting if each.usd_per_hour is not None]
     if priced:
@@ -137,6 +139,25 @@ def find_cluster(recipe: "Recipe", instance: Instance, count: int) -> Cluster:
     """The cluster of these machines with `launch.nproc_per_node` processes each. Raises ConfigError."""
     wanted = recipe.launch.nproc_per_node
     return cluster_of(instance, count, None if wanted == "auto" else wanted)
+
+
+def limit_to_weakest(cluster: Cluster, recipe: "Recipe", variables: Mapping[str, str]) -> Cluster:
+    """The detected cluster, in a SageMaker job with instance groups with the memory and dtypes of its weakest type.
+
+    The process that plans detects only its own machine. `variables` is the environment.
+    """
+    if "TRAINING_JOB_NAME" not in variables or not recipe.launch.sagemaker.instance_groups:
+        return cluster
+    weakest = cluster_of(find_machines(recipe.launch).weakest, cluster.num_nodes, cluster.devices_per_node)
+    if weakest.kind != cluster.kind:
+        return cluster
+    sizes = [each.accelerator.memory_bytes for each in (cluster, weakest)]
+    memory = min(size for size in sizes if size is not None)
+    if cluster.kind == "cpu":
+        return replace(cluster, accelerator=replace(cluster.accelerator, memory_bytes=memory))
+    # All of the weakest, also its name: after a restart the planning process may be on another type.
+    device = replace(weakest.accelerator, memory_bytes=memory)
+    return replace(cluster, accelerator=device, bf16_supported=cluster.has_bf16 and weakest.has_bf16)
 
 
 def _try_type(recipe: "Recipe", shape: ModelShape, instance: Instance, count: int | None) -> Candidate:

@@ -198,6 +198,34 @@ class FileSystemConfig(Section):
     writable: Flag = Field(False, description="Mount it for writing too.")
 
 
+class InstanceTypeConfig(Section):
+    """A machine of an instance type that the catalogue lacks; for a type in the catalogue, its price."""
+
+    name: str = Field(pattern=r"^ml\.[a-z0-9-]+\.[a-z0-9]+$", description="Such as `ml.p5.48xlarge`.")
+    gpus: CountOrZero | None = Field(None, description="GPUs per machine, 0 for none.")
+    accelerator: str | None = Field(
+        None, description="Name of the GPU, such as `H200`; one that echelon does not know needs gpu_memory_gib."
+    )
+    gpu_memory_gib: Positive | None = Field(None, description="Memory of one GPU in GiB. Default: by its datasheet.")
+    vcpus: Count | None = Field(None, description="Virtual CPU cores.")
+    memory_gib: Count | None = Field(None, description="Main memory in GiB.")
+    network_gbits: Positive | None = Field(None, description="Network bandwidth in Gbit/s.")
+    efa_interfaces: CountOrZero | None = Field(None, description="Network cards with EFA. Default: 0.")
+    efa_rdma: Flag | None = Field(None, description="Whether EFA can access GPU memory (RDMA). Default: false.")
+    local_disks: Flag | None = Field(
+        None, description="Whether it has local disks, and so gets no volume. Default: true with GPUs."
+    )
+    usd_per_hour: Positive | None = Field(None, description="Dollars per hour for one machine.")
+
+
+class InstanceGroupConfig(Section):
+    """Machines of one type in a job with several types; all machines train."""
+
+    name: str = Field(pattern="^[A-Za-z0-9_-]{1,64}$", description="Name of the group.")
+    instance_type: str = Field(description="Such as `ml.p4d.24xlarge`.")
+    nodes: Count = Field(1, description="Number of machines.")
+
+
 class SageMakerConfig(Section):
     """`launch.to: sagemaker`: a training job of Amazon SageMaker AI."""
 
@@ -206,6 +234,17 @@ class SageMakerConfig(Section):
     instance_type: str | None = Field(
         None,
         description="Such as `ml.p5.48xlarge`; `auto`: the cheapest type among those that fit on the fewest machines.",
+    )
+    instance_groups: tuple[InstanceGroupConfig, ...] = Field(
+        (),
+        max_length=5,
+        description="Several instance types in one job, instead of instance_type and launch.nodes: `[{name: a, "
+        "instance_type: ml.g5.12xlarge, nodes: 2}, {name: b, instance_type: ml.g6.12xlarge}]`.",
+    )
+    extra_types: tuple[InstanceTypeConfig, ...] = Field(
+        (),
+        description="Instance types that the catalogue lacks: `[{name: ml.p9.48xlarge, gpus: 8, accelerator: H200, "
+        "vcpus: 192, memory_gib: 2048, network_gbits: 3200}]`; also your own prices.",
     )
     image: str | None = Field(None, description="Training image. Default: AWS's own for PyTorch.")
     bucket: str | None = Field(None, description="`s3://bucket/prefix` for all files of the job.")
@@ -247,6 +286,20 @@ class SageMakerConfig(Section):
         default_factory=lambda: {"torch_distributed": {"enabled": True}},
         description="`distribution` dictionary of the SDK: torch_distributed, pytorchddp, smdistributed, mpi.",
     )
+
+    @model_validator(mode="after")
+    def _groups_instead_of_a_type(self) -> Self:
+        names = [group.name for group in self.instance_groups]
+        if names and self.instance_type is not None:
+            raise ValueError(
+                f"launch.sagemaker.instance_type={self.instance_type} and launch.sagemaker.instance_groups are both "
+                "set; remove one."
+            )
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"launch.sagemaker.instance_groups: two groups have the same name among {', '.join(names)}; rename one."
+            )
+        return self
 
     @field_validator("bucket", "checkpoint_uri")
     @classmethod
@@ -307,8 +360,25 @@ class LaunchConfig(Section):
                 raise ValueError(f"launch.env: {name} differs between processes and is set by echelon; remove it.")
         return env
 
+    @model_validator(mode="after")
+    def _groups_have_all_machines(self) -> Self:
+        total = self._num_in_groups
+        if total and self.nodes not in (1, total):
+            raise ValueError(
+                f"launch.nodes={self.nodes} contradicts launch.sagemaker.instance_groups, which have {total} machines; "
+                "remove launch.nodes."
+            )
+        return self
+
+    @property
+    def _num_in_groups(self) -> int:
+        """The number of machines in instance groups; 0 without groups, and at other targets."""
+        return sum(group.nodes for group in self.sagemaker.instance_groups) if self.to == "sagemaker" else 0
+
     @property
     def node_range(self) -> tuple[int, int]:
         """The fewest and the most machines."""
+        if self._num_in_groups:
+            return self._num_in_groups, self._num_in_groups
         first, _, last = str(self.nodes).partition(":")
         return int(first), int(last or first)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from echelon.errors import ConfigError, StoppedError
-from echelon.hardware.instances import INSTANCES
+from echelon.hardware.instances import Price, list_instances
+from echelon.hardware.job_machines import find_machines
 from echelon.runs.run_folder import RunFolder
 from echelon.stopping import LIMITS
 from echelon.stored import read_as, write_json
@@ -106,15 +107,23 @@ def find_price_here(recipe: "Recipe", variables: Mapping[str, str]) -> Rate | No
 
     `variables` is the environment. The container names its instance type, else the recipe does.
     """
+    settings = recipe.launch.sagemaker
+    if "TRAINING_JOB_NAME" in variables and settings.instance_groups:
+        return find_price_at_target(recipe)
     name = variables.get("SM_CURRENT_INSTANCE_TYPE")
     if name is None and "TRAINING_JOB_NAME" in variables:
-        name = recipe.launch.sagemaker.instance_type
-    return _find_price(recipe, name)
+        name = settings.instance_type
+    instance = None if name is None else list_instances(settings.extra_types).get(name)
+    return _find_rate(recipe, name, None if instance is None else instance.price)
 
 
 def find_price_at_target(recipe: "Recipe") -> Rate | None:
-    """Return the price of one machine at the launch target."""
-    return _find_price(recipe, recipe.launch.sagemaker.instance_type if recipe.launch.to == "sagemaker" else None)
+    """Return the price of one machine at the launch target; of several types their mean."""
+    settings = recipe.launch.sagemaker
+    if recipe.launch.to != "sagemaker" or not (settings.instance_groups or settings.instance_type):
+        return _find_rate(recipe, None, None)
+    machines = find_machines(recipe.launch)
+    return _find_rate(recipe, machines.weakest.name, machines.price)
 
 
 def check_budget(recipe: "Recipe", rate: Rate | None) -> None:
@@ -185,11 +194,7 @@ def _estimate_seconds(recipe: "Recipe", folder: RunFolder, num_steps: int) -> fl
     return statistics.median(paces) * max(0, fed(num_steps) - fed(int(recent[0]["step"])))
 
 
-def _find_price(recipe: "Recipe", instance_type: str | None) -> Rate | None:
+def _find_rate(recipe: "Recipe", name: str | None, price: Price | None) -> Rate | None:
     if recipe.budget.usd_per_hour is not None:
         return Rate(recipe.budget.usd_per_hour, "budget.usd_per_hour")
-    instance = None if instance_type is None else INSTANCES.get(instance_type)
-    if instance is None or instance.price is None:
-        return None
-    price = instance.price
-    return Rate(price.usd_per_hour, f"{instance.name} on demand, {price.region}, {price.date}")
+    return None if price is None else Rate(price.usd_per_hour, f"{name} on demand, {price.terms}")

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.errors import ConfigError
-from echelon.hardware.instances import Instance, cluster_of
+from echelon.hardware.instances import cluster_of
+from echelon.hardware.job_machines import JobMachines
 from echelon.recipe import CheckpointConfig, LaunchConfig, Recipe
 from echelon.recipe.launching import SageMakerConfig
 
@@ -49,10 +50,11 @@ def find_region(settings: SageMakerConfig) -> str:
     return region
 
 
-def check_settings(recipe: Recipe, instance: Instance, default_max_hours: float) -> None:
+def check_settings(recipe: Recipe, machines: JobMachines, default_max_hours: float) -> None:
     """Raise ConfigError for the first invalid setting, with its key and a fix."""
     _check_addresses(recipe.launch.sagemaker)
-    _check_machines(recipe.launch, instance)
+    _check_machines(recipe.launch, machines)
+    _check_instance_groups(recipe.launch.sagemaker, machines)
     _check_times(recipe, default_max_hours)
     _check_network(recipe)
     _check_file_systems(recipe.launch.sagemaker)
@@ -80,8 +82,8 @@ def _check_addresses(settings: SageMakerConfig) -> None:
             raise ConfigError(f"{_KEY}.{name}={value} is not in SageMaker's format; write it like {like}.")
 
 
-def _check_machines(launch: LaunchConfig, instance: Instance) -> None:
-    launch, settings = launch, launch.sagemaker
+def _check_machines(launch: LaunchConfig, machines: JobMachines) -> None:
+    settings, instance = launch.sagemaker, machines.weakest
     fewest, most = launch.node_range
     if fewest != most:
         raise ConfigError(
@@ -93,7 +95,7 @@ def _check_machines(launch: LaunchConfig, instance: Instance) -> None:
             f"launch.accelerator={launch.accelerator} contradicts {_KEY}.instance_type={instance.name}, which has "
             f"{instance.accelerator}; remove launch.accelerator."
         )
-    if settings.image is None and str(instance.accelerator).startswith("V100"):
+    if settings.image is None and "V100" in str(instance.accelerator):
         raise ConfigError(
             f"{_KEY}.instance_type={instance.name}: AWS's PyTorch image uses CUDA 13, which does not support V100; "
             f"set {_KEY}.image to an image with CUDA 12, or use a newer type."
@@ -110,6 +112,16 @@ def _check_machines(launch: LaunchConfig, instance: Instance) -> None:
         )
     if settings.spot and settings.training_plan_arn:
         raise ConfigError(f"{_KEY}.training_plan_arn (reserved capacity) excludes {_KEY}.spot; remove one.")
+
+
+def _check_instance_groups(settings: SageMakerConfig, machines: JobMachines) -> None:
+    if settings.kms_key and len({group.instance.own_disks for group in machines.groups}) > 1:
+        raise ConfigError(
+            f"{_KEY}.kms_key: some types in {_KEY}.instance_groups have local disks, for which SageMaker refuses a "
+            "key, and some have volumes, which would stay without it; use types that are alike in this."
+        )
+    if settings.sdk == "model_trainer" and settings.instance_groups:
+        raise ConfigError(f"{_KEY}.instance_groups is not supported by {_KEY}.sdk=model_trainer; use sdk: boto3.")
 
 
 def _check_times(recipe: Recipe, default_max_hours: float) -> None:

@@ -40,13 +40,16 @@ _TENSORBOARD_SECONDS = 15.0
 # The number of last stderr lines that are searched for the reason why training ended.
 _ERROR_LINES = 40
 _NAME = "echelon: "
+# What SageMaker calls the group of a job without instance groups.
+_ONLY_GROUP = "homogeneousCluster"
 
 
 @dataclass(frozen=True)
 class Container:
     """The container's configuration, as given by the platform.
 
-    `hosts` are in numerical order, the same on each host. `channels` are the names of folders in input/data.
+    `hosts` are in numerical order, the same on each host. `group` is this host's instance group. `channels` are the
+    names of folders in input/data.
     `hyperparameters` are the names of the job's hyperparameters, which echelon does not use.
     """
 
@@ -55,6 +58,7 @@ class Container:
     hosts: tuple[str, ...]
     interface: str | None = None
     instance_type: str | None = None
+    group: str | None = None
     channels: tuple[str, ...] = ()
     hyperparameters: tuple[str, ...] = ()
 
@@ -70,7 +74,9 @@ class Container:
 
     def describe(self) -> list[str]:
         """Lines for the log."""
-        place = f"{self.host} of {len(self.hosts)} ({self.instance_type or 'unknown instance type'})"
+        kind = self.instance_type or "unknown instance type"
+        group = "" if self.group in (None, _ONLY_GROUP) else f", group {self.group}"
+        place = f"{self.host} of {len(self.hosts)} ({kind}{group})"
         lines = [f"container: {place}; channels {', '.join(self.channels) or 'none'}"]
         if self.hyperparameters:
             lines.append(
@@ -102,6 +108,7 @@ def read_container(base: Path, env: Mapping[str, str]) -> Container:
         tuple(sorted(hosts, key=in_number_order)),
         resources.get("network_interface_name") or env.get("SM_NETWORK_INTERFACE_NAME"),
         resources.get("current_instance_type") or env.get("SM_CURRENT_INSTANCE_TYPE"),
+        resources.get("current_group_name"),
         tuple(sorted(channels)),
         tuple(sorted(_read_json(config / "hyperparameters.json"))),
     )

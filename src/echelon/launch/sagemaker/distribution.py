@@ -26,7 +26,8 @@ _NOT_HERE = {
     "and train.compile=true",
     "parameter_server": "it is for TensorFlow; use torch_distributed",
     "multi_worker_mirrored_strategy": "it is for TensorFlow; use torch_distributed",
-    "instance_groups": "all machines of a job have one type; use launch.nodes and launch.sagemaker.instance_type",
+    "instance_groups": "every machine of a job trains; give the groups in launch.sagemaker.instance_groups, without "
+    "those that would not train",
     "deepspeed": "SageMaker has no such entry; use torch_distributed, and parallel: zero1, zero2 or fsdp",
     "horovod": "SageMaker starts it as mpi; use mpi, or torch_distributed",
     "smdistributed_dataparallel": "the SDK spells it smdistributed: {dataparallel: {enabled: true}}; that library "

@@ -13,7 +13,8 @@ class SageMakerLauncher:
 
     def check(self, job: JobSpec) -> list[str]:
         """See Launcher."""
-        if job.recipe.launch.sagemaker.instance_type is None:
+        settings = job.recipe.launch.sagemaker
+        if settings.instance_type is None and not settings.instance_groups:
             raise ConfigError("launch.sagemaker.instance_type is not set; set it, such as ml.g5.12xlarge, or to auto.")
         submission = build_submission(job)
         check_built(submission.staging.recipe)
@@ -42,7 +43,8 @@ class SageMakerLauncher:
             request = service.merge_defaults(request)
         service.upload(submission.staging.uploads, job.recipe.launch.sagemaker.kms_key)
         service.create(request)
-        price = job.recipe.budget.usd_per_hour
+        # Stored, because the price of a type outside the catalogue is only in the recipe.
+        price = job.recipe.budget.usd_per_hour or submission.machines.usd_per_hour(submission.region)
         return Submitted(job.name, {"region": submission.region} | ({} if price is None else {"price": str(price)}))
 
     def status(self, record: JobRecord) -> JobStatus:

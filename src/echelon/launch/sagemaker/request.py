@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.hardware.instances import Instance, efa_environment, find_instance
+from echelon.hardware.instances import efa_environment
+from echelon.hardware.job_machines import JobMachines, find_machines
 from echelon.launch.job import JobSpec
 from echelon.launch.sagemaker.checks import check_limits, check_settings, find_region
 from echelon.launch.sagemaker.distribution import apply_distribution
@@ -48,11 +49,12 @@ METRICS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Submission:
-    """A complete submission: the request, the uploads before it, the region, and lines for the user."""
+    """A complete submission: the request, the uploads before it, region and machines, and lines for the user."""
 
     request: Mapping[str, Any]
     staging: Staging
     region: str
+    machines: JobMachines
     lines: tuple[str, ...]
 
     def render_request(self) -> str:
@@ -64,11 +66,12 @@ def build_submission(job: JobSpec) -> Submission:
     """Build the submission of a job. Raises ConfigError with the key of a setting that cannot work."""
     recipe, settings = job.recipe, job.recipe.launch.sagemaker
     region = find_region(settings)
-    instance = find_instance(settings.instance_type or "")
+    machines = find_machines(recipe.launch)
+    instance = machines.weakest
     image = settings.image or find_image(region, instance.gpus > 0)
     check_image(image)
     distribution = apply_distribution(recipe, instance)
-    check_settings(distribution.recipe, instance, DEFAULT_MAX_HOURS)
+    check_settings(distribution.recipe, machines, DEFAULT_MAX_HOURS)
     staging = stage_job(job, distribution.recipe)
     request = {
         "TrainingJobName": job.name,
@@ -80,24 +83,23 @@ def build_submission(job: JobSpec) -> Submission:
             "CompressionType": "NONE",
             **({"KmsKeyId": settings.kms_key} if settings.kms_key else {}),
         },
-        "ResourceConfig": _resources(recipe.launch, instance),
+        "ResourceConfig": _resources(recipe.launch, machines),
         "StoppingCondition": _stopping(recipe.launch),
         "CheckpointConfig": {"S3Uri": find_checkpoint_uri(recipe), "LocalPath": str(CHECKPOINT_DIR)},
-        "Environment": _environment(recipe.launch, instance, distribution.env),
+        "Environment": _environment(recipe.launch, machines, distribution.env),
         "EnableManagedSpotTraining": settings.spot is not None,
         "EnableNetworkIsolation": settings.network_isolation,
         "EnableInterContainerTrafficEncryption": settings.encrypt_traffic,
         **_optional_fields(recipe),
     }
     check_limits(request, recipe)
-    return Submission(request, staging, region, (*distribution.lines, *_describe(recipe, instance, image, staging)))
+    lines = (*distribution.lines, *_describe(recipe, machines, image, staging))
+    return Submission(request, staging, region, machines, lines)
 
 
 def find_trained_recipe(recipe: Recipe) -> Recipe:
     """The recipe with the plan of `launch.sagemaker.distribution` applied. Raises ConfigError with the key."""
-    settings = recipe.launch.sagemaker
-    instance = find_instance(settings.instance_type or "")
-    return apply_distribution(recipe, instance).recipe
+    return apply_distribution(recipe, find_machines(recipe.launch).weakest).recipe
 
 
 def find_checkpoint_uri(recipe: Recipe) -> str:
@@ -135,15 +137,20 @@ def _channel(channel: Channel) -> dict[str, Any]:
     return {"ChannelName": channel.name, "DataSource": source, "InputMode": channel.mode}
 
 
-def _resources(launch: LaunchConfig, instance: Instance) -> dict[str, Any]:
+def _resources(launch: LaunchConfig, machines: JobMachines) -> dict[str, Any]:
     settings = launch.sagemaker
-    resources: dict[str, Any] = {
-        "InstanceType": instance.name,
-        "InstanceCount": launch.node_range[1],
-        "VolumeSizeInGB": settings.volume_gb,
-    }
+    resources: dict[str, Any]
+    if settings.instance_groups:
+        groups = [
+            {"InstanceGroupName": each.name, "InstanceType": each.instance.name, "InstanceCount": each.count}
+            for each in machines.groups
+        ]
+        resources = {"InstanceGroups": groups}
+    else:
+        resources = {"InstanceType": machines.weakest.name, "InstanceCount": machines.count}
+    resources["VolumeSizeInGB"] = settings.volume_gb
     # The API refuses a key for instance disks, which are always encrypted.
-    if settings.kms_key and not instance.own_disks:
+    if settings.kms_key and not machines.weakest.own_disks:
         resources["VolumeKmsKeyId"] = settings.kms_key
     if settings.keep_alive_seconds:
         resources["KeepAlivePeriodInSeconds"] = settings.keep_alive_seconds
@@ -159,9 +166,9 @@ def _stopping(launch: LaunchConfig) -> dict[str, int]:
     return stopping
 
 
-def _environment(launch: LaunchConfig, instance: Instance, chosen: Mapping[str, str]) -> dict[str, str]:
+def _environment(launch: LaunchConfig, machines: JobMachines, chosen: Mapping[str, str]) -> dict[str, str]:
     """The container's variables; the recipe's win. EFA's are set only for several machines."""
-    efa = efa_environment(instance) if launch.node_range[1] > 1 else {}
+    efa = efa_environment(machines.weakest) if machines.count > 1 else {}
     return {**efa, **chosen, **launch.env}
 
 
@@ -200,17 +207,18 @@ def _optional_fields(recipe: Recipe) -> dict[str, Any]:
     return fields
 
 
-def _describe(recipe: Recipe, instance: Instance, image: str, staging: Staging) -> list[str]:
+def _describe(recipe: Recipe, machines: JobMachines, image: str, staging: Staging) -> list[str]:
     launch, settings = recipe.launch, recipe.launch.sagemaker
-    count = launch.node_range[1]
     where = "spot" if settings.spot else "on demand"
-    lines = [f"{count} x {instance.name} {where}, image {image}"]
+    lines = [f"{machines.describe()} {where}, image {image}"]
+    if len({group.instance.name for group in machines.groups}) > 1:
+        lines.append("instance groups: all machines get equal shares of a batch, so the slowest type sets the pace")
     if launch.max_hours is None:
         lines.append(f"launch.max_hours is not set: the job ends after {DEFAULT_MAX_HOURS:g} h")
     lines.append(
         f"uploads {len(staging.uploads)} files to {settings.bucket}; checkpoints: {find_checkpoint_uri(recipe)}"
     )
-    if settings.subnets and count > 1 and instance.efa_interfaces:
+    if settings.subnets and machines.count > 1 and machines.weakest.efa_interfaces:
         lines.append("EFA: launch.sagemaker.security_group_ids must allow all traffic to and from themselves")
     if recipe.run.dir != Path("runs") / recipe.run.name:
         lines.append(f"run.dir={recipe.run.dir} is for this machine; in the container it is {run_dir(recipe)}")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import ConfigError, LaunchError
-from echelon.hardware.instances import INSTANCES
 from echelon.launch.job import FINAL_STATES, JobState, JobStatus
 from echelon.launch.sagemaker.staging import Upload
 from echelon.supervise.outcome import DONE, FAILED, STOPPED
@@ -87,10 +86,10 @@ class Service:
                 ) from error
 
     def describe(self, name: str, usd_per_hour: float | None = None) -> JobStatus:
-        """The status of the job. `usd_per_hour` of one machine overrides the catalogue's price."""
+        """The status of the job, with dollars if `usd_per_hour` of one machine is known."""
         with _explained(f"asking for {name}"):
             answer = self._session.client("sagemaker").describe_training_job(TrainingJobName=name)
-        return read_status(answer, self._region, usd_per_hour)
+        return read_status(answer, usd_per_hour)
 
     def stop(self, name: str) -> None:
         """Ask the job to end."""
@@ -116,11 +115,11 @@ class Service:
             time.sleep(_LOOK_SECONDS)
 
 
-def read_status(answer: Mapping[str, Any], region: str, usd_per_hour: float | None = None) -> JobStatus:
+def read_status(answer: Mapping[str, Any], usd_per_hour: float | None = None) -> JobStatus:
     """The state of a job from SageMaker's description of it.
 
-    Billed hours are the sum over all machines; for spot machines, after the saving. Dollars use `usd_per_hour` of one
-    machine, else the catalogue's price if it is for the job's region.
+    Billed hours are the sum over all machines; for spot machines, after the saving. Dollars use `usd_per_hour`, the
+    (mean) price of one machine.
     """
     primary, secondary = answer["TrainingJobStatus"], answer.get("SecondaryStatus", "")
     state = _read_state(primary, secondary)
@@ -132,11 +131,9 @@ def read_status(answer: Mapping[str, Any], region: str, usd_per_hour: float | No
         words.append(f"spot saved {1 - billed / trained:.0%}")
     hours = usd = None
     if billed is not None:
-        machines = answer["ResourceConfig"]
-        hours = billed * machines.get("InstanceCount", 1) / 3600
-        instance = INSTANCES.get(machines.get("InstanceType", ""))
-        if usd_per_hour is None and instance is not None and instance.price and instance.price.region == region:
-            usd_per_hour = instance.price.usd_per_hour
+        resources = answer["ResourceConfig"]
+        groups = resources.get("InstanceGroups") or [resources]
+        hours = billed * sum(group.get("InstanceCount", 1) for group in groups) / 3600
         usd = None if usd_per_hour is None else hours * usd_per_hour
     return JobStatus(state, ": ".join(words), _read_exit_code(state, answer.get("FailureReason", "")), hours, usd)
 
