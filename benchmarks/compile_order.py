@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta, load_config
-from echelon.model.parts import find_parts
+from echelon.model.parts import find_layers
+from echelon.model.traits import apply_plain_causal, find_traits
 from echelon.model.weights import initialize_weights
 from echelon.parallel.activation import apply_compile
 
@@ -42,7 +42,7 @@ SIZES = {
 
 
 def each_layer(model):
-    apply_compile(find_parts(model).layers, "inductor")
+    apply_compile(find_layers(model), "inductor")
     return model
 
 
@@ -53,7 +53,7 @@ def data_parallel(model, device):
 def sharded(model, device):
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if device.type == "cuda" else MixedPrecisionPolicy()
-    for layer in find_parts(model).layers:
+    for layer in find_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
@@ -90,9 +90,9 @@ class Contestant:
             }
         )  # fmt: skip
         skeleton = build_on_meta(config)
-        apply_plain_causal(skeleton, size["length"])
+        apply_plain_causal(skeleton, find_traits(skeleton, size["length"]))
         model = build_on_meta(config).to_empty(device="cpu")
-        apply_plain_causal(model, size["length"])
+        apply_plain_causal(model, find_traits(model, size["length"]))
         initialize_weights(model, skeleton, seed=0)
         self.device, self.size, self.generator = device, size, torch.Generator().manual_seed(rank)
         self.model = ORDERS[order](model.to(device).train(), device)

@@ -31,10 +31,10 @@ EXTRA: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
     | {"router_aux_loss_coef": 0.1},
     "mixtral": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
-    "stablelm": COMMON,  # has no row in model/parts.py: the unchunked path
+    "stablelm": COMMON,
 }
 
-# only where the names of weights matter: each family above is a case of many tests
+# each family above is a case of many tests, these of few
 CONVERTED: dict[str, dict[str, Any]] = {
     "gpt_neox": {name: value for name, value in COMMON.items() if name != "num_key_value_heads"},
     "deepseek_v3": COMMON
@@ -42,11 +42,15 @@ CONVERTED: dict[str, dict[str, Any]] = {
     | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "first_k_dense_replace": 1, "moe_intermediate_size": 32}
     | {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
 }
+OTHERS: dict[str, dict[str, Any]] = CONVERTED | {
+    "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+    "phi3": COMMON,
+}
 
 
 def small_config(family: str, tied: bool = False, **fields: Any) -> dict[str, Any]:
     """A config of about 0.1 M parameters, as it would stand under model.config."""
-    fields_of = (EXTRA | CONVERTED)[family]
+    fields_of = (EXTRA | OTHERS)[family]
     special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     return {"model_type": family, "vocab_size": 256, "tie_word_embeddings": tied, **special, **fields_of, **fields}
 

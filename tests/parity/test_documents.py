@@ -35,6 +35,8 @@ FULL = [
     )
 ]
 
+FULL += [("pairs", with_ranks(Row(plan, family="mamba"), ranks)) for plan, ranks in (("ddp", 2), ("fsdp", 4))]
+
 
 def run(workers, samples, row, folder, text, **options):
     row = replace(row, changes=DPO if samples == "pairs" else None)

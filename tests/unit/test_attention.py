@@ -1,12 +1,15 @@
 """The chosen attention implementation supports all features of the model, and uses no mask if none is needed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from echelon.errors import ConfigError
-from echelon.model.attention import PLAIN_CAUSAL, apply_plain_causal, choose_attention
+from echelon.model.attention import PLAIN_CAUSAL, choose_attention
 from echelon.model.build import build_on_meta, load_config
+from echelon.model.traits import apply_plain_causal, find_traits
 from families import random_batch, small_config, small_model
 
 LENGTH = 32
@@ -18,13 +21,13 @@ def logits(model, input_ids):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "cohere", "granite", "gpt2"]
+    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "cohere", "granite", "gpt2", "stablelm"]
 )
 def test_without_a_mask_the_logits_are_the_same_bit_for_bit(family):
     model, (input_ids, _) = small_model(family), random_batch(length=LENGTH)
     assert model.config._attn_implementation == "sdpa"
     expected = logits(model, input_ids)
-    apply_plain_causal(model, LENGTH)
+    apply_plain_causal(model, find_traits(model, LENGTH))
     assert model.config._attn_implementation == PLAIN_CAUSAL
     assert torch.equal(logits(model, input_ids), expected)
 
@@ -32,15 +35,15 @@ def test_without_a_mask_the_logits_are_the_same_bit_for_bit(family):
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_a_window_shorter_than_the_sequence_keeps_its_mask(family):
     model = small_model(family, sliding_window=LENGTH - 1)
-    apply_plain_causal(model, LENGTH)
+    apply_plain_causal(model, find_traits(model, LENGTH))
     assert model.config._attn_implementation == "sdpa"
-    apply_plain_causal(model, LENGTH - 1)
+    apply_plain_causal(model, find_traits(model, LENGTH - 1))
     assert model.config._attn_implementation == PLAIN_CAUSAL
 
 
-def test_an_untested_family_is_unchanged():
-    model = small_model("stablelm")
-    apply_plain_causal(model, LENGTH)
+def test_a_model_that_attends_otherwise_is_unchanged():
+    model = small_model("llama", use_cache=False)
+    apply_plain_causal(model, replace(find_traits(model), skips_mask=False))
     assert model.config._attn_implementation == "sdpa"
 
 

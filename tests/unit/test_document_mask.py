@@ -6,22 +6,27 @@ import torch
 import torch.nn.functional as F
 
 from echelon.data.loader import Microbatch, positions_in_documents
-from echelon.errors import ConfigError
-from echelon.model.attention import (
-    PLAIN_CAUSAL,
-    apply_plain_causal,
-    check_document_mask,
-    choose_attention,
-    describe_document_mask,
-    document_inputs,
-)
+from echelon.model.attention import PLAIN_CAUSAL, choose_attention, describe_document_mask, document_inputs
 from echelon.model.build import load_config
-from echelon.model.parts import FAMILIES
+from echelon.model.traits import apply_plain_causal, find_traits
 from echelon.objectives.causal_lm import CausalLM
 from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
 from families import small_config, small_model
 
+FAMILIES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "cohere",
+    "granite",
+    "gpt2",
+    "stablelm",
+]
 WINDOW = 4
 FIELDS = {
     "mistral": {"sliding_window": WINDOW},
@@ -98,7 +103,7 @@ def test_the_sliding_window_is_kept(family):
 def test_a_model_without_a_mask_for_plain_text_has_one_for_documents(attention):
     model = small_model("llama").eval()
     model.set_attn_implementation(attention)
-    apply_plain_causal(model, LENGTH)
+    apply_plain_causal(model, find_traits(model, LENGTH))
     assert (model.config._attn_implementation == PLAIN_CAUSAL) == (attention == "sdpa")
     batch = packed()
     with torch.compiler.set_stance("force_eager"):  # uncompiled flex attention is equal and faster to test
@@ -137,29 +142,18 @@ def test_flash_attention_receives_the_document_starts():
     """The kernels need a GPU, but not their arguments. Padding is one more document."""
     model, batch = small_model("llama"), packed()
     model.config._attn_implementation_internal = "flash_attention_2"
-    told = document_inputs(model, batch.documents, batch.position_ids)
+    told = document_inputs(model, "lengths", batch.documents, batch.position_ids)
     assert told["cu_seq_lens_q"].tolist() == [0, 9, 20, 25, 32, 46, 53, 57, 64]
     assert told["cu_seq_lens_q"].dtype == torch.int32 and told["max_length_q"] == LENGTH
     assert "attention_mask" not in told
 
 
-def test_untested_families_are_refused():
-    for family in ("stablelm", "mamba"):
-        config = load_config({"model_type": family})
-        with pytest.raises(ConfigError, match=rf"model_type is {family}; set data.document_mask=false"):
-            check_document_mask(config, None)
-    llama = load_config(small_config("llama"))
-    with pytest.raises(ConfigError, match=r"model.attn_implementation=paged\|sdpa is not known to support"):
-        check_document_mask(llama, "paged|sdpa")
-    both = load_config(small_config("gemma3_text", use_bidirectional_attention=True))
-    with pytest.raises(ConfigError, match="requires causal attention"):
-        check_document_mask(both, None)
-    check_document_mask(llama, "flash_attention_2")
-
-
 def test_the_attention_is_printed():
     gemma2 = load_config(small_config("gemma2"))
-    assert choose_attention(gemma2, None) == "eager" and "; eager, with a mask" in describe_document_mask(gemma2, None)
-    llama = load_config(small_config("llama"))
-    assert "; sdpa, with a mask" in describe_document_mask(llama, None)
-    assert "; flash_attention_2, with the start of each document" in describe_document_mask(llama, "flash_attention_2")
+    assert choose_attention(gemma2, None) == "eager"
+    assert "; eager, with a mask" in describe_document_mask("eager", "by_layer")
+    assert "; sdpa, with a mask" in describe_document_mask(PLAIN_CAUSAL, "full")
+    assert "; flash_attention_2, with the start of each document" in describe_document_mask(
+        "flash_attention_2", "lengths"
+    )
+    assert "run as sequences of their own" in describe_document_mask("sdpa", None)

@@ -26,10 +26,10 @@ from echelon.engines.native import place_buffers, store_parameters
 from echelon.hardware.accelerators import parse_devices
 from echelon.lifecycle.model_checks import find_model_fields
 from echelon.model.adapters import apply_adapter
-from echelon.model.attention import apply_plain_causal
 from echelon.model.build import build_on_meta
 from echelon.model.quantization import _code_books
 from echelon.model.sharding import local_part
+from echelon.model.traits import apply_plain_causal, find_traits
 from echelon.objectives.causal_lm import CausalLM
 from echelon.optimizer import build_optimizer
 from echelon.parallel import parallelize, shard_model
@@ -130,11 +130,12 @@ def dry_run(planned: Planned, seen: dict[str, int]) -> None:
     recipe, plan = planned.recipe, planned.plan
     meshes = build_mesh(plan, "cpu")  # outside the fake mode, because it reads the ranks from a tensor
     model = build_on_meta(AutoConfig.for_model(**planned.config))
-    apply_plain_causal(model, recipe.data.sequence_len)
+    traits = find_traits(model, recipe.data.sequence_len)
+    apply_plain_causal(model, traits)
     if recipe.adapter.is_adapter:
         apply_adapter(model, recipe.adapter)
     store_parameters(model, plan.precision)
-    module = shard_model(model, plan, meshes, "eager")
+    module = shard_model(model, plan, meshes, "eager", traits)
     optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, 0)
     seen["parameters"] = sum(local_part(each).nbytes for each in model.parameters())
     seen["optimizer"] = sum(local_part(each).nbytes for _, each in optimizer.tensors())

@@ -1,5 +1,7 @@
 """The chunked loss compared with each model's own logits."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 
 import echelon.objectives.loss
 from echelon.data.loader import Microbatch
+from echelon.model.traits import find_traits
 from echelon.objectives.causal_lm import CausalLM
 from echelon.objectives.outputs import ObjectiveModule
 from families import EXTRA, random_batch, small_model
@@ -41,6 +44,15 @@ def test_chunked_loss_equals_the_models_own_logits(family, tied, chunk, monkeypa
     assert loss.item() == pytest.approx(reference.item(), rel=1e-6)
     for name, expected in gradients(model).items():
         torch.testing.assert_close(ours[name], expected, rtol=2e-5, atol=2e-6, msg=name)
+
+
+def test_without_a_known_head_the_models_own_logits_give_the_loss():
+    model, (inputs, labels) = small_model("gemma2"), random_batch()
+    known = find_traits(model)
+    assert known.arithmetic is not None
+    chunked, whole = (ObjectiveModule(model, traits=each) for each in (known, replace(known, arithmetic=None)))
+    batch, read = microbatch(inputs, labels), CausalLM().loss_sum
+    assert whole(batch, read).item() == pytest.approx(chunked(batch, read).item(), rel=1e-6)
 
 
 def test_a_microbatch_without_targets_gives_zero_and_reaches_every_parameter():

@@ -1,6 +1,7 @@
 """DPO compared with its formula on plain `transformers` models, one answer at a time."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,17 +9,21 @@ import torch
 
 import echelon.data.prepare
 import echelon.objectives.loss
-from echelon.data.loader import Microbatch, positions_in_documents
+from echelon.data.loader import Microbatch, Padding, build_microbatch, positions_in_documents, set_width
+from echelon.data.shards import Samples
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Cluster
 from echelon.inference.evaluate import EvalResults, build_result, count_labels
 from echelon.lifecycle.setup import prepare_run
+from echelon.model.parts import find_layers
+from echelon.model.router import RouterTap, choose_router_loss
+from echelon.model.traits import find_traits
+from echelon.objectives.document_rows import lay_out_rows
 from echelon.objectives.dpo import DPO
 from echelon.objectives.loss import IGNORE, HeadArithmetic, chunked_log_probabilities
-from echelon.objectives.objective import build_objective
+from echelon.objectives.objective import build_objective, training_sums
 from echelon.objectives.outputs import ObjectiveModule
 from families import EXTRA, random_batch, small_model
-from packed import pack
 from recipe_samples import SMALL, load_text
 from training import MACHINE
 from watch import Watch
@@ -44,7 +49,8 @@ def pair_batch():
             documents[row, start:stop] = document
             starts[row] = stop
     ids = np.arange(2)
-    return Microbatch(tokens, labels, ids, ids, documents, torch.from_numpy(positions_in_documents(documents.numpy())))
+    positions = torch.from_numpy(positions_in_documents(documents.numpy()))
+    return Microbatch(tokens, labels, ids, ids, documents, positions, documents >= 0, document_shape=(4, 16))
 
 
 def answer_score(model, batch, row, document):
@@ -89,8 +95,9 @@ def module_of(model, reference):
         ("llama", DPO(0.1, label_smoothing=0.2)),
         ("llama", DPO(0.3, "ipo")),
         ("gemma2", DPO(0.5)),
+        ("mamba", DPO(0.5)),
     ],
-    ids=["sigmoid", "smoothed", "ipo", "soft-capped"],
+    ids=["sigmoid", "smoothed", "ipo", "soft-capped", "recurrent"],
 )
 def test_loss_and_gradients_equal_the_formula(family, objective, monkeypatch):
     monkeypatch.setattr(echelon.objectives.loss, "logits_chunk_tokens", lambda vocab_size: 7)
@@ -107,6 +114,51 @@ def test_loss_and_gradients_equal_the_formula(family, objective, monkeypatch):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=2e-4, atol=2e-5, msg=name)
+
+
+def test_rows_and_masks_give_the_same_loss_router_loss_and_gradients():
+    """Mixtral can do both: its pairs in one sequence with a mask, and each answer in a row of its own."""
+    found, batch = {}, pair_batch()
+    for name in ("mask", "rows"):
+        model = small_model("mixtral")
+        traits = find_traits(model)
+        traits = traits if name == "mask" else replace(traits, mask=None)
+        router = choose_router_loss(model, model).loss
+        tap, layers = RouterTap(model, router.routers), find_layers(model)
+        tap.open_inside(layers)
+        tap.open_outside(layers)
+        module = ObjectiveModule(model, tap, traits)
+        module.refer_to(ObjectiveModule(small_model("mixtral", seed=1), traits=traits).eval())
+        sums = module(batch, training_sums(DPO(0.5)))
+        sums.sum().backward()
+        found[name] = sums.detach(), {name: each.grad for name, each in model.named_parameters()}
+    torch.testing.assert_close(found["rows"][0], found["mask"][0], rtol=1e-5, atol=1e-6)
+    for name, gradient in found["mask"][1].items():
+        torch.testing.assert_close(found["rows"][1][name], gradient, rtol=2e-4, atol=2e-5, msg=name)
+
+
+def test_rows_hold_each_document_and_read_it_back():
+    batch = pair_batch()
+    rows = lay_out_rows(batch)
+    fed = rows.spread(batch.input_ids)
+    assert fed.shape == (2 * 4, 16)
+    for row in range(2):
+        for document in range(4):
+            tokens = batch.input_ids[row][batch.documents[row] == document]
+            assert fed[4 * row + document][rows.filled[4 * row + document]].tolist() == tokens.tolist()
+    back = rows.collect(fed[..., None].float())[..., 0]
+    assert torch.equal(back[batch.documents >= 0], batch.input_ids[batch.documents >= 0].float())
+
+
+def test_the_loader_measures_documents_on_the_host():
+    inputs = np.arange(64).reshape(2, 32)
+    documents = np.full((2, 32), -1, dtype=np.int32)
+    documents[0, :9], documents[0, 9:12], documents[1, :20] = 0, 1, 0
+    samples = Samples(inputs, inputs.copy(), documents, True)
+    ids = np.arange(2)
+    assert build_microbatch(set_width(samples), ids, ids).document_shape == (2, 24)
+    whole = Padding(is_equal=True)
+    assert build_microbatch(set_width(samples, padding=whole), ids, ids, whole).document_shape == (2, 32)
 
 
 def test_evaluation_reports_rewards():
@@ -225,10 +277,3 @@ def test_an_invalid_run_is_refused_before_any_worker_starts(tmp_path, monkeypatc
 
     with pytest.raises(ConfigError, match="compares two answers, but the data has plain text"):
         prepare("objective.name=dpo")
-    prepare_plain = echelon.data.prepare.prepare_data
-    monkeypatch.setattr(echelon.data.prepare, "prepare_data", lambda *args: pack(prepare_plain(*args), "packed"))
-    with pytest.raises(ConfigError, match=r"model_type is stablelm; set data\.document_mask=false"):
-        prepare(
-            "model.config={model_type: stablelm, hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 4, "
-            "num_hidden_layers: 2}"
-        )

@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralPreTrainedModel,
 from echelon.data.loader import Microbatch, positions_in_documents
 from echelon.errors import ConfigError
 from echelon.model.build import build_on_meta, load_config
-from echelon.model.parts import find_parts
+from echelon.model.parts import find_layers
 from echelon.model.router import (
     Router,
     RouterChoice,
@@ -105,7 +105,7 @@ def moe(family="qwen3_moe", **fields):
 def gradients(model, loss, batches, checkpointing="none", compiled=False):
     """Sums of the batches, and gradients of loss + strength * router loss."""
     model = copy.deepcopy(model).train()
-    layers, tap = find_parts(model).layers, RouterTap(model, loss.routers)
+    layers, tap = find_layers(model), RouterTap(model, loss.routers)
     tap.open_inside(layers)
     apply_activation_checkpointing(layers, checkpointing)
     if compiled:
@@ -207,7 +207,7 @@ def test_training_with_it_balances_the_experts():
         for layer in model.model.layers:
             layer.mlp.gate.weight.data[:2] *= 20
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        layers, tap = find_parts(model).layers, RouterTap(model, loss.routers)
+        layers, tap = find_layers(model), RouterTap(model, loss.routers)
         tap.open_inside(layers)
         tap.open_outside(layers)
         module, batch = ObjectiveModule(model, tap), packed()

@@ -445,6 +445,38 @@ def test_texts_are_separated_at_their_separators(tmp_path):
             prepare(dataclasses.replace(spec, **changes))
 
 
+MIXES = "this mamba model cannot keep the documents of a sequence apart: a state passes through them"
+
+
+def test_samples_are_not_packed_for_a_model_that_mixes_documents(tmp_path, caplog):
+    caplog.set_level("INFO")
+    path = write_records(tmp_path / "x.jsonl", FOUR)
+    prepared = prepare(build_spec(tmp_path, path), find_obstacle=lambda: MIXES)
+    assert prepared.train.num_samples == 4 and not prepared.apart and prepared.is_packed is False
+    assert f"packing: none, each sample has a sequence of its own, because {MIXES}" in caplog.messages
+    same = prepare(build_spec(tmp_path, path, packing=False))
+    assert same.path == prepared.path
+    assert prepare(build_spec(tmp_path, path)).is_packed is True
+
+
+def test_packing_that_the_recipe_asks_for_is_refused_for_a_model_that_mixes_documents(tmp_path):
+    path = write_records(tmp_path / "x.jsonl", FOUR)
+    with pytest.raises(ConfigError, match=r"data.packing=true: this mamba model .* set data.packing=auto"):
+        prepare(build_spec(tmp_path, path, packing=True), find_obstacle=lambda: MIXES)
+    assert not (tmp_path / "prepared").exists(), "before anything is read or written"
+    mixed = prepare(build_spec(tmp_path, path, document_mask=False), find_obstacle=lambda: pytest.fail("not asked"))
+    assert mixed.is_packed is True and not mixed.apart
+
+
+def test_plain_text_is_joined_whatever_the_model_can_do(tmp_path):
+    (tmp_path / "x.txt").write_text("to be or not to be")
+    spec = build_spec(tmp_path, tmp_path / "x.txt")
+    prepared = prepare(spec, find_obstacle=lambda: pytest.fail("not asked"))
+    assert prepared.is_packed is None
+    with pytest.raises(ConfigError, match=r"data.document_mask=true: this mamba model .* set data.packing=false"):
+        prepare(dataclasses.replace(spec, document_mask=True), find_obstacle=lambda: MIXES)
+
+
 def test_texts_without_packing_are_separate_samples(tmp_path):
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("abc", "d", "efghijklmn")))
     prepared = prepare(build_spec(tmp_path, tmp_path / "x.jsonl", packing=False, sequence_len=4))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from echelon.data.loader import Microbatch
-from echelon.model.parts import FAMILIES, find_layers
+from echelon.model.parts import find_layers
 from echelon.objectives.causal_lm import CausalLM
 from echelon.objectives.objective import training_sums
 from echelon.objectives.outputs import ObjectiveModule
@@ -25,7 +25,7 @@ class NoPositions(nn.Module):
 
 
 def backbone_of(model):
-    return model.get_submodule(FAMILIES[model.config.model_type].backbone)
+    return model.base_model
 
 
 def cut(model, start, stop):

@@ -69,6 +69,8 @@ def plan(
     # Packages and files of other machines cannot be checked here.
     checked = check_model(recipe, elsewhere=devices is not None or instance is not None)
     note(f"model: {checked.vocabulary}")
+    if checked.masks is not None:
+        note(checked.masks)
     shape = checked.shape
     if devices is not None:
         cluster = parse_devices(devices, devices_per_node)

@@ -33,7 +33,8 @@ class Microbatch:
     int64 `[batch]`: the ids of the samples and their indices in the global batch of the step. A sequence that only
     fills the batch has no target and the sample id -1. `documents` (see Samples) and `position_ids`, which restart
     with each document, int64 `[batch, seq]`, are None without a document mask. `filled`, boolean `[batch, seq]`, marks
-    the positions other than padding; None if exactly the positions without a target are padding.
+    the positions other than padding; None if exactly the positions without a target are padding. `document_shape`: the
+    most documents of a sequence, and a width that every document fits in; None without a document mask.
     """
 
     input_ids: torch.Tensor
@@ -43,6 +44,7 @@ class Microbatch:
     documents: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     filled: torch.Tensor | None = None
+    document_shape: tuple[int, int] | None = None
 
     def to(self, device: torch.device) -> "Microbatch":
         """Return the same microbatch with its tensors on a device."""
@@ -216,7 +218,7 @@ class BatchLoader(Iterator[StepBatch]):
         for first in range(0, count, self._micro_batch_size):
             rows = by_length[first : first + self._micro_batch_size]
             microbatch = build_microbatch(
-                set_width(samples, rows, self._padding), sample_ids[rows], batch_indices[rows]
+                set_width(samples, rows, self._padding), sample_ids[rows], batch_indices[rows], self._padding
             )
             microbatches.append(microbatch.pin_memory() if self._pin_memory else microbatch)
         return StepBatch(step, microbatches, digest, num_fed(samples), int((samples.labels != NO_LABEL).sum()))
@@ -265,19 +267,35 @@ def _widen(rows: npt.NDArray[Any], width: int, filling: int) -> npt.NDArray[Any]
 
 
 def build_microbatch(
-    samples: Samples, sample_ids: npt.NDArray[np.int64], batch_indices: npt.NDArray[np.int64]
+    samples: Samples,
+    sample_ids: npt.NDArray[np.int64],
+    batch_indices: npt.NDArray[np.int64],
+    padding: Padding = LONGEST,
 ) -> Microbatch:
-    """Convert samples to tensors on the CPU."""
+    """Convert samples, whose width is set, to tensors on the CPU."""
     documents = samples.documents if samples.apart else None
+    positions = None if documents is None else positions_in_documents(documents)
     return Microbatch(
         torch.from_numpy(samples.inputs),
         torch.from_numpy(samples.labels),
         sample_ids,
         batch_indices,
         None if documents is None else torch.from_numpy(documents),
-        None if documents is None else torch.from_numpy(positions_in_documents(documents)),
+        None if positions is None else torch.from_numpy(positions),
         None if samples.documents is None else torch.from_numpy(samples.documents >= 0),
+        None if documents is None or positions is None else _measure_documents(documents, positions, padding),
     )
+
+
+def _measure_documents(
+    documents: npt.NDArray[np.int32], positions: npt.NDArray[np.int64], padding: Padding
+) -> tuple[int, int]:
+    """Return the most documents of a row, and the width of the longest one, rounded up as set_width does."""
+    width, count = documents.shape[1], max(1, int(documents.max()) + 1)
+    if padding.is_equal:
+        return count, width
+    longest = int(positions[documents >= 0].max(initial=0)) + 1
+    return count, min(width, _round_up(longest, _TRIM_TO))
 
 
 def positions_in_documents(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

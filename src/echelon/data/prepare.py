@@ -13,9 +13,9 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,6 +73,9 @@ BYTES_PER_WORKER = 2**22
 
 _WAITING_LINE_SECONDS = 10.0
 
+Packing = bool | Literal["auto"]
+"""`data.packing`: whether samples share sequences. `auto`: if the model can keep their documents apart."""
+
 
 @dataclass(frozen=True)
 class PrepareSpec:
@@ -92,7 +95,7 @@ class PrepareSpec:
     deduplicate: bool = False
     max_broken_fraction: float = 0.001
     max_shard_tokens: int = MAX_SHARD_TOKENS
-    packing: bool = True
+    packing: Packing = "auto"
     document_mask: DocumentMask = "auto"
     on_overlong: Literal["cut", "drop", "refuse"] = "cut"
     instruction: InstructionOptions = field(default_factory=InstructionOptions)
@@ -150,20 +153,42 @@ def _sources(key: str, configs: Sequence[Any]) -> tuple[Source, ...]:
 
 def prepare_data(recipe: "Recipe", *, verify: bool = False) -> PreparedData:
     """Read, tokenize and write the recipe's text, or open it if it is already prepared. See `prepare`."""
-    return prepare(prepare_spec(recipe), verify=verify)
+    return prepare(prepare_spec(recipe), verify=verify, find_obstacle=lambda: find_mask_obstacle(recipe))
 
 
-def prepare(spec: PrepareSpec, *, verify: bool = False) -> PreparedData:
+def find_mask_obstacle(recipe: "Recipe") -> str | None:
+    """Why the recipe's model cannot keep the documents of a sequence apart, as a clause; None if it can.
+
+    Raises:
+        ConfigError: the model cannot be built.
+    """
+    from echelon.model.build import build_on_meta, load_config
+    from echelon.model.traits import describe_obstacle, find_traits
+
+    model, trusted = recipe.model, recipe.model.trust_remote_code
+    config = load_config(model.checkpoint or model.config or {}, trusted)
+    built = build_on_meta(config, model.attn_implementation, trusted)
+    return describe_obstacle(find_traits(built, recipe.data.sequence_len), config)
+
+
+def prepare(
+    spec: PrepareSpec, *, verify: bool = False, find_obstacle: Callable[[], str | None] = lambda: None
+) -> PreparedData:
     """Read, tokenize and write text into `prepared_dir/<key>`, or open it if it is already prepared.
 
     With `verify`, existing data is checked by checksum, not only by size. Raises DataError for unusable text, tokenizer
     or shards, ConfigError if no tokenizer is given, EchelonError if the disk is full.
+
+    Args:
+        find_obstacle: returns why the model cannot keep the documents of a sequence apart, as a clause, or None if it
+            can; called only if sequences would hold several documents that must not attend to each other.
     """
     if not 0 <= spec.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction={spec.validation_fraction} is not a fraction; use 0 to 0.5.")
     corpus = list_corpus(spec.train, spec.validation)
     for line in (*describe_left_out(corpus), *describe_examples(corpus), *describe_limits(corpus)):
         logger.info(line)
+    spec = _settle_packing(spec, _has_examples(corpus), find_obstacle)
     tokenizer = None if isinstance(spec.tokenizer, int) else _build_tokenizer(spec, spec.tokenizer)
     rule = _sample_rule(spec, corpus, tokenizer)
     if rule is None:
@@ -176,6 +201,30 @@ def prepare(spec: PrepareSpec, *, verify: bool = False) -> PreparedData:
     for line in _describe_prepared(prepared, folder, spec.document_mask):
         logger.info(line)
     return prepared
+
+
+def _settle_packing(spec: PrepareSpec, has_examples: bool, find_obstacle: Callable[[], str | None]) -> PrepareSpec:
+    """Replace `packing: auto` by the choice for this data and this model. Logs the reason if nothing is packed.
+
+    Raises:
+        ConfigError: the recipe asks for documents that share sequences and do not attend to each other, and the model
+            cannot keep them apart.
+    """
+    is_masked = has_examples if spec.document_mask == "auto" else spec.document_mask
+    obstacle = find_obstacle() if is_masked and spec.packing is not False else None
+    if obstacle is None:
+        return replace(spec, packing=spec.packing is not False)
+    if spec.packing == "auto" and has_examples:
+        logger.info(f"packing: none, each sample has a sequence of its own, because {obstacle}")
+        return replace(spec, packing=False)
+    if has_examples:
+        raise ConfigError(
+            f"data.packing=true: {obstacle}; set data.packing=auto, with which each sample has a sequence of its own."
+        )
+    raise ConfigError(
+        f"data.document_mask=true: {obstacle}; set data.packing=false for one document per sequence, or "
+        "data.document_mask=false, with which a document attends to earlier ones."
+    )
 
 
 def _build_tokenizer(spec: PrepareSpec, name: str | None) -> "PreTrainedTokenizerFast":
@@ -214,7 +263,7 @@ def _describe_prepared(prepared: PreparedData, folder: Path, document_mask: Docu
     if prepared.manifest.shares_sequences:
         yield f"documents: each {kept} (data.document_mask={str(document_mask).lower()})"
     else:
-        yield "documents: each is alone in its sequence (data.packing=false)"
+        yield "documents: each is alone in its sequence"
     held_out = sum(each.dataset.num_tokens for each in prepared.validation)
     yield f"data: {prepared.train.num_tokens:,} training tokens, {held_out:,} held out, in {folder}"
 
@@ -249,6 +298,7 @@ def _sample_rule(
     spec: PrepareSpec, corpus: Sequence[CorpusEntry], tokenizer: "PreTrainedTokenizerFast | None"
 ) -> SampleRule | None:
     """Return the rule that turns documents into samples; None for plain text. Without a tokenizer yet, padding is 0."""
+    assert spec.packing != "auto", "_settle_packing replaces it"
     if spec.packing and not _has_examples(corpus):
         return None
     ids = [] if tokenizer is None else [tokenizer.pad_token_id, tokenizer.eos_token_id]

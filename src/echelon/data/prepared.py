@@ -61,6 +61,11 @@ class PreparedData:
         return self.manifest.vocab_size
 
     @property
+    def is_packed(self) -> bool | None:
+        """Whether samples share sequences; None for plain text that is joined."""
+        return None if self.manifest.samples is None else self.manifest.samples.packing
+
+    @property
     def fingerprint(self) -> str:
         """The fingerprint of the tokenizer that made the tokens."""
         return self.manifest.tokenizer_fingerprint

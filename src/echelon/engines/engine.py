@@ -56,8 +56,11 @@ class Engine(Replica, Protocol):
     norm is finite, not on whether the step is applied.
     """
 
-    def describe(self) -> Sequence[str]:
-        """Return lines for the user, printed at the start of a run, about how the model is trained."""
+    def describe(self, has_documents: bool) -> Sequence[str]:
+        """Return lines for the user, printed at the start of a run, about how the model is trained.
+
+        `has_documents`: whether sequences have documents that must not attend to each other.
+        """
         ...
 
     def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> None:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +19,13 @@ from echelon.distributed.mesh import Meshes
 from echelon.engines.engine import Finding
 from echelon.engines.probe import Probe
 from echelon.model.adapters import apply_adapter, initialize_adapter, plain_name
-from echelon.model.attention import apply_plain_causal
+from echelon.model.attention import describe_document_mask
 from echelon.model.build import build_on_meta, materialize, persistent_buffers
 from echelon.model.pissa import PrincipalParts
 from echelon.model.quantization import QuantizedLinear
 from echelon.model.router import choose_router_loss
 from echelon.model.sharding import local_part, whole
+from echelon.model.traits import Traits, apply_plain_causal, find_traits
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective
 from echelon.objectives.outputs import ObjectiveModule
@@ -42,10 +44,11 @@ class NativeEngine:
     def __init__(
         self,
         parallel: DataParallel,
-        decoder: nn.Module,
+        decoder: Any,
         optimizer: Optimizer,
         objective: Objective,
         forward_backward: ForwardBackward,
+        traits: Traits,
         loss_scale: LossScale | None = None,
         principal: PrincipalParts | None = None,
         lines: Sequence[str] = (),
@@ -56,6 +59,7 @@ class NativeEngine:
         self._principal = principal or {}
         self._parallel = parallel
         self._decoder = decoder
+        self._traits = traits
         self._optimizer = optimizer
         self._objective = objective
         self._loss_scale = loss_scale
@@ -109,9 +113,11 @@ class NativeEngine:
         with self._parallel.evaluation() as module:
             yield ModuleEvaluation(module, self._objective)
 
-    def describe(self) -> Sequence[str]:
+    def describe(self, has_documents: bool) -> Sequence[str]:
         """See Engine."""
-        return self._lines
+        if not has_documents:
+            return self._lines
+        return [describe_document_mask(self._decoder.config._attn_implementation, self._traits.mask), *self._lines]
 
     def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> None:
         """See Engine. Microbatches run one after the other, so one of them needs as much memory as all.
@@ -216,6 +222,7 @@ def build_reference(
     meshes: Meshes,
     device: torch.device,
     compile_backend: str,
+    traits: Traits,
 ) -> ObjectiveModule:
     """Build a frozen copy of the initial weights, sharded like the model. Collective.
 
@@ -227,11 +234,19 @@ def build_reference(
     compute = plan.precision.compute if plan.uses_fully_shard else plan.precision.param
     store_parameters(model, replace(plan.precision, compute=compute))
     frozen = replace(plan, reshard_after_forward=True, activation_checkpointing="none")
-    module = shard_model(model, frozen, meshes, compile_backend)
+    module = shard_model(model, frozen, meshes, compile_backend, traits)
     materialize(module, "cpu" if plan.cpu_offload else device)
     place_buffers(model, device)
     open_weights(skeleton, recipe)(model)
     return module.eval()
+
+
+def _agree_on_traits(skeleton: PreTrainedModel, sequence_len: int, meshes: Meshes) -> Traits:
+    """Return the traits that rank 0 finds, so that the machines of all ranks compute the same. Collective."""
+    found = [find_traits(skeleton, sequence_len) if dist.get_rank(meshes.everyone) == 0 else None]
+    dist.broadcast_object_list(found, group=meshes.everyone, group_src=0)
+    assert found[0] is not None
+    return found[0]
 
 
 def build_native_engine(
@@ -252,7 +267,8 @@ def build_native_engine(
         new_token_ids: ids of `model.new_tokens`, whose rows are trained in addition to an adapter.
     """
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
-    apply_plain_causal(skeleton, recipe.data.sequence_len)
+    traits = _agree_on_traits(skeleton, recipe.data.sequence_len, meshes)
+    apply_plain_causal(skeleton, traits)
     model = copy.deepcopy(skeleton)
     if recipe.adapter.is_adapter:
         apply_adapter(model, recipe.adapter, new_token_ids)
@@ -260,7 +276,7 @@ def build_native_engine(
     store_parameters(model, replace(plan.precision, compute=frozen_dtype))
     router = choose_router_loss(skeleton, model, recipe.objective.router_loss)
     routers = () if router.loss is None else router.loss.routers
-    module = shard_model(model, plan, meshes, compile_backend, routers)
+    module = shard_model(model, plan, meshes, compile_backend, traits, routers)
     materialize(module, "cpu" if plan.cpu_offload else device)
     place_buffers(model, device)
     open_weights(skeleton, recipe)(model)
@@ -268,11 +284,11 @@ def build_native_engine(
     if recipe.adapter.is_adapter:
         principal = initialize_adapter(model, recipe.adapter, recipe.run.seed)
     if objective.needs_reference and not recipe.adapter.is_adapter:
-        module.refer_to(build_reference(skeleton, recipe, plan, meshes, device, compile_backend))
+        module.refer_to(build_reference(skeleton, recipe, plan, meshes, device, compile_backend, traits))
     module.train()
     parallel = parallelize(module, plan, meshes)
     optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed)
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
     steps = SingleStage(parallel, recipe.run.seed, None if router.loss is None else router.loss.strength)
     lines = () if router.line is None else (router.line,)
-    return NativeEngine(parallel, model, optimizer, objective, steps, loss_scale, principal, lines, meshes.pp)
+    return NativeEngine(parallel, model, optimizer, objective, steps, traits, loss_scale, principal, lines, meshes.pp)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.engines.engine import Finding
-from echelon.model.parts import find_parts
 from echelon.model.sharding import local_part
 
 
@@ -21,7 +20,7 @@ class Probe:
     inside a compiled layer would not be called. Submodules finish before their parent, so the innermost one is found.
     """
 
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
         self._outputs: list[tuple[str, Tensor]] = []
         self._gradients: list[tuple[str, Tensor]] = []
@@ -64,7 +63,7 @@ class Probe:
 
     def _name_head(self) -> str:
         """Return the head's name. It may have no hook call: the chunked loss uses its weight directly."""
-        head = find_parts(self._decoder).head
+        head = self._decoder.get_output_embeddings()
         names = (name for name, module in self._decoder.named_modules() if module is head)
         return next(names, "the model's head")
 

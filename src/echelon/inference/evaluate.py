@@ -28,6 +28,7 @@ from echelon.inference.held_out import open_held_out, prepare_given
 from echelon.inference.sampler import encode_prompts
 from echelon.inference.target import find_device, load_first_weights, load_target
 from echelon.model.build import is_model_folder
+from echelon.model.traits import find_traits
 from echelon.objectives.causal_lm import CausalLM
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective, build_objective
@@ -248,7 +249,7 @@ def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: 
     inside = ids < stop
     samples = dataset.read_samples(np.where(inside, ids, 0))
     samples.labels[~inside] = IGNORE
-    return build_microbatch(set_width(samples, padding=padding), ids, ids)
+    return build_microbatch(set_width(samples, padding=padding), ids, ids, padding)
 
 
 def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | None = None) -> dict[str, Any]:
@@ -287,9 +288,10 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
             given, pairs = prepare_given(target, data, model, tokenizer, sequence_len, scratch)
             sets, source = [given], str(data)
             objective = build_objective(read_run_recipe(target).objective) if pairs else objective
-        module = ObjectiveModule(model).eval()
+        traits = find_traits(model, sequence_len)
+        module = ObjectiveModule(model, traits=traits).eval()
         if objective.needs_reference and not read_run_recipe(target).adapter.is_adapter:
-            module.refer_to(ObjectiveModule(load_first_weights(target, device)).eval())
+            module.refer_to(ObjectiveModule(load_first_weights(target, device), traits=traits).eval())
         batch = max(1, EVAL_TOKENS // sequence_len)
         results = EvalResults({each.name: _evaluate_set(module, objective, each, batch, device) for each in sets})
         entropy = unigram_entropy([each.dataset for each in sets])

@@ -15,7 +15,7 @@ from echelon.data.readers.record import ExampleFields
 from echelon.data.source import Source, list_files
 from echelon.errors import ConfigError, DataError
 from echelon.logs import warnings_only
-from echelon.model.attention import check_document_mask
+from echelon.model.traits import describe_obstacle, find_traits
 from echelon.recipe import Recipe
 from echelon.recipe.data_formats import PAIR_FORMATS
 from echelon.runs.run_folder import RunFolder, is_run
@@ -52,7 +52,7 @@ def prepare_given(
 
     Raises:
         ConfigError: preference pairs for a model not trained on them, conversations without a template, or packed
-            documents for a model that does not support document masks.
+            documents that the model cannot keep apart.
         DataError: the text cannot be used.
     """
     recipe = read_run_recipe(target) if is_run(target) else None
@@ -74,10 +74,9 @@ def prepare_given(
         prepared_dir=scratch / "prepared",
         sequence_len=length,
     )
+    spec = spec if recipe is None else _as_own(spec, recipe, formats)
     with warnings_only("echelon.data"):  # this text is neither trained on nor kept
-        prepared = prepare(spec if recipe is None else _as_own(spec, recipe, formats))
-    if prepared.apart:
-        check_document_mask(model.config, None)
+        prepared = prepare(spec, find_obstacle=lambda: describe_obstacle(find_traits(model, length), model.config))
     [record] = prepared.manifest.streams["train"]
     density = None if record.text_bytes is None else record.text_bytes / max(1, record.tokens)
     return ValidationSet(path.name or str(path), prepared.train, density), pairs

@@ -217,13 +217,17 @@ def build_trainer(
         recovery.loaded()
         goodput = open_goodput(folder, saved)
         store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
-        text = {"prepared": str(data.path), "digest": data.content_digest}
+        text = {"prepared": str(data.path), "digest": data.content_digest, "packing": data.is_packed}
         folder.rows.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops, **text)
         shows_mfu = device.type != "cpu" or logger.isEnabledFor(logging.DEBUG)
         journal = open_journal(recipe, folder, runtime, num_steps, state.step, recovery, shows_mfu)
-        lines = describe_training(recipe, plan, config, data, stops, has_documents=first.documents is not None)
+        lines = describe_training(recipe, plan, config, data, stops)
         mfu_line = f"mfu: relative to {peak_flops / 1e12:.3g} TFLOP/s per process, {describe_peak(device)}"
-        for line in (*lines, *engine.describe(), *(() if sampler is None else (sampler.describe(),))):
+        for line in (
+            *lines,
+            *engine.describe(first.documents is not None),
+            *(() if sampler is None else (sampler.describe(),)),
+        ):
             logger.info(line)
         logger.log(logging.INFO if shows_mfu else logging.DEBUG, mfu_line)
     find_mfu = _find_mfu(recipe, plan, config, meshes, peak_flops)

@@ -8,7 +8,6 @@ from transformers import PretrainedConfig
 
 from echelon.data.prepared import PreparedData
 from echelon.distributed.runtime import Runtime
-from echelon.model.attention import describe_document_mask
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 from echelon.reporting.budget import CostMeter
@@ -54,15 +53,12 @@ def describe_training(
     config: PretrainedConfig,
     data: PreparedData,
     stops: Sequence[int],
-    has_documents: bool,
 ) -> Iterator[str]:
-    """Lines about the training: special tokens, document mask, and the replicas that are compared."""
+    """Lines about the training: special tokens, and the replicas that are compared."""
     kinds = ("pad", "eos", "bos")
     special = ", ".join(f"{kind} {getattr(config, f'{kind}_token_id', None)}" for kind in kinds)
     ends = [f"{each} ({data.tokenizer.convert_ids_to_tokens(each)})" for each in stops]
     yield f"tokens: {special}; generation stops at {', '.join(ends) or 'none'}"
-    if has_documents:
-        yield describe_document_mask(config, recipe.model.attn_implementation)
     if recipe.fault.verify_replicas_every is not None:
         yield describe_replicas(plan)
 

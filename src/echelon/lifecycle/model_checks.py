@@ -5,7 +5,7 @@ a recipe can be planned and launched from a machine without it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,14 @@ class CheckedModel:
     Attributes:
         shape: of the model with its vocabulary size.
         vocabulary: a message about the vocabulary size.
+        masks: a message about a model that cannot keep the documents of a sequence apart; None if it can, or if that is
+            not known here.
         left: the checks that are not possible on this machine, each with the reason; `train` runs them.
     """
 
     shape: ModelShape
     vocabulary: str
+    masks: str | None = None
     left: tuple[str, ...] = ()
 
 
@@ -73,8 +76,11 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     _check_positions(recipe, shape)
     if weights and _find_missing("transformers", "torch") is None:
         check_weights(recipe.model.checkpoint)
-    _check_built(recipe, fields, elsewhere, left)
-    return CheckedModel(shape, line, tuple(left))
+    obstacle = _check_built(recipe, fields, elsewhere, left)
+    masks = None
+    if obstacle is not None and recipe.data.packing == "auto" and recipe.data.document_mask is not False:
+        masks = f"data.packing=auto: samples are not packed, because {obstacle}"
+    return CheckedModel(replace(shape, obeys_masks=obstacle is None), line, masks, tuple(left))
 
 
 def find_checkpoint_out_of_reach(recipe: Recipe) -> str | None:
@@ -114,23 +120,26 @@ def _find_vocabulary(recipe: Recipe, elsewhere: bool, left: list[str]) -> int | 
     return None
 
 
-def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> None:
+def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> str | None:
     """Run the checks that need the model, built on the meta device; adds those that are not possible here to `left`.
+
+    Returns why the model cannot keep the documents of a sequence apart; None if it can, or if that is not known here.
 
     All checks of a built model belong here. Importing torch takes seconds, so it is done only when needed.
     """
     if _is_counted(recipe, fields):
-        return
+        return None
     if why := _find_missing("transformers", "torch"):
         if recipe.model.checkpoint is None and find_spec("transformers") is not None:
             from echelon.model.config import build_config
 
             build_config(fields)
         left += [f"{check} ({why})" for check in _list_built_checks(recipe)]
-        return
+        return None
     from echelon.model.build import build_on_meta, load_config, parameter_names
     from echelon.model.causality import check_is_causal
     from echelon.model.router import check_routers
+    from echelon.model.traits import describe_obstacle, find_traits
     from echelon.optimizer import check_groups
 
     attention, trusted = recipe.model.attn_implementation, recipe.model.trust_remote_code
@@ -145,8 +154,10 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
         model = build_on_meta(config, None, trusted)
     check_routers(model)
     check_is_causal(config, trusted)
+    obstacle = describe_obstacle(find_traits(model, recipe.data.sequence_len), config)
     if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
         check_groups((name for name, each in parameter_names(model).items() if each.requires_grad), recipe.optim)
+    return obstacle
 
 
 def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list[str]) -> bool:

@@ -4,9 +4,9 @@ import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, EchelonError, PlanError
 from echelon.hardware.accelerators import Cluster
@@ -96,7 +96,7 @@ def prepare_run(
         commits = find_commits(recipe, commits | read_commits(folder))
         announce(commits)
         here = _with_small_copies(recipe, commits)
-        data = prepare_data(here)
+        data = prepare_data(_keep_packing(here, folder if opened.state == "resumed" else None))
         folder.rows.append_event("prepared")
         _refuse_other_text(folder, began_with, data.content_digest)
         num_steps = recipe.num_steps(data.train.num_samples)
@@ -104,7 +104,7 @@ def prepare_run(
         cluster = find_cluster()
         plan = _find_plan(opened, recipe, shape, cluster, data.train.num_samples)
         estimate = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind)
-        folder.text.write_prepared_path(data.path, data.content_digest)
+        folder.text.write_prepared_path(data.path, data.content_digest, data.is_packed)
         fetch_models(recipe, commits)  # last, after every check that can fail
         write_commits(folder, commits)
         write_run(folder, recipe, plan, estimate, num_steps, cluster, variables)
@@ -123,6 +123,7 @@ def _check_against_data(recipe: Recipe, here: Recipe, data: "PreparedData", num_
 
     `here` is the recipe with this machine's copies of hub files.
     """
+    from echelon.data.prepare import find_mask_obstacle
     from echelon.inference.evaluate import check_evaluation
 
     if fault := find_fault(recipe.optim, num_steps, recipe.batches):
@@ -130,8 +131,8 @@ def _check_against_data(recipe: Recipe, here: Recipe, data: "PreparedData", num_
     check_evaluation(recipe, data)
     fields, line = find_model_fields(here, data.vocab_size)
     logger.info(f"model: {line}")
-    _check_masks(here, data, fields)
-    return build_shape(fields)
+    obeys_masks = recipe.objective.name != "dpo" or find_mask_obstacle(here) is None
+    return replace(build_shape(fields), obeys_masks=obeys_masks)
 
 
 @contextmanager
@@ -221,14 +222,12 @@ def _describe_longer_warmup(recipe: Recipe, opened: OpenedRun, num_samples: int)
     ]
 
 
-def _check_masks(recipe: Recipe, data: "PreparedData", fields: Mapping[str, Any]) -> None:
-    """Refuse a model without support for a document mask if samples contain several documents."""
-    from echelon.model.attention import check_document_mask
-    from echelon.model.build import load_config
-
-    if data.apart:
-        config = load_config(recipe.model.checkpoint or fields, recipe.model.trust_remote_code)
-        check_document_mask(config, recipe.model.attn_implementation)
+def _keep_packing(recipe: Recipe, folder: RunFolder | None) -> Recipe:
+    """The recipe with the choice of `data.packing: auto` that a resumed run was started with."""
+    packing = None if folder is None else folder.text.read_packing()
+    if packing is None or recipe.data.packing != "auto":
+        return recipe
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"packing": packing})})
 
 
 def _refuse_other_text(folder: RunFolder, before: Collection[str | None], digest: str) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from echelon.errors import ConfigError
-from echelon.model.parts import find_parts
+from echelon.model.parts import find_layers
 from echelon.model.pissa import PrincipalParts, take_principal_parts
 from echelon.model.quantization import ROW_MULTIPLE, QuantizedLinear, import_bitsandbytes, quantize_linears
 from echelon.model.seeds import derive_seed
@@ -50,7 +50,7 @@ def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Seque
 
     saved = {id(each) for module in find_saved(model, adapter).values() for each in module.parameters()}
     if adapter.method == "qlora":
-        quantize_linears(find_parts(model).layers, adapter)
+        quantize_linears(find_layers(model), adapter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about tied weights and the meta device, both intended
         inject_adapter_in_model(build_peft_config(model, adapter, new_token_ids), model, low_cpu_mem_usage=True)
@@ -124,7 +124,7 @@ def find_targets(model: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
     Raises:
         ConfigError: a name of `target_modules` does not match any linear layer.
     """
-    inside = {id(module) for layer in find_parts(model).layers for module in layer.modules()}
+    inside = {id(module) for layer in find_layers(model) for module in layer.modules()}
     linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
     if adapter.target_modules == "all-linear":
         inside -= {id(module) for module in find_saved(model, adapter).values()}
@@ -183,7 +183,7 @@ def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
 
 
 def _check_quantizable(model: nn.Module) -> None:
-    linear = [module for layer in find_parts(model).layers for module in layer.modules() if type(module) is nn.Linear]
+    linear = [module for layer in find_layers(model) for module in layer.modules() if type(module) is nn.Linear]
     odd = [module for module in linear if module.in_features % ROW_MULTIPLE]
     if not linear or odd:
         what = f"a linear layer with {odd[0].in_features} input features" if odd else "no plain linear layers"

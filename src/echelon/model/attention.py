@@ -1,9 +1,10 @@
 """Chooses the attention implementation of a model, and keeps the documents of a packed sequence apart.
 
-Nothing here synchronises with the device, except `flash_attention_2`, which needs the number of documents.
+Which form of mask a model obeys is found by `traits`. Nothing here synchronises with the device, except the forms
+`positions` and `lengths`, which need the number of documents.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,16 +19,26 @@ from transformers.masking_utils import (
 )
 
 from echelon.errors import ConfigError
-from echelon.model.parts import FAMILIES, unwrapped
+from echelon.model.parts import unwrapped
 
 # `sdpa` under a name for which `transformers` builds no mask: without a mask, that function is causal.
 PLAIN_CAUSAL = "echelon_plain_causal"
 AttentionInterface.register(PLAIN_CAUSAL, sdpa_attention_forward)
 
+MaskForm = Literal["by_layer", "full", "window", "positions", "lengths"]
+"""How a model is told where documents end.
+
+`by_layer`: one 4-dimensional mask for each kind in the config's `layer_types`. `full`: one mask for all layers, which
+attend to the whole past. `window`: one mask for all layers, with the config's sliding window. `positions`: position ids
+that restart, from which `transformers` builds the masks. `lengths`: the start of each document, for flash attention.
+"""
+
 # Implementations that can keep documents apart: by a mask of `transformers`, or (flash) by the start of each document.
 _MASKED = ("sdpa", "eager", "flex_attention")
 _FLASH = ("flash_attention_2", "flash_attention_3")
-_KINDS = {"full_attention", "sliding_attention"}
+# A stand-in for flash attention that needs no GPU; "flash" in its name would make `transformers` ask for one.
+FLASH_ON_CPU = "echelon_starts_on_cpu"
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def choose_attention(config: PretrainedConfig, wanted: str | None) -> str | None:
@@ -50,105 +61,93 @@ def choose_attention(config: PretrainedConfig, wanted: str | None) -> str | None
     return wanted or "eager"
 
 
-def apply_plain_causal(model: PreTrainedModel, sequence_len: int) -> None:
-    """Use `sdpa` without a mask if every layer attends to the whole past at this sequence length.
-
-    To find out that no mask is needed, `transformers` reads the positions, which makes the host wait for the device in
-    every forward pass. The results are bitwise identical. Other models are left unchanged.
-    """
-    config = model.config
-    if config._attn_implementation == "sdpa" and config.model_type in FAMILIES and _is_plain(config, sequence_len):
-        model.set_attn_implementation(PLAIN_CAUSAL)
+def find_forms(attention: str | None) -> tuple[MaskForm, ...]:
+    """Return the forms of mask that an attention implementation can use, the preferred one first."""
+    if attention in (*_FLASH, FLASH_ON_CPU):
+        return ("lengths",)
+    if attention in (*_MASKED, PLAIN_CAUSAL):
+        return ("by_layer", "full", "window", "positions")
+    return ()
 
 
-def _is_plain(config: PretrainedConfig, sequence_len: int) -> bool:
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    is_plain = window is None or window >= sequence_len
-    return _is_causal(config) and kinds <= _KINDS and is_plain
+def stand_in(attention: str | None) -> str | None:
+    """Return the attention implementation with which a copy of a model on the CPU shows what this one does."""
+    return FLASH_ON_CPU if attention in _FLASH else "sdpa" if attention == PLAIN_CAUSAL else attention
 
 
-def _is_causal(config: PretrainedConfig) -> bool:
-    return getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
-
-
-def check_document_mask(config: PretrainedConfig, wanted: str | None) -> None:
-    """Refuse a model or attention implementation that is not known to support document masks.
-
-    Raises:
-        ConfigError: the family is not tested (recurrent layers, for example, mix documents whatever the mask), its
-            attention is not causal, or the attention implementation is not one of this file.
-    """
-    fix = "set data.document_mask=false, or data.packing=false for one document per sequence"
-    if config.model_type not in FAMILIES:
-        raise ConfigError(
-            f"data.document_mask=true supports the model types {', '.join(FAMILIES)}, and the model's model_type is "
-            f"{config.model_type}; {fix}."
-        )
-    if not _is_causal(config) or not _layer_kinds(config).keys() <= _KINDS:
-        raise ConfigError(
-            f"data.document_mask=true requires causal attention, full or in a sliding window, and this "
-            f"{config.model_type} model has layers with another kind of attention; {fix}."
-        )
-    if wanted is not None and wanted not in (*_MASKED, *_FLASH):
-        raise ConfigError(
-            f"model.attn_implementation={wanted} is not known to support data.document_mask=true; use "
-            f"{', '.join((*_MASKED, *_FLASH))} or remove the key, or {fix}."
-        )
-
-
-def describe_document_mask(config: PretrainedConfig, wanted: str | None) -> str:
+def describe_document_mask(attention: str, form: MaskForm | None) -> str:
     """Return a line for the user on how documents are kept apart."""
-    attention = choose_attention(config, wanted) or "sdpa"
-    how = "with the start of each document" if attention in _FLASH else "with a mask built once per microbatch"
-    return f"attention: the documents of a sequence do not attend to each other; {attention}, {how}"
+    if form is None:
+        return "attention: the documents of a sequence run as sequences of their own; the model obeys no document mask"
+    name = "sdpa" if attention == PLAIN_CAUSAL else attention
+    how = {"positions": "with position ids that restart", "lengths": "with the start of each document"}
+    built = how.get(form, "with a mask built once per microbatch")
+    return f"attention: the documents of a sequence do not attend to each other; {name}, {built}"
 
 
-def document_inputs(model: PreTrainedModel, documents: Tensor, position_ids: Tensor) -> dict[str, Any]:
+def document_inputs(model: PreTrainedModel, form: MaskForm, documents: Tensor, position_ids: Tensor) -> dict[str, Any]:
     """Return the forward arguments, other than `input_ids`, that keep tokens from attending to other documents.
 
     Args:
+        form: a form of mask that the model obeys.
         documents: [batch, seq], the same number for all tokens of a document, which are contiguous.
         position_ids: [batch, seq], int64, from 0 in each document.
 
     Returns:
-        Positions, and a mask (4-dimensional, or flex attention's block mask), per kind of layer if the family needs
-        that; for flash attention, the start of each document. Every token attends to itself, so no mask row is empty.
+        Positions, and a mask (4-dimensional, or flex attention's block mask), or one for each kind of layer, or the
+        start of each document. Every token attends to itself, so no mask row is empty.
+
+    Raises:
+        KeyError: the config lacks the fields that the form needs.
     """
-    config = model.config
-    attention = config._attn_implementation
-    if attention in _FLASH:
+    if form == "positions":
+        return {"position_ids": position_ids}
+    if form == "lengths":
         return {"position_ids": position_ids, **_flash_lengths(position_ids)}
+    config, attention = model.config.get_text_config(), model.config._attn_implementation
     build = ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if attention == PLAIN_CAUSAL else attention]
     masks = {
         kind: build(
             batch_size=documents.shape[0],
             q_length=documents.shape[1],
             kv_length=documents.shape[1],
-            mask_function=and_masks(
-                packed_sequence_mask_function(documents),
-                causal_mask_function if window is None else sliding_window_causal_mask_function(window),
-            ),
+            mask_function=and_masks(packed_sequence_mask_function(documents), _reach(config, kind, position_ids)),
             allow_is_causal_skip=False,
             dtype=unwrapped(model.get_input_embeddings()).weight.dtype,
             config=config,
             device=documents.device,
         )
-        for kind, window in _layer_kinds(config).items()
+        for kind in _layer_kinds(config, form)
     }
-    by_layer = FAMILIES[config.model_type].mask == "by_layer"
-    return {"position_ids": position_ids, "attention_mask": masks if by_layer else next(iter(masks.values()))}
+    return {"position_ids": position_ids, "attention_mask": masks if form == "by_layer" else next(iter(masks.values()))}
 
 
-def _layer_kinds(config: PretrainedConfig) -> dict[str, int | None]:
-    """Return the kinds of attention layers in the model, with the window of each; None: the whole past."""
-    window = getattr(config, "sliding_window", None)
-    kinds = {
-        "full": {"full_attention"},
-        "window": {"sliding_attention"},
-        "by_layer": set(getattr(config, "layer_types", ())),
-    }[FAMILIES[config.model_type].mask]
-    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+def _layer_kinds(config: PretrainedConfig, form: MaskForm) -> list[str]:
+    """Return the kinds of layers for which a form has a mask.
+
+    Raises:
+        KeyError: there are none, or masks of other kinds would be needed.
+    """
+    if form != "by_layer":
+        return ["sliding_attention" if form == "window" else "full_attention"]
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    if not kinds or not _KINDS.issuperset(kinds):
+        raise KeyError("layer_types")
+    return kinds
+
+
+def _reach(config: PretrainedConfig, kind: str, position_ids: Tensor) -> Any:
+    """Return the mask function of a kind of layer: how far back a token attends in its document."""
+    if kind == "chunked_attention":
+        size, places = config.attention_chunk_size, position_ids
+
+        def in_chunk(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            same: Tensor = places[batch, query] // size == places[batch, key] // size
+            return same
+
+        return and_masks(causal_mask_function, in_chunk)
+    window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+    return causal_mask_function if window is None else sliding_window_causal_mask_function(window)
 
 
 def _flash_lengths(position_ids: Tensor) -> dict[str, Any]:
@@ -158,3 +157,34 @@ def _flash_lengths(position_ids: Tensor) -> dict[str, Any]:
     sums = torch.cat([starts, ends])
     longest = position_ids.shape[1]  # an upper bound: the exact length of the longest document would need a sync
     return {"cu_seq_lens_q": sums, "cu_seq_lens_k": sums, "max_length_q": longest, "max_length_k": longest}
+
+
+def _flash_on_cpu(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute what flash attention does with the starts of documents, and without them, by a mask for `sdpa`.
+
+    Sinks and caps of scores are left out: they do not change which positions are attended to.
+    """
+    batch, length, device = query.shape[0], query.shape[2], query.device
+    places = torch.arange(length, device=device)
+    mask = (places[:, None] >= places).expand(batch, 1, length, length)
+    if sliding_window is not None:
+        mask = mask & (places[:, None] - places < sliding_window)
+    if cu_seq_lens_q is not None:
+        everything = torch.arange(batch * length, dtype=cu_seq_lens_q.dtype, device=device)
+        documents = torch.bucketize(everything, cu_seq_lens_q, right=True).view(batch, length)
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=False)
+    return output, None
+
+
+AttentionInterface.register(FLASH_ON_CPU, _flash_on_cpu)

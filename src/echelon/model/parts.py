@@ -1,11 +1,7 @@
-"""Locates the parts of a decoder and describes how its head computes logits, in a table with one row per family.
-
-The head's arithmetic is part of the loss: a chunked loss without Gemma-2's soft-capping would be silently wrong. A
-family without a row in the table therefore uses the model's own forward, unchunked.
-"""
+"""Locates the parts of a decoder, and computes logits as its head does."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,57 +24,10 @@ class HeadArithmetic:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Dotted paths inside an HF `...ForCausalLM`, the config fields its head uses, and the form of its masks.
-
-    `mask`: `full` is causal attention in every layer; `window` is a sliding window in every layer, where the config
-    sets one; `by_layer` follows `layer_types`, and the forward takes one mask per kind of layer.
-    """
-
-    backbone: str = "model"
-    layers: str = "model.layers"
-    head: str = "lm_head"
-    softcap_field: str | None = None
-    multiply_field: str | None = None
-    divide_field: str | None = None
-    mask: Literal["full", "window", "by_layer"] = "full"
-
-    def head_arithmetic(self, config: Any) -> HeadArithmetic:
-        """Read the head's constants from an HF config."""
-        scale = 1.0
-        if self.multiply_field is not None:
-            scale *= getattr(config, self.multiply_field)
-        if self.divide_field is not None:
-            scale /= getattr(config, self.divide_field)
-        softcap = getattr(config, self.softcap_field) if self.softcap_field is not None else None
-        return HeadArithmetic(scale=scale, softcap=softcap)
-
-
-LLAMA_LIKE = Family()
-LAYERS_DIFFER = Family(mask="by_layer")
-FAMILIES: dict[str, Family] = {
-    "llama": LLAMA_LIKE,
-    "mistral": Family(mask="window"),
-    "qwen2": LAYERS_DIFFER,
-    "qwen3": LAYERS_DIFFER,
-    "gemma": LLAMA_LIKE,
-    "gemma2": Family(softcap_field="final_logit_softcapping", mask="by_layer"),
-    "gemma3_text": Family(softcap_field="final_logit_softcapping", mask="by_layer"),
-    "cohere": Family(multiply_field="logit_scale"),
-    "granite": Family(divide_field="logits_scaling"),
-    "gpt2": Family(backbone="transformer", layers="transformer.h"),
-}
-
-
-@dataclass(frozen=True)
 class DecoderParts:
-    """The modules of one decoder.
+    """The modules around the last hidden states of a decoder, and how its head computes logits from them."""
 
-    `backbone` and `head` are None if the family has no row in the table, or if the head has an adapter.
-    """
-
-    layers: nn.ModuleList
-    backbone: nn.Module | None
+    backbone: nn.Module
     head: Any
     arithmetic: HeadArithmetic
 
@@ -101,27 +50,28 @@ def unwrapped(module: Any) -> Any:
     return module if tokens is None else tokens.base_layer
 
 
-def find_parts(model: nn.Module) -> DecoderParts:
-    """Find the parts of an HF causal language model.
+def find_parts(model: Any, arithmetic: HeadArithmetic | None) -> DecoderParts | None:
+    """Find the backbone and the head of an HF causal language model.
 
-    Raises:
-        ValueError: the model has no list of decoder layers, so it cannot be sharded layer by layer.
+    Args:
+        arithmetic: see Traits.
+
+    Returns:
+        None if the arithmetic is not known, or if the head has an adapter: losses need the model's own forward then.
     """
-    config: Any = model.config
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        return DecoderParts(find_layers(model), None, None, HeadArithmetic())
-    layers, head = model.get_submodule(family.layers), model.get_submodule(family.head)
-    assert isinstance(layers, nn.ModuleList)
-    if hasattr(head, "base_layer"):
-        return DecoderParts(layers, None, None, HeadArithmetic())
-    return DecoderParts(layers, model.get_submodule(family.backbone), head, family.head_arithmetic(config))
+    if arithmetic is None:
+        return None
+    head = model.get_output_embeddings()
+    return None if hasattr(head, "base_layer") else DecoderParts(model.base_model, head, arithmetic)
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the `ModuleList` with the most parameters: the decoder layers of a family without a row in the table.
+    """Return the decoder layers of a model: its `ModuleList` with the most parameters.
 
     The longest may be another: a layer's experts, or Gemma 3n's projections.
+
+    Raises:
+        ValueError: the model has no list of decoder layers, so it cannot be sharded layer by layer.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     if not lists:
@@ -135,7 +85,7 @@ def weight_groups(model: nn.Module) -> list[tuple[str, nn.Module, bool]]:
     Each decoder layer is one unit, including its submodules (`whole`). Outside the layers, each module that directly
     owns parameters or buffers is one unit (embedding, positions, norm, head, rotary tables).
     """
-    layers = {id(layer) for layer in find_parts(model).layers}
+    layers = {id(layer) for layer in find_layers(model)}
     groups: list[tuple[str, nn.Module, bool]] = []
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from echelon.data.loader import Microbatch
 from echelon.model.adapters import disabled_adapter
 from echelon.model.attention import document_inputs
-from echelon.model.parts import DecoderParts, find_parts
+from echelon.model.parts import find_parts
 from echelon.model.router import RouterTap, balance_sum, number_sequences
+from echelon.model.traits import Traits, find_traits
+from echelon.objectives.document_rows import DocumentRows, lay_out_rows
 from echelon.objectives.loss import (
     IGNORE,
     chunked_log_probabilities,
@@ -30,8 +32,8 @@ class DecoderOutputs:
 
     def __init__(
         self,
-        model: nn.Module,
-        parts: DecoderParts,
+        model: Any,
+        traits: Traits,
         batch: Microbatch,
         reference: "ObjectiveModule | None" = None,
         tap: RouterTap | None = None,
@@ -39,11 +41,12 @@ class DecoderOutputs:
     ) -> None:
         """`hidden`: returns the last hidden states after the final norm, [batch, seq, hidden]; None runs the backbone.
 
-        It requires a family with a row in `model/parts.py`, and a reference that is a separate copy of the model.
+        It requires a model whose head's arithmetic is known, and a reference that is a separate copy of the model.
         """
-        assert hidden is None or parts.head is not None, "hidden states need a head that is known"
         self._model = model
-        self._parts = parts
+        self._traits = traits
+        self._parts = find_parts(model, traits.arithmetic)
+        assert hidden is None or self._parts is not None, "hidden states need a head that is known"
         self._batch = batch
         self._reference = reference
         self._tap = tap
@@ -53,22 +56,31 @@ class DecoderOutputs:
     @cached_property
     def _inputs(self) -> dict[str, Any]:
         batch, inputs = self._batch, {"input_ids": self._batch.input_ids, "use_cache": False}
-        if batch.documents is None or batch.position_ids is None:
+        if self._rows is not None:
+            return inputs | {"input_ids": self._rows.spread(batch.input_ids)}
+        if batch.documents is None or batch.position_ids is None or self._traits.mask is None:
             return inputs
-        return inputs | document_inputs(self._model, batch.documents, batch.position_ids)
+        return inputs | document_inputs(self._model, self._traits.mask, batch.documents, batch.position_ids)
+
+    @cached_property
+    def _rows(self) -> DocumentRows | None:
+        """The documents in rows of their own, if no mask keeps them apart; padding after them changes no document."""
+        return lay_out_rows(self._batch) if self._batch.documents is not None and self._traits.mask is None else None
 
     @cached_property
     def _hidden(self) -> Tensor:
         if self._given_hidden is not None:
             return self._given_hidden()
-        assert self._parts.backbone is not None
-        hidden: Tensor = self._run(self._parts.backbone).last_hidden_state
-        return hidden
+        assert self._parts is not None
+        return self._collect(self._run(self._parts.backbone).last_hidden_state)
 
     @cached_property
     def _logits(self) -> Tensor:
-        logits: Tensor = self._run(self._model).logits
-        return logits
+        return self._collect(self._run(self._model).logits)
+
+    def _collect(self, values: Tensor) -> Tensor:
+        """Return outputs of the model, [rows, width, dim], for each position of the microbatch, [batch, seq, dim]."""
+        return values if self._rows is None else self._rows.collect(values)
 
     def _run(self, module: nn.Module) -> Any:
         if self._tap is None:
@@ -88,22 +100,27 @@ class DecoderOutputs:
             return token_weights.new_zeros(())
         routers, batch = self._tap.routers, self._batch
         filled = batch.labels != IGNORE if batch.filled is None else batch.filled
-        sequences = number_sequences(filled, token_weights, batch.documents)
+        if (rows := self._rows) is None:
+            sequences = number_sequences(filled, token_weights, batch.documents)
+        else:
+            sequences = number_sequences(
+                rows.spread(filled) & rows.filled, rows.spread(token_weights) * rows.filled, None
+            )
         pairs = zip(self._router_logits, routers, strict=True)
         return torch.stack([balance_sum(logits, router, sequences) for logits, router in pairs]).mean()
 
     def token_loss_sum(self, labels: Tensor) -> Tensor:
         """Return the sum of token cross-entropies for shifted labels [batch, seq]: an fp32 scalar."""
-        if self._parts.head is None:
-            return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
         parts = self._parts
+        if parts is None:
+            return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
         return chunked_loss_sum(self._hidden, labels, parts.head_weight, parts.head_bias, parts.arithmetic)
 
     def log_probabilities(self, labels: Tensor) -> Tensor:
         """Return the log-probability of each label: [batch, seq], fp32, 0 for IGNORE."""
-        if self._parts.head is None:
-            return token_log_probabilities(self._logits.flatten(0, -2), labels.flatten()).view_as(labels)
         parts = self._parts
+        if parts is None:
+            return token_log_probabilities(self._logits.flatten(0, -2), labels.flatten()).view_as(labels)
         return chunked_log_probabilities(self._hidden, labels, parts.head_weight, parts.head_bias, parts.arithmetic)
 
     def reference_log_probabilities(self, labels: Tensor) -> Tensor:
@@ -121,17 +138,17 @@ class DecoderOutputs:
         self._model.eval()
         try:
             with torch.no_grad(), disabled_adapter(self._model):
-                return DecoderOutputs(self._model, self._parts, self._batch).log_probabilities(labels)
+                return DecoderOutputs(self._model, self._traits, self._batch).log_probabilities(labels)
         finally:
             self._model.train(trains)
 
     def logits_at(self, places: Tensor) -> Tensor:
         """Return fp32 logits of the token after position `places` [batch] of each sequence: [batch, vocabulary]."""
         rows = torch.arange(len(places), device=places.device)
-        head = self._parts.head
-        if head is None:
+        parts = self._parts
+        if parts is None:
             return self._logits[rows, places].float()
-        return self._parts.arithmetic.apply(head(self._hidden[rows, places])).float()
+        return parts.arithmetic.apply(parts.head(self._hidden[rows, places])).float()
 
 
 Reading = Callable[[DecoderOutputs, Microbatch], Tensor]
@@ -145,14 +162,14 @@ class ObjectiveModule(nn.Module):
     reduce gradients. The decoder's parameter names have the prefix `model.` here.
     """
 
-    def __init__(self, model: nn.Module, tap: RouterTap | None = None) -> None:
-        """`tap`: the router tap, if a router loss is trained."""
+    def __init__(self, model: Any, tap: RouterTap | None = None, traits: Traits | None = None) -> None:
+        """`tap`: the router tap, if a router loss is trained. `traits`: those of the model; None finds them."""
         super().__init__()
-        self.model: Any = model
+        self.model = model
         self._tap = tap
-        # In tuples, so that they are not registered: the parts already are, and a frozen reference must not be wrapped,
-        # stepped or saved with this module's parameters.
-        self._parts = (find_parts(model),)
+        self._traits = find_traits(model) if traits is None else traits
+        # In a tuple, so that it is not registered: a frozen reference must not be wrapped, stepped or saved with this
+        # module's parameters.
         self._reference: tuple[ObjectiveModule | None] = (None,)
 
     def refer_to(self, reference: "ObjectiveModule") -> None:
@@ -161,5 +178,5 @@ class ObjectiveModule(nn.Module):
 
     def forward(self, batch: Microbatch, read: Reading, hidden: Callable[[], Tensor] | None = None) -> Tensor:
         """Return the result of `read` on the forward pass of one microbatch. `hidden`: see DecoderOutputs."""
-        outputs = DecoderOutputs(self.model, self._parts[0], batch, self._reference[0], self._tap, hidden)
+        outputs = DecoderOutputs(self.model, self._traits, batch, self._reference[0], self._tap, hidden)
         return read(outputs, batch)

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from echelon.errors import ConfigError
-from echelon.model.parts import find_parts
+from echelon.model.parts import find_layers
 from echelon.recipe import OptimConfig
 
 
@@ -25,7 +25,7 @@ class Member:
 
 def find_members(model: nn.Module, config: OptimConfig) -> list[Member]:
     """Every trained parameter once, under the name it has first, with what `optim` says about it."""
-    inside = {id(parameter) for layer in find_parts(model).layers for parameter in layer.parameters()}
+    inside = {id(parameter) for layer in find_layers(model) for parameter in layer.parameters()}
     roles = find_roles(model)
     return [
         Member(

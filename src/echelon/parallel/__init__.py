@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from echelon.distributed.mesh import Meshes
-from echelon.model.parts import find_parts
+from echelon.model.parts import find_layers
 from echelon.model.router import Router, RouterTap
+from echelon.model.traits import Traits
 from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
 from echelon.parallel.data_parallel import DataParallel, apply_fully_shard, build_data_parallel
@@ -14,7 +15,12 @@ from echelon.planner.plan import ParallelPlan
 
 
 def shard_model(
-    model: nn.Module, plan: ParallelPlan, meshes: Meshes, compile_backend: str, routers: Sequence[Router] = ()
+    model: nn.Module,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    compile_backend: str,
+    traits: Traits,
+    routers: Sequence[Router] = (),
 ) -> ObjectiveModule:
     """Everything that may happen on meta: checkpointing, compilation and sharding of each decoder layer.
 
@@ -22,9 +28,10 @@ def shard_model(
     its hooks stay outside every graph. Parameter names stay those of `transformers` throughout.
 
     Args:
+        traits: those of the model, the same on every rank.
         routers: whose loss is trained; none for a model without one.
     """
-    layers = find_parts(model).layers
+    layers = find_layers(model)
     tap = RouterTap(model, routers) if routers else None
     if tap is not None:
         tap.open_inside(layers)
@@ -33,7 +40,7 @@ def shard_model(
         apply_compile(layers, compile_backend)
     if tap is not None:
         tap.open_outside(layers)
-    module = ObjectiveModule(model, tap)
+    module = ObjectiveModule(model, tap, traits)
     if plan.uses_fully_shard:
         apply_fully_shard(module, layers, plan, meshes)
     return module

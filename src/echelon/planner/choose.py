@@ -215,6 +215,7 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
         micro_batch_size=micro_batch_size,
         num_microbatches=num_microbatches,
         num_fill=layout.dp_size * num_microbatches * micro_batch_size - request.recipe.global_batch_size,
+        rows_per_sequence=1 if request.shape.obeys_masks or request.recipe.objective.name != "dpo" else 2,
         activation_checkpointing=request.recipe.train.activation_checkpointing,
         compile=request.compile,
         precision=request.precision,

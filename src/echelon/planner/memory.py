@@ -208,7 +208,7 @@ def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _K
 def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> tuple[int, int]:
     """(bytes that all layers keep for backward, additional bytes of a layer that backward recomputes)."""
     by = _what_is_kept(shape, plan, kind)
-    tokens = plan.micro_batch_size * sequence_len
+    tokens = plan.micro_batch_size * plan.rows_per_sequence * sequence_len
     layer = _layer_bytes_per_token(shape, by, sequence_len, kind)
     # The first layer's input needs no gradient if the embedding is frozen: its norm keeps nothing.
     norms = 0 if by.frozen and plan.activation_checkpointing == "none" else _norm_bytes(shape, by)

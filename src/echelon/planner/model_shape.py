@@ -46,7 +46,8 @@ class ModelShape:
     """Widths and parameter counts of a decoder. A tied head is counted once, as the input embedding.
 
     linears: the linear layers inside its decoder layers, without the head. num_expert_parameters: the parameters of all
-    experts of a mixture, in tensors of three dims; a token does not use num_idle_parameters of them.
+    experts of a mixture, in tensors of three dims; a token does not use num_idle_parameters of them. obeys_masks:
+    whether a document mask keeps the documents of a sequence apart, true if that is not known.
     """
 
     model_type: str
@@ -67,6 +68,7 @@ class ModelShape:
     linears: tuple[LinearShape, ...] = ()
     num_expert_parameters: int = 0
     num_idle_parameters: int = 0
+    obeys_masks: bool = True
 
     @property
     def num_matmul_parameters(self) -> int:

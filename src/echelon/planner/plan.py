@@ -86,14 +86,18 @@ class AdapterPlan:
         )
 
 
+_ROWS = "pairs: the two answers run as sequences of their own, because no document mask keeps them apart in this model"
+
+
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class ParallelPlan:
     """Degrees, batch arithmetic and policies of one run; strategies are values of it.
 
     One global batch is num_replicas * dp_size * num_microbatches * micro_batch_size sequences, of which `num_fill` have
-    no targets: they pad a batch that the ranks of a resumed run cannot share evenly. `why` has lines for the user about
-    automatic choices and the figures behind them.
+    no targets: they pad a batch that the ranks of a resumed run cannot share evenly. `rows_per_sequence`: the rows that
+    a sequence takes in a forward pass, 2 for preference pairs of a model without a document mask. `why` has lines for
+    the user about automatic choices and the figures behind them.
     """
 
     strategy: str
@@ -107,6 +111,7 @@ class ParallelPlan:
     micro_batch_size: Count = 1
     num_microbatches: Count = 1
     num_fill: Annotated[int, Field(ge=0)] = 0
+    rows_per_sequence: Count = 1
     reshard_after_forward: bool = False
     reduce_gradients: ReduceGradients = "last"
     cpu_offload: bool = False
@@ -173,6 +178,7 @@ class ParallelPlan:
             *([] if self.adapter is None else [self.adapter.describe(policy.compute)]),
             f"batch: {self.global_batch_size} sequences = {self.num_replicas * self.dp_size} ranks x "
             f"{self.num_microbatches} microbatches x {self.micro_batch_size} sequences{fill}",
+            *([] if self.rows_per_sequence == 1 else [_ROWS]),
             *(f"why: {line}" for line in self.why),
         ]
 

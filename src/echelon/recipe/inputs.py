@@ -250,10 +250,11 @@ class DataConfig(Section):
         "end is held out.",
     )
     sequence_len: Whole = Field(1024, ge=2, description="Sequence length in tokens.")
-    packing: Flag = Field(
-        True,
+    packing: Flag | Literal["auto"] = Field(
+        "auto",
         description="Fill each sequence: plain text is joined and split at `sequence_len`, other samples are packed "
-        "without splitting. `false`: one document per sequence.",
+        "without splitting. `false`: one document per sequence. `auto`: as `true`, but without packing for samples if "
+        "the model cannot keep the documents of a sequence apart; the reason is printed.",
     )
     document_mask: Flag | Literal["auto"] = Field(
         "auto",

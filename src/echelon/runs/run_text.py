@@ -10,10 +10,14 @@ from echelon.stored import read_as, write_json
 
 @dataclass(frozen=True)
 class RunText:
-    """The path of the prepared text that a run reads, and a digest of its content, independent of the path."""
+    """The path of the prepared text that a run reads, and a digest of its content, independent of the path.
+
+    packing: whether samples share sequences; None for plain text.
+    """
 
     prepared: str
     digest: str | None
+    packing: bool | None = None
 
 
 class TextRecord:
@@ -23,9 +27,9 @@ class TextRecord:
         self.path = folder / "data.json"
         self._rows = rows
 
-    def write_prepared_path(self, path: Path, digest: str | None = None) -> None:
-        """Record the prepared text that the run reads. `digest` identifies its content, independent of the path."""
-        write_json(self.path, {"prepared": str(path.resolve()), "digest": digest})
+    def write_prepared_path(self, path: Path, digest: str | None = None, packing: bool | None = None) -> None:
+        """Record the prepared text that the run reads. `digest` and `packing`: see RunText."""
+        write_json(self.path, {"prepared": str(path.resolve()), "digest": digest, "packing": packing})
 
     def read_texts(self) -> list[RunText]:
         """Return the run's text according to data.json and to the newest start in events.jsonl.
@@ -42,7 +46,8 @@ class TextRecord:
             damage = error
         for event in reversed(self._rows.read_events()):
             if isinstance(prepared := event.get("prepared"), str) and isinstance(digest := event.get("digest"), str):
-                found.append(RunText(prepared, digest))
+                packing = event.get("packing")
+                found.append(RunText(prepared, digest, packing if isinstance(packing, bool) else None))
                 break
         if damage is not None and not found:
             raise DataError(
@@ -63,3 +68,7 @@ class TextRecord:
     def read_data_digest(self) -> str | None:
         """Return the digest that `write_prepared_path` recorded; None if there is none. Raises DataError."""
         return next((text.digest for text in self.read_texts()), None)
+
+    def read_packing(self) -> bool | None:
+        """Return whether the run's samples share sequences; None if that is not recorded. Raises DataError."""
+        return next((text.packing for text in self.read_texts()), None)
