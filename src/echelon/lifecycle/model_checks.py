@@ -13,7 +13,7 @@ from typing import Any
 from echelon.data.mixture import divide_slots
 from echelon.errors import ConfigError, HubUnreachableError
 from echelon.lifecycle.extension_checks import describe_extensions
-from echelon.model.model_folder import find_model_dir
+from echelon.model.model_folder import check_unquantized, find_model_dir
 from echelon.planner.families import FAMILIES
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.shape import build_shape, resolve_vocab_size
@@ -260,6 +260,7 @@ def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple
         assert recipe.model.checkpoint is not None
         source = f"model.checkpoint={recipe.model.checkpoint}"
         fields = _read_checkpoint_fields(recipe.model.checkpoint, recipe.model.trust_remote_code)
+        check_unquantized(recipe.model.checkpoint, fields)
     if tokenizer_vocab_size is None:
         return fields, "vocab_size: as configured; the tokenizer is unknown until the data is prepared"
     may_grow = bool(recipe.model.new_tokens) and recipe.model.checkpoint is not None
