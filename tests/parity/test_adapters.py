@@ -28,6 +28,8 @@ OPTIONS = [
     with_ranks(Row("hsdp", adapter="dora", family="qwen3", precision="bf16"), 4),
     with_ranks(Row("fsdp", adapter="lora", family="stablelm"), 2),
     with_ranks(Row("zero1", adapter="whole", tied=True), 4, micro_batch=1),
+    with_ranks(Row("ddp", adapter="experts", family="mixtral", precision="bf16"), 2),
+    with_ranks(Row("fsdp", adapter="experts", family="qwen3_moe", checkpointing="full"), 2, micro_batch=2),
     with_ranks(Row("fsdp", adapter="whole", tied=True, checkpointing="full", compile=True, precision="bf16"), 2),
 ]
 PRODUCT = [
@@ -36,10 +38,15 @@ PRODUCT = [
     for parallel in ("ddp", "zero1", "fsdp")
     for ranks in (1, 2, 4)
 ]
+SLOW = [
+    with_ranks(Row("fsdp", adapter="4-bit experts", family="mixtral", checkpointing="full", precision="bf16"), 2),
+    with_ranks(Row("ddp", adapter="4-bit experts", family="qwen3_moe"), 2, micro_batch=2),
+    with_ranks(Row("zero1", adapter="qlora experts", family="deepseek_v3", checkpointing="selective"), 4),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", PRODUCT, ids=str)
+@pytest.mark.parametrize("row", SLOW + PRODUCT, ids=str)
 def test_equals_one_process_whole_product(workers, references, text, tmp_path, row):
     check(workers, references, text, tmp_path, row)
 
@@ -54,6 +61,7 @@ RESUMED = [
     with_ranks(Row("fsdp", adapter="qlora", precision="bf16"), 2),
     with_ranks(Row("zero1", adapter="dora"), 2),
     with_ranks(Row("fsdp", adapter="pissa"), 2),
+    pytest.param(with_ranks(Row("fsdp", adapter="experts", family="mixtral"), 2), marks=pytest.mark.slow),
 ]
 
 
@@ -75,6 +83,7 @@ MOVES = [
     (with_ranks(Row("ddp", adapter="lora"), 2), with_ranks(Row("fsdp", adapter="lora"), 4)),
     (with_ranks(Row("fsdp", adapter="qlora"), 4), Row("ddp", adapter="qlora")),
     (with_ranks(Row("zero1", adapter="dora"), 2), with_ranks(Row("fsdp", adapter="dora"), 4)),
+    (Row(adapter="experts", family="mixtral"), with_ranks(Row("fsdp", adapter="experts", family="mixtral"), 2)),
 ]
 
 

@@ -37,6 +37,15 @@ GLOBAL_BATCH = 8
 SEQUENCE_LEN = 32
 ADAPTERS = {
     "lora": {"method": "lora", "r": 4, "alpha": 8},
+    "experts": {"method": "lora", "r": 4, "alpha": 8, "target_parameters": "experts"},
+    "4-bit experts": {"method": "qlora", "r": 4, "alpha": 8, "quantize_experts": True},
+    "qlora experts": {
+        "method": "qlora",
+        "r": 4,
+        "alpha": 8,
+        "target_modules": [],
+        "target_parameters": ["experts.down_proj"],
+    },
     "whole": {"method": "lora", "r": 4, "alpha": 8, "modules_to_save": ["embed_tokens", "lm_head", "norm"]},
     "qlora whole": {"method": "qlora", "r": 4, "alpha": 8, "modules_to_save": ["lm_head", "down_proj"]},
     "rslora": {"method": "lora", "r": 4, "alpha": 8, "rslora": True, "target_modules": ["q_proj", "v_proj"]},

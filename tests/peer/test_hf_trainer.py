@@ -67,12 +67,12 @@ def run_echelon(workers, row, folder, text):
     return [each for each in read_rows(run.path) if each["kind"] == "train"][:STEPS], groups, data.path
 
 
-def run_peer(folder, prepared, adapter=None):
+def run_peer(folder, prepared, adapter=None, family="llama"):
     data = open_prepared(prepared, SEQUENCE_LEN)
     (shard,) = data.manifest.shards("train")
     order = SampleOrder(data.train.num_samples, SEED).sample_ids(0, STEPS * GLOBAL_BATCH)
     assert data.train.num_samples - 1 not in order, "the padded last sequence must not be among the first batches"
-    small_model("llama", seed=SEED).save_pretrained(folder / "model")
+    small_model(family, seed=SEED).save_pretrained(folder / "model")
     config = {
         "token_file": str(prepared / shard.file), "dtype": data.manifest.dtype, "sequence_len": SEQUENCE_LEN,
         "order": order.tolist(), "model": str(folder / "model"), "output_dir": str(folder / "out"), "steps": STEPS,
@@ -89,13 +89,19 @@ def run_peer(folder, prepared, adapter=None):
     return json.loads(line.removeprefix("RESULT "))
 
 
-@pytest.mark.parametrize("adapter", ["full", "lora", pytest.param("dora", marks=pytest.mark.slow)])
-def test_losses_agree_step_by_step(workers, text, tmp_path, adapter):
-    ours, our_groups, prepared = run_echelon(workers, Row(adapter=adapter), tmp_path / "one", text)
-    row = with_ranks(Row("fsdp", adapter=adapter), 2, micro_batch=2)
+@pytest.mark.parametrize(
+    ("adapter", "family"),
+    [
+        ("full", "llama"), ("lora", "llama"), pytest.param("dora", "llama", marks=pytest.mark.slow),
+        pytest.param("experts", "mixtral", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_losses_agree_step_by_step(workers, text, tmp_path, adapter, family):
+    ours, our_groups, prepared = run_echelon(workers, Row(adapter=adapter, family=family), tmp_path / "one", text)
+    row = with_ranks(Row("fsdp", adapter=adapter, family=family), 2, micro_batch=2)
     two, _, _ = run_echelon(workers, row, tmp_path / "two", text)
     first = None if adapter == "full" else str(tmp_path / "one" / "run" / "first")
-    peer = run_peer(tmp_path, prepared, first)
+    peer = run_peer(tmp_path, prepared, first, family)
     print("echelon AdamW:", [{**group, "names": len(group["names"])} for group in our_groups])
     print(f"HF Trainer {peer['optimizer']}:", [{**group, "names": len(group["names"])} for group in peer["groups"]])
     by_decay = [
@@ -103,7 +109,7 @@ def test_losses_agree_step_by_step(workers, text, tmp_path, adapter):
         for groups in (our_groups, peer["groups"])
     ]
     assert by_decay[0] == by_decay[1], "the same parameters decay"
-    assert small_config("llama")["vocab_size"] == 256
+    assert small_config(family)["vocab_size"] == 256
     for mine, fsdp, theirs in zip(ours, two, peer["rows"], strict=True):
         assert mine["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-6)
         assert mine["loss"] == pytest.approx(float(theirs["loss"]), abs=2e-5)

@@ -242,7 +242,7 @@ def test_experts_without_an_adapter_are_reported(tmp_path):
     total = sum(each.numel() for each in model.parameters())
     apply_adapter(model, recipe.adapter)
     assert not any(".experts." in name and each.requires_grad for name, each in model.named_parameters())
-    assert len(lines) == 1 and f"{experts / total:.0%} of the model's parameters are not reached" in lines[0]
+    assert len(lines) == 1 and f"{experts / total:.0%} of the model's parameters are expert weights" in lines[0]
     dense = Row(adapter="lora")
     recipe, _ = load_recipe(write_recipe(dense, tmp_path / "dense", tmp_path / "text.txt", steps=4))
     assert not any("experts" in line for line in resolve(dense, recipe, 1000).describe())

@@ -101,7 +101,6 @@ def dataset(**keys: Any) -> dict[str, Any]:
         ({**AXOLOTL, "peft_init_lora_weights": "olora"}, "peft_init_lora_weights"),
         ({**AXOLOTL, "lora_model_dir": "before"}, "lora_model_dir"),
         ({**AXOLOTL, "lora_target_linear": False, "lora_target_modules": "layers.[0-3].*"}, "lora_target_modules"),
-        ({**AXOLOTL, "lora_target_parameters": ["experts.down_proj"]}, "lora_target_parameters"),
         ({**AXOLOTL, "lora_rank_pattern": {"q_proj": 4}}, "lora_rank_pattern"),
         ({**AXOLOTL, "adapter": "llama-adapter"}, "adapter"),
         ({**AXOLOTL, "revision_of_model": "abc"}, "revision_of_model"),

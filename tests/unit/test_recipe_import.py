@@ -363,6 +363,17 @@ lora_config: {r: 4, lora_alpha: 8, target_modules: [q_proj, v_proj], use_dora: t
     assert (adapter.method, adapter.r, adapter.alpha, adapter.target_modules) == ("dora", 4, 8, ("q_proj", "v_proj"))
 
 
+def test_parameters_with_an_adapter_are_named_as_in_peft(tmp_path: Path) -> None:
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    file = f"{BASE}adapter: lora\nlora_r: 8\nlora_target_parameters: {names}\n"
+    alone = recipe_of(imported(tmp_path, file)).adapter
+    assert (alone.target_modules, alone.target_parameters) == ((), tuple(names)), "PEFT then adapts no layer"
+    both = recipe_of(imported(tmp_path, f"{file}lora_target_linear: true\n")).adapter
+    assert (both.target_modules, both.target_parameters) == ("all-linear", tuple(names))
+    packed = imported(tmp_path, f"{BASE}adapter: qlora\nlora_target_linear: true\nquantize_moe_experts: true\n")
+    assert recipe_of(packed).adapter.quantize_experts
+
+
 BASE = "base_model: m\ndatasets: [{path: a.jsonl, type: chat_template}]\nmicro_batch_size: 1\nlearning_rate: 1e-4\n"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from echelon.recipe import Recipe, load_recipe
+from echelon.recipe import AdapterConfig, Recipe, load_recipe
 from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stored import read_as, read_json
 
@@ -72,6 +72,16 @@ def _figure_lines(folder: RunFolder, step: int) -> list[str]:
     return lines
 
 
+def _expert_lines(adapter: AdapterConfig) -> list[str]:
+    """Return the code that quantizes the experts of the base model, which transformers leaves in 16 bits."""
+    return [
+        "for module in list(base.modules()):", "    for name, weight in list(module.named_parameters(recurse=False)):",
+        '        if weight.dim() == 3 and "experts" in type(module).__name__.lower():',
+        f"            replace_parameter_4bit(module, name, compress_statistics={adapter.double_quant}, "
+        f'quant_type="{adapter.quant_type}")',
+    ]  # fmt: skip
+
+
 def _adapter_lines(recipe: Recipe, folder: RunFolder) -> list[str]:
     """Return the code to load an adapter with PEFT, with the 4-bit settings and new tokens that it was trained with."""
     adapter, base = recipe.adapter, recipe.model.checkpoint or "the/first/weights"
@@ -83,12 +93,14 @@ def _adapter_lines(recipe: Recipe, folder: RunFolder) -> list[str]:
         settings = f'bnb_4bit_quant_type="{adapter.quant_type}", bnb_4bit_use_double_quant={adapter.double_quant}'
         first.append(f"in_4_bits = BitsAndBytesConfig(load_in_4bit=True, {settings})")
         options = ", quantization_config=in_4_bits"
+    packed = _expert_lines(adapter) if adapter.quantize_experts else []
     size = read_json(folder.model_dir / "config.json").get("vocab_size", "len(tokenizer)")
     grow = [f"base.resize_token_embeddings({size})"] if recipe.model.new_tokens else []
     return [
+        *(["from bitsandbytes.nn.parametrize import replace_parameter_4bit"] if packed else []),
         "from peft import PeftModel", f"from transformers import {kind}, GenerationConfig", "",
         'tokenizer = AutoTokenizer.from_pretrained("this/folder")', *first,
-        f'base = AutoModelForCausalLM.from_pretrained("{base}"{options})', *grow,
+        f'base = AutoModelForCausalLM.from_pretrained("{base}"{options})', *packed, *grow,
         'model = PeftModel.from_pretrained(base, "this/folder")',
         'model.generation_config = GenerationConfig.from_pretrained("this/folder")',
     ]  # fmt: skip

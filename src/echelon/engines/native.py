@@ -22,7 +22,7 @@ from echelon.model.adapters import apply_adapter, initialize_adapter, plain_name
 from echelon.model.attention import describe_document_mask
 from echelon.model.build import build_on_meta, materialize, persistent_buffers
 from echelon.model.pissa import PrincipalParts
-from echelon.model.quantization import QuantizedLinear
+from echelon.model.quantization import Quantized
 from echelon.model.router import choose_router_loss
 from echelon.model.sharding import local_part, whole
 from echelon.model.traits import Traits, apply_plain_causal, find_traits
@@ -200,7 +200,7 @@ def store_parameters(model: nn.Module, precision: Precision) -> None:
     Buffers are unchanged: rotary tables need fp32.
     """
     for module in model.modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, Quantized):
             module.store_as(getattr(torch, precision.compute))
     for parameter in model.parameters():
         dtype = precision.param if parameter.requires_grad else precision.compute

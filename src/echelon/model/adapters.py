@@ -22,12 +22,23 @@ from transformers.pytorch_utils import Conv1D
 from echelon.errors import ConfigError
 from echelon.model.parts import find_layers
 from echelon.model.pissa import PrincipalParts, take_principal_parts
-from echelon.model.quantization import ROW_MULTIPLE, QuantizedLinear, import_bitsandbytes, quantize_linears
+from echelon.model.quantization import (
+    IN_4_BITS,
+    ROW_MULTIPLE,
+    QuantizedExperts,
+    QuantizedLinear,
+    quantize_experts,
+    quantize_linears,
+)
 from echelon.model.seeds import derive_seed
 from echelon.model.sharding import local_part, whole, write_part
+from echelon.planner.adapter_plan import select_experts
+from echelon.planner.experts import find_expert_weights, find_unadaptable
+from echelon.quiet_imports import import_bitsandbytes
 from echelon.recipe import AdapterConfig, Recipe
 
 ADAPTER = "default"
+_INSERTED = ("token_adapter", "base_layer", IN_4_BITS)
 _ADDED = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".trainable_tokens_delta.", ".trainable_tokens_original.")
 
 
@@ -35,7 +46,7 @@ def plain_name(name: str) -> str | None:
     """Return the name of a parameter or buffer in the model without the adapter; None if the adapter added it."""
     if any(part in name for part in _ADDED):
         return None
-    return name.replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")
+    return ".".join(part for part in name.split(".") if part not in _INSERTED)
 
 
 def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> None:
@@ -49,11 +60,14 @@ def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Seque
     from peft.tuners.lora import LoraLayer
 
     saved = {id(each) for module in find_saved(model, adapter).values() for each in module.parameters()}
+    config = build_peft_config(model, adapter, new_token_ids)
     if adapter.method == "qlora":
         quantize_linears(find_layers(model), adapter)
+        if adapter.quantize_experts:
+            quantize_experts(model, find_layers(model), adapter)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about tied weights and the meta device, both intended
-        inject_adapter_in_model(build_peft_config(model, adapter, new_token_ids), model, low_cpu_mem_usage=True)
+        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     for module in model.modules():
         if isinstance(module, LoraLayer):
             # PEFT would cast a layer's input to A's dtype, fp32, and autocast would cast it again and keep the result
@@ -64,7 +78,7 @@ def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Seque
 
 
 def build_peft_config(model: nn.Module, adapter: AdapterConfig, new_token_ids: Sequence[int] = ()) -> Any:
-    """Build PEFT's LoraConfig of an adapter, with the names of its target layers."""
+    """Build PEFT's LoraConfig of an adapter, with the names of its target layers and expert weights."""
     from peft import LoraConfig
 
     targets = find_targets(model, adapter)
@@ -77,6 +91,7 @@ def build_peft_config(model: nn.Module, adapter: AdapterConfig, new_token_ids: S
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=sorted({name.rpartition(".")[2] for name in targets}),
+        target_parameters=sorted({name for name, _ in find_target_parameters(model, adapter)}) or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in targets.values()),
         use_rslora=adapter.rslora,
         use_dora=adapter.method == "dora",
@@ -122,19 +137,51 @@ def find_targets(model: nn.Module, adapter: AdapterConfig) -> dict[str, Any]:
     """Return the linear layers that get an adapter, by name. `model` has no adapter yet.
 
     Raises:
-        ConfigError: a name of `target_modules` does not match any linear layer.
+        ConfigError: a name of `target_modules` does not match any linear layer, or only layers that cannot have an
+            adapter (`find_unadaptable`).
     """
-    inside = {id(module) for layer in find_layers(model) for module in layer.modules()}
-    linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
+    linear, left_out = _find_linears(model)
     if adapter.target_modules == "all-linear":
+        inside = {id(module) for layer in find_layers(model) for module in layer.modules()}
         inside -= {id(module) for module in find_saved(model, adapter).values()}
         return {name: module for name, module in linear.items() if id(module) in inside}
     ends = sorted({name.rpartition(".")[2] for name in linear})
     for wanted in adapter.target_modules:
         if wanted not in ends:
-            hint = _suggest(wanted, [*ends, "all-linear"])
-            raise ConfigError(f"adapter.target_modules: the model has no linear layer named {wanted!r}; {hint}")
+            raise ConfigError(f"adapter.target_modules: {_explain_missing(model, wanted, ends, left_out)}")
     return {name: module for name, module in linear.items() if name.rpartition(".")[2] in adapter.target_modules}
+
+
+def _find_linears(model: nn.Module) -> tuple[dict[str, Any], set[str]]:
+    """Return the linear layers that can have an adapter, by name, and the names of those that cannot."""
+    linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D)}
+    left_out = find_unadaptable(model, linear) if _find_experts(model) else set()
+    return {name: each for name, each in linear.items() if name not in left_out}, left_out
+
+
+def _explain_missing(model: nn.Module, wanted: str, ends: Sequence[str], left_out: set[str]) -> str:
+    if any(name.endswith(f".{wanted}") for name in left_out):
+        return (
+            f"{wanted} of {type(model).__name__} cannot have an adapter: it is a router, or PEFT takes this name to "
+            f"mean the experts as it loads an adapter; choose from {', '.join(ends)}."
+        )
+    return f"the model has no linear layer named {wanted!r}; {_suggest(wanted, [*ends, 'all-linear'])}"
+
+
+def _find_experts(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the expert weights of a mixture, each with its name in its decoder layer."""
+    return [each for layer in find_layers(model) for each in find_expert_weights(model, layer).items()]
+
+
+def find_target_parameters(model: nn.Module, adapter: AdapterConfig) -> list[tuple[str, Tensor]]:
+    """Return the expert weights that get an adapter, each with its name in its decoder layer.
+
+    Raises:
+        ConfigError: a name of `target_parameters` does not match any.
+    """
+    weights = _find_experts(model)
+    selected = select_experts(adapter.target_parameters, [name for name, _ in weights])
+    return [(name, weight) for name, weight in weights if name in selected]
 
 
 def _suggest(wanted: str, names: Sequence[str]) -> str:
@@ -161,14 +208,16 @@ def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
     """
     find_saved(model, adapter)
     targets = find_targets(model, adapter)
-    if not targets:
+    if not targets and adapter.target_modules:
         raise ConfigError(
             f"adapter.method={adapter.method}: the decoder layers of {type(model).__name__} have no linear layers for "
             "an adapter; use adapter.method=full."
         )
     if adapter.method == "qlora":
-        _check_quantizable(model)
+        _check_quantizable(model, adapter)
+    experts = dict(find_target_parameters(model, adapter))
     ranks = {name: min(module.weight.shape) for name, module in targets.items()}
+    ranks |= {name: min(weight.shape[1:]) for name, weight in experts.items()}
     largest, smallest = max(ranks, key=ranks.__getitem__), min(ranks, key=ranks.__getitem__)
     if adapter.r > ranks[largest]:
         raise ConfigError(
@@ -182,7 +231,7 @@ def check_adapter(model: nn.Module, adapter: AdapterConfig) -> None:
         )
 
 
-def _check_quantizable(model: nn.Module) -> None:
+def _check_quantizable(model: nn.Module, adapter: AdapterConfig) -> None:
     linear = [module for layer in find_layers(model) for module in layer.modules() if type(module) is nn.Linear]
     odd = [module for module in linear if module.in_features % ROW_MULTIPLE]
     if not linear or odd:
@@ -190,6 +239,19 @@ def _check_quantizable(model: nn.Module) -> None:
         raise ConfigError(
             f"adapter.method=qlora: the decoder layers of {type(model).__name__} have {what}, and 4-bit quantisation "
             f"requires linear layers with a multiple of {ROW_MULTIPLE} input features; use adapter.method=lora."
+        )
+    if adapter.quantize_experts:
+        _check_quantizable_experts(model)
+
+
+def _check_quantizable_experts(model: nn.Module) -> None:
+    experts = [weight for _, weight in _find_experts(model)]
+    odd = [weight for weight in experts if weight.shape[-1] % ROW_MULTIPLE]
+    if not experts or odd:
+        what = f"expert weights with rows of {odd[0].shape[-1]}" if odd else "no expert weights"
+        raise ConfigError(
+            f"adapter.quantize_experts=true: the decoder layers of {type(model).__name__} have {what}, and 4-bit "
+            f"quantisation requires rows of a multiple of {ROW_MULTIPLE}; remove adapter.quantize_experts."
         )
 
 
@@ -266,16 +328,31 @@ def merged_weight(model: nn.Module, name: str) -> Tensor:
 
     path, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(path)
+    if (wrapper := _find_wrapper(module, leaf)) is not None:
+        frozen: Tensor = getattr(module.get_base_layer(), leaf).detach().float()
+        delta: Tensor = wrapper.get_delta_weight(ADAPTER).float()
+        return frozen + delta
     if leaf == "weight" and isinstance(module, LoraLayer):
         return _merge_lora(module)
     if leaf == "weight" and isinstance(module, QuantizedLinear):
         return module.dequantize()
     if leaf == "weight" and hasattr(module, "token_adapter"):
-        weight: Tensor = module.weight
-        return weight.detach().float()
+        return module.weight.detach().float()  # type: ignore[no-any-return]
     owner = module.get_base_layer() if isinstance(module, LoraLayer) else module
-    tensor: Tensor = getattr(owner, leaf)
+    found: Any = getattr(owner, leaf)
+    if isinstance(found, QuantizedExperts):
+        return found.dequantize()
+    tensor: Tensor = found
     return tensor.detach().float() if isinstance(tensor, nn.Parameter) else tensor
+
+
+def _find_wrapper(module: Any, leaf: str) -> Any:
+    """Return PEFT's wrapper of a parameter of the module; None if it has no adapter. The wrappers are nested."""
+    while (name := getattr(module, "parameter_name", None)) is not None:
+        if name == leaf:
+            return module
+        module = module.base_layer
+    return None
 
 
 def _merge_lora(layer: Any) -> Tensor:

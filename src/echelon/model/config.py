@@ -1,7 +1,10 @@
 """Builds the HF config from `model.config`. Does not import torch: configs of `transformers` do not need it."""
 
 import difflib
+import re
 from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import ConfigError
@@ -40,7 +43,7 @@ def _refuse_unknown_fields(model_type: str, fields: Mapping[str, Any], default: 
     """Refuse misspelt fields: `transformers` accepts any field, so the intended one would silently keep its default."""
     import transformers
 
-    known = {*vars(default), *dir(type(default)), *default.attribute_map, *_OLDER_FIELDS}
+    known = {*vars(default), *dir(type(default)), *default.attribute_map, *_OLDER_FIELDS, *_find_read_fields(default)}
     for name in fields:
         if name not in known:
             close = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], n=1)
@@ -49,3 +52,15 @@ def _refuse_unknown_fields(model_type: str, fields: Mapping[str, Any], default: 
                 f"model.config.{name}={fields[name]!r} is not a field of a {model_type} config in transformers "
                 f"{transformers.__version__}; {hint}"
             )
+
+
+def _find_read_fields(default: "PretrainedConfig") -> set[str]:
+    """Return the fields that a model reads where a config has them, although its config class does not declare them.
+
+    For example `head_dim` of Qwen3-MoE. They are looked up in the text of the model's code: importing it would import
+    torch.
+    """
+    spec = find_spec(type(default).__module__.replace(".configuration_", ".modeling_"))
+    if spec is None or spec.origin is None:
+        return set()
+    return set(re.findall(r'getattr\((?:self\.)?config, "(\w+)"', Path(spec.origin).read_text()))

@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit weights: QLoRA's NF4 or FP4, computed by bitsandbytes.
+"""Linear layers and experts with 4-bit weights: QLoRA's NF4 or FP4, computed by bitsandbytes.
 
 Dettmers et al. 2023 (arXiv:2305.14314). Both the packed weight and its scales are parameters, so that data parallelism
 shards and gathers them like any other. In the layer of bitsandbytes the scales are not a parameter, and stay unsharded
@@ -6,18 +6,16 @@ on every rank.
 """
 
 import functools
-import logging
 import math
-import sys
-from collections.abc import Iterable
-from importlib.util import find_spec
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from echelon.model.sharding import local_part, write_part
 from echelon.objectives.loss import autocast_dtype
+from echelon.planner.experts import find_expert_weights
 from echelon.recipe import AdapterConfig
 
 BLOCK = 64
@@ -29,50 +27,105 @@ ROW_MULTIPLE = 8
 NESTED_BLOCK = 256
 """Number of scales that share one second-level scale, with `double_quant`."""
 
+IN_4_BITS = "in_4_bits"
+"""Last part of the name of 4-bit expert weights, after their name in the plain model."""
 
-@functools.cache
-def import_bitsandbytes() -> None:
-    """Import bitsandbytes, if installed, without the kernels that it would download from the hub at import.
 
-    Must be called before PEFT is imported, which imports bitsandbytes too.
+class Quantized:
+    """A frozen weight in 4 bits, as the parameters `PACKED` and `scales` of a module.
+
+    The first is `[rows, columns / 2]` bytes with two weights each, where a row is the last dim of the weight. `scales`
+    is the bytes of one fp32 scale per block of 64; with double quantisation, the bytes of an fp32 offset, one fp32
+    scale per 256 blocks, and one byte per block. It is padded to a multiple of 4 bytes. `store_as` sets the dtype under
+    which both are stored.
     """
-    if find_spec("bitsandbytes") is None:
-        return
-    absent = object()
-    kernels = sys.modules.get("kernels", absent)
-    sys.modules["kernels"] = None  # type: ignore[assignment]
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level, logger.level = logger.level, logging.ERROR
-    try:
-        import bitsandbytes  # noqa: F401
-    finally:
-        logger.level = level
-        del sys.modules["kernels"]
-        if kernels is not absent:
-            sys.modules["kernels"] = kernels  # type: ignore[assignment]
+
+    PACKED: ClassVar[str]
+    scales: nn.Parameter
+    weight_shape: torch.Size
+    quant_type: str
+
+    @property
+    def packed(self) -> nn.Parameter:
+        """The packed weight."""
+        parameter: nn.Parameter = getattr(self, self.PACKED)
+        return parameter
+
+    def _allocate(self, shape: Sequence[int], quant_type: str, double_quant: bool) -> None:
+        """Create the parameters on meta, for a weight whose last dim is a multiple of `ROW_MULTIPLE`."""
+        assert shape[-1] % ROW_MULTIPLE == 0, f"rows of {shape[-1]} numbers"
+        self.weight_shape, self.quant_type = torch.Size(shape), quant_type
+        self._num_blocks = math.ceil(math.prod(shape) / BLOCK)
+        self._num_nested = math.ceil(self._num_blocks / NESTED_BLOCK) if double_quant else 0
+        num_bytes = 4 + 4 * self._num_nested + self._num_blocks if double_quant else 4 * self._num_blocks
+        packed = torch.empty(math.prod(shape[:-1]), shape[-1] // 2, dtype=torch.uint8, device="meta")
+        setattr(self, self.PACKED, nn.Parameter(packed, requires_grad=False))
+        scales = torch.empty(-(-num_bytes // 4) * 4, dtype=torch.uint8, device="meta")
+        self.scales = nn.Parameter(scales, requires_grad=False)
+
+    def store_as(self, dtype: torch.dtype) -> None:
+        """Reinterpret the bytes of the parameters as another dtype, on meta.
+
+        Use the compute dtype: data parallelism shards only floating-point parameters in torch 2.11, and casts those
+        of another dtype than the compute dtype.
+        """
+        for parameter in (self.packed, self.scales):
+            parameter.data = parameter.data.view(dtype)
+
+    @torch.no_grad()
+    def fill(self, whole: Tensor) -> None:
+        """Quantise a full weight, and keep this rank's part. Every rank computes the same values."""
+        from bitsandbytes.functional import quantize_4bit
+
+        device = local_part(self.packed).device
+        packed, state = quantize_4bit(
+            whole.to(device).contiguous(), compress_statistics=self._num_nested > 0, quant_type=self.quant_type
+        )
+        parts = [state.offset, state.state2.absmax, state.absmax] if self._num_nested else [state.absmax]
+        scales = torch.cat([part.reshape(-1).contiguous().view(torch.uint8) for part in parts])
+        scales = nn.functional.pad(scales, (0, -len(scales) % 4))
+        rows = packed.reshape(math.prod(self.weight_shape[:-1]), -1)
+        for parameter, content in ((self.packed, rows), (self.scales, scales)):
+            write_part(parameter, content.view(parameter.dtype))
+
+    @torch.no_grad()
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the dequantised weight. Its parameters must not be sharded."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight: Tensor = dequantize_4bit(self._bytes(), self._state(dtype))
+        return weight
+
+    def _bytes(self) -> Tensor:
+        return self.packed.view(torch.uint8).reshape(-1, 1)
+
+    def _state(self, dtype: torch.dtype) -> Any:
+        from bitsandbytes.functional import QuantState
+
+        code, nested_code = _code_books(self.quant_type, self.packed.device)
+        common = {"shape": self.weight_shape, "code": code, "blocksize": BLOCK, "quant_type": self.quant_type}
+        scales = self.scales.view(torch.uint8)
+        if not self._num_nested:
+            return QuantState(absmax=scales.view(torch.float32), dtype=dtype, **common)
+        first = 4 + 4 * self._num_nested
+        nested = QuantState(
+            absmax=scales[4:first].view(torch.float32), blocksize=NESTED_BLOCK, code=nested_code,
+            dtype=torch.float32,
+        )  # fmt: skip
+        absmax, offset = scales[first : first + self._num_blocks], scales[:4].view(torch.float32)[0]
+        return QuantState(absmax=absmax, offset=offset, state2=nested, dtype=dtype, **common)
 
 
-class QuantizedLinear(nn.Linear):
-    """A frozen 4-bit linear layer. A subclass of `nn.Linear`, so that PEFT adds an adapter to it as to any other.
+class QuantizedLinear(Quantized, nn.Linear):
+    """A frozen 4-bit linear layer. A subclass of `nn.Linear`, so that PEFT adds an adapter to it as to any other."""
 
-    `weight` is `[out, in / 2]` bytes with two weights each. `scales` is the bytes of one fp32 scale per block of 64;
-    with double quantisation, the bytes of an fp32 offset, one fp32 scale per 256 blocks, and one byte per block. It is
-    padded to a multiple of 4 bytes. `store_as` sets the dtype under which both are stored.
-    """
+    PACKED = "weight"
 
     def __init__(self, linear: nn.Linear, quant_type: str, double_quant: bool) -> None:
         """Create the layer on meta, from a linear layer on meta with a multiple of `ROW_MULTIPLE` input features."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        assert self.in_features % ROW_MULTIPLE == 0, f"rows of {self.in_features} numbers"
-        self.quant_type = quant_type
-        self._num_blocks = math.ceil(self.in_features * self.out_features / BLOCK)
-        self._num_nested = math.ceil(self._num_blocks / NESTED_BLOCK) if double_quant else 0
-        num_bytes = 4 + 4 * self._num_nested + self._num_blocks if double_quant else 4 * self._num_blocks
-        packed = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8, device="meta")
-        self.weight = nn.Parameter(packed, requires_grad=False)
-        scales = torch.empty(-(-num_bytes // 4) * 4, dtype=torch.uint8, device="meta")
-        self.scales = nn.Parameter(scales, requires_grad=False)
+        self._allocate((self.out_features, self.in_features), quant_type, double_quant)
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
@@ -81,59 +134,33 @@ class QuantizedLinear(nn.Linear):
 
         rows = input.to(autocast_dtype(input))
         bias = None if self.bias is None else self.bias.to(rows.dtype)
-        return matmul_4bit(rows, self._packed().t(), self._state(rows.dtype), bias=bias)  # type: ignore[no-any-return]
+        return matmul_4bit(rows, self._bytes().t(), self._state(rows.dtype), bias=bias)  # type: ignore[no-any-return]
 
-    def store_as(self, dtype: torch.dtype) -> None:
-        """Reinterpret the bytes of the parameters as another dtype, on meta.
 
-        Use the compute dtype: data parallelism shards only floating-point parameters in torch 2.11, and casts those
-        of another dtype than the compute dtype.
-        """
-        for parameter in (self.weight, self.scales):
-            parameter.data = parameter.data.view(dtype)
+class QuantizedExperts(Quantized, nn.Module):
+    """Frozen 4-bit weights of experts. It stands where their parameter did, as a submodule of the same name.
 
-    @torch.no_grad()
-    def fill(self, whole: Tensor) -> None:
-        """Quantise a full weight `[out, in]`, and keep this rank's part. Every rank computes the same values."""
-        from bitsandbytes.functional import quantize_4bit
+    During the forward pass of the experts, an attribute of that name is the dequantised weight.
+    """
 
-        device = local_part(self.weight).device
-        packed, state = quantize_4bit(
-            whole.to(device).contiguous(), compress_statistics=self._num_nested > 0, quant_type=self.quant_type
-        )
-        parts = [state.offset, state.state2.absmax, state.absmax] if self._num_nested else [state.absmax]
-        scales = torch.cat([part.reshape(-1).contiguous().view(torch.uint8) for part in parts])
-        scales = nn.functional.pad(scales, (0, -len(scales) % 4))
-        for parameter, content in ((self.weight, packed.reshape(self.out_features, -1)), (self.scales, scales)):
-            write_part(parameter, content.view(parameter.dtype))
+    PACKED = IN_4_BITS
 
-    @torch.no_grad()
-    def dequantize(self) -> Tensor:
-        """Return the dequantised weight, `[out, in]`, fp32. The layer must not be sharded."""
-        from bitsandbytes.functional import dequantize_4bit
+    def __init__(self, shape: Sequence[int], quant_type: str, double_quant: bool) -> None:
+        """Create the parameters on meta."""
+        nn.Module.__init__(self)
+        self._allocate(shape, quant_type, double_quant)
 
-        weight: Tensor = dequantize_4bit(self._packed(), self._state(torch.float32))
-        return weight
 
-    def _packed(self) -> Tensor:
-        return self.weight.view(torch.uint8).reshape(-1, 1)
+def _show_weights(experts: nn.Module, inputs: tuple[Any, ...]) -> None:
+    for name, module in experts.named_children():
+        if isinstance(module, QuantizedExperts):
+            experts.__dict__[name] = module.dequantize(autocast_dtype(inputs[0]))  # found before the submodule
 
-    def _state(self, dtype: torch.dtype) -> Any:
-        from bitsandbytes.functional import QuantState
 
-        shape = torch.Size((self.out_features, self.in_features))
-        code, nested_code = _code_books(self.quant_type, self.weight.device)
-        common = {"shape": shape, "code": code, "blocksize": BLOCK, "quant_type": self.quant_type, "dtype": dtype}
-        scales = self.scales.view(torch.uint8)
-        if not self._num_nested:
-            return QuantState(absmax=scales.view(torch.float32), **common)
-        first = 4 + 4 * self._num_nested
-        nested = QuantState(
-            absmax=scales[4:first].view(torch.float32), blocksize=NESTED_BLOCK, code=nested_code,
-            dtype=torch.float32,
-        )  # fmt: skip
-        offset = scales[:4].view(torch.float32)[0]
-        return QuantState(absmax=scales[first : first + self._num_blocks], offset=offset, state2=nested, **common)
+def _hide_weights(experts: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    for name, module in experts.named_children():
+        if isinstance(module, QuantizedExperts):
+            experts.__dict__.pop(name, None)
 
 
 @functools.cache
@@ -152,3 +179,18 @@ def quantize_linears(layers: Iterable[nn.Module], adapter: AdapterConfig) -> Non
             if name.rpartition(".")[2] in adapter.modules_to_save:
                 continue
             layer.set_submodule(name, QuantizedLinear(module, adapter.quant_type, adapter.double_quant))
+
+
+def quantize_experts(model: nn.Module, layers: Iterable[nn.Module], adapter: AdapterConfig) -> None:
+    """Replace the expert weights in decoder layers of a model on meta with 4-bit ones."""
+    for layer in layers:
+        owners: dict[int, nn.Module] = {}
+        for name, weight in find_expert_weights(model, layer).items():
+            path, _, leaf = name.rpartition(".")
+            experts = layer.get_submodule(path)
+            delattr(experts, leaf)
+            experts.add_module(leaf, QuantizedExperts(weight.shape, adapter.quant_type, adapter.double_quant))
+            owners[id(experts)] = experts
+        for experts in owners.values():
+            experts.register_forward_pre_hook(_show_weights)
+            experts.register_forward_hook(_hide_weights, always_call=True)

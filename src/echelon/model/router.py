@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from echelon.errors import ConfigError
-from echelon.planner.measured_shape import EXPERT_COUNTS
+from echelon.planner.experts import EXPERT_COUNTS, count_experts, find_recorded_routers
 
 Scores = Callable[[Tensor], Tensor]
 
@@ -175,34 +175,13 @@ def _deliver(forward: Callable[..., Any], held: list[Tensor], *args: Any, **kwar
 
 def find_routers(model: PreTrainedModel) -> list[Router]:
     """Find the routers of a model on meta, by the modules that `transformers` records router logits from."""
-    found: dict[str, tuple[Any, int]] = {}
-    for prefix, part in model.named_modules():
-        if isinstance(part, PreTrainedModel):
-            found |= _find_recorded(prefix, part)
-    innermost = [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
     text = model.config.get_text_config()
     routers = []
-    for name in innermost:
-        module, index = found[name]
+    for name, (module, index) in find_recorded_routers(model).items():
         num_chosen = getattr(module, "top_k", None) or getattr(text, "num_experts_per_tok", None)
         if isinstance(num_chosen, int) and num_chosen > 0:
             routers.append(Router(name, index, num_chosen, _find_scores(module, index, text.hidden_size)))
     return routers
-
-
-def _find_recorded(prefix: str, part: PreTrainedModel) -> dict[str, tuple[Any, int]]:
-    """Return the modules whose outputs `transformers` records as router logits: (module, output index) by name."""
-    recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits", [])
-    found: dict[str, tuple[Any, int]] = {}
-    for recorder in recorders if isinstance(recorders, list) else [recorders]:
-        wanted, inside = getattr(recorder, "target_class", recorder), getattr(recorder, "layer_name", None)
-        if isinstance(wanted, type):
-            found |= {
-                name: (module, getattr(recorder, "index", 1))
-                for name, module in part.named_modules(prefix=prefix)
-                if isinstance(module, wanted) and (inside is None or f".{inside}." in f".{name}.")
-            }
-    return found
 
 
 @torch.no_grad()
@@ -238,9 +217,8 @@ def check_routers(model: PreTrainedModel) -> None:
         ConfigError: the message names the field and a valid value.
     """
     text = model.config.get_text_config()
-    count = next((count for name in EXPERT_COUNTS if (count := getattr(text, name, None))), None)
-    chosen = getattr(text, "num_experts_per_tok", None)
-    if isinstance(count, int) and isinstance(chosen, int) and chosen > count > 1:
+    count, chosen = count_experts(text), getattr(text, "num_experts_per_tok", None)
+    if count is not None and isinstance(chosen, int) and chosen > count > 1:
         raise ConfigError(
             f"model.config.num_experts_per_tok={chosen}: the model has only {count} experts; use {count} or less."
         )

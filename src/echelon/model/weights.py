@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from echelon.errors import ConfigError
 from echelon.model.adapters import plain_name
 from echelon.model.parts import weight_groups
-from echelon.model.quantization import QuantizedLinear
+from echelon.model.quantization import Quantized
 from echelon.model.seeds import derive_seed
 from echelon.model.sharding import local_part, local_places, take
 
@@ -26,20 +26,20 @@ class WeightPlace:
     """The parameter of the training model that stores a weight of the plain model, unquantised or in 4 bits."""
 
     tensor: Tensor
-    quantized: QuantizedLinear | None = None
+    quantized: Quantized | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the full weight."""
         if self.quantized is not None:
-            return (self.quantized.out_features, self.quantized.in_features)
+            return tuple(self.quantized.weight_shape)
         return tuple(self.tensor.shape)
 
     @property
     def block(self) -> tuple[slice, ...] | None:
         """The slices that `take` cuts out of the full weight; None if this rank's part is not one block."""
         if self.quantized is not None:
-            return (slice(None), slice(None))
+            return (slice(None),) * len(self.shape)
         slices = tuple(each for each in local_places(self.tensor) if isinstance(each, slice))
         return slices if len(slices) == self.tensor.ndim else None
 
@@ -66,8 +66,8 @@ def weight_places(model: nn.Module) -> dict[str, WeightPlace]:
         plain, owner = plain_name(name), modules[name.rpartition(".")[0]]
         if plain is None or name.endswith(".scales") or parameter.is_meta:
             continue
-        is_packed = isinstance(owner, QuantizedLinear) and parameter is owner.weight
-        places[plain] = WeightPlace(parameter, owner if is_packed and isinstance(owner, QuantizedLinear) else None)
+        is_packed = isinstance(owner, Quantized) and parameter is owner.packed
+        places[plain] = WeightPlace(parameter, owner if is_packed and isinstance(owner, Quantized) else None)
     return places
 
 

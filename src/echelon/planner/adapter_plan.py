@@ -2,11 +2,12 @@
 
 import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
-from echelon.planner.model_shape import LinearShape, ModelShape
+from echelon.planner.model_shape import ExpertShape, LinearShape, ModelShape
 from echelon.planner.plan import AdapterPlan
 
 if TYPE_CHECKING:
@@ -32,15 +33,18 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
 
     `num_new_tokens` rows of the embedding, and of an untied head, are trained too.
 
-    Raises ConfigError for a target that matches no linear layer.
+    Raises ConfigError for a target that matches no linear layer or no expert weight.
     """
     if adapter.method == "full":
         return None
     saved = _count_saved(adapter.modules_to_save, shape)
     targets = tuple(name for name in _target_names(adapter.target_modules, shape) if name not in saved.names)
+    experts = select_experts(adapter.target_parameters, [each.name for each in shape.experts])
+    adapted = [each for each in shape.experts if each.name in experts]
     quantized = adapter.method == "qlora"
+    packed_experts = shape.num_expert_parameters if adapter.quantize_experts else 0
     frozen = [each for each in shape.linears if each.name not in saved.names]
-    trained = _count_adapter(adapter, targets, shape)
+    trained = _count_adapter(adapter, targets, shape) + sum(_count_expert_adapter(adapter, each) for each in adapted)
     trained += num_new_tokens * shape.hidden_size * _count_frozen_tables(saved.names, shape)
     return AdapterPlan(
         method=adapter.method,
@@ -49,13 +53,40 @@ def build_adapter_plan(adapter: "AdapterConfig", shape: ModelShape, num_new_toke
         targets=targets,
         num_trained_parameters=trained + saved.inside + saved.outside,
         num_frozen_parameters=shape.num_parameters - saved.inside - saved.outside,
-        num_quantized_parameters=sum(each.count * _size(each) for each in frozen) if quantized else 0,
+        num_quantized_parameters=sum(each.count * each.size for each in frozen) + packed_experts if quantized else 0,
         double_quant=quantized and adapter.double_quant,
         saved=adapter.modules_to_save,
         num_saved_inside=saved.inside,
         num_saved_outside=saved.outside,
         num_looked_up=saved.looked_up,
+        experts=experts,
+        num_adapted_experts=sum(each.count * each.size for each in adapted),
+        num_quantized_experts=packed_experts,
     )
+
+
+def select_experts(wanted: str | tuple[str, ...], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the expert weights of `adapter.target_parameters`, out of all of a model by their name in a layer.
+
+    A name selects those that it equals or that end in it after a dot, as in PEFT.
+
+    Raises:
+        ConfigError: a name selects none.
+    """
+    names = tuple(dict.fromkeys(names))
+    ends = names if wanted == "experts" else wanted
+    for each in ends or ["experts"] * bool(wanted):
+        if not any(_ends_in(name, each) for name in names):
+            near = difflib.get_close_matches(each, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}." if names else (
+                "it is not a mixture of experts; remove adapter.target_parameters."
+            )  # fmt: skip
+            raise ConfigError(f"adapter.target_parameters: the model has no expert weights named {each!r}; {hint}")
+    return tuple(name for name in names if any(_ends_in(name, each) for each in ends))
+
+
+def _ends_in(name: str, end: str) -> bool:
+    return f".{name}".endswith(f".{end}")
 
 
 @dataclass(frozen=True)
@@ -82,11 +113,16 @@ def _count_saved(names: tuple[str, ...], shape: ModelShape) -> _Saved:
 def _count_adapter(adapter: "AdapterConfig", targets: tuple[str, ...], shape: ModelShape) -> int:
     """Parameters of A and B for all targets, and of DoRA's magnitudes."""
     head = LinearShape("lm_head", shape.hidden_size, shape.vocab_size, 1)
-    targeted = [linear for linear in (*shape.linears, head) if linear.name in targets]
+    targeted = [linear for linear in (*shape.linears, head) if linear.name in targets and linear.adaptable]
     added = sum(linear.count * adapter.r * (linear.in_features + linear.out_features) for linear in targeted)
     if adapter.method == "dora":
         added += sum(linear.count * linear.out_features for linear in targeted)
     return added
+
+
+def _count_expert_adapter(adapter: "AdapterConfig", weight: ExpertShape) -> int:
+    """Parameters of A and B for all expert weights of a name: each expert has its own."""
+    return weight.count * weight.num_experts * adapter.r * (weight.rows + weight.columns)
 
 
 def _count_frozen_tables(saved: tuple[str, ...], shape: ModelShape) -> int:
@@ -103,7 +139,7 @@ def _saved_size(name: str, shape: ModelShape) -> tuple[int, bool]:
     Raises ConfigError for a name that no embedding, head, norm or linear layer of such a model has.
     """
     norm = shape.hidden_size * (2 if shape.parts.norm == "layer" else 1)
-    linears = {each.name: each.count * _size(each) for each in shape.linears}
+    linears = {each.name: each.count * each.size for each in shape.linears}
     sizes = {
         **dict.fromkeys(_INPUT_TABLES, (shape.num_embedding_parameters, False)),
         **dict.fromkeys(_OUTPUT_TABLES, (shape.vocab_size * shape.hidden_size, False)),
@@ -128,23 +164,19 @@ def trains_head(shape: ModelShape, adapter: AdapterPlan) -> bool:
 
 
 def describe_reach(adapter: AdapterPlan, shape: ModelShape) -> str | None:
-    """The message about the experts of a mixture, which no adapter reaches; None without experts."""
-    if not shape.num_expert_parameters:
+    """The message about experts that the adapter does not reach; None if it reaches all, or there are none."""
+    left = shape.num_expert_parameters - adapter.num_adapted_experts
+    if not left:
         return None
-    share = shape.num_expert_parameters / shape.num_parameters
-    return (
-        f"experts: {share:.0%} of the model's parameters are not reached by adapter.target_modules "
-        f"({', '.join(adapter.targets)}): experts and routers are not linear layers and stay frozen; "
-        "use adapter.method=full to train them"
-    )
-
-
-def _size(linear: LinearShape) -> int:
-    return linear.in_features * linear.out_features
+    what = f"experts: {left / shape.num_parameters:.0%} of the model's parameters are expert weights that the adapter "
+    what += "does not reach, because they are not linear layers"
+    if adapter.num_quantized_experts:
+        return f"{what}; they stay frozen in 4 bits"
+    return f"{what}; set adapter.target_parameters=experts to adapt them too"
 
 
 def _target_names(wanted: str | tuple[str, ...], shape: ModelShape) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(linear.name for linear in shape.linears))
+    names = tuple(dict.fromkeys(linear.name for linear in shape.linears if linear.adaptable))
     if isinstance(wanted, str):
         return names
     for name in wanted:
@@ -157,7 +189,7 @@ def _target_names(wanted: str | tuple[str, ...], shape: ModelShape) -> tuple[str
 
 def targeted_linears(shape: ModelShape, adapter: AdapterPlan) -> list[LinearShape]:
     """The linear layers inside decoder layers that have an adapter."""
-    return [linear for linear in shape.linears if linear.name in adapter.targets]
+    return [linear for linear in shape.linears if linear.name in adapter.targets and linear.adaptable]
 
 
 def frozen_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) -> tuple[int, int]:
@@ -169,8 +201,10 @@ def frozen_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) ->
     plain = layers - adapter.num_quantized_parameters - adapter.num_saved_inside
     packed = 0
     if adapter.num_quantized_parameters:
-        linears = [linear for linear in shape.linears if linear.name not in adapter.saved]
-        packed = sum(linear.count * _quantized_bytes(_size(linear), adapter.double_quant) for linear in linears)
+        stored = [(each.count, each.size) for each in shape.linears if each.name not in adapter.saved]
+        if adapter.num_quantized_experts:
+            stored += [(each.count, each.size) for each in shape.experts]
+        packed = sum(count * _quantized_bytes(size, adapter.double_quant) for count, size in stored)
     outside = shape.num_parameters - layers - adapter.num_saved_outside
     return plain * compute_bytes + packed, outside * compute_bytes
 
@@ -183,16 +217,18 @@ def _quantized_bytes(size: int, double_quant: bool) -> int:
 
 
 def whole_weight_bytes(shape: ModelShape, adapter: AdapterPlan, compute_bytes: int) -> int:
-    """Bytes of the largest weight while it is materialized: dequantized, or, for DoRA, to compute its norm.
+    """Bytes of the largest weight while it is materialized: dequantized, as the gradient of expert weights with an
+    adapter, or, for DoRA, to compute its norm.
 
     DoRA's norm needs the identity that A and B are applied to, their product, and the weight with it.
     """
     if adapter.method == "dora":
-        largest = max(targeted_linears(shape, adapter), key=lambda each: each.in_features**2 + 2 * _size(each))
-        return compute_bytes * (largest.in_features**2 + 2 * _size(largest))
+        largest = max(targeted_linears(shape, adapter), key=lambda each: each.in_features**2 + 2 * each.size)
+        return compute_bytes * (largest.in_features**2 + 2 * largest.size)
+    whole = [each.size for each in shape.experts if each.name in adapter.experts]
     if adapter.method == "qlora":
-        return compute_bytes * max(_size(linear) for linear in shape.linears)
-    return 0
+        whole += [linear.size for linear in shape.linears]
+    return compute_bytes * max(whole, default=0)
 
 
 def adapter_bytes_per_token(

@@ -60,7 +60,7 @@ def resolve_plan(
     """
     _check_positions(recipe, shape)
     precision, precision_why = _choose_precision(recipe.train, cluster)
-    compile_model, compile_why = _choose_compile(recipe.train.compile, cluster)
+    compile_model, compile_why = _choose_compile(recipe, cluster)
     adapter = build_adapter_plan(recipe.adapter, shape, len(recipe.model.new_tokens))
     request = _Request(recipe, shape, cluster, num_samples, precision, adapter, compile_model, fill)
     if recipe.parallel == "auto":
@@ -122,9 +122,19 @@ def _choose_master_weights(train: "TrainConfig", compute_bf16: bool) -> Precisio
     return Precision(param="bfloat16", compute="bfloat16", master="bfloat16", rounding=rounding)
 
 
-def _choose_compile(wanted: bool | str, cluster: Cluster) -> tuple[bool, list[str]]:
+def _choose_compile(recipe: "Recipe", cluster: Cluster) -> tuple[bool, list[str]]:
+    """Raises ConfigError for an adapter whose layers replace weights in each forward pass; PEFT advises against it."""
+    wanted, adapter = recipe.train.compile, recipe.adapter
+    key = "target_parameters" if adapter.target_parameters else "quantize_experts" if adapter.quantize_experts else None
+    if key is not None and wanted is True:
+        raise ConfigError(
+            f"train.compile=true: with adapter.{key} the weights of experts are replaced in each forward pass, which "
+            "cannot be compiled; set train.compile=false."
+        )
     if isinstance(wanted, bool):
         return wanted, []
+    if key is not None:
+        return False, [f"compile auto: off, with adapter.{key} the weights of experts change in each forward pass"]
     if cluster.kind == "cuda":
         return True, ["compile auto: on, fused kernels are faster on a GPU"]
     return False, ["compile auto: off, the first compilation takes minutes on CPUs"]

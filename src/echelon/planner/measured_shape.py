@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.errors import ConfigError, PlanError
+from echelon.planner.experts import find_expert_weights, find_unadaptable
 from echelon.planner.families import FAMILIES
-from echelon.planner.model_shape import LinearShape, ModelShape
-
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config keys for the number of experts
+from echelon.planner.model_shape import ExpertShape, LinearShape, ModelShape
 
 
 def measure_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -23,7 +22,7 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
     layers = _find_layers(model)
     heads = _read_field(text_config, "num_attention_heads") or 1
     hidden = embedding.shape[1]
-    experts, idle = _count_experts(text_config, layers)
+    experts = _count_experts(model, layers)
     return ModelShape(
         model_type=config["model_type"],
         num_layers=len(layers),
@@ -39,9 +38,9 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
         num_embedding_parameters=embedding.numel(),
         # layers may differ (experts in some, dense in others): the mean keeps the sum right
         num_layer_parameters=sum(p.numel() for layer in layers for p in layer.parameters()) // max(1, len(layers)),
-        linears=_count_linears(layers),
-        num_expert_parameters=experts,
-        num_idle_parameters=idle,
+        linears=_count_linears(model, layers, has_experts=bool(experts)),
+        experts=experts,
+        num_idle_parameters=_count_idle(text_config, experts),
     )
 
 
@@ -95,28 +94,37 @@ def _find_layers(model: Any) -> list[Any]:
     return list(max(stacks, key=lambda stack: sum(each.numel() for each in stack.parameters()), default=[]))
 
 
-def _count_linears(layers: list[Any]) -> tuple[LinearShape, ...]:
+def _count_linears(model: Any, layers: list[Any], has_experts: bool) -> tuple[LinearShape, ...]:
     """The linear layers inside decoder layers, by name and widths."""
     from torch import nn
 
+    inside = {id(module) for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)}
+    found = {name: module for name, module in model.named_modules() if id(module) in inside}
+    left_out = find_unadaptable(model, found) if has_experts else set()
     linears = Counter(
-        (name.rpartition(".")[2], module.in_features, module.out_features)
-        for layer in layers
-        for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear)
+        (name.rpartition(".")[2], module.in_features, module.out_features, name not in left_out)
+        for name, module in found.items()
     )
-    return tuple(LinearShape(*widths, count) for widths, count in linears.items())
+    return tuple(
+        LinearShape(name, rows, columns, count, adaptable)
+        for (name, rows, columns, adaptable), count in linears.items()
+    )
 
 
-def _count_experts(config: Any, layers: list[Any]) -> tuple[int, int]:
-    """The number of expert parameters of a mixture, and of those that a token does not use.
+def _count_experts(model: Any, layers: list[Any]) -> tuple[ExpertShape, ...]:
+    """The expert weights of a mixture, by name and shape."""
+    weights = Counter(
+        (name, *weight.shape) for layer in layers for name, weight in find_expert_weights(model, layer).items()
+    )
+    return tuple(
+        ExpertShape(name, num_experts, rows, columns, count)
+        for (name, num_experts, rows, columns), count in weights.items()
+    )
 
-    A layer has the weights of all its experts in one tensor, [experts, rows, columns].
-    """
-    num_experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), None)
-    num_chosen = getattr(config, "num_experts_per_tok", None)
-    if not isinstance(num_experts, int) or not isinstance(num_chosen, int):
-        return 0, 0
-    tensors = [parameter for layer in layers for parameter in layer.parameters() if parameter.dim() == 3]
-    total = sum(each.numel() for each in tensors if each.shape[0] == num_experts)
-    return total, total * max(0, num_experts - num_chosen) // num_experts
+
+def _count_idle(config: Any, experts: tuple[ExpertShape, ...]) -> int:
+    """The number of expert parameters that a token does not use."""
+    num_chosen = _read_field(config, "num_experts_per_tok")
+    if not isinstance(num_chosen, int):
+        return 0
+    return sum(each.count * each.size * max(0, each.num_experts - num_chosen) // each.num_experts for each in experts)

@@ -223,8 +223,13 @@ def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind:
             outputs = _matmul_output_bytes(shape, by.compute)
             kept, redone = layer_input + outputs, max(0, layer - outputs)  # the recomputation reuses them
     rotary = 2 * sequence_len * shape.head_dim * by.residual if shape.num_position_parameters == 0 else 0
+    # Expert weights with an adapter are added up before they are used, those in 4 bits are dequantized; it is kept.
+    adapter = plan.adapter
+    made = by.compute * (adapter.num_adapted_experts + adapter.num_quantized_experts) if adapter is not None else 0
+    recomputed = plan.activation_checkpointing != "none"
+    fixed, again = (0, made // shape.num_layers) if recomputed else (made, 0)
     # 8: token ids
-    return int(tokens * (shape.num_layers * kept + outside + 8)) + rotary, int(tokens * redone)
+    return int(tokens * (shape.num_layers * kept + outside + 8)) + rotary + fixed, int(tokens * redone) + again
 
 
 def _layer_bytes_per_token(shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind) -> float:

@@ -33,21 +33,49 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Linear layers with the same last part of their name and the same widths, and their number in the model."""
+    """Linear layers with the same last part of their name and the same widths, and their number in the model.
+
+    adaptable: whether they can have an adapter.
+    """
 
     name: str
     in_features: int
     out_features: int
     count: int
+    adaptable: bool = True
+
+    @property
+    def size(self) -> int:
+        """The number of weights of one."""
+        return self.in_features * self.out_features
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Expert weights with the same name in their layer and the same shape, and their number in the model.
+
+    One is a tensor of three dims, `[num_experts, rows, columns]`.
+    """
+
+    name: str
+    num_experts: int
+    rows: int
+    columns: int
+    count: int
+
+    @property
+    def size(self) -> int:
+        """The number of weights of one."""
+        return self.num_experts * self.rows * self.columns
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Widths and parameter counts of a decoder. A tied head is counted once, as the input embedding.
 
-    linears: the linear layers inside its decoder layers, without the head. num_expert_parameters: the parameters of all
-    experts of a mixture, in tensors of three dims; a token does not use num_idle_parameters of them. obeys_masks:
-    whether a document mask keeps the documents of a sequence apart, true if that is not known.
+    linears: the linear layers inside its decoder layers, without the head. experts: the expert weights of a mixture; a
+    token does not use num_idle_parameters of them. obeys_masks: whether a document mask keeps the documents of a
+    sequence apart, true if that is not known.
     """
 
     model_type: str
@@ -66,9 +94,14 @@ class ModelShape:
     num_position_parameters: int = 0
     parts: LayerParts = field(default_factory=LayerParts)
     linears: tuple[LinearShape, ...] = ()
-    num_expert_parameters: int = 0
+    experts: tuple[ExpertShape, ...] = ()
     num_idle_parameters: int = 0
     obeys_masks: bool = True
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """The parameters of all experts of a mixture."""
+        return sum(each.count * each.size for each in self.experts)
 
     @property
     def num_matmul_parameters(self) -> int:

@@ -49,11 +49,12 @@ class Precision:
 class AdapterPlan:
     """An adapter on frozen weights: the trained parameters, and the storage of the frozen ones.
 
-    targets: the names of the linear layers with an adapter. num_trained_parameters: those of the adapter, the rows of
-    new tokens and the saved modules. num_frozen_parameters: the others, of which num_quantized_parameters are in 4
-    bits; the rest are in the compute dtype. saved: the names of modules that are trained in full; num_saved_inside of
-    their parameters are in decoder layers, num_saved_outside are not; num_looked_up of them are in look-up tables,
-    which are not matmuls.
+    targets: the names of the linear layers with an adapter. experts: those of the expert weights with one, in their
+    layer; num_adapted_experts of the frozen parameters are in them. num_trained_parameters: those of the adapter, the
+    rows of new tokens and the saved modules. num_frozen_parameters: the others, of which num_quantized_parameters are
+    in 4 bits, num_quantized_experts of these in experts; the rest are in the compute dtype. saved: the names of modules
+    that are trained in full; num_saved_inside of their parameters are in decoder layers, num_saved_outside are not;
+    num_looked_up of them are in look-up tables, which are not matmuls.
     """
 
     method: AdapterMethod
@@ -68,6 +69,9 @@ class AdapterPlan:
     num_saved_inside: int = 0
     num_saved_outside: int = 0
     num_looked_up: int = 0
+    experts: tuple[str, ...] = ()
+    num_adapted_experts: int = 0
+    num_quantized_experts: int = 0
 
     @property
     def num_trained_matmul_parameters(self) -> int:
@@ -80,7 +84,7 @@ class AdapterPlan:
         packed = f", {self.num_quantized_parameters:,} of them in 4 bits" if self.num_quantized_parameters else ""
         total = self.num_trained_parameters + self.num_frozen_parameters
         return (
-            f"adapter: {self.method} of rank {self.r} at {', '.join(self.targets)}{whole}: "
+            f"adapter: {self.method} of rank {self.r} at {', '.join((*self.targets, *self.experts))}{whole}: "
             f"{self.num_trained_parameters:,} of {total:,} parameters are trained "
             f"({self.num_trained_parameters / total:.2%}); the frozen ones are in {compute}{packed}"
         )

@@ -27,6 +27,8 @@ _NAMES: Mapping[str, str] = {
     "adapter.alpha": "lora_alpha peft.alpha",
     "adapter.dropout": "lora_dropout",
     "adapter.target_modules": "lora_target lora_target_modules lora_target_linear peft.target_modules",
+    "adapter.target_parameters": "lora_target_parameters",
+    "adapter.quantize_experts": "quantize_moe_experts",
     "adapter.modules_to_save": "modules_to_save lora_modules_to_save additional_target",
     "data.train": "train_file datasets",
     "data.validation": "validation_file test_datasets",

@@ -109,6 +109,11 @@ class AdapterConfig(Section):
         description="The linear layers with an adapter, by the last part of their names: `[q_proj, v_proj]`. "
         "`all-linear`: all except the head.",
     )
+    target_parameters: Literal["experts"] | tuple[str, ...] = Field(
+        (),
+        description="Expert weights of a mixture with an adapter in addition, by the ends of their names: "
+        "`[experts.gate_up_proj, experts.down_proj]`. `experts`: all of them.",
+    )
     modules_to_save: tuple[str, ...] = Field(
         (),
         description="Modules trained in full in addition to the adapter, by the last part of their names: the "
@@ -123,20 +128,48 @@ class AdapterConfig(Section):
     )
     quant_type: Literal["nf4", "fp4"] = Field("nf4", description="The 4-bit data type of `qlora`.")
     double_quant: Flag = Field(True, description="Also quantize the scales of `qlora`.")
+    quantize_experts: Flag = Field(
+        False, description="Store the expert weights of a mixture in 4 bits too, with `qlora`."
+    )
 
     @property
     def is_adapter(self) -> bool:
         """Whether the weights of the model are frozen."""
         return self.method != "full"
 
-    @field_validator("target_modules")
-    @classmethod
-    def _targets_are_named(cls, targets: Any) -> Any:
-        if not targets:
+    @model_validator(mode="after")
+    def _something_is_trained(self) -> Self:
+        if not self.target_modules and not self.target_parameters:
             raise ValueError(
                 "adapter.target_modules=[] leaves nothing to train; name linear layers, or set it to all-linear."
             )
-        return targets
+        return self
+
+    @field_validator("target_parameters")
+    @classmethod
+    def _target_parameters_differ(cls, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        return names if isinstance(names, str) else _check_words("adapter.target_parameters", names)
+
+    @model_validator(mode="after")
+    def _peft_adapts_experts(self) -> Self:
+        for key, value, unset in (("method", self.method, "lora"), ("dropout", self.dropout, 0.0),
+                                  ("init", self.init, "default")):  # fmt: skip
+            can = ("lora", "qlora") if key == "method" else (unset,)
+            if self.target_parameters and self.is_adapter and value not in can:
+                raise ValueError(
+                    f"adapter.target_parameters: PEFT has no adapter of expert weights with adapter.{key}={value}; "
+                    f"set adapter.{key}={unset}, or remove adapter.target_parameters."
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _quantized_experts_are_frozen(self) -> Self:
+        if self.quantize_experts and self.target_parameters:
+            raise ValueError(
+                "adapter.quantize_experts and adapter.target_parameters are both given, but PEFT has no adapter of "
+                "expert weights in 4 bits; remove one of them."
+            )
+        return self
 
     @field_validator("modules_to_save")
     @classmethod
@@ -163,7 +196,7 @@ class AdapterConfig(Section):
                     f"adapter.{name}={getattr(self, name)} has no effect with adapter.method=full, which trains every "
                     "parameter; set adapter.method to lora, qlora or dora, or remove it."
                 )
-            if name in ("quant_type", "double_quant") and self.method != "qlora":
+            if name in ("quant_type", "double_quant", "quantize_experts") and self.method != "qlora":
                 raise ValueError(
                     f"adapter.{name}={getattr(self, name)} applies to 4-bit weights, which "
                     f"adapter.method={self.method} does not have; set adapter.method=qlora, or remove it."

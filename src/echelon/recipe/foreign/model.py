@@ -89,7 +89,8 @@ def carry_adapter(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
     method = _find_method(ledger, tool)
     if method is None:
         for name in ("lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
-                     "lora_modules_to_save", "lora_target"):  # fmt: skip
+                     "lora_target_parameters", "lora_modules_to_save", "lora_target",
+                     "quantize_moe_experts"):  # fmt: skip
             if ledger.find(name) is not None:
                 ledger.need_not(name, "all parameters are trained; there is no adapter.")
         if "objective.router_loss" not in ledger.values:  # with an adapter, routers are frozen in both tools
@@ -107,6 +108,7 @@ def carry_adapter(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
         put_default(ledger, defaults, "adapter.alpha", _default_alpha(defaults, tool, rank))
     if ledger.move("adapter.dropout") is None:
         put_default(ledger, defaults, "adapter.dropout", defaults.dropout)
+    ledger.move("adapter.target_parameters")
     _carry_targets(ledger, defaults)
     saved = ledger.find("lora_modules_to_save", "modules_to_save", "additional_target")
     if saved is not None:
@@ -116,6 +118,8 @@ def carry_adapter(ledger: Ledger, tool: Tool, defaults: Defaults) -> None:
     _carry_initial_values(ledger, method)
     if method == "qlora":
         _carry_quantisation(ledger, defaults)
+    elif (full := ledger.find("quantize_moe_experts")) is not None:
+        ledger.need_not(full, "only QLoRA has weights in 4 bits.")
 
 
 def _default_alpha(defaults: Defaults, tool: Tool, rank: float) -> float:
@@ -218,6 +222,8 @@ def _carry_targets(ledger: Ledger, defaults: Defaults) -> None:
         )  # fmt: skip
     elif value:
         ledger.put("adapter.target_modules", value, f"{full}: {show_value(value)}")
+    elif "adapter.target_parameters" in ledger.values:
+        ledger.put("adapter.target_modules", [], "the file has target parameters alone")
     elif defaults.targets is not None:
         put_default(ledger, defaults, "adapter.target_modules", defaults.targets)
     else:
@@ -277,6 +283,7 @@ def _carry_quantisation(ledger: Ledger, defaults: Defaults) -> None:
                 ledger.refuse(
                     f"bnb_config_kwargs.{name}", "the supported bitsandbytes settings are quant_type and double_quant."
                 )
+    ledger.move("adapter.quantize_experts")
     names = ("bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quantization")
     if ledger.move("adapter.double_quant", *names) is None:
         put_default(ledger, defaults, "adapter.double_quant", defaults.double_quant)

@@ -111,7 +111,6 @@ _LOST: Mapping[str, str] = {
     "echelon handles a loss that is not finite (fault.on_bad_step) and loss spikes (fault.spike_factor).":
         "loss_watchdog_threshold loss_watchdog_patience",
     "evaluation uses all held-out text, up to evaluate.batches.": "eval_num_examples max_eval_samples",
-    "experts that are not linear layers keep 16 bits: more exact, but more memory.": "quantize_moe_experts",
     "the quantized weights of a checkpoint are loaded by transformers, or refused when the model is loaded.":
         "model_quantization_config model_quantization_config_kwargs",
     "the tool itself ignores it.": "eta_min adam_eps full_finetune context_parapllel_size strict "

@@ -44,9 +44,9 @@ _REFUSED: Mapping[str, str] = {
         "jagged_restart_steps",
     "the supported optimizers are adamw, adamw_8bit, lion, muon and sgd.":
         "use_galore use_apollo use_badam use_adam_mini optim_target_modules optim_args came adam_beta3 adam_epsilon2",
-    "an adapter has the same rank and alpha for all its modules, which are linear layers.":
+    "an adapter has the same rank and alpha for all its modules.":
         "rank_pattern alpha_pattern lora_rank_pattern lora_alpha_pattern lora_layers_to_transform layers_to_transform "
-        "peft_layers_to_transform layers_pattern peft_layers_pattern target_parameters lora_target_parameters "
+        "peft_layers_to_transform layers_pattern peft_layers_pattern "
         "exclude_modules layer_replication peft_layer_replication use_qalora qalora_group_size peft loftq_config "
         "corda_config eva_config megatron_config trainable_token_indices peft_trainable_token_indices arrow_config "
         "use_bdlora lora_ga_config",
