@@ -57,8 +57,21 @@ _WIDTH = 64
 # What a family needs besides: its sizes must fit together.
 _SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_experts_per_token": 2, "num_expert_group": 1, "linear_num_heads": 4, "linear_head_dim": 16},
+    "blt": {"encoder_hash_byte_group_vocab": 1000},
+    "blt_local_decoder": {"hidden_size_global": 64},
+    "blt_local_encoder": {"hidden_size_global": 64},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_audio_encoder": {"adapter_out_dim": 64, "adapter_input_size": 64},
+    "dots3_note_text": {
+        "head_dim": 16, "num_key_value_heads": 4, "layer_types": ["indexed_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64, "num_local_experts": 4},
     "gemma3n_text": {
         "num_kv_shared_layers": 0, "intermediate_size": 64, "layer_types": ["sliding_attention", "full_attention"],
         "activation_sparsity_pattern": [0.0, 0.0], "hidden_size_per_layer_input": 16, "laurel_rank": 8,
@@ -75,7 +88,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "zamba": {"num_hidden_layers": 3},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8},
 }  # fmt: skip
 _SPECIAL |= {
     encoder: {"is_decoder": True}
@@ -155,7 +169,8 @@ def _take_all_the_way(model_type: str, workers: WorkerPool, folder: Path) -> Non
     workers.run(train_rank, RANKS, str(recipe_path), plan, None, "")
     whole_path, _ = _prepare(folder, "whole")
     workers.run(train_rank, RANKS, str(whole_path), plan, None, "")
-    _check_resumed(folder / "run", folder / "whole", expected)
+    reached = _find_reached(folder / "stored")
+    _check_resumed(folder / "run", folder / "whole", {name: expected[name] for name in reached})
     export_run(folder / "run", folder / "exported")
     trained = load_run_model(folder / "run", torch.device("cpu"))
     _check_loaded(folder / "exported", _tensors(trained))
@@ -180,7 +195,8 @@ def _shrink(config: Any) -> dict[str, Any]:
         elif any(part in name for part in _FEED_FORWARD):
             fields[name] = min(value, _WIDTH)
     heads = fields.get("num_attention_heads")
-    if heads and getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", None):
+    given = vars(config)  # as attributes, values that differ between layers cannot be read
+    if heads and given.get("num_key_value_heads") == given.get("num_attention_heads"):
         fields["num_key_value_heads"] = heads
     if "qk_rope_head_dim" in fields:
         fields.pop("head_dim", None)  # it is derived
@@ -308,6 +324,13 @@ def _check_logits(ours: Any, theirs: Any) -> None:
     assert math.isfinite(share) and share < 1e-5, f"logits differ by {share:.1e} of the largest"
 
 
+def _find_reached(folder: Path) -> list[str]:
+    """The weights that a loss of text has a gradient for: of a model that also sees or hears, those of the decoder."""
+    theirs = _load_theirs(folder)
+    theirs(input_ids=torch.arange(32).reshape(2, 16) + 64, use_cache=False).logits.sum().backward()
+    return [name for name, each in theirs.named_parameters() if each.grad is not None]
+
+
 def _check_resumed(run: Path, whole: Path, first: dict[str, torch.Tensor]) -> None:
     """A run that was stopped after a step ends as the one that was not, and both have learned something."""
     ours, theirs = tensors_of(run, STEPS), tensors_of(whole, STEPS)
@@ -316,5 +339,4 @@ def _check_resumed(run: Path, whole: Path, first: dict[str, torch.Tensor]) -> No
     losses = losses_of(read_rows(run))
     assert losses == losses_of(read_rows(whole)) and all(math.isfinite(loss) for loss in losses), f"losses {losses}"
     moved = sum(not torch.equal(theirs[f"model.{name}"], tensor) for name, tensor in first.items())
-    # of a model that also sees or hears, text trains the decoder alone
-    assert moved > len(first) / 4, f"only {moved} of {len(first)} weights moved"
+    assert moved > len(first) / 2, f"only {moved} of {len(first)} weights moved"

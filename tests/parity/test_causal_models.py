@@ -19,5 +19,6 @@ def test_the_page_is_that_of_the_results():
 @pytest.mark.dist
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_a_model_is_what_the_page_says(workers, tmp_path, model_type):
+    assert model_type in PUBLISHED, "the page has no measurement of it: run `make model-table`"
     outcome = examine(model_type, workers, tmp_path / "model")
     assert outcome.result == PUBLISHED[model_type].result, outcome.cause
