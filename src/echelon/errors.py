@@ -59,6 +59,10 @@ class LaunchError(EchelonError):
     """Processes could not be started, could not meet, or died."""
 
 
+class BusyError(LaunchError):
+    """The target refused a job for now, because of a quota or too many requests; it may accept it later."""
+
+
 class StoppedError(EchelonError):
     """The run stopped on request, with everything saved; the same command resumes it."""
 

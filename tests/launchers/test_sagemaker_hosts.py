@@ -4,6 +4,7 @@ Slow: each start of two hosts takes about a minute.
 """
 
 import json
+import queue
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,12 @@ import psutil
 import pytest
 import yaml
 
-from command import EXACT, RECIPE, TEXT
+from command import EXACT, RECIPE, TEXT, finish, start
 from containers import await_end, make_image, start_hosts, sync_to_s3
 from echelon.cli import main
 from namespaces import machines, namespaces_allowed
 from object_server import BUCKET, ObjectServer
+from training_service import TrainingServer
 
 boto3 = pytest.importorskip("boto3", reason="no boto3 here; pip install 'echelon[sagemaker]'")
 reason = namespaces_allowed()
@@ -88,15 +90,20 @@ def fetch(target):
     for field in ("ContainerEntrypoint", "ContainerArguments"):
         asked = request["AlgorithmSpecification"].get(field)
         assert told["AlgorithmSpecification"].get(field) == asked
+    return Job(request, download_channels(told, target))
+
+
+def download_channels(request, target):
+    """The files of a job's channels, each in a folder."""
     s3, channels = boto3.client("s3"), {}
-    for channel in told["InputDataConfig"]:
+    for channel in request["InputDataConfig"]:
         prefix = channel["DataSource"]["S3DataSource"]["S3Uri"].removeprefix(f"s3://{BUCKET}/")
         folder = channels[channel["ChannelName"]] = target / channel["ChannelName"]
         for each in s3.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"]:
             file = folder / each["Key"].removeprefix(prefix)
             file.parent.mkdir(parents=True, exist_ok=True)
             s3.download_file(BUCKET, each["Key"], str(file))
-    return Job(request, channels)
+    return channels
 
 
 def run(job, count, image, folder, checkpoints=None, meanwhile=lambda hosts: None, channels=None):
@@ -260,3 +267,69 @@ def test_an_invalid_recipe_is_the_reported_cause(submit, image, tmp_path):
     codes, [host] = run(job, 1, image, tmp_path / "hosts")
     assert codes == [2]
     assert "train.steps" in host.failure and "many" in host.failure
+
+
+def test_a_sweep_runs_the_container_of_every_trial(image, tmp_path, monkeypatch):
+    """`echelon sweep --to sagemaker` is killed while its jobs run, and the same command takes them over."""
+    jobs = {}
+    with machines(2, tmp_path) as network:
+        free = queue.SimpleQueue()
+        for machine in network:
+            free.put(machine)
+
+        def work(job):
+            place, machine = tmp_path / "hosts" / job.name, free.get()
+            channels = download_channels(job.request, place / "s3")
+            [host] = start_hosts([machine], job.request, [channels], image, place)
+            jobs[job.name] = host
+            while (code := host.process.poll()) is None:
+                upload_checkpoints(host, job.request)
+                time.sleep(0.2)
+            upload_checkpoints(host, job.request)
+            free.put(machine)
+            return f"AlgorithmError: {host.failure}, exit code: {code}" if code else None
+
+        server = TrainingServer(work)
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "text.txt").write_text(TEXT)
+        recipe = RECIPE | {"train": RECIPE["train"] | {"steps": 6, "eval_every": 3}, "fault": {"max_restarts": 0}}
+        recipe |= {"launch": {"nproc_per_node": 1, "sagemaker": SETTINGS}}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        search = {"optim.learning_rate": [1e-3, 1e-2, 1e30]}
+        sweep = {"sweep": {"name": "lr", "sampler": "grid", "parallel": 2}, "recipe": "recipe.yaml", "search": search}
+        (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+        process = start("sweep", "sweep.yaml", "--to", "sagemaker", cwd=tmp_path)
+        deadline = time.monotonic() + SECONDS
+        while len(jobs) < 2:
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.1)
+        process.kill()
+        process.communicate()
+        ending = finish(start("sweep", "sweep.yaml", "--to", "sagemaker", cwd=tmp_path), SECONDS)
+        server.stop()
+    assert ending.code == 0, ending
+    assert len(server.jobs) == 3 and server.most_at_once == 2
+    trials = {
+        each["parameters"]["optim.learning_rate"]: each
+        for each in json.loads((tmp_path / "sweeps/lr/results.json").read_text())["trials"]
+    }
+    assert [trials[rate]["state"] for rate in (1e-3, 1e-2, 1e30)] == ["done", "done", "failed"]
+    assert "finite" in trials[1e30]["message"]
+    for rate in (1e-3, 1e-2):
+        name = Path(trials[rate]["run"]).name
+        [host] = [host for job, host in jobs.items() if job.startswith(f"lr-{name}-1-")]
+        rows = (host.ml / "checkpoints" / f"lr-{name}" / "metrics.jsonl").read_text().splitlines()
+        losses = [row["loss"] for row in map(json.loads, rows) if row["kind"] == "eval"]
+        assert trials[rate]["value"] == losses[-1]
+
+
+def upload_checkpoints(host, request):
+    """Copy the small files of the checkpoint folder to S3, as SageMaker does while a job runs."""
+    bucket, _, prefix = request["CheckpointConfig"]["S3Uri"].removeprefix("s3://").partition("/")
+    for path in (host.ml / "checkpoints").glob("*/*.*"):
+        if path.is_file() and not path.name.startswith("."):
+            key = f"{prefix}/{path.relative_to(host.ml / 'checkpoints')}"
+            boto3.client("s3").put_object(Bucket=bucket, Key=key, Body=path.read_bytes())

@@ -75,7 +75,8 @@ def test_a_job_from_launch_to_log(tmp_path, monkeypatch, aws, wire):
     (tmp_path / "data" / HARD_NAME).write_text("a name as hard as any")
     wire.clear()
     record = submit_job(job, launcher, launcher.render(job))
-    assert (record.id, record.place, find_job("small-1")) == ("small-1", {"region": "us-west-2"}, record)
+    place = {"region": "us-west-2", "run": "s3://my-bucket/echelon/checkpoints/small/small"}
+    assert (record.id, record.place, find_job("small-1")) == ("small-1", place, record)
 
     (body,) = (body for target, body in wire if target == b"SageMaker.CreateTrainingJob")
     assert [target for target, _ in wire].index(b"SageMaker.CreateTrainingJob") == len(wire) - 1  # after the uploads

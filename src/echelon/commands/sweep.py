@@ -23,6 +23,10 @@ SweepArgument = Annotated[Path, typer.Argument(metavar="SWEEP", help="The sweep 
 
 def sweep(
     sweep_path: SweepArgument,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="TARGET", help="Where trials run; sets launch.to of all trials."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the trials and the first job, and run nothing.")
     ] = False,
@@ -36,7 +40,7 @@ def sweep(
     from echelon.sweep.conduct import check_sweep, describe_sweep, first_job, render_first_array, run_sweep, share_slots
     from echelon.sweep.conductor import StopWord
 
-    checked = check_sweep(sweep_path)
+    checked = check_sweep(sweep_path, to)
     slots = share_slots(checked)
     if as_json:
         log_to_stderr()

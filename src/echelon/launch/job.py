@@ -129,6 +129,22 @@ class Launcher(Protocol):
 
 
 @runtime_checkable
+class RemoteLauncher(Launcher, Protocol):
+    """A launcher whose jobs have their run folder at the target, which knows each job by its name."""
+
+    def fetch_records(self, record: JobRecord) -> None:
+        """Copy the files of the job's run folder, without its subfolders, to `record.run_dir` on this machine.
+
+        Raises LaunchError when the target cannot be reached.
+        """
+        ...
+
+    def find_submitted(self, job: JobSpec) -> Submitted | None:
+        """What `submit` returned for this job; None if the target knows no job of its name. Raises LaunchError."""
+        ...
+
+
+@runtime_checkable
 class ArrayLauncher(Launcher, Protocol):
     """A launcher whose target accepts many jobs at once and limits how many of them run at a time."""
 

@@ -20,10 +20,10 @@ STAMP_LENGTH = len("-20260102-030405")
 """Length of the launch time at the end of a job's name, in characters."""
 
 
-def name_job(recipe: Recipe, now: float | None = None) -> str:
-    """The run's name and the UTC time, in a form that every target accepts: at most 63 letters, digits and dashes."""
+def name_job(run_name: str, now: float | None = None) -> str:
+    """A run's name and the UTC time, in a form that every target accepts: at most 63 letters, digits and dashes."""
     stamp = time.strftime("-%Y%m%d-%H%M%S", time.gmtime(now))
-    plain = re.sub(r"[^a-z0-9]+", "-", recipe.run.name.lower()).strip("-")
+    plain = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
     if not plain or not plain[0].isalpha():
         plain = f"run-{plain}".rstrip("-")
     return plain[: _NAME_LENGTH - STAMP_LENGTH].rstrip("-") + stamp
@@ -31,7 +31,7 @@ def name_job(recipe: Recipe, now: float | None = None) -> str:
 
 def make_job(recipe: Recipe, workdir: Path, name: str | None = None) -> JobSpec:
     """Build the job of a recipe launched now from `workdir`; writes nothing."""
-    name = name or name_job(recipe)
+    name = name or name_job(recipe.run.name)
     return JobSpec(name, recipe, JOBS / name, workdir)
 
 

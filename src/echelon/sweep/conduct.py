@@ -1,7 +1,9 @@
 """`echelon sweep`: checks the sweep, runs or shows it, and reports the results."""
 
 import logging
+import math
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from echelon.sweep.results import (
 )
 from echelon.sweep.slots import Slot, share_machine
 from echelon.sweep.space import Space, show_values
-from echelon.sweep.study import SweepStudy, require_optuna
+from echelon.sweep.study import BILLED, SweepStudy, require_optuna
 from echelon.sweep.sweep_file import Sweep, load_sweep
 from echelon.sweep.sweep_folder import SweepFolder
 from echelon.sweep.trials import Trials, best_recipe
@@ -48,16 +50,21 @@ class CheckedSweep:
     folder: SweepFolder
 
 
-def check_sweep(path: Path) -> CheckedSweep:
-    """Read the sweep file and check its values against the recipe. Raises ConfigError; writes nothing."""
+def check_sweep(path: Path, to: str | None = None) -> CheckedSweep:
+    """Read the sweep file and check its values against the recipe. Raises ConfigError; writes nothing.
+
+    `to` replaces `launch.to` of all trials.
+    """
     sweep = load_sweep(path)
+    if to is not None:
+        sweep = sweep.model_copy(update={"fixed": {**sweep.fixed, "launch.to": to}})
     require_optuna(sweep)
     space = Space(sweep, path)
     base = space.base_recipe()
-    if base.launch.to == "sagemaker":
+    if base.launch.to == "sagemaker" and base.launch.sagemaker.instance_type == "auto":
         raise ConfigError(
-            f"{path}: launch.to=sagemaker: a sweep reads each trial's metrics.jsonl while it runs, but cannot access "
-            "the run folder of a SageMaker job; use local, torchrun, slurm or kubernetes."
+            f"{path}: launch.sagemaker.instance_type=auto is chosen at a launch, and a sweep has many; set the type "
+            "that `echelon plan --instance auto` prints."
         )
     is_grid = sweep.sweep.sampler == "grid"
     num_trials = sweep.sweep.trials
@@ -182,6 +189,9 @@ def _conclude(checked: CheckedSweep, study: SweepStudy, ending: Ending) -> dict[
     write_results(sweep, results, folder)
     for line in render_table(sweep, results):
         logger.info(line)
+    bills = [bill for each in study.trials() for bill in each.user_attrs.get(BILLED, {}).values()]
+    if bills:
+        logger.info(f"cost: ${math.fsum(bills):.2f} billed for {len(bills)} jobs")
     best = next((each for each in results if each.rank == 1), None)
     if best is not None:
         recipe = best_recipe(checked.space, checked.base, best.values, sweep.sweep.name)
@@ -195,4 +205,4 @@ def _conclude(checked: CheckedSweep, study: SweepStudy, ending: Ending) -> dict[
 
 
 def _build_trials(checked: CheckedSweep, study: SweepStudy) -> Trials:
-    return Trials(checked.sweep, checked.space, checked.base, checked.folder, study, find_launcher, Path.cwd())
+    return Trials(checked.sweep, checked.space, checked.base, checked.folder, study, cache(find_launcher), Path.cwd())

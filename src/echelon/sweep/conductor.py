@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from echelon.errors import EchelonError, LaunchError
+from echelon.errors import BusyError, EchelonError, LaunchError
 from echelon.launch.job import JobSpec
 from echelon.sweep.slots import Slot
 from echelon.sweep.space import Values, show_values
@@ -66,6 +66,7 @@ class Conductor:
         self._running: dict[int, Running] = {}
         self._left: list[int] = []
         self._failures: list[str] = []
+        self._is_full = False
 
     def run(self, stop: StopWord) -> Ending:
         """Run all trials to their end. On a stop request, running trials save, and the next start resumes them.
@@ -107,6 +108,8 @@ class Conductor:
             slot = next((each for each in self._slots if each.index == before), None)
             try:
                 running = self._trials.adopt(number, values, slot)
+            except LaunchError:  # an unrecorded job may run there
+                raise
             except EchelonError as error:
                 self._fail(number, str(error))
                 continue
@@ -129,6 +132,8 @@ class Conductor:
 
     def _has_room(self) -> bool:
         """Whether a trial can start now. While an array runs, only unfinished trials are started again."""
+        if self._is_full:
+            return False
         waits = self._at_once > 1 and bool(self._running)
         return len(self._running) < len(self._slots) and (bool(self._left) if waits else self._has_more())
 
@@ -145,6 +150,11 @@ class Conductor:
         except EchelonError as error:
             if isinstance(error, LaunchError) and not self._running:
                 raise
+            if isinstance(error, BusyError):
+                logger.warning(f"trial {number} waits for another one to end: {error}")
+                self._left.insert(0, number)
+                self._is_full = True
+                return
             self._fail(number, str(error))
             return
         self._enter(running, "starts", values)
@@ -180,6 +190,7 @@ class Conductor:
             ended = self._trials.look(running)
             if ended is not None:
                 del self._running[number]
+                self._is_full = False
                 self._finish(running, ended)
 
     def _finish(self, running: Running, ended: Ended) -> None:

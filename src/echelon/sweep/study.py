@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NEEDED = {"optuna": "", "matplotlib": "", "sklearn": "", "cmaes": "cmaes", "scipy": "qmc gp"}
 
 # Attributes of a trial in the journal.
-MESSAGE, PRUNED, SLOT, STOPPED = "message", "pruned", "slot", "stopped"
+BILLED, MESSAGE, PRUNED, SLOT, STOPPED = "billed", "message", "pruned", "slot", "stopped"
 
 
 def require_optuna(sweep: Sweep) -> None:

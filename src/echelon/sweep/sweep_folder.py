@@ -3,6 +3,7 @@
 import fcntl
 import os
 import platform
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from echelon.recipe.render import plain_value
 from echelon.recipe.yaml_text import parse_yaml, render_yaml, show_value
 from echelon.redaction import redact
 from echelon.runs.run_folder import OWNER_ONLY
-from echelon.stored import write_text
+from echelon.stored import read_as, write_json, write_text
 from echelon.sweep.sweep_file import Sweep
 
 # Keys of the sweep file that may change between two starts: they do not affect the values of trials.
@@ -22,7 +23,7 @@ _FREE = ("sweep.parallel", "sweep.max_failures", "recipe")
 
 
 class SweepFolder:
-    """`sweep.yaml recipe.yaml journal.log trials/000/ jobs/000-1/ results.json results.csv best.yaml` and the plots.
+    """`sweep.yaml recipe.yaml began.json journal.log trials/000/ jobs/000-1/ results.json results.csv best.yaml *.png`.
 
     Creating the object does not access the disk.
     """
@@ -69,6 +70,20 @@ class SweepFolder:
         jobs = self.jobs(number)
         return read_job(jobs[-1]) if jobs else None
 
+    @property
+    def began_path(self) -> Path:
+        """When the sweep began."""
+        return self.path / "began.json"
+
+    def began(self) -> float:
+        """When the sweep began, in UTC seconds; now, if it has not. Raises ConfigError for a damaged file."""
+        if not self.began_path.exists():
+            return time.time()
+        try:
+            return read_as(self.began_path, dict[str, float])["time"]
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"{self.began_path}: cannot be read ({error}); restore it from a backup.") from error
+
     def lock(self) -> None:
         """Lock the folder until this process ends; creates it, accessible to its owner only, if it does not exist.
 
@@ -113,13 +128,21 @@ class SweepFolder:
                 )
         elif self.journal_path.exists():
             raise ConfigError(f"sweep.dir={self.path} contains files but no sweep; choose a new folder.")
+        if not self.began_path.exists():
+            write_json(self.began_path, {"time": time.time()})
         write_text(self.recipe_path, render_recipe(recipe))
         write_text(self.sweep_path, render_yaml(mine))
 
     def _compare_recipe(self, recipe: Recipe) -> list[str]:
         before, _ = load_recipe(self.recipe_path)
         differences = diff_recipes(before, recipe)
-        return [f"{self.recipe_path.name}: {each}" for each in differences if not each.key.startswith("launch.")]
+        if "sagemaker" not in (before.launch.to, recipe.launch.to):  # the run folders of its jobs are in S3
+            return [f"{self.recipe_path.name}: {each}" for each in differences if not each.key.startswith("launch.")]
+        return [
+            f"{self.recipe_path.name}: {each}"
+            for each in differences
+            if not each.key.startswith("launch.") or each.key in ("launch.to", "launch.sagemaker.bucket")
+        ]
 
 
 def _compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

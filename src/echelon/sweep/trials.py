@@ -6,20 +6,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.errors import LaunchError
-from echelon.launch.job import FINAL_STATES, ArrayLauncher, JobRecord, JobSpec, JobStatus, Launcher
-from echelon.launch.records import name_job, submit_job
+from echelon.errors import BusyError, LaunchError
+from echelon.launch.job import FINAL_STATES, ArrayLauncher, JobRecord, JobSpec, JobStatus, Launcher, RemoteLauncher
+from echelon.launch.records import name_job, record_job, submit_job
 from echelon.recipe import Recipe
 from echelon.recipe.launching import Target
 from echelon.runs.run_folder import RunFolder
 from echelon.sweep.measure import MetricsReader, measure, read_rows
 from echelon.sweep.slots import Slot
 from echelon.sweep.space import Space, Values
-from echelon.sweep.study import PRUNED, SLOT, STOPPED, SweepStudy
+from echelon.sweep.study import BILLED, PRUNED, SLOT, STOPPED, SweepStudy
 from echelon.sweep.sweep_file import Sweep
 from echelon.sweep.sweep_folder import SweepFolder
 
 logger = logging.getLogger(__name__)
+
+# Characters of the sweep's name in the names of its jobs, which also have the trial, the start and the time.
+_NAME_LENGTH = 36
 
 # `echelon train`'s message about a locked run folder: a killed sweep may have left a job without a record.
 _IN_USE = "is in use by a live run"
@@ -67,8 +70,13 @@ class Trials:
 
     def job(self, number: int, values: Values) -> JobSpec:
         """The job of a trial's next start. Raises ConfigError if the recipe refuses the values."""
+        return self._build_job(number, values, self._folder.next_job_dir(number))
+
+    def _build_job(self, number: int, values: Values, folder: Path) -> JobSpec:
+        """The job of this folder. Its name depends only on the sweep and the folder, so that it can be found again."""
         recipe = trial_recipe(self._space, self._base, values, self._sweep.sweep.name, number, self._folder)
-        return JobSpec(name_job(recipe), recipe, self._folder.next_job_dir(number), self._workdir)
+        name = name_job(f"{self._sweep.sweep.name[:_NAME_LENGTH]}-{folder.name}", self._folder.began())
+        return JobSpec(name, recipe, folder, self._workdir)
 
     def start(self, number: int, values: Values, slot: Slot) -> Running:
         """Submit the trial's job in this slot. Raises EchelonError if it is refused, here or by the target."""
@@ -78,7 +86,7 @@ class Trials:
         launcher.check(job)
         self._study.note(number, SLOT, slot.index)
         with slot.held():
-            record = submit_job(job, launcher, launcher.render(job))
+            record = _submit(job, launcher)
         return _watch(number, job.recipe, slot, record)
 
     def start_array(self, jobs: Mapping[int, JobSpec], parallel: int) -> list[Running]:
@@ -97,8 +105,11 @@ class Trials:
         ]
 
     def adopt(self, number: int, values: Values, slot: Slot | None) -> Running | None:
-        """The trial's earlier job if it still runs, or has ended with a result; None if it must be started again."""
-        record = self._folder.last_job(number)
+        """The trial's earlier job if it still runs, or has ended with a result; None if it must be started again.
+
+        Raises LaunchError if an unrecorded job may be at a target that does not answer.
+        """
+        record = self._folder.last_job(number) or self._find_unrecorded(number, values)
         if record is None:
             return None
         recipe = trial_recipe(self._space, self._base, values, self._sweep.sweep.name, number, self._folder)
@@ -114,6 +125,15 @@ class Trials:
         killed = failed and (status.exit_code is None or _IN_USE in self._find_message(running, status))
         was_stopped = status.state in FINAL_STATES and self._study.recall(number, STOPPED) == record.folder.name
         return None if status.state == "stopped" or killed or was_stopped else running
+
+    def _find_unrecorded(self, number: int, values: Values) -> JobRecord | None:
+        """Record the trial's newest job if the sweep was killed after its target accepted it; None if there is none."""
+        folders = self._folder.jobs(number)
+        if not folders:
+            return None
+        job = self._build_job(number, values, folders[-1])
+        assert job.recipe.launch.to is not None
+        return _find_submitted(job, self._find_launcher(job.recipe.launch.to))
 
     def look(self, running: Running) -> Ended | None:
         """Report the trial's new values and cancel it if it is pruned; returns how it ended, None while it runs."""
@@ -147,14 +167,21 @@ class Trials:
             self._find_launcher(running.record.target).cancel(running.record)
 
     def _status(self, running: Running) -> JobStatus | None:
+        launcher = self._find_launcher(running.record.target)
         try:
-            status = self._find_launcher(running.record.target).status(running.record)
+            status = launcher.status(running.record)
+            ended = status.state in FINAL_STATES
+            if isinstance(launcher, RemoteLauncher) and (ended or self._sweep.sweep.pruner != "none"):
+                launcher.fetch_records(running.record)
         except LaunchError as error:  # the job may still run at its target
             if not running.unreachable:
                 logger.warning(f"trial {running.number}: {error}; trying again")
             running.unreachable = True
             return None
         running.unreachable = False
+        if ended and status.billed_usd is not None:
+            billed = self._study.recall(running.number, BILLED) or {}
+            self._study.note(running.number, BILLED, {**billed, running.record.folder.name: status.billed_usd})
         return status
 
     def _report(self, running: Running) -> None:
@@ -178,6 +205,24 @@ class Trials:
         return (printed[-1] if printed else status.detail) or "it printed nothing"
 
 
+def _submit(job: JobSpec, launcher: Launcher) -> JobRecord:
+    """Submit a job; if the answer was lost, but the target has the job, its record. Raises EchelonError."""
+    try:
+        return submit_job(job, launcher, launcher.render(job))
+    except BusyError:
+        raise
+    except LaunchError:
+        if (found := _find_submitted(job, launcher)) is None:
+            raise
+        return found
+
+
+def _find_submitted(job: JobSpec, launcher: Launcher) -> JobRecord | None:
+    """Record a job that its target accepted without a record here; None if it did not. Raises LaunchError."""
+    submitted = launcher.find_submitted(job) if isinstance(launcher, RemoteLauncher) else None
+    return None if submitted is None else record_job(job, submitted)
+
+
 def _watch(number: int, recipe: Recipe, slot: Slot | None, record: JobRecord) -> Running:
     run = RunFolder(Path(record.run_dir))
     return Running(number, recipe, slot, record, MetricsReader(run.path), run.rows.last_step())
@@ -186,6 +231,11 @@ def _watch(number: int, recipe: Recipe, slot: Slot | None, record: JobRecord) ->
 def trial_recipe(space: Space, base: Recipe, values: Values, name: str, number: int, folder: SweepFolder) -> Recipe:
     """The recipe of a trial: its values, its own run folder, and the prepared data that all trials share."""
     own = _own_keys(base, f"{name}-{number:03d}", folder.trial_dir(number))
+    sagemaker = base.launch.sagemaker
+    if base.launch.to == "sagemaker" and (sagemaker.checkpoint_uri or sagemaker.bucket):
+        # Another sweep of this name must not find the checkpoints of this one.
+        parent = sagemaker.checkpoint_uri or f"{sagemaker.bucket}/checkpoints"
+        own["launch.sagemaker.checkpoint_uri"] = f"{parent}/{name_job(name, folder.began())}/{number:03d}"
     return space.recipe(values, {**own, "launch.to": base.launch.to or "local"})
 
 

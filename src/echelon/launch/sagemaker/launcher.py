@@ -1,15 +1,32 @@
 """The SageMaker launcher: checks, renders and submits jobs."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
 from echelon.launch.job import JobRecord, JobSpec, JobStatus, Submitted
-from echelon.launch.sagemaker.request import build_submission
+from echelon.launch.sagemaker.request import Submission, build_submission, find_run_uri
 from echelon.recipe import check_built, render_recipe
+from echelon.runs.run_folder import FILES
+
+if TYPE_CHECKING:
+    from echelon.launch.sagemaker.service import Service
 
 
 class SageMakerLauncher:
     """Runs SageMaker training jobs. A job's inputs are uploaded to S3; its run folder is stored there too."""
+
+    def __init__(self) -> None:
+        self._services: dict[str, Service] = {}
+
+    def _find_service(self, region: str) -> "Service":
+        """The AWS services of a region, whose package is imported with the first call."""
+        from echelon.launch.sagemaker.service import Service
+
+        if region not in self._services:
+            self._services[region] = Service(region)
+        return self._services[region]
 
     def check(self, job: JobSpec) -> list[str]:
         """See Launcher."""
@@ -34,34 +51,41 @@ class SageMakerLauncher:
 
     def submit(self, job: JobSpec) -> Submitted:
         """See Launcher: the id is the job's name at SageMaker."""
-        from echelon.launch.sagemaker.service import Service
-
         submission = build_submission(job)
-        service = Service(submission.region)
+        service = self._find_service(submission.region)
         request = submission.request
         if job.recipe.launch.sagemaker.sdk == "model_trainer":
             request = service.merge_defaults(request)
         service.upload(submission.staging.uploads, job.recipe.launch.sagemaker.kms_key)
         service.create(request)
-        # Stored, because the price of a type outside the catalogue is only in the recipe.
-        price = job.recipe.budget.usd_per_hour or submission.machines.usd_per_hour(submission.region)
-        return Submitted(job.name, {"region": submission.region} | ({} if price is None else {"price": str(price)}))
+        return _describe_place(job, submission)
 
     def status(self, record: JobRecord) -> JobStatus:
         """See Launcher."""
-        from echelon.launch.sagemaker.service import Service
-
         price = record.place.get("price")
-        return Service(record.place["region"]).describe(record.id, None if price is None else float(price))
+        return self._find_service(record.place["region"]).describe(record.id, None if price is None else float(price))
 
     def logs(self, record: JobRecord, follow: bool) -> Iterator[str]:
         """See Launcher: lines from CloudWatch; lines of other machines than the first have the machine's name."""
-        from echelon.launch.sagemaker.service import Service
-
-        return Service(record.place["region"]).read_log(record.id, follow)
+        return self._find_service(record.place["region"]).read_log(record.id, follow)
 
     def cancel(self, record: JobRecord) -> None:
         """See Launcher: the machines get SIGTERM and have two minutes to save."""
-        from echelon.launch.sagemaker.service import Service
+        self._find_service(record.place["region"]).stop(record.id)
 
-        Service(record.place["region"]).stop(record.id)
+    def fetch_records(self, record: JobRecord) -> None:
+        """See RemoteLauncher: from S3, to which SageMaker copies the run folder during training and at its end."""
+        self._find_service(record.place["region"]).download(record.place["run"], FILES, Path(record.run_dir))
+
+    def find_submitted(self, job: JobSpec) -> Submitted | None:
+        """See RemoteLauncher."""
+        submission = build_submission(job)
+        return _describe_place(job, submission) if self._find_service(submission.region).knows(job.name) else None
+
+
+def _describe_place(job: JobSpec, submission: Submission) -> Submitted:
+    """The id of the submitted job, and where to find it and its run folder."""
+    place = {"region": submission.region, "run": find_run_uri(job.recipe)}
+    # Stored, because the price of a type outside the catalogue is only in the recipe.
+    price = job.recipe.budget.usd_per_hour or submission.machines.usd_per_hour(submission.region)
+    return Submitted(job.name, place if price is None else {**place, "price": str(price)})

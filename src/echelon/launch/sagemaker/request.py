@@ -103,9 +103,17 @@ def find_trained_recipe(recipe: Recipe) -> Recipe:
 
 
 def find_checkpoint_uri(recipe: Recipe) -> str:
-    """The S3 address of the run folder: the same for every job of the run, so that the next job resumes."""
+    """The S3 address of the container's checkpoint folder, which contains the run folder.
+
+    It is the same for every job of the run, so that the next job resumes.
+    """
     settings = recipe.launch.sagemaker
     return settings.checkpoint_uri or f"{settings.bucket}/checkpoints/{recipe.run.name}"
+
+
+def find_run_uri(recipe: Recipe) -> str:
+    """The S3 address of the run folder, whose files are copied there during training."""
+    return f"{find_checkpoint_uri(recipe)}/{recipe.run.name}"
 
 
 def _algorithm(recipe: Recipe, image: str) -> dict[str, Any]:

@@ -3,16 +3,19 @@
 boto3 handles credentials, `AWS_ENDPOINT_URL` and proxies.
 """
 
+import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import ConfigError, LaunchError
+from echelon.errors import BusyError, ConfigError, LaunchError
 from echelon.launch.job import FINAL_STATES, JobState, JobStatus
 from echelon.launch.sagemaker.staging import Upload
+from echelon.runs.run_folder import OWNER_ONLY
 from echelon.supervise.outcome import DONE, FAILED, STOPPED
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -25,6 +28,9 @@ _WAITING = frozenset(
 _LOOK_SECONDS = 5.0
 # Lines of several machines arrive slightly out of order: this much is read again, and known lines are skipped.
 _OVERLAP_MILLISECONDS = 60_000
+_BUSY = ("ResourceLimitExceeded", "ThrottlingException", "RequestLimitExceeded")
+# A job that does not exist: the first as documented, the second as answered.
+_UNKNOWN = ("ResourceNotFound", "ValidationException")
 _HINTS = {
     "AccessDeniedException": "the caller's role lacks the permission; docs/sagemaker.md lists them",
     "AccessDenied": "the caller's role lacks the permission; docs/sagemaker.md lists them",
@@ -46,13 +52,14 @@ class Service:
                 "launch.to=sagemaker requires the package boto3; run: pip install 'echelon[sagemaker]'."
             ) from None
         self._session = boto3.Session(region_name=region)
+        self._client = cache(self._session.client)  # a sweep asks all the time, and a client is slow to make
         self._region = region
 
     def upload(self, uploads: Sequence[Upload], kms_key: str | None) -> None:
         """Upload every object to its address."""
         extra = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key} if kms_key else {}
         with _explained("uploading the job's files"):
-            s3 = self._session.client("s3")
+            s3 = self._client("s3")
             for upload in uploads:
                 bucket, _, key = upload.address.removeprefix("s3://").partition("/")
                 if isinstance(upload.source, Path):
@@ -73,7 +80,7 @@ class Service:
 
         with _explained("creating the training job"):
             try:
-                self._session.client("sagemaker").create_training_job(**request)
+                self._client("sagemaker").create_training_job(**request)
             except (ClientError, HTTPClientError) as error:
                 # If an answer was lost, boto3 retries the request and gets the error that the name is in use.
                 if isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") != "ResourceInUse":
@@ -88,17 +95,47 @@ class Service:
     def describe(self, name: str, usd_per_hour: float | None = None) -> JobStatus:
         """The status of the job, with dollars if `usd_per_hour` of one machine is known."""
         with _explained(f"asking for {name}"):
-            answer = self._session.client("sagemaker").describe_training_job(TrainingJobName=name)
+            answer = self._client("sagemaker").describe_training_job(TrainingJobName=name)
         return read_status(answer, usd_per_hour)
+
+    def knows(self, name: str) -> bool:
+        """Whether there is a training job of this name."""
+        from botocore.exceptions import ClientError
+
+        with _explained(f"looking for {name}"):
+            try:
+                self._client("sagemaker").describe_training_job(TrainingJobName=name)
+            except ClientError as error:
+                if error.response.get("Error", {}).get("Code") in _UNKNOWN:
+                    return False
+                raise
+        return True
+
+    def download(self, address: str, names: Collection[str], folder: Path) -> None:
+        """Copy the objects with these names directly below the address to a folder; unchanged ones are left out."""
+        bucket, _, prefix = address.removeprefix("s3://").partition("/")
+        folder.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
+        with _explained(f"reading {address}"):
+            s3 = self._client("s3")
+            pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/", Delimiter="/")
+            for found in (each for page in pages for each in page.get("Contents", [])):
+                name = found["Key"].removeprefix(f"{prefix}/")
+                here, changed = folder / name, found["LastModified"].timestamp()
+                known = here.stat() if name in names and here.exists() else None
+                if name in names and (known is None or (known.st_size, known.st_mtime) != (found["Size"], changed)):
+                    partial = folder / f".{name}.tmp"
+                    s3.download_file(bucket, found["Key"], str(partial))
+                    os.utime(partial, (changed, changed))
+                    partial.replace(here)
 
     def stop(self, name: str) -> None:
         """Ask the job to end."""
         with _explained(f"stopping {name}"):
-            self._session.client("sagemaker").stop_training_job(TrainingJobName=name)
+            self._client("sagemaker").stop_training_job(TrainingJobName=name)
 
     def read_log(self, name: str, follow: bool) -> Iterator[str]:
         """Yield the lines of all machines by time; with `follow`, also new lines until the job ends."""
-        logs = self._session.client("logs")
+        logs = self._client("logs")
         seen: dict[str, int] = {}
         newest = 0
         while True:
@@ -186,6 +223,7 @@ def _explained(action: str) -> Iterator[None]:
         code = error.response.get("Error", {}).get("Code", "")
         words = " ".join(str(error.response.get("Error", {}).get("Message", "")).split()).rstrip(".")
         hint = f"; {_HINTS[code]}" if code in _HINTS else ""
-        raise LaunchError(f"AWS refused {action} ({code}): {words}{hint}.") from error
+        kind = BusyError if code in _BUSY else LaunchError
+        raise kind(f"AWS refused {action} ({code}): {words}{hint}.") from error
     except (BotoCoreError, Boto3Error, OSError) as error:
         raise LaunchError(f"{action} failed: {' '.join(str(error).split()).rstrip('.')}.") from error
