@@ -283,7 +283,6 @@ def test_a_sweep_runs_the_container_of_every_trial(image, tmp_path, monkeypatch)
             [host] = start_hosts([machine], job.request, [channels], image, place)
             jobs[job.name] = host
             while (code := host.process.poll()) is None:
-                upload_checkpoints(host, job.request)
                 time.sleep(0.2)
             upload_checkpoints(host, job.request)
             free.put(machine)
@@ -308,7 +307,7 @@ def test_a_sweep_runs_the_container_of_every_trial(image, tmp_path, monkeypatch)
             time.sleep(0.1)
         process.kill()
         process.communicate()
-        ending = finish(start("sweep", "sweep.yaml", "--to", "sagemaker", cwd=tmp_path), SECONDS)
+        ending = finish(start("sweep", "sweep.yaml", "--to", "sagemaker", cwd=tmp_path), 2 * SECONDS)
         server.stop()
     assert ending.code == 0, ending
     assert len(server.jobs) == 3 and server.most_at_once == 2
@@ -327,9 +326,10 @@ def test_a_sweep_runs_the_container_of_every_trial(image, tmp_path, monkeypatch)
 
 
 def upload_checkpoints(host, request):
-    """Copy the small files of the checkpoint folder to S3, as SageMaker does while a job runs."""
+    """Copy the files of the run folders to S3, as SageMaker does by the end of a job."""
+    s3 = boto3.client("s3")
     bucket, _, prefix = request["CheckpointConfig"]["S3Uri"].removeprefix("s3://").partition("/")
     for path in (host.ml / "checkpoints").glob("*/*.*"):
         if path.is_file() and not path.name.startswith("."):
             key = f"{prefix}/{path.relative_to(host.ml / 'checkpoints')}"
-            boto3.client("s3").put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
+            s3.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())

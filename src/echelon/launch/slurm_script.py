@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from echelon.errors import ConfigError
 from echelon.launch.job import JobSpec
 from echelon.launch.shell import join_words, prepare_lines
-from echelon.launch.slurm_step import LONG_OPTION, check_step, render_task
+from echelon.launch.slurm_step import check_option, check_step, render_task
 
 BATCH, ARRAY, MACHINE = "job.sbatch", "array.sbatch", "machine.sh"
 LOG, CODE, CANCELLED = "output.log", "exit_code", "cancelled"
@@ -191,20 +191,13 @@ def format_time(hours: float) -> str:
 def _check_option(job: JobSpec, name: str, value: str | int | bool) -> None:
     slurm = job.recipe.launch.slurm
     key = f"launch.slurm.options.{name}"
-    if not LONG_OPTION.fullmatch(name):
-        raise ConfigError(f"{key}: {name!r} is not a long option of sbatch; write it like mail-type.")
     if re.match(r"(no-)?container(-|$)", name):
         raise ConfigError(
             f"{key}={value}: the batch script calls srun, so it cannot run in a container; set launch.slurm.container, "
             "which runs each machine's task in one."
         )
-    if name in _OWN_OPTIONS:
-        raise ConfigError(f"{key}={value}: echelon sets this option from {_OWN_OPTIONS[name]}; set that key instead.")
-    if name in _IMPOSSIBLE_OPTIONS:
-        raise ConfigError(
-            f"{key}={value}: echelon submits one job with one task per machine and writes its output to the job's "
-            "folder; remove the option."
-        )
+    reason = "echelon submits one job with one task per machine and writes its output to the job's folder"
+    check_option("launch.slurm.options", name, value, _OWN_OPTIONS, _IMPOSSIBLE_OPTIONS, reason)
     asks_gpus = name in ("gpus", "gpus-per-task", "gpus-per-socket") or (name == "gres" and "gpu" in str(value))
     if asks_gpus and count_gpus(job):
         raise ConfigError(

@@ -2,13 +2,14 @@
 
 import re
 import shlex
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from echelon.errors import ConfigError
 from echelon.launch.job import JobSpec, list_inputs
 from echelon.recipe.launching import Options, SlurmContainerConfig
 
-LONG_OPTION = re.compile(r"[a-z][a-z0-9-]+")
+_LONG_OPTION = re.compile(r"[a-z][a-z0-9-]+")
 
 _KEY = "launch.slurm"
 # Options of srun that echelon sets, and the recipe key of each.
@@ -22,6 +23,7 @@ _IMPOSSIBLE_OPTIONS = {
     "auto-resume", "output", "error", "input", "chdir", "pty", "multi-prog", "jobid", "test-only", "help", "usage",
     "version", "clusters",
 }  # fmt: skip
+_REASON = "echelon starts one step with one task per machine, whose output is the job's"
 _MOUNT = re.compile(r"(?P<source>(?:/|~/)[^:,]*)(?::(?P<target>/[^:,]*)(?::(?P<flags>[a-z+]+))?)?")
 
 
@@ -29,7 +31,7 @@ def check_step(job: JobSpec) -> None:
     """Raise ConfigError for an option that srun or the container's runtime cannot take, and for a hidden folder."""
     slurm = job.recipe.launch.slurm
     for name, value in slurm.srun_options.items():
-        _check_option(f"{_KEY}.srun_options.{name}", name, value)
+        check_option(f"{_KEY}.srun_options", name, value, _OWN_OPTIONS, _IMPOSSIBLE_OPTIONS, _REASON)
         if re.match(r"(no-)?container-", name):
             raise ConfigError(
                 f"{_KEY}.srun_options.{name}={value} is an option of pyxis; set {_KEY}.container, with "
@@ -38,7 +40,7 @@ def check_step(job: JobSpec) -> None:
     if slurm.container is None:
         return
     for name, value in slurm.container.options.items():
-        _check_option(f"{_KEY}.container.options.{name}", name, value)
+        check_option(f"{_KEY}.container.options", name, value, _OWN_OPTIONS, _IMPOSSIBLE_OPTIONS, _REASON)
     if not slurm.container.image.isprintable():
         raise ConfigError(f"{_KEY}.container.image={slurm.container.image!r} must be one line of printable characters.")
     for mount in slurm.container.mounts:
@@ -92,16 +94,25 @@ def render_task(job: JobSpec, own: Options, command: str) -> str:
     return " ".join([*words, "apptainer", "exec", *options, shlex.quote(image), command])
 
 
-def _check_option(key: str, name: str, value: str | int | bool) -> None:
-    if not LONG_OPTION.fullmatch(name):
-        raise ConfigError(f"{key}: {name!r} is not a long option; write it like cpu-bind.")
-    if name in _OWN_OPTIONS:
-        raise ConfigError(f"{key}={value}: echelon sets this option from {_OWN_OPTIONS[name]}; set that key instead.")
-    if name in _IMPOSSIBLE_OPTIONS:
-        raise ConfigError(
-            f"{key}={value}: echelon starts one step with one task per machine, whose output is the job's; remove the "
-            "option."
-        )
+def check_option(
+    section: str,
+    name: str,
+    value: str | int | bool,
+    own: Mapping[str, str],
+    impossible: Collection[str],
+    reason: str,
+) -> None:
+    """Raise ConfigError for an option in this section of the recipe that a command cannot take.
+
+    `own`: the options that echelon sets, and the recipe key of each. `reason` is why the `impossible` ones are.
+    """
+    key = f"{section}.{name}"
+    if not _LONG_OPTION.fullmatch(name):
+        raise ConfigError(f"{key}: {name!r} is not a long option; write it like mail-type.")
+    if name in own:
+        raise ConfigError(f"{key}={value}: echelon sets this option from {own[name]}; set that key instead.")
+    if name in impossible:
+        raise ConfigError(f"{key}={value}: {reason}; remove the option.")
     if not str(value).isprintable():
         raise ConfigError(f"{key}={value!r} must be one line of printable characters.")
 
