@@ -11,15 +11,42 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from echelon.redaction import redact_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 """The levels a user can choose, by name: `--verbose`, neither option, `--quiet`."""
 
+EMPHASIZED: dict[str, Any] = {"emphasized": True}
+"""`extra` of a record whose line is bold on a console with colours."""
+
+ON_PROGRESS_BAR: dict[str, Any] = {"on_progress_bar": True}
+"""`extra` of a record that a console with a progress bar leaves out, because the bar shows it."""
+
+_STYLES = ((logging.ERROR, "red"), (logging.WARNING, "yellow"))
+
+# Moves to the start of a terminal's line, and erases it.
+_ERASE_LINE = "\r\x1b[2K"
+
 _logger = logging.getLogger("echelon")
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a console shows lines: in colours, and with a progress bar below them."""
+
+    has_colours: bool = False
+    has_bar: bool = False
+
+
+PLAIN = Look()
+"""Lines without control codes, for everything that is not a terminal."""
 
 
 class RankFilter(logging.Filter):
@@ -75,6 +102,32 @@ class _StdoutHandler(_StreamHandler):
         return sys.stdout
 
 
+class _TerminalHandler(_StreamHandler):
+    """Writes lines above a progress bar of the same `rich` console, in the colours of their level."""
+
+    def __init__(self, stream: TextIO | None, look: Look) -> None:
+        from rich.console import Console
+
+        super().__init__(stream)
+        self.has_bar = look.has_bar
+        # Without a file, `rich` writes to the current stdout.
+        self.console = Console(
+            file=stream, force_terminal=True, color_system="standard", no_color=not look.has_colours, highlight=False
+        )
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from rich.text import Text
+
+        if self.has_bar and getattr(record, "on_progress_bar", False):
+            return
+        style = next((style for level, style in _STYLES if record.levelno >= level), "")
+        try:
+            line = Text(self.format(record), style="bold" if getattr(record, "emphasized", False) else style)
+            self.console.print(line, soft_wrap=True)
+        except Exception:
+            self.handleError(record)
+
+
 class _ConsoleCopy(_StreamHandler):
     """Collects the console's lines in memory until it gets a file, to which it appends them and all that follow."""
 
@@ -97,17 +150,22 @@ class _ConsoleCopy(_StreamHandler):
             self.stream.flush()
 
 
-def log_to_console(level: int = logging.INFO, console: TextIO | None = None) -> None:
+def log_to_console(level: int = logging.INFO, console: TextIO | None = None, look: Look = PLAIN) -> None:
     """Show echelon's log messages from `level` on as lines on `console`; None: stdout. For commands and notebooks.
 
     A line is only the message. With `logging.DEBUG` it starts with time, level, rank and logger. A second call replaces
     the handlers of an earlier one; handlers added by others stay.
     """
-    _install([_console_handler(_StdoutHandler() if console is None else _StreamHandler(console), level, None)])
+    _install([_console_handler(_build_handler(console, look), level, None)])
 
 
 def log_as_rank(
-    rank: int, log: TextIO, console: TextIO | None = None, level: int = logging.INFO, copy: Path | None = None
+    rank: int,
+    log: TextIO,
+    console: TextIO | None = None,
+    level: int = logging.INFO,
+    copy: Path | None = None,
+    look: Look = PLAIN,
 ) -> None:
     """Write this rank's log messages to its log file, from `level` on to `console`, and to `copy`, the file that keeps
     the console, if given.
@@ -117,10 +175,24 @@ def log_as_rank(
     """
     handlers = [_set_up(_StreamHandler(log), min(level, logging.INFO), rank, _detailed(rank))]
     if console is not None:
-        handlers.append(_console_handler(_StreamHandler(console), level, rank))
+        handlers.append(_console_handler(_build_handler(console, look), level, rank))
     _install(handlers)
     if copy is not None:
         keep_console_in(copy, rank)
+
+
+def find_bar_console() -> "Console | None":
+    """The `rich` console above which a progress bar may be shown; None if the console has none."""
+    return next((each.console for each in _terminals() if each.has_bar), None)
+
+
+def erase_progress_bar() -> None:
+    """Erase the line of a progress bar that another process was killed over, if this process shares its console."""
+    for each in _terminals():
+        if each.has_bar:
+            with suppress(OSError):
+                each.console.file.write(_ERASE_LINE)
+                each.console.file.flush()
 
 
 def keep_console(rank: int | None = None) -> None:
@@ -164,6 +236,16 @@ def warnings_only(name: str) -> Iterator[None]:
 
 def _console_handler(handler: logging.Handler, level: int, rank: int | None) -> logging.Handler:
     return _set_up(handler, level, rank, _detailed(rank) if level <= logging.DEBUG else "%(message)s")
+
+
+def _build_handler(console: TextIO | None, look: Look) -> _StreamHandler:
+    if look != PLAIN:
+        return _TerminalHandler(console, look)
+    return _StdoutHandler() if console is None else _StreamHandler(console)
+
+
+def _terminals() -> list[_TerminalHandler]:
+    return [each for each in _logger.handlers if isinstance(each, _TerminalHandler)]
 
 
 def _find_copy() -> _ConsoleCopy | None:

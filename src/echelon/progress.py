@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from echelon.sizes import render_bytes
+
 
 @dataclass
 class Progress:
@@ -48,5 +50,5 @@ class Progress:
         self.logger.log(self.level, line)
 
     def _describe(self, rate: float) -> str:
-        total = f" of {self.total_bytes / 1e6:.1f}" if self.total_bytes else ""
-        return f"{self.name}: {self.done_bytes / 1e6:.1f}{total} MB, {rate / 1e6:.1f} MB/s"
+        total = f" of {render_bytes(self.total_bytes)}" if self.total_bytes else ""
+        return f"{self.name}: {render_bytes(self.done_bytes)}{total}, {render_bytes(rate)}/s"

@@ -17,6 +17,7 @@ from echelon.checkpoint.export import load_run_model
 from echelon.data.tokenizer import train_tokenizer
 from echelon.model.adapters import merged_weight
 from echelon.runs.run_folder import RunFolder
+from echelon.sizes import render_bytes
 from training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist
@@ -128,7 +129,7 @@ def check_start(out, run):
     saved = [each.numel() * each.element_size() for each in tensors_of(run.path, STEPS).values()]
     scalars = len(trained) * 8  # Adam's step counter, and a margin
     assert 12 * count <= sum(saved) <= 12 * count + scalars
-    assert f"checkpoint: about {12 * count / 1e6:.2f} MB, the adapter and optimizer state" in out
+    assert f"checkpoint: about {render_bytes(12 * count)}, the adapter and optimizer state" in out
     assert "generation stops at 0 (<|endoftext|>), 301 (<|im_end|>)" in out
 
 

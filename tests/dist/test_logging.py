@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from command import LAUNCHER_KEYS, CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from command import LAUNCHER_KEYS, CommandLine, assert_no_orphan, await_line, finish, start, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -80,8 +80,7 @@ def test_restarts_and_resumes_append_each_line_once_and_in_order(echelon, tmp_pa
     write_recipe(tmp_path, **LONG)
     process = start("train", "recipe.json", "--nproc", "2")
     await_line(tmp_path / "runs/tiny/logs/rank-00000.log", " 25/400", process, PATIENCE)
-    [started] = [row for row in read_lines(tmp_path / "runs/tiny/events.jsonl") if row["event"] == "start"]
-    os.kill(started["pids"]["1"], signal.SIGKILL)
+    os.kill(int((tmp_path / "runs/tiny/.outcomes/pid-1").read_text()), signal.SIGKILL)
     await_line(tmp_path / "runs/tiny/events.jsonl", '"event": "resume"', process, PATIENCE)
     assert echelon("cancel", "tiny").code == 0
     first = finish(process, PATIENCE)
@@ -121,4 +120,4 @@ def test_a_closed_terminal_loses_no_line_of_the_kept_console(echelon, tmp_path):
     finally:
         os.close(terminal)  # the kernel sends SIGHUP to the terminal's processes
     assert process.wait(timeout=PATIENCE) == 1
-    assert kept_console(tmp_path)[-1] == "echelon: stopped by SIGHUP"
+    assert kept_console(tmp_path)[-1].startswith("echelon: stopped by SIGHUP")

@@ -93,6 +93,12 @@ def find_unfiled(module: Module) -> list[str]:
     return [f"{module.short}:{n}" for n, line in lines if re.search(r"\b(TODO|FIXME|XXX)\b(?!.*#\d+)", line)]
 
 
+def find_sizes_by_hand(module: Module) -> list[str]:
+    """Replacement fields that divide by a unit of bytes and are followed by its name; `render_bytes` does that."""
+    by_hand = re.compile(r"/ *(1e[369]|10 ?\*\* ?[369]|2 ?\*\* ?[123]0|10(00|24))\b[^{}]*\} ?[kKMGT]i?B\b(?!/s)")
+    return [f"{module.short}:{n}" for n, line in enumerate(module.text.splitlines(), 1) if by_hand.search(line)]
+
+
 def test_one_module_touches_the_environment():
     assert not find_environment_reads(ECHELON, ENVIRONMENT_READERS)
     assert set(find_environment_reads(ECHELON, ())) == ENVIRONMENT_READERS
@@ -114,6 +120,10 @@ def test_a_module_logs_under_its_own_name():
 
 def test_no_todo_without_an_issue():
     assert not [found for module in ECHELON for found in find_unfiled(module)]
+
+
+def test_one_function_formats_sizes():
+    assert not [found for module in ECHELON for found in find_sizes_by_hand(module)]
 
 
 def write(folder: Path, text: str) -> SourceTree:
@@ -164,3 +174,10 @@ def test_a_print_and_an_unfiled_note_are_found(tmp_path):
     module = write(tmp_path, text).modules["house.a"]
     assert find_prints(module) == ["a:1 prints"]
     assert find_unfiled(module) == ["a:3"]
+
+
+def test_a_size_formatted_by_hand_is_found(tmp_path):
+    text = (
+        'a = f"{n / 1e9:.1f} GB"\nb = f"{n / 2**20:.0f} of {m / 2**20:.0f} MiB"\nc = f"{rate / 1e9:.1f} GB/s, 80 GB"\n'
+    )
+    assert find_sizes_by_hand(write(tmp_path, text).modules["house.a"]) == ["a:1", "a:2"]

@@ -141,11 +141,11 @@ def test_workers_need_neither_torch_nor_transformers():
 
 def test_progress_shows_bytes_rate_and_time_left(caplog):
     now = iter([0.0, 1.0, 2.5, 3.0, 4.0, 5.0])
-    progress = Progress("tokenizing", 100_000_000, logging.getLogger(), clock=lambda: next(now))
+    progress = Progress("tokenizing", 100 * 2**20, logging.getLogger(), clock=lambda: next(now))
     for _ in range(4):
-        progress.add(25_000_000)
+        progress.add(25 * 2**20)
     progress.finish()
     assert caplog.messages == [
-        "tokenizing: 50.0 of 100.0 MB, 20.0 MB/s, about 2 s left",
-        "tokenizing: 100.0 of 100.0 MB, 20.0 MB/s, 5.0 s in total",
+        "tokenizing: 50.0 MiB of 100 MiB, 20.0 MiB/s, about 2 s left",
+        "tokenizing: 100 MiB of 100 MiB, 20.0 MiB/s, 5.0 s in total",
     ]

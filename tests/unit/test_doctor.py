@@ -215,7 +215,7 @@ def test_problems_of_this_machine_are_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "measure_here", fail)
     monkeypatch.setattr(machine.time, "time", lambda: 1_700_000_000.0)
     bad = {each.subject: f"{each.words}; {each.remedy}" for each in machine.examine_machine(tmp_path) if each.remedy}
-    assert bad.pop("memory").startswith("1.0 of 1.0 GiB free; ")
+    assert bad.pop("memory").startswith("1.00 GiB of 1.00 GiB free; ")
     assert bad == {
         "torch": "2.10.1; pip install 'torch>=2.11,<2.14'",
         "transformers": "not installed; pip install 'transformers>=5.17,<6'",

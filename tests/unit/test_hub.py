@@ -9,6 +9,7 @@ from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableE
 from echelon.model import hub
 from echelon.recipe import Recipe
 from echelon.runs.run_folder import RunFolder
+from echelon.sizes import render_bytes
 from hub_server import HubServer, push_model
 
 NAME = "team/tiny"
@@ -76,10 +77,11 @@ def test_a_model_is_downloaded_once_completely_and_nothing_else(server, folder, 
         assert (hub.Path(here.model.checkpoint) / name).read_bytes() == (folder / name).read_bytes()
     assert here.tokenizer is None and recipe.model.checkpoint == NAME
     # plain messages with name, size and destination; no progress bars of the library
-    size = sum((folder / name).stat().st_size for name in weights_of(folder)) / 1e6
-    start = f"hub: fetching {NAME} at commit {server.first[:12]}: {len(weights_of(folder))} files, {size:.1f} MB, to "
+    size = sum((folder / name).stat().st_size for name in weights_of(folder))
+    what = f"{len(weights_of(folder))} files, {render_bytes(size)}"
+    start = f"hub: fetching {NAME} at commit {server.first[:12]}: {what}, to "
     assert any(line.startswith(start) for line in caplog.messages), caplog.messages
-    done = f"hub: {NAME}: {size:.1f} of {size:.1f} MB, "
+    done = f"hub: {NAME}: {render_bytes(size)} of {render_bytes(size)}, "
     assert any(line.startswith(done) for line in caplog.messages), caplog.messages
     assert capsys.readouterr() == ("", "")
 
@@ -90,8 +92,11 @@ def test_progress_is_printed_in_bytes_during_the_download(server, folder, monkey
     monkeypatch.setattr(hub, "_POLL_SECONDS", 0.05)
     recipe = recipe_of()
     hub.fetch_models(recipe, hub.find_commits(recipe, {}))
-    told = [re.fullmatch(rf"hub: {NAME}: ([\d.]+) of ([\d.]+) MB, .* s left", line) for line in caplog.messages]
-    done = [(float(match[1]), float(match[2])) for match in told if match]
+    told = [
+        re.fullmatch(rf"hub: {NAME}: ([\d.]+) (\w+) of ([\d.]+) (\w+), .* s left", line) for line in caplog.messages
+    ]
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
+    done = [(float(match[1]) * units[match[2]], float(match[3]) * units[match[4]]) for match in told if match]
     assert done == sorted(done) and any(0 < part < whole for part, whole in done), caplog.messages
 
 

@@ -239,14 +239,14 @@ def test_auto_counts_no_gradients_or_moments_of_frozen_weights():
 def test_auto_refuses_with_numbers_and_never_enables_checkpointing():
     recipe = {"sequence_len": 8192, "micro_batch_size": 1, "cluster": parse_devices("8xA100-40"), "shape": LLAMA_8B}
     refusal(
-        PlanError, "nothing fits A100-40", "ddp needs", "zero1 needs", "fsdp needs", "36.0 GB available",
-        "Set train.activation_checkpointing=full (needs 32.", **recipe,
+        PlanError, "nothing fits A100-40", "ddp needs", "zero1 needs", "fsdp needs", "33.5 GiB available",
+        "Set train.activation_checkpointing=full (needs 30.4 GiB", **recipe,
     )  # fmt: skip
 
 
 def test_a_requested_strategy_is_refused_only_if_its_states_do_not_fit():
     refusal(
-        PlanError, "parallel=ddp", "80.0 GB", "Set parallel=fsdp (needs", "use more devices",
+        PlanError, "parallel=ddp", "74.5 GiB", "Set parallel=fsdp (needs", "use more devices",
         parallel="ddp", shape=LLAMA_8B, cluster=parse_devices("8xH100"),
     )  # fmt: skip
     plan = resolve_plan(build_recipe("fsdp", sequence_len=32768), LLAMA_8B, parse_devices("8xA100-80"))

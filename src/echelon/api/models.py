@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from echelon.errors import ConfigError
 from echelon.runs.run_folder import require_folder
+from echelon.sizes import render_bytes
 
 if TYPE_CHECKING:
     from echelon.api.run import Run
@@ -198,7 +199,7 @@ def export(
             )
         num_bytes = export_adapter(path, folder, which)
         logger.info(
-            f"export: {folder} is ready for peft's PeftModel.from_pretrained, {num_bytes / 1e6:.2f} MB of weights"
+            f"export: {folder} is ready for peft's PeftModel.from_pretrained, {render_bytes(num_bytes)} of weights"
         )
         return folder
     else:

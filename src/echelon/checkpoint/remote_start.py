@@ -20,6 +20,7 @@ from echelon.errors import CheckpointError, ConfigError, EchelonError, explain_s
 from echelon.recipe import Recipe, blocking_differences, load_recipe, render_recipe
 from echelon.runs.checksums import find_faults
 from echelon.runs.run_folder import RunFolder
+from echelon.sizes import render_bytes
 from echelon.stored import sync_path
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class RemoteStart:
         num_bytes = sum(entry["bytes"] for entry in checkpoint.files.values())
         faults: list[str] = []
         if not checkpoint.faults:
-            logger.info(f"Downloading {checkpoint.name} ({num_bytes / 2**20:.1f} MiB) from {remote.url}.")
+            logger.info(f"Downloading {checkpoint.name} ({render_bytes(num_bytes)}) from {remote.url}.")
 
         def attempt() -> None:
             shutil.rmtree(writing, ignore_errors=True)

@@ -1,5 +1,6 @@
 """Output of commands: results, errors, and logging to stderr."""
 
+import logging
 import sys
 from contextlib import suppress
 
@@ -7,7 +8,7 @@ import typer
 
 from echelon.logs import keep_line, log_to_console
 from echelon.redaction import redact_text
-from echelon.supervise.launch_environment import find_log_level
+from echelon.supervise.launch_environment import find_log_level, find_look
 
 
 def show(line: str) -> None:
@@ -27,9 +28,11 @@ def complain(message: str) -> None:
     line = f"echelon: {redact_text(message)}"
     keep_line(line)
     with suppress(OSError):  # a closed terminal must not change the exit code
-        typer.echo(line, err=True)
+        colours = find_look(sys.stderr, logging.ERROR).has_colours
+        typer.secho(line, err=True, fg="red" if colours else None, color=colours)
 
 
 def log_to_stderr() -> None:
     """Send log messages to stderr from now on, since a program may read the result from stdout."""
-    log_to_console(find_log_level(), sys.stderr)
+    level = find_log_level()
+    log_to_console(level, sys.stderr, find_look(sys.stderr, level))

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Annotated
 
@@ -18,13 +19,14 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show results, 
 
 def set_verbosity(verbose: bool, quiet: bool) -> None:
     """Set the log level from the options, else from the environment, also for child processes."""
-    from echelon.supervise.launch_environment import LOG_LEVEL_VARIABLE, find_log_level, set_variables
+    from echelon.supervise.launch_environment import LOG_LEVEL_VARIABLE, find_log_level, find_look, set_variables
 
     if verbose and quiet:
         raise ConfigError("--verbose and --quiet contradict each other; give one.")
     if verbose or quiet:
         set_variables({LOG_LEVEL_VARIABLE: "debug" if verbose else "warning"})
-    log_to_console(find_log_level())
+    level = find_log_level()
+    log_to_console(level, look=find_look(sys.stdout, level))
 
 
 def with_verbosity(command: Callable[..., None]) -> Callable[..., None]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
+from echelon.sizes import render_bytes
+
 CPU_SECONDS = 10.0
 MEMORY_BYTES = 2**29
 
@@ -99,7 +101,7 @@ def run_limited(call: Callable[[], _Result]) -> _Result:
         except MemoryError:  # the process itself may have grown since it was measured
             return _run(call, anew=True)
     except MemoryError:
-        raise LimitError(f"takes more than {MEMORY_BYTES / 2**20:.0f} MiB of memory") from None
+        raise LimitError(f"takes more than {render_bytes(MEMORY_BYTES)} of memory") from None
     except _OverTime:
         raise LimitError(f"takes more than {CPU_SECONDS:g} s of CPU time") from None
 

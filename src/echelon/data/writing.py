@@ -39,6 +39,7 @@ from echelon.data.tokenize import (
 from echelon.errors import DataError
 from echelon.progress import Progress
 from echelon.recipe.data_formats import describe_formats
+from echelon.sizes import render_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class CorpusWriter:
             is_limited = any(entry.source.max_samples is not None for entry in self._corpus)
             total = 0 if is_limited else corpus_bytes(self._corpus)
             if self._journal.is_resumed:
-                logger.info(f"tokenizing: resuming after {state.done_bytes / 1e6:.1f} MB")
+                logger.info(f"tokenizing: resuming after {render_bytes(state.done_bytes)}")
             progress = Progress("tokenizing", total, logger, done_bytes=state.done_bytes)
             last_point = state.done_bytes
             with closing(tokenize_tasks(self._plan_tasks(), self._encoding, workers)) as results:

@@ -16,6 +16,7 @@ from echelon.errors import LaunchError
 from echelon.hardware.cores import num_cores, read_system_file
 from echelon.hardware.detection import machine_memory_bytes
 from echelon.runs.environment import find_version
+from echelon.sizes import render_bytes
 from echelon.supervise.hosts import address_of
 
 REQUIRED = {"torch": ">=2.11,<2.14", "transformers": ">=5.17,<6"}
@@ -78,7 +79,7 @@ def _judge_devices() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        words = f"{torch.cuda.get_device_name(index)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
+        words = f"{torch.cuda.get_device_name(index)}, {render_bytes(free)} of {render_bytes(total)} free"
         taken = free < total / 2
         yield Finding("devices", words, "end the processes that use the GPU; `nvidia-smi` lists them" if taken else "")
 
@@ -86,7 +87,7 @@ def _judge_devices() -> Iterator[Finding]:
 def _judge_memory() -> Finding:
     total = machine_memory_bytes()
     free = min(total, _read_meminfo("MemAvailable") or total)
-    words = f"{free / _GIBIBYTE:.1f} of {total / _GIBIBYTE:.1f} GiB free"
+    words = f"{render_bytes(free)} of {render_bytes(total)} free"
     return Finding("memory", words, "" if free >= _LEAST_MEMORY else "end other programs, or give the container more")
 
 
@@ -95,12 +96,12 @@ def _judge_shared_memory() -> Iterator[Finding]:
         return
     free = shutil.disk_usage(place).free
     remedy = "give the container more: docker run --shm-size 8g, or launch.kubernetes.shared_memory"
-    yield Finding("/dev/shm", f"{free / _GIBIBYTE:.1f} GiB free", "" if free >= _LEAST_SHARED else remedy)
+    yield Finding("/dev/shm", f"{render_bytes(free)} free", "" if free >= _LEAST_SHARED else remedy)
 
 
 def _judge_disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free
-    words = f"{free / _GIBIBYTE:.1f} GiB free at {folder}"
+    words = f"{render_bytes(free)} free at {folder}"
     if not os.access(folder, os.W_OK):
         return Finding("disk", f"{folder} is not writable", "start in a folder you can write to")
     return Finding("disk", words, "" if free >= _LEAST_DISK else "free space, or start in a folder on another disk")

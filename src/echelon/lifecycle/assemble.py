@@ -39,6 +39,7 @@ from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.runs.run_folder import RunFolder
+from echelon.sizes import render_bytes
 from echelon.stopping import StopRequest
 from echelon.supervise.launch_environment import (
     find_host_dir,
@@ -133,7 +134,7 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder) -> None:
         card = render_card(folder.path, trainer.state.step, is_adapter=True)
         num_bytes = write_adapter(folder.export_dir, content, recipe.model.checkpoint, folder.model_dir, card)
         folder.rows.append_event("export", step=trainer.state.step, bytes=num_bytes)
-        size = f"{num_bytes / 1e6:.2f} MB of weights, verified against the trained ones"
+        size = f"{render_bytes(num_bytes)} of weights, verified against the trained ones"
         logger.info(f"adapter: {folder.export_dir} ({size})")
 
 

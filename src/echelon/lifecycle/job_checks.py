@@ -26,6 +26,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.recipe import LaunchConfig, Recipe
 from echelon.runs.cost import check_budget, describe_cost, find_price_at_target
 from echelon.runs.run_folder import RunFolder
+from echelon.sizes import render_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -169,14 +170,14 @@ def _check_plan(recipe: Recipe, shape: ModelShape, cluster: Cluster) -> str:
     plan = resolve_plan(recipe, shape, cluster)
     needed = estimate_memory(shape, plan, recipe.data.sequence_len, cluster.kind).total
     there = cluster.accelerator.memory_bytes
-    words = f"{plan.strategy} on {cluster.num_devices} x {cluster.accelerator.name} needs {needed / 1e9:.1f} GB each"
+    words = f"{plan.strategy} on {cluster.num_devices} x {cluster.accelerator.name} needs {render_bytes(needed)} each"
     if there is not None and needed > there:
         raise PlanError(
-            f"parallel={plan.strategy}: the plan needs {needed / 1e9:.1f} GB on each {cluster.accelerator.name}, which "
-            f"has {there / 1e9:.0f} GB; lower train.micro_batch_size, shard more (parallel: fsdp), set "
+            f"parallel={plan.strategy}: the plan needs {render_bytes(needed)} on each {cluster.accelerator.name}, "
+            f"which has {render_bytes(there)}; lower train.micro_batch_size, shard more (parallel: fsdp), set "
             "train.activation_checkpointing: full, or use more machines."
         )
-    return f"plan: {words}" + ("" if there is None else f" of {there / 1e9:.0f}")
+    return f"plan: {words}" + ("" if there is None else f" of {render_bytes(there)}")
 
 
 def find_run_folder(target: str, here: Path) -> RunFolder:

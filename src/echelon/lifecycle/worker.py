@@ -29,6 +29,7 @@ from echelon.stopping import StopRequest
 from echelon.supervise.launch_environment import (
     find_host_dir,
     find_log_level,
+    find_look,
     find_place,
     is_managed,
     shares_files,
@@ -281,10 +282,11 @@ def redirect_output(folder: RunFolder) -> TextIO:
     os.dup2(log, 2)
     os.close(log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    level = find_log_level()
     if rank == 0:
-        log_as_rank(rank, sys.stdout, stdout, find_log_level(), folder.console_path)
+        log_as_rank(rank, sys.stdout, stdout, level, folder.console_path, find_look(stdout, level))
     else:
-        log_as_rank(rank, sys.stdout, level=find_log_level())
+        log_as_rank(rank, sys.stdout, level=level)
     return stderr
 
 

@@ -24,6 +24,7 @@ from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableE
 from echelon.progress import Progress
 from echelon.recipe import Recipe, SourceConfig
 from echelon.runs.run_folder import RunFolder
+from echelon.sizes import render_bytes
 from echelon.stored import read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -285,7 +286,7 @@ def _download(model: HubModel, commit: str, names: list[str], sizes: Mapping[str
     total = sum(sizes[name] for name in missing)
     logger.log(
         level,
-        f"hub: fetching {model.name} at commit {commit[:12]}: {len(missing)} files, {total / 1e6:.1f} MB, to "
+        f"hub: fetching {model.name} at commit {commit[:12]}: {len(missing)} files, {render_bytes(total)}, to "
         f"{folder.parents[2]}",
     )
     progress = Progress(f"hub: {model.name}", total, logger, level, _PROGRESS_SECONDS)

@@ -12,6 +12,7 @@ from echelon.planner.layout import Layout, build_layout, check_batch, micro_batc
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, Rounding
+from echelon.sizes import render_bytes
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe, TrainConfig
@@ -146,7 +147,7 @@ def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
     for layout in _auto_layouts(request.cluster):
         plan, line = _choose_micro_batch(request, layout)
         needs = request.estimate(plan)
-        logger.debug(f"plan: {layout.strategy} needs {_gigabytes(needs.total)}, micro batch {plan.micro_batch_size}")
+        logger.debug(f"plan: {layout.strategy} needs {render_bytes(needs.total)}, micro batch {plan.micro_batch_size}")
         if request.fits(needs):
             reason = "one process" if plan.world_size == 1 else "the first that fits"
             return plan, [*why, f"parallel auto: {layout.strategy}, {reason}", *line]
@@ -170,8 +171,8 @@ def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, l
     needs, memory = request.estimate(plan), request.cluster.accelerator.memory_bytes
     if memory is not None and needs.states > memory:
         raise PlanError(
-            f"parallel={layout.strategy}: parameters, gradients and optimizer need {_gigabytes(needs.states)} on each "
-            f"of {plan.world_size} {request.cluster.accelerator.name}, which has {_gigabytes(memory)}. "
+            f"parallel={layout.strategy}: parameters, gradients and optimizer need {render_bytes(needs.states)} on "
+            f"each of {plan.world_size} {request.cluster.accelerator.name}, which has {render_bytes(memory)}. "
             f"{_advice(request, plan)}"
         )
     _check_host_memory(request, layout, needs)
@@ -185,9 +186,9 @@ def _check_host_memory(request: _Request, layout: Layout, needs: MemoryEstimate)
     there, count = request.cluster.host_memory_bytes, request.cluster.devices_per_node
     if there is not None and needs.host * count > there:
         raise PlanError(
-            f"parallel.cpu_offload=true: {layout.strategy} needs {_gigabytes(needs.host)} for parameters, gradients "
-            f"and optimizer state of each of {count} processes in host memory, {_gigabytes(needs.host * count)} in "
-            f"total, but a machine has {_gigabytes(there)}; use more machines, machines with more memory, or remove "
+            f"parallel.cpu_offload=true: {layout.strategy} needs {render_bytes(needs.host)} for parameters, gradients "
+            f"and optimizer state of each of {count} processes in host memory, {render_bytes(needs.host * count)} in "
+            f"total, but a machine has {render_bytes(there)}; use more machines, machines with more memory, or remove "
             "parallel.cpu_offload."
         )
 
@@ -206,11 +207,11 @@ def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan
         return plan, []
     size, needs = plan.micro_batch_size, request.estimate(plan).total
     limit = request.usable_bytes
-    room = "device memory unknown" if limit is None else f"of {_gigabytes(limit)} usable"
+    room = "device memory unknown" if limit is None else f"of {render_bytes(limit)} usable"
     ramped = ", dividing every size of the ramp" if recipe.train.batch_ramp is not None else ""
     return plan, [
         f"micro_batch_size auto: {size} of the {per_rank} sequences each rank gets{ramped}, {size * length} tokens "
-        f"(at most {cap}); estimated {_gigabytes(needs)}, {room}"
+        f"(at most {cap}); estimated {render_bytes(needs)}, {room}"
     ]
 
 
@@ -237,8 +238,9 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
 def _needs(request: _Request, layout: Layout, plan: ParallelPlan, needs: MemoryEstimate) -> str:
     limit = request.usable_bytes or 0
     return (
-        f"{layout.strategy} needs {_gigabytes(needs.total)} with micro batch {plan.micro_batch_size} "
-        f"({_gigabytes(needs.states)} of it parameters, gradients and optimizer state); {_gigabytes(limit)} available"
+        f"{layout.strategy} needs {render_bytes(needs.total)} with micro batch {plan.micro_batch_size} "
+        f"({render_bytes(needs.states)} of it parameters, gradients and optimizer state); "
+        f"{render_bytes(limit)} available"
     )
 
 
@@ -250,13 +252,9 @@ def _advice(request: _Request, plan: ParallelPlan) -> str:
         "set parallel=fsdp": _build_plan(request, fsdp, plan.micro_batch_size, plan.num_microbatches),
     }
     needs = {way: request.estimate(trial) for way, trial in trials.items() if trial != plan}
-    ways = [f"{way} (needs {_gigabytes(need.total)})" for way, need in needs.items() if request.fits(need)]
+    ways = [f"{way} (needs {render_bytes(need.total)})" for way, need in needs.items() if request.fits(need)]
     ways += ["use more devices", "a smaller model", "shorter data.sequence_len"]
     if request.cluster.kind == "cuda" and not plan.cpu_offload:
         ways.append("parallel.cpu_offload=true with dp_shard")
     text = ", ".join(ways[:-1]) + f" or {ways[-1]}."
     return text[0].upper() + text[1:]
-
-
-def _gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

@@ -12,6 +12,7 @@ from echelon.planner.choose import MEMORY_HEADROOM, resolve_plan
 from echelon.planner.memory import estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
+from echelon.sizes import render_bytes
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
@@ -51,7 +52,7 @@ class Candidate:
         devices = f"{self.count * self.instance.gpus} x {self.instance.accelerator}"
         return (
             f"{self.count} x {self.instance.name:<19} {dollars:<33} {devices:<14} {self.plan.strategy:<5} needs "
-            f"{self.needed_bytes / 1e9:.1f} of {self.usable_bytes / 1e9:.1f} GB"
+            f"{render_bytes(self.needed_bytes)} of {render_bytes(self.usable_bytes)}"
             + (f", {self.instance.network_gbits:g} Gbit/s between machines" if self.count > 1 else "")
         )
 
@@ -86,7 +87,7 @@ class Choice:
         if len(priced) > _SHOWN:
             lines.append(f"  and {len(priced) - _SHOWN} more that need more machines or cost more")
         if unknown:
-            names = ", ".join(f"{each.count} x {each.instance.name}" for each in unknown)
+            names = _join(f"{each.count} x {each.instance.name}" for each in unknown)
             lines.append(
                 f"  fit, but were not considered because their price is unknown: {names}; to use one, set it as the "
                 "instance type, and set budget.usd_per_hour; or give its price in launch.sagemaker.extra_types"
@@ -183,7 +184,14 @@ def _part(candidates: Iterable[Candidate], has: Callable[[Candidate], bool]) -> 
 
 
 def _join_names(candidates: Iterable[Candidate]) -> str:
-    return ", ".join(each.instance.name for each in candidates)
+    return _join(each.instance.name for each in candidates)
+
+
+def _join(names: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return f"{', '.join(every[:_SHOWN])}{more}"
 
 
 def _rank(candidate: Candidate) -> tuple[int, float, str]:
@@ -198,6 +206,6 @@ def _explain(candidate: Candidate) -> str:
     if candidate.plan is None:
         return f"{candidate.instance.name}: {candidate.reason.rstrip('.')}"
     return (
-        f"{candidate.instance.name}, has {candidate.usable_bytes / 1e9:.0f} GB available per GPU, and the plan needs "
-        f"{candidate.needed_bytes / 1e9:.0f}"
+        f"{candidate.instance.name}, has {render_bytes(candidate.usable_bytes)} available per GPU, and the plan "
+        f"needs {render_bytes(candidate.needed_bytes)}"
     )

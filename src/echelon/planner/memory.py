@@ -5,6 +5,7 @@ eagerly with fused attention: the form of Korthikanti et al. 2022 ("Reducing Act
 Transformer Models", section 4), its terms replaced by what these layers were measured to save (test_memory.py).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from echelon.hardware.accelerators import DeviceKind
@@ -12,21 +13,18 @@ from echelon.planner.adapter_plan import adapter_bytes_per_token, frozen_bytes, 
 from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
+from echelon.sizes import render_bytes
 
 FP32_BYTES = 4
 # Copies of a chunk of fp32 logits alive at once: the logits, their softmax, and the gradient.
 LOGITS_COPIES = 3
 
-ASSUMPTIONS = (
-    "eager execution; a compiled model needs less",
-    "DDP's gradients are views into its buckets",
-    "optimizer: row and column statistics and scales of 8-bit moments are not counted; Muon has whole layers; an "
-    "extension is assumed to keep two numbers per parameter, like AdamW",
-    "adapters: copies of weights for DoRA with dropout and for new tokens are not counted",
-    "no attention mask: the bytes of a document mask are not counted",
-    "selective checkpointing keeps the outputs of matrix products and attention; this is a rough estimate",
-    "temporary workspace, allocator fragmentation and gradients of activations are not counted; they use the headroom",
-)
+# Optimizers with state that the estimate simplifies.
+_UNCOUNTED = {
+    "adafactor": "its row and column statistics are not counted",
+    "adamw_8bit": "the scales of its 8-bit moments are not counted",
+    "muon": "it has whole layers",
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,8 @@ class MemoryEstimate:
 
     The peak is at the loss, or with checkpointing at the first recomputed layer, when most of `logits` is freed.
     `buffers` covers communication, rotary tables, and a frozen weight that is dequantized for a product. `host` is not
-    part of the total: it is the state that `parallel.cpu_offload` keeps in host memory.
+    part of the total: it is the state that `parallel.cpu_offload` keeps in host memory. `assumptions`: what the plan
+    uses and the estimate simplifies.
     """
 
     parameters: int
@@ -45,7 +44,7 @@ class MemoryEstimate:
     logits: int
     buffers: int
     host: int = 0
-    assumptions: tuple[str, ...] = ASSUMPTIONS
+    assumptions: tuple[str, ...] = ()
 
     @property
     def states(self) -> int:
@@ -74,7 +73,26 @@ def estimate_memory(
         logits=head if redone > chunk else chunk + head,
         buffers=buffers + 2 * sequence_len * shape.head_dim * FP32_BYTES,
         host=sum(_shard_states(shape, plan)) if plan.cpu_offload else 0,
+        assumptions=tuple(_list_assumptions(plan)),
     )
+
+
+def _list_assumptions(plan: ParallelPlan) -> Iterator[str]:
+    if plan.compile:
+        yield "activations are those of eager execution; a compiled model needs less"
+    if not plan.uses_fully_shard and plan.dp_replicate > 1:
+        yield "DDP's gradients are views into its buckets"
+    row = OPTIMIZERS.get(plan.optimizer)
+    if row is None:
+        yield f"{plan.optimizer} keeps two numbers per parameter, like AdamW"
+    elif plan.optimizer in _UNCOUNTED:
+        yield f"{plan.optimizer}: {_UNCOUNTED[plan.optimizer]}"
+    if plan.adapter is not None:
+        yield "adapters: copies of weights for DoRA with dropout and for new tokens are not counted"
+    if plan.activation_checkpointing == "selective":
+        yield "selective checkpointing keeps the outputs of matrix products and attention; this is a rough estimate"
+    yield "the bytes of a document mask, if the data has one, are not counted"
+    yield "temporary workspace, allocator fragmentation and gradients of activations use the headroom"
 
 
 @dataclass(frozen=True)
@@ -148,9 +166,7 @@ def estimate_checkpoint(shape: ModelShape, plan: ParallelPlan) -> int:
 def describe_checkpoint(shape: ModelShape, plan: ParallelPlan) -> str:
     """The message about the size of a checkpoint."""
     what = "the adapter" if plan.adapter is not None else "the weights"
-    megabytes = estimate_checkpoint(shape, plan) / 1e6
-    size = f"{megabytes:,.0f}" if megabytes >= 100 else f"{megabytes:.2f}"
-    return f"checkpoint: about {size} MB, {what} and optimizer state"
+    return f"checkpoint: about {render_bytes(estimate_checkpoint(shape, plan))}, {what} and optimizer state"
 
 
 def _optimizer_bytes(shape: ModelShape, plan: ParallelPlan) -> int:

@@ -9,9 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 from echelon.errors import is_disk_full
+from echelon.logs import EMPHASIZED, ON_PROGRESS_BAR
 from echelon.recipe.batches import BatchSchedule
 from echelon.reporting.budget import CostMeter
 from echelon.reporting.console import StepAverages, render_evaluation, render_sample_line, render_step
+from echelon.reporting.progress_bar import find_progress_bar
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.reporting.trackers import MetricsForwarder
 from echelon.runs.run_folder import RunFolder
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 class Journal:
     """Writes a row per step, and a console line every `log_every` steps, with averages since the line before.
 
+    On a terminal a progress bar shows the steps instead of lines; the logs have the lines.
     `shows_mfu`: whether the console lines have the MFU.
     """
 
@@ -37,6 +40,7 @@ class Journal:
         self._batches = batches
         self._shows_mfu = shows_mfu
         self._averages = StepAverages()
+        self._bar = find_progress_bar(num_steps)
         self._started: tuple[int, float] | None = None
         self._recovery: RecoveryWatch | None = None
         self.meter: CostMeter | None = None
@@ -53,7 +57,7 @@ class Journal:
     def train(self, row: dict[str, Any]) -> None:
         """Write the row of a training step, adding the run's cost so far."""
         is_logged, expected = self._is_logged(row["step"]), None
-        remaining = self._remaining(row["step"]) if is_logged else None
+        remaining = self._remaining(row["step"]) if is_logged or self._bar is not None else None
         if self.meter is not None:
             self.meter.saw_step(row["step_seconds"])
             row["cost_usd"] = self.meter.usd
@@ -64,13 +68,15 @@ class Journal:
         self._averages.add(row)
         if is_logged:
             shown = self._averages.take(row) | ({} if self._shows_mfu else {"mfu": None})
-            logger.info(render_step(shown, self._num_steps, remaining, expected))
+            logger.info(render_step(shown, self._num_steps, remaining, expected), extra=ON_PROGRESS_BAR)
+        if self._bar is not None:
+            self._bar.step(row, remaining)
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Write the row of an evaluation."""
         self._write(row)
         for line in render_evaluation(row):
-            logger.info(line)
+            logger.info(line, extra=EMPHASIZED)
 
     def note(self, event: str, step: int) -> None:
         """Append a line to events.jsonl; errors are ignored."""
@@ -113,7 +119,9 @@ class Journal:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self, done: bool = False) -> None:
-        """Flush everything, trackers included. `done`: the run reached its last step."""
+        """Remove the progress bar, and flush everything, trackers included. `done`: the run reached its last step."""
+        if self._bar is not None:
+            self._bar.stop()
         self._file.close()
         for forwarder in self._forwarders:
             forwarder.close(done)

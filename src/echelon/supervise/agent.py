@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.errors import LaunchError, first_line
-from echelon.logs import keep_console_in
+from echelon.logs import erase_progress_bar, keep_console_in
 from echelon.runs.run_folder import describe_gone, is_run, newest_step
 from echelon.stopping import ECHO_SECONDS, STOP_SIGNALS, read_stop_file
 from echelon.stored import write_text
@@ -108,6 +108,7 @@ class Agent:
             attempt = meeting.attempt()
             meeting.join(attempt)
             cause, died_at = self._attempt(job, meeting, attempt, announced)
+            erase_progress_bar()
             self.keeps_journal = meeting.coordinates if self._group.shares_files else 0 in folder.read_pids()
             if self.keeps_journal and folder.logs_dir.is_dir():
                 keep_console_in(folder.console_path)

@@ -5,6 +5,7 @@ command, and the variables of a library must be set before that library is impor
 """
 
 import json
+import logging
 import os
 import re
 import sys
@@ -13,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TextIO
 
 from echelon.errors import ConfigError, LaunchError
 from echelon.hardware.cores import num_cores
-from echelon.logs import LEVELS
+from echelon.logs import LEVELS, PLAIN, Look
 from echelon.supervise.hosts import HostGroup, parse_group
 from echelon.supervise.nodelist import expand_nodelist, in_number_order
 from echelon.supervise.openmpi import find_meeting
@@ -307,6 +308,18 @@ def find_log_level() -> int:
     if name not in LEVELS:
         raise ConfigError(f"{LOG_LEVEL_VARIABLE}={name} is not a log level; use one of {', '.join(LEVELS)}.")
     return LEVELS[name]
+
+
+def find_look(console: TextIO, level: int) -> Look:
+    """How a console shows lines: as a terminal with colours and a progress bar, or plain.
+
+    NO_COLOR and FORCE_COLOR have their usual meaning (no-color.org, force-color.org). There is a bar only on a
+    terminal, at the level INFO, and not in a CI job.
+    """
+    is_terminal = console.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+    colours = (is_terminal or bool(os.environ.get("FORCE_COLOR"))) and not os.environ.get("NO_COLOR")
+    bar = is_terminal and level == logging.INFO and os.environ.get("CI", "") in ("", "0", "false")
+    return Look(colours, bar) if colours or bar else PLAIN
 
 
 def keep_hub_cache_beside(run_dir: Path) -> None:

@@ -25,6 +25,7 @@ from echelon.errors import ConfigError, LaunchError
 from echelon.logs import log_to_console
 from echelon.recipe import Recipe, RunConfig, check_built, load_recipe
 from echelon.runs.run_folder import RunFolder
+from echelon.sizes import render_bytes
 from echelon.stopping import STOP_SIGNALS
 from echelon.supervise.launch_environment import find_log_level
 from echelon.supervise.nodelist import in_number_order
@@ -204,7 +205,7 @@ def find_variables(container: Container, env: Mapping[str, str], system: Path = 
         variables |= added
     if not HUB_PLACES & env.keys():
         home, free = _find_hub_home(container.base)
-        logger.info(f"container: HF_HOME={home}, {free / 1e9:.0f} GB free")
+        logger.info(f"container: HF_HOME={home}, {render_bytes(free)} free")
         variables["HF_HOME"] = str(home)
     return variables
 

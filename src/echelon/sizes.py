@@ -1,0 +1,17 @@
+"""Sizes in bytes as text, in one system of units: B, KiB, MiB, GiB and TiB, powers of 1024.
+
+GB stays where it is a vendor's figure: a card sold with 80 GB, a volume of 100 GB, a network of 3.2 GB/s.
+"""
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def render_bytes(num_bytes: float) -> str:
+    """Format a size with three digits and its unit: 512 B, 1.50 KiB, 64.0 MiB, 1024 GiB."""
+    value, unit = float(num_bytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    if unit == 0:
+        return f"{value:.0f} B"
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {_UNITS[unit]}"
