@@ -1,5 +1,6 @@
 """The memory estimate, compared with bytes measured on real models and with states computed by hand."""
 
+import re
 import weakref
 from dataclasses import replace
 
@@ -229,6 +230,24 @@ def test_states_by_hand(plan, parameters, gradients, optimizer):
     estimate = estimate_memory(build_shape(MODELS["llama"]), plan, SEQUENCE)
     assert (estimate.parameters, estimate.gradients, estimate.optimizer) == (parameters, gradients, optimizer)
     assert estimate.total == estimate.states + estimate.activations + estimate.logits
+
+
+def test_only_what_the_plan_uses_is_assumed():
+    def assumed(plan):
+        return " ".join(estimate_memory(build_shape(MODELS["llama"]), plan, SEQUENCE).assumptions)
+
+    least = assumed(ParallelPlan("ddp"))
+    words = {
+        "compiled": ParallelPlan("ddp", compile=True),
+        "DDP": ParallelPlan("ddp", dp_replicate=2),
+        "Muon|muon": ParallelPlan("ddp", optimizer="muon"),
+        "8-bit": ParallelPlan("ddp", optimizer="adamw_8bit"),
+        "selective": ParallelPlan("ddp", activation_checkpointing="selective"),
+        "like AdamW": ParallelPlan("ddp", optimizer="own.module:Optimizer"),
+    }
+    for word, plan in words.items():
+        assert re.search(word, assumed(plan)) and not re.search(word, least), word
+    assert "adapter" not in least and "headroom" in least
 
 
 def with_optimizer(name, precision=BF16, **degrees):

@@ -17,9 +17,10 @@ import pytest
 from echelon.errors import ConfigError, DataError
 from echelon.launch.job import JobSpec
 from echelon.launch.records import write_job
-from echelon.recipe import Recipe, render_recipe
+from echelon.lifecycle.setup import _describe_longer_run
+from echelon.recipe import OptimConfig, Recipe, render_recipe
 from echelon.runs.environment import describe_environment
-from echelon.runs.opening import open_run
+from echelon.runs.opening import OpenedRun, open_run
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import write_json, write_text
 from echelon.sweep.sweep_folder import SweepFolder
@@ -95,6 +96,34 @@ def test_finished_run_is_reported_unless_steps_are_raised(tmp_path, caplog):
     assert opened.state == "resumed"
     opened.folder.clear_outcomes()
     assert not opened.folder.is_finished()
+
+
+def test_a_shorter_run_is_refused_with_what_to_do(tmp_path):
+    leave_run(tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=r"train\.steps: 10 -> 5\n  A run can become longer, never .*--checkpoint STEP"
+    ):
+        open_run(build_recipe(tmp_path / "run", steps=5), fresh=False)
+    with pytest.raises(ConfigError) as caught:
+        open_run(build_recipe(tmp_path / "run", learning_rate=0.5), fresh=False)
+    assert "never shorter" not in str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_a_longer_run_is_told_what_happens_to_its_learning_rate(tmp_path, schedule):
+    optim = {"schedule": schedule, "warmup_fraction": 0.5, "min_learning_rate_fraction": 0.0, "learning_rate": 1e-2}
+    before, now = (
+        build_recipe(tmp_path / "run", steps).model_copy(update={"optim": OptimConfig(**optim)}) for steps in (10, 20)
+    )
+    folder = RunFolder(tmp_path / "run")
+    (folder.checkpoints_dir / "step-00000008").mkdir(parents=True)
+    first, second = _describe_longer_run(now, OpenedRun(folder, "resumed", (), before), 100)
+    # Cosine over 5 steps after a warm-up of 5: cos(pi * 2 / 4) at step 8, the third; the other warm-up reaches 9/10.
+    last = {"cosine": "5.00e-03", "constant": "1.00e-02"}[schedule]
+    assert first.endswith(f" of the longer run: {last} at step 8, 9.00e-03 at step 9")
+    assert first.startswith("schedule: the run is 20 steps long now, not 10, ")
+    assert second.endswith("the warm-up was 5 steps, and is now 10")
+    assert not list(_describe_longer_run(before, OpenedRun(folder, "resumed", (), before), 100))
 
 
 def test_unreadable_recipe_of_a_run_is_refused(tmp_path):

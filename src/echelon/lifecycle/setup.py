@@ -19,7 +19,7 @@ from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan, load_plan
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe, find_secret_keys, render_recipe
-from echelon.recipe.schedule import find_fault, find_warmup, render_schedule
+from echelon.recipe.schedule import build_schedule, find_fault, find_warmup, render_schedule
 from echelon.reporting.trackers import catch_up, check_trackers
 from echelon.runs.cost import check_budget, describe_cost, find_price_here, forget_damaged_spending, refuse_used_up
 from echelon.runs.environment import describe_environment
@@ -158,7 +158,7 @@ def _describe_start(
     yield from plan.describe()
     yield from describe_mixture(recipe, data)
     yield from describe_steps(recipe, data.train.num_samples)
-    yield from _describe_longer_warmup(recipe, opened, data.train.num_samples)
+    yield from _describe_longer_run(recipe, opened, data.train.num_samples)
     for key in find_secret_keys(recipe):
         yield f"recipe: {key} looks like a secret; the run folder and the training processes get *** instead"
 
@@ -207,19 +207,29 @@ def describe_steps(recipe: Recipe, num_samples: int | None) -> list[str]:
     return lines
 
 
-def _describe_longer_warmup(recipe: Recipe, opened: OpenedRun, num_samples: int) -> list[str]:
-    """The message about a warm-up that became longer because it is a fraction of an extended run."""
-    if opened.state != "resumed" or opened.before is None or recipe.optim.warmup_fraction is None:
-        return []
-    before, now = (
-        find_warmup(each.optim, each.num_steps(num_samples), each.batches) for each in (opened.before, recipe)
+def _describe_longer_run(recipe: Recipe, opened: OpenedRun, num_samples: int) -> Iterator[str]:
+    """Lines about what an extension of a run does to its learning rate, and to a warm-up that is a fraction of it."""
+    if opened.before is None:
+        return
+    recipes = (opened.before, recipe)
+    before, now = (each.num_steps(num_samples) for each in recipes)
+    step = opened.folder.newest_step()
+    if before == now or not step:
+        return
+    last, following = (
+        build_schedule(each.optim, steps, each.batches)(index)
+        for each, steps, index in zip(recipes, (before, now), (step - 1, step), strict=True)
     )
-    if before == now:
-        return []
-    return [
-        f"optim.warmup_fraction={recipe.optim.warmup_fraction:g} applies to the longer run: the warm-up was {before:,} "
-        f"{recipe.optim.schedule_unit}, and is now {now:,}; the learning rate continues on the curve of the longer run"
-    ]
+    yield (
+        f"schedule: the run is {now:,} steps long now, not {before:,}, and continues on the learning rate of the "
+        f"longer run: {last:.2e} at step {step:,}, {following:.2e} at step {step + 1:,}"
+    )
+    if recipe.optim.warmup_fraction is not None:
+        warmups = [find_warmup(each.optim, each.num_steps(num_samples), each.batches) for each in recipes]
+        yield (
+            f"optim.warmup_fraction={recipe.optim.warmup_fraction:g} applies to the longer run: the warm-up was "
+            f"{warmups[0]:,} {recipe.optim.schedule_unit}, and is now {warmups[1]:,}"
+        )
 
 
 def _keep_packing(recipe: Recipe, folder: RunFolder | None) -> Recipe:

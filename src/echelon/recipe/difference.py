@@ -18,6 +18,10 @@ RESUMABLE: tuple[str, ...] = (
 )  # fmt: skip
 
 
+LENGTH_KEYS = tuple(f"train.{key}" for key in STEP_KEYS)
+"""The keys that set how long a run is."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """A dotted key with different values; None: the recipe does not set it. `str()` shows the values as YAML."""
@@ -49,8 +53,7 @@ def blocking_differences(old: Recipe, new: Recipe) -> list[Difference]:
     """
     differences = [difference for difference in diff_recipes(old, new) if not _is_resumable(difference.key)]
     if _is_at_least_as_long(old, new):
-        lengths = {f"train.{key}" for key in STEP_KEYS}
-        differences = [difference for difference in differences if difference.key not in lengths]
+        differences = [difference for difference in differences if difference.key not in LENGTH_KEYS]
     return differences
 
 

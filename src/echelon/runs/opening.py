@@ -8,6 +8,7 @@ from typing import Literal
 
 from echelon.errors import ConfigError
 from echelon.recipe import Difference, Recipe, blocking_differences, diff_recipes, load_recipe
+from echelon.recipe.difference import LENGTH_KEYS
 from echelon.runs.run_folder import FILES, FOLDERS, TEMPORARY, RunFolder, list_directory
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,11 @@ _EARLY_FILES = {
     "spending.json",
 }  # fmt: skip
 # A finished run continues only if one of these keys extends it.
-_LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs", "evaluate.early_stopping")
+_EXTENDING_KEYS = (*LENGTH_KEYS, "evaluate.early_stopping")
+_ONLY_GROWS = (
+    "  A run can become longer, never shorter: its learning rate was computed for its length. Its earlier checkpoints "
+    "are the shorter training (`echelon export --checkpoint STEP`); for another schedule start a new run."
+)
 
 RunState = Literal["new", "resumed", "finished"]
 
@@ -85,13 +90,16 @@ def _reopen(folder: RunFolder, recipe: Recipe) -> OpenedRun:
         ) from error
     blocking = blocking_differences(old, recipe)
     if blocking:
-        shown = "\n".join(f"  {line}" for line in blocking)
+        lines = [f"  {line}" for line in blocking]
+        if any(difference.key in LENGTH_KEYS for difference in blocking):
+            lines.append(_ONLY_GROWS)
+        shown = "\n".join(lines)
         raise ConfigError(
             f"run.dir={folder.path} contains a run with another recipe:\n{shown}\n"
             "restore these keys to resume it, pass --fresh to move it aside, or choose another run.name."
         )
     differences = tuple(diff_recipes(old, recipe))
-    if folder.is_finished() and not any(difference.key in _LENGTH_KEYS for difference in differences):
+    if folder.is_finished() and not any(difference.key in _EXTENDING_KEYS for difference in differences):
         folder.unlock()
         logger.info(f"run: {folder.path} has finished{folder.remedy()}, or pass --fresh to start again.")
         return OpenedRun(folder, "finished", differences, old)
