@@ -4,6 +4,7 @@ Every module logs under its own name, `logging.getLogger(__name__)`. Imported as
 the caller handles the records, with `log_to_console` or own handlers.
 """
 
+import errno
 import io
 import logging
 import os
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from echelon.redaction import redact_text
 
@@ -84,11 +85,8 @@ class _StreamHandler(logging.StreamHandler[TextIO]):
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif isinstance(error, BrokenPipeError):
-            # The rest of the stream's buffer would fail again when the interpreter flushes it at exit.
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.stream.fileno())
-            os.close(null)
+        else:
+            _drop_rest(self.stream, error)
 
 
 class _StdoutHandler(_StreamHandler):
@@ -102,6 +100,37 @@ class _StdoutHandler(_StreamHandler):
         return sys.stdout
 
 
+def _drop_rest(stream: TextIO, error: OSError) -> None:
+    if error.errno in (errno.EPIPE, errno.EIO):  # a broken pipe, a closed terminal
+        # The rest of the stream's buffer would fail again when the interpreter flushes it at exit.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+class _LastingStream:
+    """A text stream that drops what cannot be written; None: the current stdout. `rich` would end the process."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream or sys.stdout, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return (self._stream or sys.stdout).write(text)
+        except OSError as error:
+            _drop_rest(self._stream or sys.stdout, error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            (self._stream or sys.stdout).flush()
+        except OSError as error:
+            _drop_rest(self._stream or sys.stdout, error)
+
+
 class _TerminalHandler(_StreamHandler):
     """Writes lines above a progress bar of the same `rich` console, in the colours of their level."""
 
@@ -110,9 +139,12 @@ class _TerminalHandler(_StreamHandler):
 
         super().__init__(stream)
         self.has_bar = look.has_bar
-        # Without a file, `rich` writes to the current stdout.
         self.console = Console(
-            file=stream, force_terminal=True, color_system="standard", no_color=not look.has_colours, highlight=False
+            file=cast(TextIO, _LastingStream(stream)),
+            force_terminal=True,
+            color_system="standard",
+            no_color=not look.has_colours,
+            highlight=False,
         )
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -190,9 +222,8 @@ def erase_progress_bar() -> None:
     """Erase the line of a progress bar that another process was killed over, if this process shares its console."""
     for each in _terminals():
         if each.has_bar:
-            with suppress(OSError):
-                each.console.file.write(_ERASE_LINE)
-                each.console.file.flush()
+            each.console.file.write(_ERASE_LINE)
+            each.console.file.flush()
 
 
 def keep_console(rank: int | None = None) -> None:

@@ -167,6 +167,22 @@ def test_forced_colours_in_a_pipe_bring_no_bar(tmp_path):
     assert output.count("\nstep ") == 39
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_closed_console_ends_nothing(tmp_path, terminal):
+    env = {key: value for key, value in os.environ.items() if key not in VARIABLES}
+    env |= {"TERM": "xterm"} | ({} if terminal else {"FORCE_COLOR": "1"})
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    command = [sys.executable, "-c", RUN, "0.05", str(tmp_path), "0"]
+    process = subprocess.Popen(command, env=env, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    os.read(ours, 10)
+    os.close(ours)
+    assert (process.communicate(timeout=120)[1], process.returncode) == ("", 0)
+    kept = (tmp_path / "logs" / "console.log").read_text()
+    assert kept.count("step ") == 41 and kept.endswith("the last line\n")
+
+
 def test_the_training_thread_does_not_draw(tmp_path, monkeypatch):
     from io import StringIO
 
