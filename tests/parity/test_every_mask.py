@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from causal_models import tiny_fields
 from echelon.data.loader import Microbatch, positions_in_documents
-from echelon.model.build import build_on_meta, load_config
+from echelon.model.build import load_config
 from echelon.model.router import has_experts
 from echelon.model.traits import find_traits
 from echelon.objectives.outputs import ObjectiveModule
@@ -69,7 +69,7 @@ def scores(module, batch):
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_documents_are_kept_apart_or_known_not_to_be(model_type):
     model = build(model_type)
-    traits = find_traits(build_on_meta(model.config))
+    traits = find_traits(model)
     if model_type in RECURRENT:
         assert traits.mask is None
     if traits.mask is None:
@@ -96,7 +96,7 @@ def test_documents_are_kept_apart_or_known_not_to_be(model_type):
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_a_loss_in_chunks_is_that_of_the_models_own_logits(model_type):
     model = build(model_type)
-    traits = find_traits(build_on_meta(model.config))
+    traits = find_traits(model)
     if traits.arithmetic is None:
         pytest.skip("its own forward pass computes the loss")
     tokens = packed().input_ids
