@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test slow fuzz parity parity-table model-table faults launchers bench gpu lint clean
+.PHONY: help demo test slow fuzz parity parity-table model-table pictures faults launchers bench gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make parity   compare every strategy with the single process, for all combinations of options (long)"
 	@echo "make parity-table  the same, and write docs/parity.md from the measurements; resumes after a kill (hours)"
 	@echo "make model-table  take every causal model of transformers through echelon, and write docs/models.md (20 minutes)"
+	@echo "make pictures run both tutorials, and draw the pictures of their pages (10 minutes)"
 	@echo "make faults   kill jobs at 66 random moments and compare their results: benchmarks/results/faults-cpu.md (30 minutes)"
 	@echo "make launchers  run jobs on emulated machines: a real Slurm, mpirun, ssh (as root, on Debian or Ubuntu)"
 	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
@@ -70,6 +71,10 @@ parity-table: .venv/.installed
 model-table: .venv/.installed
 	@echo "== examining every causal language model of the installed transformers, then writing docs/models.md"
 	$(BIN)/python benchmarks/model_table.py
+
+pictures: .venv/.installed
+	@echo "== running both tutorials, and drawing what they show into docs/pictures"
+	$(BIN)/python -m pytest tests/docs/test_tutorials.py -m slow --draw-pictures docs/pictures
 
 faults: .venv/.installed
 	@echo "== killing jobs in every phase, and comparing them with uninterrupted ones"

@@ -94,10 +94,13 @@ def run_command(
 
 
 class Session:
-    """A folder in which the blocks of a page run in order."""
+    """A folder in which the blocks of a page run in order. `outputs`: what each command has printed, by command."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, seconds: float = TIMEOUT_SECONDS) -> None:
+        """`seconds`: the time limit of a command."""
+        self.outputs: dict[str, str] = {}
         self._folder = folder
+        self._seconds = seconds
         self._names: dict[str, Any] = {"__name__": "documentation"}
         shutil.copy(ROOT / "LICENSE", folder / "text.txt")  # text that is the same on every machine
         (folder / "recipes").symlink_to(ROOT / "recipes")
@@ -113,6 +116,14 @@ class Session:
         del self._environment["HF_HUB_OFFLINE"]
         self._environment |= {"HF_ENDPOINT": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
+    def run_page(self, page: Path) -> None:
+        """Run the blocks of a page."""
+        for block in read_blocks(page):
+            if name := re.fullmatch(r"write (\S+)", block.option):
+                (self._folder / name[1]).write_text(block.text)
+            elif block.option != "skip":
+                self.run(block)
+
     def run(self, block: Block) -> None:
         """Run one block."""
         match block.language:
@@ -127,6 +138,7 @@ class Session:
 
     def _check(self, command: str, shown: str, overrides: str) -> None:
         code, output, errors = self._run(command, overrides)
+        self.outputs[command] = output
         details = f"$ {command}\n{output}{errors}"
         fails = shown.startswith("echelon: ")
         assert (code != 0) == fails, f"exit code {code}: {details}"
@@ -145,7 +157,7 @@ class Session:
         given = (command, arguments if plain else None, self._folder, self._environment, *paths)
         process: Any = WARM.Process(target=run_command, args=given)
         process.start()
-        process.join(TIMEOUT_SECONDS)
+        process.join(self._seconds)
         if process.is_alive():
             os.killpg(process.pid, signal.SIGKILL)
             return None, *(path.read_text() for path in paths)
@@ -171,11 +183,17 @@ SLOW_PAGES = {
     "adapters.md", "checkpoints.md", "evaluation.md", "fine-tuning.md", "hub.md", "optimization.md", "python.md",
     "schedules.md", "tracking.md",
 }  # fmt: skip
+# Pages whose commands take minutes: tests/docs/test_tutorials.py runs them.
+TUTORIALS = {"tutorial-chat.md", "tutorial-text.md"}
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW_PAGES else []) for page in PAGES],
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW_PAGES else [])
+        for page in PAGES
+        if page.name not in TUTORIALS
+    ],
     ids=lambda page: page.name,
 )
 def test_blocks_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -185,11 +203,7 @@ def test_blocks_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) 
         request.addfinalizer(hub.stop)
         push_model(hub, "team/base", tmp_path / ".model")
         session.use_hub(hub.url)
-    for block in read_blocks(page):
-        if name := re.fullmatch(r"write (\S+)", block.option):
-            (tmp_path / name[1]).write_text(block.text)
-        elif block.option != "skip":
-            session.run(block)
+    session.run_page(page)
 
 
 @on_every_page
