@@ -61,7 +61,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "blt_local_decoder": {"hidden_size_global": 64},
     "blt_local_encoder": {"hidden_size_global": 64},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
@@ -71,7 +71,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "head_dim": 16, "num_key_value_heads": 4, "layer_types": ["indexed_attention"] * 2,
         "mlp_layer_types": ["dense", "sparse"],
     },
-    "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64, "num_local_experts": 4},
+    "dots3_note_vision_encoder": {
+        "adapter_in_dim": 64, "adapter_out_dim": 64, "num_local_experts": 4, "mlp_layer_types": ["dense", "sparse"],
+    },
     "gemma3n_text": {
         "num_kv_shared_layers": 0, "intermediate_size": 64, "layer_types": ["sliding_attention", "full_attention"],
         "activation_sparsity_pattern": [0.0, 0.0], "hidden_size_per_layer_input": 16, "laurel_rank": 8,
@@ -87,7 +89,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
-    "zamba": {"num_hidden_layers": 3},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8},
 }  # fmt: skip

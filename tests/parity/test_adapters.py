@@ -4,7 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from echelon.checkpoint.export import export_run, load_run_model
 from test_parity import check
 from training import Row, bounds, check_exact_resume, difference, hashes, tensors_of, train, with_ranks
 
@@ -28,7 +30,6 @@ OPTIONS = [
     with_ranks(Row("hsdp", adapter="dora", family="qwen3", precision="bf16"), 4),
     with_ranks(Row("fsdp", adapter="lora", family="stablelm"), 2),
     with_ranks(Row("zero1", adapter="whole", tied=True), 4, micro_batch=1),
-    with_ranks(Row("ddp", adapter="experts", family="mixtral", precision="bf16"), 2),
     with_ranks(Row("fsdp", adapter="experts", family="qwen3_moe", checkpointing="full"), 2, micro_batch=2),
     with_ranks(Row("fsdp", adapter="whole", tied=True, checkpointing="full", compile=True, precision="bf16"), 2),
 ]
@@ -39,6 +40,7 @@ PRODUCT = [
     for ranks in (1, 2, 4)
 ]
 SLOW = [
+    with_ranks(Row("ddp", adapter="experts", family="mixtral", precision="bf16"), 2),
     with_ranks(Row("fsdp", adapter="4-bit experts", family="mixtral", checkpointing="full", precision="bf16"), 2),
     with_ranks(Row("ddp", adapter="4-bit experts", family="qwen3_moe"), 2, micro_batch=2),
     with_ranks(Row("zero1", adapter="qlora experts", family="deepseek_v3", checkpointing="selective"), 4),
@@ -83,7 +85,11 @@ MOVES = [
     (with_ranks(Row("ddp", adapter="lora"), 2), with_ranks(Row("fsdp", adapter="lora"), 4)),
     (with_ranks(Row("fsdp", adapter="qlora"), 4), Row("ddp", adapter="qlora")),
     (with_ranks(Row("zero1", adapter="dora"), 2), with_ranks(Row("fsdp", adapter="dora"), 4)),
-    (Row(adapter="experts", family="mixtral"), with_ranks(Row("fsdp", adapter="experts", family="mixtral"), 2)),
+    pytest.param(
+        Row(adapter="experts", family="mixtral"),
+        with_ranks(Row("fsdp", adapter="experts", family="mixtral"), 2),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -95,6 +101,21 @@ def test_an_adapter_goes_on_under_another_plan(workers, text, tmp_path, referenc
     loss_bound, norm_bound = bounds(second)
     assert losses <= loss_bound and norms <= norm_bound
     assert hashes(rows) == hashes(references(second.reference()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["experts", "4-bit experts"])
+def test_a_merged_export_of_experts_computes_the_same(workers, text, tmp_path, adapter):
+    row = with_ranks(Row("fsdp", adapter=adapter, family="mixtral"), 2)
+    train(workers, row, tmp_path, text)
+    export_run(tmp_path / "run", tmp_path / "merged")
+    ids = torch.arange(32).reshape(2, 16) + 64
+    models = (
+        load_run_model(tmp_path / "run", torch.device("cpu")), AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    )  # fmt: skip
+    with torch.no_grad():
+        ours, merged = (model.eval()(input_ids=ids).logits for model in models)
+    assert torch.allclose(ours, merged, atol=2e-5)
 
 
 def test_what_is_frozen_stays(workers, text, tmp_path):

@@ -74,8 +74,10 @@ def select_experts(wanted: str | tuple[str, ...], names: Sequence[str]) -> tuple
         ConfigError: a name selects none.
     """
     names = tuple(dict.fromkeys(names))
-    ends = names if wanted == "experts" else wanted
-    for each in ends or ["experts"] * bool(wanted):
+    if wanted == "experts" and names:
+        return names
+    ends = (wanted,) if isinstance(wanted, str) else wanted
+    for each in ends:
         if not any(_ends_in(name, each) for name in names):
             near = difflib.get_close_matches(each, names, n=1)
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}." if names else (
