@@ -97,7 +97,8 @@ _SPECIAL |= {
     encoder: {"is_decoder": True}
     for encoder in (
         "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
-        "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
+        "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta",
+        "xlm-roberta-xl",
     )
 }  # fmt: skip
 
