@@ -4,6 +4,7 @@ The answers have the shapes of https://huggingface.co/docs/hub/api. Every file's
 file there.
 """
 
+import base64
 import hashlib
 import json
 import re
@@ -18,15 +19,19 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 _INFO = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+?)(?:/revision/([^/]+))?")
 _TREE = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+?)/(?:tree|paths-info)/([^/]+)(?:/.*)?")
+_WRITE = re.compile(r"/api/models/([^/]+/[^/]+?)/(auth-check/write|preupload|commit|branch)(?:/(.+))?")
+_LARGE = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch")
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
 @dataclass
 class Repository:
-    """Commits by their hash, the newest last: each the bytes of its files by name."""
+    """Commits by their hash, the newest last: each the bytes of its files by name. `branches`: commits, except main."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     gated: bool = False
+    private: bool = False
+    branches: dict[str, str] = field(default_factory=dict)
 
     @property
     def head(self):
@@ -38,6 +43,7 @@ class HubServer:
     """Serves repositories until `stop`.
 
     `requests` holds (method, path, client) of everything asked; `slow` are seconds that a megabyte of a file takes.
+    A valid token may write to repositories of `writable`. `failing`: the number of files whose upload is refused.
     `on_info` is called once somebody was told the newest commit of a repository.
     """
 
@@ -45,6 +51,9 @@ class HubServer:
         self.repositories = {}
         self.requests = []
         self.tokens = {"let-me-in"}
+        self.writable = {"team"}
+        self.failing = 0
+        self.blobs = {}
         self.slow = 0.0
         self.on_info = lambda: None
         server = self
@@ -59,8 +68,12 @@ class HubServer:
                 server._answer(self, "GET")
 
             def do_POST(self):
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 server._answer(self, "POST")
+
+            def do_PUT(self):
+                self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                server._keep_blob(self)
 
             def log_message(self, *_):
                 pass
@@ -98,7 +111,15 @@ class HubServer:
         url = urlsplit(request.path)
         path = unquote(url.path)
         self.requests.append((method, path, request.client_address[0]))
-        if match := _TREE.fullmatch(path):
+        if method == "POST" and path == "/api/validate-yaml":
+            self._validate_card(request)
+        elif method == "POST" and path == "/api/repos/create":
+            self._create(request)
+        elif match := _WRITE.fullmatch(path):
+            self._write(request, match[1], match[2], match[3])
+        elif match := _LARGE.fullmatch(path):
+            self._offer_uploads(request)
+        elif match := _TREE.fullmatch(path):
             self._answer_listing(request, match[1], match[2], match[3], self._tree)
         elif match := _INFO.fullmatch(path):
             sizes = "blobs" in parse_qs(url.query)
@@ -119,7 +140,9 @@ class HubServer:
             return self._send(request, 401, b"", said)
         if repository is None:
             return self._send(request, 404 if token else 401, b"", {"X-Error-Code": "RepoNotFound"})
-        digest = repository.head if revision in (None, "main") else revision
+        if repository.private and not token:
+            return self._send(request, 401, b"", {"X-Error-Code": "RepoNotFound"})
+        digest = repository.head if revision in (None, "main") else repository.branches.get(revision, revision)
         if digest not in repository.commits:
             return self._send(request, 404, b"", {"X-Error-Code": "RevisionNotFound"})
         return repository, digest
@@ -131,12 +154,101 @@ class HubServer:
             text = json.dumps(render(name, digest, repository.commits[digest])).encode()
             self._send(request, 200, text, {"Content-Type": "application/json"})
 
-    @staticmethod
-    def _info(name, digest, files, sizes=False):
+    def _send_json(self, request, content, code=200):
+        self._send(request, code, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _may_write(self, request, name):
+        """Whether the request has a token that may write to a repository; otherwise an error has been sent."""
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token in self.tokens and name.split("/")[0] in self.writable:
+            return True
+        self._send_json(request, {"error": "Forbidden"}, 403 if token in self.tokens else 401)
+        return False
+
+    def _validate_card(self, request):
+        """Refuse a `base_model` that cannot be an id of the hub, as the hub does."""
+        text = json.loads(request.body)["content"]
+        found = re.search(r"^base_model: (.+)$", text, re.MULTILINE)
+        if found and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", found[1]):
+            said = f'"base_model" with value "{found[1]}" is not valid.'
+            self._send_json(request, {"errors": [{"message": said}], "warnings": []}, 400)
+        else:
+            self._send_json(request, {"errors": [], "warnings": []})
+
+    def _create(self, request):
+        wanted = json.loads(request.body)
+        name = f"{wanted.get('organization') or 'team'}/{wanted['name']}"
+        if not self._may_write(request, name):
+            return
+        if name in self.repositories:
+            self._send_json(request, {"error": "You already created this model repo", "url": f"{self.url}/{name}"}, 409)
+            return
+        private = bool(wanted.get("private")) or wanted.get("visibility") == "private"
+        self.repositories[name] = Repository({_sha(name.encode())[:40]: {}}, private=private)
+        self._send_json(request, {"url": f"{self.url}/{name}"})
+
+    def _write(self, request, name, what, revision):
+        if not self._may_write(request, name):
+            return
+        repository = self.repositories[name]
+        if what == "branch":
+            repository.branches.setdefault(revision, repository.head)
+            self._send_json(request, {})
+        elif what == "preupload":
+            kinds = [{"path": each["path"], "shouldIgnore": False,
+                      "uploadMode": "lfs" if each["path"].endswith(".safetensors") else "regular"}
+                     for each in json.loads(request.body)["files"]]  # fmt: skip
+            self._send_json(request, {"files": kinds})
+        elif what == "commit":
+            self._commit(request, name, repository, revision)
+        else:
+            self._send_json(request, {})
+
+    def _commit(self, request, name, repository, revision):
+        start = repository.head if revision == "main" else repository.branches[revision]
+        files = dict(repository.commits[start])
+        for line in request.body.splitlines():
+            part = json.loads(line)
+            value = part["value"]
+            if part["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif part["key"] == "lfsFile":
+                files[value["path"]] = self.blobs[value["oid"]]
+        digest = hashlib.sha1(f"{name} {len(repository.commits)}".encode()).hexdigest()
+        if revision == "main":
+            repository.commits[digest] = files
+        else:
+            repository.commits = {digest: files, **repository.commits}
+            repository.branches[revision] = digest
+        self._send_json(
+            request, {"success": True, "commitOid": digest, "commitUrl": f"{self.url}/{name}/commit/{digest}"}
+        )
+
+    def _offer_uploads(self, request):
+        """Answer git-lfs's batch request: where to put each object that is not there yet."""
+        objects = []
+        for each in json.loads(request.body)["objects"]:
+            there = (
+                {} if each["oid"] in self.blobs else {"actions": {"upload": {"href": f"{self.url}/put/{each['oid']}"}}}
+            )
+            objects.append(each | there)
+        self._send_json(request, {"objects": objects, "transfer": "basic"})
+
+    def _keep_blob(self, request):
+        if self.failing > 0:
+            self.failing -= 1
+            self._send_json(request, {"error": "no space"}, 400)
+            return
+        name = request.path.rpartition("/")[2]
+        if _sha(request.body) == name:
+            self.blobs[name] = request.body
+        self._send(request, 200 if name in self.blobs else 400, b"")
+
+    def _info(self, name, digest, files, sizes=False):
         siblings = [{"rfilename": file, **({"size": len(content), "blobId": _sha(content)} if sizes else {})}
                     for file, content in files.items()]  # fmt: skip
         return {"id": name.removeprefix("datasets/"), "sha": digest, "siblings": siblings, "tags": [],
-                "private": False, "gated": False}  # fmt: skip
+                "private": self.repositories[name].private, "gated": False}  # fmt: skip
 
     @staticmethod
     def _tree(name, digest, files):

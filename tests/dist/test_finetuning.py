@@ -184,7 +184,7 @@ def check_merged(echelon, run, ids, expected):
     assert comparison["loss_merged"] == pytest.approx(comparison["loss_adapter"], abs=1e-5)
     assert comparison["loss_adapter"] == pytest.approx(last_loss(run), abs=1e-4)
     card = Path("merged/README.md").read_text()
-    assert "A model with its adapter merged" in card and "base_model: base" in card and "KL divergence" in card
+    assert "A model with its adapter merged" in card and "starting from base;" in card and "base_model" not in card and "KL divergence" in card
     assert echelon("export", run.path, "half", "--merge", "--dtype", "bf16").code == 0
     half = AutoModelForCausalLM.from_pretrained("half", dtype="auto")
     assert half.dtype == torch.bfloat16

@@ -114,7 +114,12 @@ class Session:
     def use_hub(self, url: str) -> None:
         """Let commands in a shell use this hub; commands in the preloaded process were imported without one."""
         del self._environment["HF_HUB_OFFLINE"]
-        self._environment |= {"HF_ENDPOINT": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        self._environment |= {
+            "HF_ENDPOINT": url,
+            "HF_HUB_DISABLE_XET": "1",
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
 
     def run_page(self, page: Path) -> None:
         """Run the blocks of a page."""

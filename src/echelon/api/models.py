@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     Target = str | Path | Run
 
 logger = logging.getLogger(__name__)
+
+# The folder in a run folder of an export that is only uploaded.
+_PUSHED = "push"
 
 Prompts = TypeVar("Prompts", str, list[str])
 
@@ -163,32 +167,63 @@ def chat(
 
 def export(
     run: "Target",
-    out: str | Path,
+    out: str | Path | None = None,
     *,
     dtype: str | None = None,
     checkpoint: str | int | None = None,
     merge: bool = False,
-) -> Path:
+    push: str | None = None,
+    private: bool = False,
+    revision: str | None = None,
+) -> Path | None:
     """Write a checkpoint as an HF folder: safetensors, config, tokenizer; for a run with an adapter, the adapter.
 
     Args:
-        out: the folder to write; it must be new or empty.
+        out: the folder to write; it must be new or empty. With `push` it may be None: `push` in the run folder, which
+            is removed after the upload; what a failed upload has left there is replaced.
         dtype: the dtype of a whole model: `fp32` (the default), `bf16` or `fp16`.
         checkpoint: `newest`, `best` or a step; None: the newest.
-        merge: for a run with an adapter, write the merged model, after comparing it with the model with adapter.
+        merge: for a run with an adapter, write the merged model, and compare it with the model with adapter.
+        push: the model repository of the hub to upload the folder to, NAME or OWNER/NAME, which is created if needed;
+            `private`: as a private one; `revision`: the branch to upload to.
 
     Returns:
-        The folder.
+        The folder; None if it was removed after the upload.
 
     Raises:
         ConfigError or CheckpointError: an argument or file cannot be used; the message names it.
     """
+    path, which = find_target(run), None if checkpoint is None else str(checkpoint)
+    if push is None:
+        if private or revision is not None:
+            raise ConfigError("--private and --revision require --push ID; add it or remove them.")
+        if out is None:
+            raise ConfigError("export needs a folder to write; give OUT, or upload with --push ID.")
+        return _export(path, Path(out), dtype, which, merge)
+    from echelon.checkpoint.adapted import read_run_recipe
+    from echelon.checkpoint.export import check_empty
+    from echelon.model.hub_upload import Repository, open_repository, upload_folder
+
+    read_run_recipe(path)  # before anything is removed: another folder may have a `push` of its own
+    folder = path / _PUSHED if out is None else Path(out)
+    if out is not None:
+        check_empty(folder)
+    repository = open_repository(Repository(push, private, revision))
+    if out is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    url = upload_folder(_export(path, folder, dtype, which, merge), repository)
+    logger.info(f"push: {url}")
+    if out is not None:
+        return folder
+    shutil.rmtree(folder)
+    return None
+
+
+def _export(path: Path, folder: Path, dtype: str | None, which: str | None, merge: bool) -> Path:
     from echelon.checkpoint.adapted import read_run_recipe
     from echelon.checkpoint.export import export_adapter, export_run
     from echelon.inference.merging import merge_run
 
-    path, folder = find_target(run), Path(out)
-    which = None if checkpoint is None else str(checkpoint)
     if merge:
         merge_run(path, folder, dtype or "fp32", which)
     elif read_run_recipe(path).adapter.is_adapter:

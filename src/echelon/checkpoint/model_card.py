@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from echelon.model.hub import is_hub_name
 from echelon.recipe import AdapterConfig, Recipe, load_recipe
 from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stored import read_as, read_json
@@ -37,7 +38,8 @@ def render_card(run: Path, step: int, is_adapter: bool = False, comparison: str 
     method = "full training" if recipe.adapter.method == "full" else recipe.adapter.method
     base = recipe.model.checkpoint
     front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "tags": ["echelon", method]}
-    front |= {} if base is None else {"base_model": base}
+    if base is not None and is_hub_name(base):  # the hub refuses a card with any other value
+        front["base_model"] = base
     kind = "An adapter" if is_adapter else "A model with its adapter merged" if recipe.adapter.is_adapter else "A model"
     start = f"starting from {base}" if base is not None else "from newly initialized weights"
     lines = [

@@ -1,7 +1,8 @@
 """Models, tokenizers and datasets of the Hugging Face hub: resolves their commits, and downloads them.
 
-All requests to the hub are made here; the other modules read local folders. The first process of a run resolves each
-name to a commit once, and every machine downloads that commit: a repository may change between two downloads.
+All downloads are made here, and uploads in `hub_upload.py`; the other modules read local folders. The first process of
+a run resolves each name to a commit once, and every machine downloads that commit: a repository may change between two
+downloads.
 """
 
 import json
@@ -136,7 +137,7 @@ def find_dataset_commit(path: str, where: str) -> str:
     with _explained(where, "dataset", f"https://huggingface.co/datasets/{name}"):
         if not is_hub_reachable():
             raise HubUnreachableError(
-                f"{where}: {_describe_unreachable()}",
+                f"{where}: {describe_unreachable()}",
                 "Download the dataset on a machine with network access, store it with its save_to_disk, and give "
                 "that folder.",
             )
@@ -389,14 +390,15 @@ def _copy_folder(model: HubModel, commit: str) -> Path:
 def _unreachable(model: HubModel, commit: str | None = None) -> HubUnreachableError:
     at = "" if commit is None else f" at commit {commit[:12]}"
     return HubUnreachableError(
-        f"{model}: there is no such folder, {_describe_unreachable()}, and the cache in "
+        f"{model}: there is no such folder, {describe_unreachable()}, and the cache in "
         f"{_cache_folder(model).parent} has no complete copy of it{at}",
         f"Give a folder, or download it on a machine with network access (hf download {model.name}) and copy its "
         "cache.",
     )
 
 
-def _describe_unreachable() -> str:
+def describe_unreachable() -> str:
+    """Return why the hub cannot be reached from this machine."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
