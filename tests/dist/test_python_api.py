@@ -69,7 +69,7 @@ def test_invalid_data_raises_a_data_error(folder):
 @pytest.mark.slow
 def test_failed_training_raises_a_training_error(folder):
     recipe = echelon.load_recipe(write_recipe(folder), {"optim.learning_rate": 1e30, "fault.on_bad_step": "stop"})
-    with pytest.raises(TrainingError, match="not finite"):
+    with pytest.raises(TrainingError, match="both must be finite"):
         echelon.train(recipe, nproc=1, on_line=lambda line: None)
     assert echelon.Run("runs/tiny").status == "failed"
 
