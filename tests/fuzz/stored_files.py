@@ -23,6 +23,7 @@ from echelon.distributed.runtime import Runtime
 from echelon.errors import EchelonError
 from echelon.hardware.accelerators import Accelerator, Cluster
 from echelon.inference.target import load_target
+from echelon.inference.team import Host, Team
 from echelon.lifecycle.assemble import build_trainer, load_newest
 from echelon.lifecycle.model_checks import check_weights, find_model_fields
 from echelon.lifecycle.setup import prepare_run
@@ -288,5 +289,5 @@ def describe_model(model: Any) -> Parts:
 
 def describe_target(folder: Path) -> Parts:
     """The parts of a folder that `echelon eval` and `echelon generate` use."""
-    model, tokenizer = load_target(folder, torch.device("cpu"))
+    model, tokenizer = load_target(folder, Host(Team(torch.device("cpu"))))
     return {**describe_model(model), "tokenizer": digest(*describe_tokenizer(tokenizer))}

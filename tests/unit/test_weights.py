@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from echelon.data.tokenizer import build_bytes_tokenizer
 from echelon.errors import CheckpointError, ConfigError
 from echelon.inference.target import load_target
+from echelon.inference.team import Host, Team
 from echelon.model import weights
 from echelon.model.build import build_on_meta, load_config, materialize
 from echelon.model.pretrained import PretrainedWeights
@@ -112,7 +113,7 @@ def test_damaged_weights_are_refused_by_training_and_evaluation(tmp_path):
         load(tmp_path)
     save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=f"lack the weight {name}"):  # transformers would initialize it randomly
-        load_target(tmp_path, torch.device("cpu"))
+        load_target(tmp_path, Host(Team(torch.device("cpu"))))
     for files in ({name: "../model.safetensors"}, {name: "model.bin"}, {name: None}, []):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
         with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json cannot be read"):

@@ -14,6 +14,7 @@ from echelon.sizes import render_bytes
 if TYPE_CHECKING:
     from echelon.api.run import Run
     from echelon.inference.dialogue import Dialogue
+    from echelon.inference.team import Team
 
     Target = str | Path | Run
 
@@ -47,8 +48,9 @@ def evaluate(
     include_path: str | Path | None = None,
     limit: int | None = None,
     checkpoint: str | int | None = None,
+    team: "Team | None" = None,
 ) -> dict[str, Any]:
-    """Compute loss, perplexity and bits per byte on held-out text, or accuracy on tasks, in this process.
+    """Compute loss, perplexity and bits per byte on held-out text, or accuracy on tasks.
 
     Args:
         target: a run or its folder, or an HF model folder.
@@ -57,6 +59,7 @@ def evaluate(
         lm_eval: names of lm-eval tasks to run instead; `include_path`: a folder with your own task files; `limit`: the
             number of examples per task.
         checkpoint: `newest`, `best` or a step of a run; None: the newest.
+        team: the processes that share the model (`echelon.inference.team`), all of which must call; None: this one.
 
     Returns:
         The metrics by name, as printed by `echelon eval --json`.
@@ -72,14 +75,16 @@ def evaluate(
     if tasks is not None:
         from echelon.inference.tasks import evaluate_task
 
-        return evaluate_task(path, Path(tasks), which)
+        return evaluate_task(path, Path(tasks), which, team)
     if lm_eval:
+        if team is not None and team.size > 1:
+            raise ConfigError(f"--lm-eval runs in one process, not in {team.size}; use --nproc 1, or --tasks.")
         from echelon.inference.harness import evaluate_with_harness
 
         return evaluate_with_harness(path, lm_eval, None if include_path is None else Path(include_path), limit, which)
     from echelon.inference.evaluate import evaluate_model
 
-    return evaluate_model(path, None if data is None else Path(data), which)
+    return evaluate_model(path, None if data is None else Path(data), which, team)
 
 
 def generate(
@@ -172,6 +177,7 @@ def export(
     dtype: str | None = None,
     checkpoint: str | int | None = None,
     merge: bool = False,
+    nproc: int | None = None,
     push: str | None = None,
     private: bool = False,
     revision: str | None = None,
@@ -184,6 +190,8 @@ def export(
         dtype: the dtype of a whole model: `fp32` (the default), `bf16` or `fp16`.
         checkpoint: `newest`, `best` or a step; None: the newest.
         merge: for a run with an adapter, write the merged model, and compare it with the model with adapter.
+        nproc: processes that compare the two, each with a shard of the models; None: one, or one per GPU if the model
+            does not fit on one.
         push: the model repository of the hub to upload the folder to, NAME or OWNER/NAME, which is created if needed;
             `private`: as a private one; `revision`: the branch to upload to.
 
@@ -199,7 +207,7 @@ def export(
             raise ConfigError("--private and --revision require --push ID; add it or remove them.")
         if out is None:
             raise ConfigError("export needs a folder to write; give OUT, or upload with --push ID.")
-        return _export(path, Path(out), dtype, which, merge)
+        return _export(path, Path(out), dtype, which, merge, nproc)
     from echelon.checkpoint.adapted import read_run_recipe
     from echelon.checkpoint.export import check_empty
     from echelon.model.hub_upload import Repository, open_repository, upload_folder
@@ -211,7 +219,7 @@ def export(
     repository = open_repository(Repository(push, private, revision))
     if out is None:
         shutil.rmtree(folder, ignore_errors=True)
-    url = upload_folder(_export(path, folder, dtype, which, merge), repository)
+    url = upload_folder(_export(path, folder, dtype, which, merge, nproc), repository)
     logger.info(f"push: {url}")
     if out is not None:
         return folder
@@ -219,13 +227,19 @@ def export(
     return None
 
 
-def _export(path: Path, folder: Path, dtype: str | None, which: str | None, merge: bool) -> Path:
+def _export(path: Path, folder: Path, dtype: str | None, which: str | None, merge: bool, nproc: int | None) -> Path:
     from echelon.checkpoint.adapted import read_run_recipe
     from echelon.checkpoint.export import export_adapter, export_run
-    from echelon.inference.merging import merge_run
+    from echelon.inference.merging import compare_merged, merge_run
+    from echelon.lifecycle.inference_ranks import choose_num_processes, compare_in_ranks
 
     if merge:
         merge_run(path, folder, dtype or "fp32", which)
+        count = nproc or choose_num_processes(path)
+        if count == 1:
+            compare_merged(path, folder, which)
+        else:
+            compare_in_ranks(path, folder, which, count)
     elif read_run_recipe(path).adapter.is_adapter:
         if dtype is not None:
             raise ConfigError(

@@ -39,7 +39,11 @@ def read_run_recipe(run: Path) -> Recipe:
 def run_skeleton(run: Path) -> PreTrainedModel:
     """Build the plain model of a run, on meta, from the run's config and generation config."""
     folder = run_model_dir(run)
-    model = build_on_meta(load_config(str(folder)))
+    return with_generation_config(build_on_meta(load_config(str(folder))), folder)
+
+
+def with_generation_config(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Set a model's generation config to that of a folder, if it has one."""
     if (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
@@ -83,6 +87,7 @@ class AdaptedRun:
         """The model with its adapter, on meta until `load`."""
         apply_adapter(self.model, self._recipe.adapter, find_new_tokens(self._recipe, tokenizer))
         self._fill = open_first_weights(self.skeleton, run)
+        self._trained = {name for name, each in self.model.named_parameters() if each.requires_grad}
         # The dtype from which the training computed the initial values of a PiSSA adapter.
         self._frozen_dtype = getattr(torch, load_plan(RunFolder(run).plan_path).precision.compute)
 
@@ -115,7 +120,7 @@ class AdaptedRun:
         tensors = {
             name: torch.empty_like(each, device="cpu")
             for name, each in self.model.named_parameters()
-            if each.requires_grad
+            if name in self._trained
         }
         load_alone(self._checkpoint.path, {f"model.{name}": each for name, each in tensors.items()})
         principal: PrincipalParts = {}
@@ -139,7 +144,7 @@ class AdaptedRun:
     def _load_adapter(self, path: str, module: nn.Module) -> PrincipalParts:
         """Load the trained tensors of a module; returns the initial values of its PiSSA adapters."""
         principal = initialize_adapter(module, self._recipe.adapter, self._recipe.run.seed, self._frozen_dtype)
-        prefix = f"model.{path}." if path else "model."
-        trained = {f"{prefix}{name}": each for name, each in module.named_parameters() if each.requires_grad}
-        load_alone(self._checkpoint.path, {name: each.detach() for name, each in trained.items()})
+        named = {f"{path}.{name}" if path else name: each for name, each in module.named_parameters()}
+        trained = {f"model.{name}": named[name].detach() for name in named.keys() & self._trained}
+        load_alone(self._checkpoint.path, trained)
         return principal

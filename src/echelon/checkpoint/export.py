@@ -38,13 +38,24 @@ _CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def load_run_model(run: Path, device: torch.device, which: str | None = None) -> PreTrainedModel:
-    """Load the model of a run's checkpoint (see `checkpoint_of`), unsharded, in evaluation mode."""
+def load_run_model(
+    run: Path,
+    device: torch.device,
+    which: str | None = None,
+    adopt: Callable[[PreTrainedModel], None] = lambda model: None,
+) -> PreTrainedModel:
+    """Load the model of a run's checkpoint (see `checkpoint_of`), in evaluation mode.
+
+    `adopt` may shard the model while it is on meta; every rank then loads its shard.
+    """
     if read_run_recipe(run).adapter.is_adapter:
-        return AdaptedRun(run, which, device).load()
+        adapted = AdaptedRun(run, which, device)
+        adopt(adapted.model)
+        return adapted.load()
     checkpoint = checkpoint_of(run, which)
     skeleton = run_skeleton(run)
     model = copy.deepcopy(skeleton)
+    adopt(model)
     materialize(model, device)
     initialize_buffers(model, skeleton, stored=persistent_buffers(skeleton))
     load_alone(checkpoint.path, {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()})

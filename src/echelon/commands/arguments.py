@@ -31,6 +31,14 @@ OverridesArgument = Annotated[
 NprocOption = Annotated[
     str, typer.Option("--nproc", metavar="N|auto", help="Processes; auto: one per GPU, or per two CPU cores.")
 ]
+ShardsOption = Annotated[
+    str,
+    typer.Option(
+        "--nproc",
+        metavar="N|auto",
+        help="Processes, each with a shard of the model; auto: one, or one per GPU if it does not fit on one.",
+    ),
+]
 TargetArgument = Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or an HF model folder.")]
 CheckpointOption = Annotated[
     str | None,

@@ -3,12 +3,16 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.commands.arguments import CheckpointOption, JsonOption, TargetArgument
+from echelon.commands.arguments import CheckpointOption, JsonOption, ShardsOption, TargetArgument, parse_nproc
+from echelon.commands.sharded import run_with_model
 from echelon.commands.terminal import log_to_stderr, show
+
+if TYPE_CHECKING:
+    from echelon.inference.team import Team
 
 
 def evaluate(
@@ -31,24 +35,33 @@ def evaluate(
         int | None, typer.Option("--limit", min=1, help="Maximum number of examples per task, for --lm-eval.")
     ] = None,
     checkpoint: CheckpointOption = None,
+    nproc: ShardsOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a run or a model on held-out text or on tasks. Shows loss and perplexity, or accuracy."""
     from echelon.api.models import evaluate as evaluate_target
+    from echelon.api.models import find_target
 
     log_to_stderr()
+    num_processes = parse_nproc(nproc)
+    find_target(target)
     names = () if harness is None else harness.split(",")
-    result = evaluate_target(
-        target,
-        data_path,
-        tasks=task,
-        lm_eval=names,
-        include_path=include_path,
-        limit=limit,
-        checkpoint=checkpoint,
-    )
-    for line in [json.dumps(result, default=str)] if as_json else _render_lines(result):
-        show(line)
+
+    def work(team: "Team | None") -> None:
+        result = evaluate_target(
+            target,
+            data_path,
+            tasks=task,
+            lm_eval=names,
+            include_path=include_path,
+            limit=limit,
+            checkpoint=checkpoint,
+            team=team,
+        )
+        for line in [json.dumps(result, default=str)] if as_json else _render_lines(result):
+            show(line)
+
+    run_with_model(target, num_processes, work)
 
 
 def _render_lines(values: dict[str, Any], indent: str = "") -> Iterator[str]:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from echelon.commands.arguments import CheckpointOption
+from echelon.commands.arguments import CheckpointOption, ShardsOption, parse_nproc
 
 
 def export(
@@ -19,6 +19,7 @@ def export(
     ] = None,
     checkpoint: CheckpointOption = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter and write the full model.")] = False,
+    nproc: ShardsOption = "auto",
     push: Annotated[
         str | None, typer.Option("--push", metavar="ID", help="Upload the folder to this model repository of the hub.")
     ] = None,
@@ -29,13 +30,23 @@ def export(
 ) -> None:
     """Write a checkpoint as an HF folder. Contains model, config and tokenizer; or the adapter, if it has one."""
     from echelon.api.models import export as export_folder
+    from echelon.supervise.launch_environment import find_host_dir
 
+    num_processes = parse_nproc(nproc)
+    if find_host_dir() is not None:  # a process that `compare_in_ranks` started
+        from echelon.inference.merging import compare_merged
+        from echelon.lifecycle.inference_ranks import run_as_rank
+
+        folder = out
+        assert folder is not None
+        run_as_rank(lambda team: compare_merged(run, folder, checkpoint, team))
     export_folder(
         run,
         out,
         dtype=dtype,
         checkpoint=checkpoint,
         merge=merge,
+        nproc=num_processes,
         push=push,
         private=private,
         revision=revision,

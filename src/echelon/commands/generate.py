@@ -1,8 +1,10 @@
 """`echelon generate`: sample from a run or an HF folder, or talk to it."""
 
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from textwrap import shorten
@@ -10,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.commands.arguments import CheckpointOption, JsonOption, TargetArgument
+from echelon.commands.arguments import CheckpointOption, JsonOption, ShardsOption, TargetArgument, parse_nproc
 from echelon.commands.interactive import converse
+from echelon.commands.sharded import run_with_model
 from echelon.commands.terminal import log_to_stderr, show, show_piece
 from echelon.errors import ConfigError
 
 if TYPE_CHECKING:
     from echelon.inference.generate import Sample
+    from echelon.inference.team import Team
 
 # Characters of a prompt in the header of its samples.
 _HEADER_WIDTH = 60
@@ -66,6 +70,7 @@ def generate(
         bool | None,
         typer.Option("--stream/--no-stream", help="Print each token immediately. Default: only on a terminal."),
     ] = None,
+    nproc: ShardsOption = "auto",
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write JSON, one sample per line.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -77,25 +82,30 @@ def generate(
     from echelon.inference.generate import Sampling, generate_samples
 
     log_to_stderr()
+    num_processes = parse_nproc(nproc)
     find_target(target)
     sampling = Sampling(
         max_tokens, temperature, top_k, top_p, min_p, repetition_penalty, num_samples, tuple(stop or ()), seed
     )
     if as_chat and prompt is None and prompts_path is None:
-        _check_conversation(out, num_samples)
+        _check_conversation(out, num_samples, num_processes)
         converse(target, sampling, system, checkpoint, as_json)
         return
     records = _read_records(prompt, prompts_path)
     prompts = [each["prompt"] for each in records]
     chat = Chat(system) if as_chat else None
+    write: Callable[[str], None] | None = None
     if as_json or out is not None:
-        samples = generate_samples(target, prompts, sampling, checkpoint, batch_size, None, chat)
-        _write_samples(samples, records, num_samples, out)
-        return
-    streams = sys.stdout.isatty() if stream is None else stream
-    write = show_piece if streams else None
-    samples = generate_samples(target, prompts, sampling, checkpoint, batch_size, write, chat)
-    _show_samples(samples, _headers(prompts, num_samples), streams)
+        finish = partial(_write_samples, records=records, num_samples=num_samples, out=out)
+    else:
+        streams = sys.stdout.isatty() if stream is None else stream
+        write = show_piece if streams else None
+        finish = partial(_show_samples, headers=_headers(prompts, num_samples), streams=streams)
+
+    def work(team: "Team | None") -> None:
+        finish(generate_samples(target, prompts, sampling, checkpoint, batch_size, write, chat, team))
+
+    run_with_model(target, num_processes, work)
 
 
 def _show_samples(samples: Iterator["Sample"], headers: Iterator[str], streams: bool) -> None:
@@ -117,9 +127,13 @@ def _headers(prompts: Sequence[str], num_samples: int) -> Iterator[str]:
             yield f"=== {', '.join(places)}: {start} ===" if places else ""
 
 
-def _check_conversation(out: Path | None, num_samples: int) -> None:
-    """Refuse options that have no meaning in a conversation."""
-    for option, is_given in ((f"--out {out}", out is not None), (f"--num-samples {num_samples}", num_samples != 1)):
+def _check_conversation(out: Path | None, num_samples: int, num_processes: int | None) -> None:
+    """Refuse options that have no meaning in a conversation, which has one process."""
+    for option, is_given in (
+        (f"--out {out}", out is not None),
+        (f"--num-samples {num_samples}", num_samples != 1),
+        (f"--nproc {num_processes}", num_processes not in (None, 1)),
+    ):
         if is_given:
             raise ConfigError(f"{option} requires --prompt or --prompts; add one, or remove {option.split()[0]}.")
 
@@ -140,8 +154,10 @@ def _write_samples(
 ) -> None:
     """Write each sample as a line of JSON as soon as it is ready, to `out` or stdout."""
     from echelon.inference.generate import render_sample
+    from echelon.supervise.launch_environment import find_place
 
-    with out.open("w", encoding="utf-8") if out is not None else nullcontext(sys.stdout) as lines:
+    file = out if find_place().rank == 0 else Path(os.devnull)
+    with file.open("w", encoding="utf-8") if file is not None else nullcontext(sys.stdout) as lines:
         for record in records:
             for sample in islice(samples, num_samples):
                 print(render_sample(record, sample), file=lines, flush=True)

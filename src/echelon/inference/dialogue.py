@@ -9,6 +9,7 @@ from echelon.errors import ConfigError
 from echelon.inference.chat import Chat
 from echelon.inference.generate import Row, Sample, Sampling, continue_rows
 from echelon.inference.target import find_device, load_target, load_target_tokenizer
+from echelon.inference.team import Host, Team
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Dialogue:
         self.turns: list[Turn] = []
         self._target, self._sampling, self._chat = target, sampling, Chat(system)
         self._chat.encode(target, load_target_tokenizer(target, checkpoint), "")
-        self._model, self._tokenizer = load_target(target, find_device(), checkpoint)
+        self._model, self._tokenizer = load_target(target, Host(Team(find_device())), checkpoint)
         self._positions: int | None = getattr(self._model.config, "max_position_embeddings", None)
         self._num_answers = 0
         self._has_dropped = False

@@ -27,6 +27,7 @@ from echelon.errors import ConfigError
 from echelon.inference.held_out import open_held_out, prepare_given
 from echelon.inference.sampler import encode_prompts
 from echelon.inference.target import find_device, load_first_weights, load_target
+from echelon.inference.team import Host, Team
 from echelon.model.build import is_model_folder
 from echelon.model.traits import find_traits
 from echelon.objectives.causal_lm import CausalLM
@@ -252,13 +253,16 @@ def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: 
     return build_microbatch(set_width(samples, padding=padding), ids, ids, padding)
 
 
-def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | None = None) -> dict[str, Any]:
-    """Evaluate a checkpoint of a run, or an HF folder, in this process.
+def evaluate_model(
+    target: Path, data: Path | None = None, checkpoint: str | None = None, team: Team | None = None
+) -> dict[str, Any]:
+    """Evaluate a checkpoint of a run, or an HF folder. Collective; the result is the same in every process.
 
     Args:
         target: a run folder or an HF folder.
         data: text to evaluate on; None for all validation sets of a run.
         checkpoint: newest, best or a step of a run; None for the newest.
+        team: the processes that share the model and the text; None for this one alone.
 
     Returns:
         loss (nats per token), perplexity, bits_per_byte, unigram_entropy (the loss of a model that only knows token
@@ -269,14 +273,10 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
     Raises:
         ConfigError: an HF folder without `data`, or a run without held-out text.
     """
-    if data is not None and not data.exists() and not has_magic(str(data)) and str(data) != PYTHON_STDLIB:
-        raise ConfigError(
-            f"--data {data}: no such file or folder (current folder: {Path.cwd()}); give text to evaluate on."
-        )
-    if data is None and is_model_folder(target):
-        raise ConfigError(f"{target} is an HF folder without text; give text with --data PATH.")
-    device = find_device()
-    model, tokenizer = load_target(target, device, checkpoint)
+    _check_data(target, data)
+    team = team or Team(find_device())
+    host, reference = Host(team), Host(team)
+    model, tokenizer = load_target(target, host, checkpoint)
     sequence_len = _find_window(target, model)
     objective: Objective = CausalLM()
     with ExitStack() as stack:
@@ -291,9 +291,14 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
         traits = find_traits(model, sequence_len)
         module = ObjectiveModule(model, traits=traits).eval()
         if objective.needs_reference and not read_run_recipe(target).adapter.is_adapter:
-            module.refer_to(ObjectiveModule(load_first_weights(target, device), traits=traits).eval())
+            module.refer_to(ObjectiveModule(load_first_weights(target, reference), traits=traits).eval())
         batch = max(1, EVAL_TOKENS // sequence_len)
-        results = EvalResults({each.name: _evaluate_set(module, objective, each, batch, device) for each in sets})
+
+        def add_up(microbatch: Microbatch) -> Tensor:
+            sums: Tensor = host.run(lambda: reference.run(lambda: module(microbatch, objective.evaluation_sums)))
+            return sums
+
+        results = EvalResults({each.name: _evaluate_set(add_up, objective, each, batch, team) for each in sets})
         entropy = unigram_entropy([each.dataset for each in sets])
         entropies = {each.name: unigram_entropy([each.dataset]) for each in sets}
     return {
@@ -302,6 +307,15 @@ def evaluate_model(target: Path, data: Path | None = None, checkpoint: str | Non
         "sequence_len": sequence_len,
         "sets": {name: _render(result, entropies[name]) for name, result in results.sets.items()},
     }
+
+
+def _check_data(target: Path, data: Path | None) -> None:
+    if data is not None and not data.exists() and not has_magic(str(data)) and str(data) != PYTHON_STDLIB:
+        raise ConfigError(
+            f"--data {data}: no such file or folder (current folder: {Path.cwd()}); give text to evaluate on."
+        )
+    if data is None and is_model_folder(target):
+        raise ConfigError(f"{target} is an HF folder without text; give text with --data PATH.")
 
 
 def _render(result: EvalResult, entropy: float) -> dict[str, Any]:
@@ -322,15 +336,18 @@ def _render(result: EvalResult, entropy: float) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
 def _evaluate_set(
-    module: ObjectiveModule, objective: Objective, given: ValidationSet, batch: int, device: torch.device
+    add_up: Callable[[Microbatch], Tensor], objective: Objective, given: ValidationSet, batch: int, team: Team
 ) -> EvalResult:
-    sums = torch.zeros(3 + len(objective.measures), dtype=torch.float64, device=device)
-    for microbatch in _read_all(given.dataset, batch, device):
+    """Evaluate a set, divided over the team: every process has the same number of microbatches of `batch` sequences."""
+    sums = torch.zeros(3 + len(objective.measures), dtype=torch.float64, device=team.device)
+    num_samples = given.dataset.num_samples
+    for first in range(0, num_samples, batch * team.size):
+        start = first + team.rank * batch
+        microbatch = read_in_order(given.dataset, start, batch, num_samples).to(team.device)
         sums[:2] += count_labels(objective, microbatch)
-        sums[2:] += module(microbatch, objective.evaluation_sums)
-    return build_result(objective, sums.tolist(), given.bytes_per_token)
+        sums[2:] += add_up(microbatch)
+    return build_result(objective, team.add_up(sums).tolist(), given.bytes_per_token)
 
 
 def _find_window(target: Path, model: PreTrainedModel) -> int:
@@ -344,8 +361,3 @@ def _find_window(target: Path, model: PreTrainedModel) -> int:
     if isinstance(length, int) and length > 0:
         return length
     return min(1024, getattr(model.config, "max_position_embeddings", 1024))
-
-
-def _read_all(dataset: Dataset, batch: int, device: torch.device) -> Iterator[Microbatch]:
-    for start in range(0, dataset.num_samples, batch):
-        yield read_in_order(dataset, start, batch, dataset.num_samples).to(device)

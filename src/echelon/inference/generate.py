@@ -29,6 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from echelon.errors import ConfigError
 from echelon.inference.chat import Chat
 from echelon.inference.target import find_device, load_target, load_target_tokenizer
+from echelon.inference.team import Host, SameToken, Team
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for a character with missing bytes
 
@@ -118,8 +119,9 @@ def generate_samples(
     batch_size: int = 8,
     write: Callable[[str], None] | None = None,
     chat: Chat | None = None,
+    team: Team | None = None,
 ) -> Iterator[Sample]:
-    """Continue prompts, `sampling.num_samples` times each, in order.
+    """Continue prompts, `sampling.num_samples` times each, in order. Collective: all processes yield the same samples.
 
     A sample depends on its prompt, its number and the seed, not on the other prompts: every row of a batch has its own
     random generator. (Rounding differs between batches, which may decide a near tie.)
@@ -129,23 +131,26 @@ def generate_samples(
         batch_size: samples generated at a time.
         write: receives the text as it is generated, prompt first; samples are then generated one at a time.
         chat: prompts are user messages, and the text of a sample is only the answer.
+        team: the processes that share the model and decode the same tokens in step; None for this one alone.
 
     Raises:
         ConfigError: a prompt has no token or is too long for the model, or there is no template for a chat.
     """
-    device = find_device()
+    team = team or Team(find_device())
+    host = Host(team)
     # Check prompts before loading the model, which may take long.
     tokenizer = load_target_tokenizer(target, checkpoint)
     encode = partial(_encode, tokenizer) if chat is None else partial(chat.encode, target, tokenizer)
     rows = [Row(prompt, number, encode(prompt)) for prompt in prompts for number in range(sampling.num_samples)]
-    model, tokenizer = load_target(target, device, checkpoint)
+    model, tokenizer = load_target(target, host, checkpoint)
     _check_positions(model, rows, sampling.max_tokens)
     size = batch_size if write is None else 1
     for start in range(0, len(rows), size):
         batch = rows[start : start + size]
         if write is not None and chat is None:
             write(tokenizer.decode(batch[0].ids, skip_special_tokens=True))
-        yield from continue_rows(model, tokenizer, batch, sampling, write, with_prompt=chat is None)
+        work = partial(continue_rows, model, tokenizer, batch, sampling, write, with_prompt=chat is None, team=team)
+        yield from host.run(work)
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,7 @@ def _check_positions(model: PreTrainedModel, rows: Sequence[Row], max_tokens: in
         )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def continue_rows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -191,6 +196,7 @@ def continue_rows(
     sampling: Sampling,
     write: Callable[[str], None] | None,
     with_prompt: bool,
+    team: Team | None = None,
 ) -> list[Sample]:
     """Continue the rows of one batch, each by one sample.
 
@@ -207,13 +213,15 @@ def continue_rows(
     config = GenerationConfig(
         max_new_tokens=sampling.max_tokens, do_sample=False, num_beams=1, pad_token_id=pad, eos_token_id=eos or None
     )
+    seeds = [row_seed(sampling.seed, row.prompt, row.number) for row in rows]
+    processors = build_processors(sampling, seeds, mask)
+    if team is not None and team.size > 1:
+        processors.append(SameToken())
     output = model.generate(
         input_ids=ids,
         attention_mask=mask,
         generation_config=config,
-        logits_processor=build_processors(
-            sampling, [row_seed(sampling.seed, row.prompt, row.number) for row in rows], mask
-        ),
+        logits_processor=processors,
         stopping_criteria=StoppingCriteriaList([_StopTexts(decoders, width, sampling.stop)] if sampling.stop else []),
         streamer=None if write is None else TextStream(decoders[0], sampling.stop, write),
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from echelon.errors import ConfigError
 from echelon.inference.target import find_device, load_target
+from echelon.inference.team import Host, Team
 
 
 def evaluate_with_harness(
@@ -35,8 +36,7 @@ def evaluate_with_harness(
             f"--lm-eval {missing[0]}: lm-eval has no such task; `lm-eval ls tasks` lists its tasks, and --include-path "
             "FOLDER adds task files."
         )
-    device = find_device()
-    model, tokenizer = load_target(target, device, checkpoint)
+    model, tokenizer = load_target(target, Host(Team(find_device())), checkpoint)
     wrapped = models.HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=8)
     report = evaluator.simple_evaluate(wrapped, tasks=list(tasks), task_manager=known, limit=limit, log_samples=False)
     return {task: dict(_numbers(values)) for task, values in report["results"].items()}

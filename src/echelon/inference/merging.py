@@ -5,18 +5,18 @@ in its place, the merged one: log-probabilities of a few sequences are kept in b
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from echelon.checkpoint.adapted import read_run_recipe, run_skeleton
-from echelon.checkpoint.export import export_run, load_run_model
+from echelon.checkpoint.export import export_run
 from echelon.checkpoint.folder import checkpoint_of
 from echelon.checkpoint.model_card import render_card
 from echelon.data.shards import NO_LABEL, Dataset
@@ -24,6 +24,7 @@ from echelon.errors import ConfigError, DataError
 from echelon.inference.evaluate import read_in_order
 from echelon.inference.held_out import open_run_text
 from echelon.inference.target import find_device, load_target
+from echelon.inference.team import Host, Team
 from echelon.stored import write_json, write_text
 
 logger = logging.getLogger(__name__)
@@ -54,14 +55,10 @@ class Comparison:
         )
 
 
-def merge_run(run: Path, out: Path, dtype: str, which: str | None) -> Comparison | None:
-    """Write a run's checkpoint as an HF folder with the adapter merged, and compare the two models.
+def merge_run(run: Path, out: Path, dtype: str, which: str | None) -> None:
+    """Write a run's checkpoint as an HF folder with the adapter merged.
 
-    The adapter is merged into the weights that it was trained with, for `qlora` the dequantised ones. The measurements
-    are written to merge.json and README.md of the folder.
-
-    Returns:
-        The comparison; None if the run's text is no longer available.
+    The adapter is merged into the weights that it was trained with, for `qlora` the dequantised ones.
 
     Raises:
         ConfigError: the run trained no adapter, or `out` exists. Also the errors of `export_run`.
@@ -69,15 +66,30 @@ def merge_run(run: Path, out: Path, dtype: str, which: str | None) -> Comparison
     if not read_run_recipe(run).adapter.is_adapter:
         raise ConfigError(f"--merge: the run {run} has no adapter to merge; remove --merge.")
     export_run(run, out, dtype, which, find_device())
+
+
+def compare_merged(run: Path, out: Path, which: str | None, team: Team | None = None) -> Comparison | None:
+    """Compare a merged model with the checkpoint that it was merged from, one after the other. Collective.
+
+    The measurements are written to merge.json and README.md of the folder `out`.
+
+    Args:
+        team: the processes that share each of the two models, and the sequences; None for this one alone.
+
+    Returns:
+        The comparison; None if the run's text is no longer available.
+    """
     try:
         dataset, text = _find_text(run)
     except DataError as error:
         logger.warning(f"the merged model was not compared with the adapter: {error}")
         return None
-    # A model in fp32, and the logits of a sequence.
-    device = find_device(num_bytes=5 * sum(each.numel() for each in run_skeleton(run).parameters()))
-    kept = list(keep_log_probabilities(load_run_model(run, device, which), dataset))
-    comparison = compare_with(kept, load_target(out, device)[0], dataset, text)
+    if team is None:  # a model in fp32, and the logits of a sequence
+        team = Team(find_device(num_bytes=5 * sum(each.numel() for each in run_skeleton(run).parameters())))
+    kept = _keep_log_probabilities(run, team, which, dataset)
+    comparison = _compare(kept, out, team, dataset, text)
+    if team.rank > 0:
+        return comparison
     write_json(out / "merge.json", asdict(comparison))
     step = checkpoint_of(run, which).step
     write_text(out / "README.md", render_card(run, step, comparison=comparison.describe()))
@@ -90,35 +102,40 @@ def _find_text(run: Path) -> tuple[Dataset, str]:
     return (data.validation[0].dataset, "held-out") if data.validation else (data.train, "training")
 
 
-def keep_log_probabilities(model: PreTrainedModel, dataset: Dataset) -> Iterator[Tensor]:
-    """Yield the fp32 log-probabilities at the target tokens of the first sequences, [targets, vocabulary], on the CPU.
+def _keep_log_probabilities(run: Path, team: Team, which: str | None, dataset: Dataset) -> list[Tensor]:
+    """Return the log-probabilities by the adapter at the targets of this process's sequences, on the CPU.
 
-    There are `COMPARED_SEQUENCES`, or as many as `KEPT_BYTES` may hold, at least one.
+    Together the processes have the first `COMPARED_SEQUENCES`, or as many as `KEPT_BYTES` of each may hold, at least
+    one.
     """
+    host = Host(team)
+    model, _ = load_target(run, host, which)
     each_bytes = 4 * dataset.sequence_len * model.get_output_embeddings().weight.shape[0]
-    count = max(1, min(COMPARED_SEQUENCES, KEPT_BYTES // each_bytes, dataset.num_samples))
-    for index in range(count):
-        yield _log_probabilities(model, dataset, index)[0].cpu()
+    rounds = -(-min(COMPARED_SEQUENCES, dataset.num_samples) // team.size)
+    mine = (number * team.size + team.rank for number in range(max(1, min(rounds, KEPT_BYTES // each_bytes))))
+    return [host.run(partial(_log_probabilities, model, dataset, index))[0].cpu() for index in mine]
 
 
-def compare_with(kept: Sequence[Tensor], merged: PreTrainedModel, dataset: Dataset, text: str) -> Comparison:
-    """Compare a merged model with what `keep_log_probabilities` yielded of the model with the adapter."""
-    sums, count = np.zeros(3), 0
-    for index, ours in enumerate(kept):
-        theirs, labels = _log_probabilities(merged, dataset, index)
-        ours = ours.to(theirs.device)
+def _compare(kept: Sequence[Tensor], out: Path, team: Team, dataset: Dataset, text: str) -> Comparison:
+    """Compare a merged model with what `_keep_log_probabilities` returned of the model with the adapter."""
+    host = Host(team)
+    merged, _ = load_target(out, host)
+    sums = torch.zeros(4, dtype=torch.float64, device=team.device)
+    for number, of_adapter in enumerate(kept):
+        work = partial(_log_probabilities, merged, dataset, number * team.size + team.rank)
+        theirs, labels = host.run(work)
+        ours = of_adapter.to(team.device)
         kl = F.kl_div(theirs, ours, reduction="sum", log_target=True)
         losses = [F.nll_loss(each, labels, reduction="sum") for each in (ours, theirs)]
-        sums += [float(each) for each in (kl, *losses)]
-        count += len(labels)
-    kl_mean, adapter_loss, merged_loss = (sums / max(1, count)).tolist()
-    return Comparison(max(0.0, kl_mean), adapter_loss, merged_loss, count, text)
+        sums += torch.stack([kl, *losses, torch.tensor(len(labels), device=team.device)])
+    *totals, count = team.add_up(sums).tolist()
+    kl_mean, adapter_loss, merged_loss = (total / max(1.0, count) for total in totals)
+    return Comparison(max(0.0, kl_mean), adapter_loss, merged_loss, int(count), text)
 
 
-@torch.no_grad()
 def _log_probabilities(model: PreTrainedModel, dataset: Dataset, index: int) -> tuple[Tensor, Tensor]:
     """Return fp32 log-probabilities at a sequence's target tokens, [targets, vocabulary], and the targets."""
-    row = read_in_order(dataset, index, 1, dataset.num_samples).to(model.device)
+    row = read_in_order(dataset, index, 1, min(COMPARED_SEQUENCES, dataset.num_samples)).to(model.device)
     places = {} if row.position_ids is None else {"position_ids": row.position_ids}
     chosen = row.labels != NO_LABEL
     logits = model(input_ids=row.input_ids, use_cache=False, **places).logits[chosen]

@@ -1,4 +1,4 @@
-"""Loads the target of `eval` and `generate`: a checkpoint of a run, or an HF folder."""
+"""Loads the target of `eval` and `generate`: a checkpoint of a run, or an HF folder; whole, or a shard of it."""
 
 import copy
 from collections.abc import Iterator
@@ -6,18 +6,33 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
-from echelon.checkpoint.adapted import open_first_weights, run_skeleton
+from echelon.checkpoint.adapted import (
+    AdaptedRun,
+    open_first_weights,
+    read_run_recipe,
+    run_skeleton,
+    with_generation_config,
+)
 from echelon.checkpoint.export import load_run_model
 from echelon.checkpoint.folder import checkpoint_of
 from echelon.data.tokenizer import try_tokenizer
 from echelon.errors import ConfigError, EchelonError
+from echelon.inference.team import Host
 from echelon.model.attention import choose_attention
-from echelon.model.build import is_model_folder, materialize
+from echelon.model.build import build_on_meta, is_model_folder, materialize
 from echelon.model.causality import check_is_causal
 from echelon.model.model_folder import run_model_dir
+from echelon.model.pretrained import PretrainedWeights, SafetensorsFolder
 from echelon.planner.shape import check_depth
 from echelon.runs.run_folder import is_run
 from echelon.stored import read_json
@@ -34,24 +49,28 @@ def find_device(num_bytes: int = 0) -> torch.device:
 
 
 def load_target(
-    target: Path, device: torch.device, checkpoint: str | None = None
+    target: Path, host: Host, checkpoint: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model, in evaluation mode, and its tokenizer.
+    """Load the model, in evaluation mode, and its tokenizer. Collective.
 
     Args:
+        host: shards the model over its team, and runs work on it.
         checkpoint: newest, best or a step of a run; None for the newest.
 
     Raises:
         ConfigError: the path is neither a run nor an HF folder, or the run has no such checkpoint.
     """
     tokenizer = load_target_tokenizer(target, checkpoint)
+    device = host.team.device
     if not is_model_folder(target):
-        return load_run_model(target, device, checkpoint), tokenizer
+        return load_run_model(target, device, checkpoint, host.adopt), tokenizer
     logging.disable_progress_bar()
     with _explained(target):
         check_depth(read_json(target / "config.json"))
         config = AutoConfig.from_pretrained(target, **_LOCAL)
-        check_is_causal(config)
+        check_is_causal(copy.deepcopy(config))  # the check builds models in fp32, and sets the config's dtype
+        if host.team.size > 1:
+            return _load_shard(target, config, host), tokenizer
         model, report = AutoModelForCausalLM.from_pretrained(
             target, config=config, dtype="auto", use_safetensors=True, output_loading_info=True,
             attn_implementation=choose_attention(config, None), **_LOCAL,
@@ -59,6 +78,23 @@ def load_target(
         if report["missing_keys"]:  # transformers would initialise them randomly
             raise ValueError(f"its files lack the weight {min(report['missing_keys'])}")
     return model.to(device).eval(), tokenizer
+
+
+def _load_shard(target: Path, config: PretrainedConfig, host: Host) -> PreTrainedModel:
+    """Load this process's shard of an HF folder, in the dtypes that `from_pretrained` chooses with dtype="auto"."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"{target} has quantized weights, which cannot be sharded; use --nproc 1.")
+    dtype = config.dtype or SafetensorsFolder(target).find_dtype()
+    skeleton = with_generation_config(build_on_meta(config, dtype=dtype), target)
+    in_fp32 = skeleton._get_dtype_plan(dtype)
+    for name, parameter in skeleton.named_parameters():
+        if not in_fp32.keys().isdisjoint(name.split(".")):
+            parameter.data = parameter.data.float()
+    model = copy.deepcopy(skeleton)
+    host.adopt(model)
+    materialize(model, host.team.device)
+    PretrainedWeights(skeleton, target).fill(model)
+    return model.eval()
 
 
 def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTrainedTokenizerBase:
@@ -83,13 +119,24 @@ def load_target_tokenizer(target: Path, checkpoint: str | None = None) -> PreTra
     return AutoTokenizer.from_pretrained(run_model_dir(target), **_LOCAL)
 
 
-def load_first_weights(run: Path, device: torch.device) -> PreTrainedModel:
+def load_first_weights(run: Path, host: Host) -> PreTrainedModel:
     """Load a run's initial model, in evaluation mode: initialised from the seed, or from `model.checkpoint`."""
     skeleton = run_skeleton(run)
     model = copy.deepcopy(skeleton)
-    materialize(model, device)
+    host.adopt(model)
+    materialize(model, host.team.device)
     open_first_weights(skeleton, run)(model)
     return model.eval()
+
+
+def count_bytes(target: Path) -> int:
+    """Return the bytes of a target's weights in memory, without loading them. Raises the errors of `load_target`."""
+    if is_model_folder(target):
+        return sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    load_target_tokenizer(target)
+    is_adapter = read_run_recipe(target).adapter.is_adapter
+    model = AdaptedRun(target, None, torch.device("meta")).model if is_adapter else run_skeleton(target)
+    return sum(each.nbytes for each in model.parameters())
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from echelon.errors import ConfigError
 from echelon.inference.target import find_device, load_target
+from echelon.inference.team import Host, Team
 from echelon.planner.model_shape import logits_chunk_tokens
 
 CONTEXT_FIELDS = ("context", "question", "prompt")
@@ -83,8 +84,8 @@ def _find_answer(answer: object, choices: list[str], where: str) -> int:
     return answer
 
 
-def evaluate_task(target: Path, path: Path, checkpoint: str | None = None) -> dict[str, Any]:
-    """Score a task's choices by their log-likelihood after the context.
+def evaluate_task(target: Path, path: Path, checkpoint: str | None = None, team: Team | None = None) -> dict[str, Any]:
+    """Score a task's choices by their log-likelihood after the context. Every process of a team scores all of them.
 
     Returns:
         task, examples, and three accuracies, each with its standard error: acc by log-likelihood, acc_norm by
@@ -94,15 +95,16 @@ def evaluate_task(target: Path, path: Path, checkpoint: str | None = None) -> di
         ConfigError: the file cannot be used, or a choice is too long for the model.
     """
     examples = read_task(path)
-    device = find_device()
-    model, tokenizer = load_target(target, device, checkpoint)
+    host = Host(team or Team(find_device()))
+    model, tokenizer = load_target(target, host, checkpoint)
     pairs = [
         encode_pair(tokenizer, each.context, f" {choice}", f"--tasks {path}, line {each.line}")
         for each in examples
         for choice in each.choices
     ]
     limit = getattr(model.config, "max_position_embeddings", None)
-    scores = iter(score_continuations(model, [cut_left(pair, limit) for pair in pairs]))
+    cut = [cut_left(pair, limit) for pair in pairs]
+    scores = iter(host.run(lambda: score_continuations(model, cut)))
     by_choice = [[next(scores) for _ in each.choices] for each in examples]
     right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
     for example, found in zip(examples, by_choice, strict=True):
@@ -160,7 +162,7 @@ def score_continuations(model: PreTrainedModel, pairs: Sequence[Scored]) -> list
     return scores
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _score_batch(model: PreTrainedModel, pairs: Sequence[Scored]) -> Iterator[float]:
     width = max(len(pair.ids) for pair in pairs) - 1
     # Right padding: attention is causal, so no token sees it.

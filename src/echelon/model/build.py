@@ -54,14 +54,17 @@ def _read_config(source: str, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def build_on_meta(
-    config: PretrainedConfig, attn_implementation: str | None = None, trust_remote_code: bool = False
+    config: PretrainedConfig,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Build the model with fp32 parameters on the meta device: all shapes, no memory.
+    """Build the model with parameters of a dtype on the meta device: all shapes, no memory.
 
     Raises:
         ConfigError: `transformers` does not have the model, activation, attention or rotary embedding.
     """
-    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     attention = choose_attention(config, attn_implementation)
     if attention is not None:
         options["attn_implementation"] = attention

@@ -28,7 +28,7 @@ from echelon.stored import read_json
 
 logger = logging.getLogger(__name__)
 
-_FLOATING = ("F64", "F32", "F16", "BF16")
+_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Tables that older releases of transformers stored; today every model computes them.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$|attention\.(masked_)?bias$|position_ids$")
 
@@ -67,6 +67,11 @@ class SafetensorsFolder:
                 stored = file.get_slice(name)
                 found[name] = StoredWeight(self._files[name], tuple(stored.get_shape()), stored.get_dtype())
         return found
+
+    def find_dtype(self) -> torch.dtype:
+        """Return the dtype of the first weight that is stored as floating-point numbers; fp32 if there is none."""
+        found = (_FLOATING[each.dtype] for each in self.read_headers().values() if each.dtype in _FLOATING)
+        return next(found, torch.float32)
 
     def read(self, name: str, block: tuple[slice, ...]) -> Tensor:
         """Read one block of a tensor without reading the rest."""
