@@ -42,7 +42,7 @@ class Bigram:
         self._group = meshes.loss
         self.rehearsed = None
 
-    def describe(self):
+    def describe(self, has_documents):
         return ("a table of logits",)
 
     def rehearse(self, microbatch, num_microbatches):
