@@ -68,7 +68,7 @@ def describe_end(folder: RunFolder, state: TrainState, seconds: float, usd: floa
 
     `seconds`: the wall time of all starts. `usd`: their cost, or None if no price is known.
     """
-    last = next((row.get("loss") for row in folder.rows.rows_backwards() if row["kind"] == "train"), None)
+    last = folder.rows.last_loss()
     parts = [f"done: {state.step:,} steps in {render_duration(seconds)}"]
     if last is not None:
         parts.append(f"last training loss {last:.4f}")

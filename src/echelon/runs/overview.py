@@ -83,7 +83,7 @@ def summarize_run(path: Path) -> RunSummary:
     with suppress(OSError, ValueError, KeyError):
         num_steps = int(read_as(folder.estimate_path, _Estimate).schedule["steps"])
     if step:
-        loss = next((row.get("loss") for row in folder.rows.rows_backwards() if row["kind"] == "train"), None)
+        loss = folder.rows.last_loss()
     with suppress(ConfigError):
         usd = read_spending(folder).usd or None
     times = [each.stat().st_mtime for each in (folder.metrics_path, folder.events_path) if each.exists()]

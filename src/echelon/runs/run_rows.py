@@ -59,6 +59,10 @@ class RunRows:
         """Return the last step in metrics.jsonl; 0 if there is none."""
         return next((int(row["step"]) for row in self.rows_backwards()), 0)
 
+    def last_loss(self) -> float | None:
+        """Return the loss of the last training step in metrics.jsonl; None if there is none or it is not finite."""
+        return next((row.get("loss") for row in self.rows_backwards() if row["kind"] == "train"), None)
+
     def rows_backwards(self) -> Iterator[Row]:
         """Yield the rows of metrics.jsonl, last one first; nothing if the file does not exist."""
         try:
