@@ -10,7 +10,6 @@ from functools import lru_cache, partial
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.utils import logging
 
 from echelon.errors import ConfigError
 from echelon.model.build import build_on_meta
@@ -23,6 +22,7 @@ from echelon.model.small_copy import (
     random_tokens,
     randomize,
     smaller_copies,
+    transformers_silenced,
 )
 
 _LENGTH = 12
@@ -66,10 +66,9 @@ def _sees_what_follows(key: ConfigKey) -> bool:
     Raises:
         ConfigError: the model is small enough to run unreduced, and its forward pass fails.
     """
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # warnings about a reduced copy do not concern the user
-    try:
-        if count_parameters(build_on_meta(key.config, None, *key.others)) <= SMALL_PARAMETERS:
+    with transformers_silenced():
+        # Building a model sets the dtype of its config, which is the caller's.
+        if count_parameters(build_on_meta(copy.deepcopy(key.config), None, *key.others)) <= SMALL_PARAMETERS:
             return _try_as_is(key)
         for small in smaller_copies(key.config):
             try:
@@ -78,8 +77,6 @@ def _sees_what_follows(key: ConfigKey) -> bool:
             except Exception:  # a reduced config may break a family's own assumptions in any way
                 continue
         return False
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def _try_as_is(key: ConfigKey) -> bool:

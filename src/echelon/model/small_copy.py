@@ -7,11 +7,13 @@ weights.
 import copy
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+from transformers.utils import logging
 
 # The largest reduced copy that is run; and the largest model that is run unreduced.
 MAX_PARAMETERS = 100_000_000
@@ -21,6 +23,17 @@ _MAX_VOCABULARY = 256
 # (groups of heads that are kept, None for all; number of layers kept, None for all); the first copy that is small
 # enough and runs is used. Layer kinds that no list in the config names repeat at least every eight layers.
 _COPIES: tuple[tuple[int | None, int | None], ...] = ((1, 8), (1, 2), (1, None), (None, 2))
+
+
+@contextmanager
+def transformers_silenced() -> Iterator[None]:
+    """Silence the warnings that `transformers` logs, which concern the copy and not the user's model."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 class ConfigKey:

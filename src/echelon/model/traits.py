@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from echelon.model.attention import PLAIN_CAUSAL, MaskForm, document_inputs, find_forms, stand_in
 from echelon.model.parts import HeadArithmetic
@@ -31,6 +30,7 @@ from echelon.model.small_copy import (
     random_tokens,
     randomize,
     smaller_copies,
+    transformers_silenced,
 )
 
 # Lengths of the documents in two sequences; the rest is padding. Each length occurs once in both sequences.
@@ -113,15 +113,16 @@ def _find_traits(key: ConfigKey) -> Traits:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence warnings, which concern the copy, and keep the random state. Flex attention is not compiled."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
     stance = torch.compiler.set_stance("force_eager")
-    try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad(), stance:
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
+    with (
+        transformers_silenced(),
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        stance,
+    ):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _build_copies(
