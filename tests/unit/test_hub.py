@@ -7,6 +7,7 @@ import pytest
 
 from echelon.errors import ConfigError, DataError, EchelonError, HubUnreachableError
 from echelon.model import hub
+from echelon.model.build import load_config
 from echelon.recipe import Recipe
 from echelon.runs.run_folder import RunFolder
 from echelon.sizes import render_bytes
@@ -202,3 +203,12 @@ def test_a_hub_that_does_not_answer_is_named_immediately(server, tmp_path, monke
     assert isinstance(error, HubUnreachableError)
     use(monkeypatch, server.url, tmp_path / "cache", offline=True)
     explain(recipe_of(), ["HF_HUB_OFFLINE is set"])
+
+
+@pytest.mark.parametrize(
+    "name", ["méta/tiny", "team/tiny-", "team--x/tiny", "a..b", "team/tiny.git", "t" * 97, "a/b/c"]
+)
+def test_a_name_that_the_hub_does_not_allow_is_a_missing_folder(server, name):
+    with pytest.raises(ConfigError, match=f"model.checkpoint={re.escape(name)}: there is no such folder"):
+        load_config(name)
+    assert not server.requests

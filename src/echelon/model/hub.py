@@ -34,7 +34,6 @@ CONNECT_SECONDS = 5.0
 DATASET = "datasets/"
 """Prefix of dataset names in a mapping that also contains model names, as in URLs of the hub."""
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Files at the top of a repository; its subfolders contain the same model in other formats.
 _FILES = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|additional_chat_templates/[^/]+\.jinja")
@@ -88,8 +87,15 @@ def is_hub_reachable() -> bool:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a value of the recipe is a hub id: it has the form of one, and no such local path exists."""
-    return _NAME.fullmatch(name) is not None and not Path(name).exists()
+    """Whether a value of the recipe is a hub id: the hub allows that name, and no such local path exists."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not Path(name).exists()
 
 
 def find_models(recipe: Recipe, weights: bool = True) -> list[HubModel]:
