@@ -23,7 +23,6 @@ ROWS = [
     ("pairs", with_ranks(Row("zero1", checkpointing="full", compile=True), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("fsdp", precision="bf16"), 2)),
     ("pairs", with_ranks(Row("ddp", adapter="lora"), 2, micro_batch=2)),
-    ("pairs", with_ranks(Row("zero1", adapter="lora", compile=True), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("fsdp", adapter="dora", checkpointing="full"), 2)),
 ]
 PLANS = [("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
@@ -36,6 +35,7 @@ FULL = [
 ]
 
 FULL += [("pairs", with_ranks(Row(plan, family="mamba"), ranks)) for plan, ranks in (("ddp", 2), ("fsdp", 4))]
+FULL += [("pairs", with_ranks(Row("zero1", adapter="lora", compile=True), 2, micro_batch=2))]
 
 
 def run(workers, samples, row, folder, text, **options):
