@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -20,17 +21,20 @@ from echelon.data.tokenizer import build_bytes_tokenizer
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 GENERATE = ("generate", "model", "--prompt", "1 plus 1 is", "--seed", "5")
+LAYER_NUMBERS = 4 * 1024**2 + 3 * 1024 * 2816
+NUM_LAYERS = 12
+MODEL_BYTES = 4 * NUM_LAYERS * LAYER_NUMBERS
 
 
-def write_model(folder):
+def write_model(folder, **fields):
     """Write a random Llama with a byte tokenizer, in several files, and a text."""
     config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config |= {"vocab_size": 256, "max_position_embeddings": 256, "eos_token_id": None, "bos_token_id": None}
+    config |= {"vocab_size": 256, "max_position_embeddings": 256, "eos_token_id": None, "bos_token_id": None} | fields
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **config))
     model.save_pretrained(folder / "model", max_shard_size="60MB")
     build_bytes_tokenizer().save_pretrained(folder / "model")
-    (folder / "text.txt").write_text(TEXT[:3000])
+    (folder / "text.txt").write_text(TEXT[:5000])
 
 
 @pytest.fixture
@@ -107,3 +111,59 @@ def test_ctrl_c_ends_all(folder):
     ending = finish(job, 60)
     assert ending.code == 1 and ending.err.splitlines()[-1] == "echelon: stopped by SIGINT", ending.err
     assert_no_orphan()
+
+
+def run_capped(num_bytes, *arguments, shard_bytes=64 * 2**20):
+    """Run a command whose processes may each have this much private memory; exports write small files."""
+    code = f"import sys; from echelon.checkpoint import export; export.SHARD_BYTES = {shard_bytes}; "
+    code += "from echelon.cli import main; sys.argv[0] = 'echelon'; main()"
+    env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=500,
+        env=env | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes)),
+    )  # fmt: skip
+    return Ending(done.returncode, done.stdout, done.stderr)
+
+
+def count_idle_bytes():
+    """The private memory of a process that has imported all that these commands import."""
+    code = "import echelon.api.models, echelon.inference.evaluate, echelon.inference.generate, echelon.inference.merging"
+    code += ", peft, torch.distributed.checkpoint; print(open('/proc/self/status').read())"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env).stdout
+    return 1024 * int(re.search(r"VmData:\s+(\d+) kB", out)[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers all private memory only on Linux")
+def test_memory_for_less_than_the_model_is_enough(echelon, tmp_path):
+    """Each process may have three quarters of the model in addition to what it has without one."""
+    write_model(
+        tmp_path, hidden_size=1024, intermediate_size=2816, num_hidden_layers=NUM_LAYERS, num_attention_heads=16
+    )
+    write_recipe(
+        tmp_path,
+        model={"config": None, "checkpoint": "model"},
+        tokenizer=None,
+        adapter={"method": "lora", "r": 4},
+        train={"steps": 2, "global_batch_size": 2},
+        optim={"learning_rate": 1e-2},
+        checkpoint={"every_steps": 2},
+    )
+    (tmp_path / "text.txt").write_text(TEXT[:5000])
+    trained = echelon("train", "recipe.json", "--nproc", "1")
+    assert trained.code == 0, trained
+    cap = count_idle_bytes() + 3 * MODEL_BYTES // 4
+    for target, *more in (("model", "--data", "text.txt"), ("runs/tiny",)):
+        expected = json.loads(echelon("eval", target, *more, "--json").out)["loss"]
+        found = run_capped(cap, "eval", target, *more, "--json", "--nproc", "4")
+        assert found.code == 0, found
+        assert json.loads(found.out)["loss"] == pytest.approx(expected, abs=1e-6)
+        lacking = run_capped(cap, "eval", target, *more, "--json", "--nproc", "1")
+        assert lacking.code != 0 and "memory" in lacking.err.lower(), lacking
+    found = run_capped(cap, "generate", "runs/tiny", "--prompt", "1 plus", "--max-tokens", "4", "--nproc", "4")
+    assert found.out == echelon("generate", "runs/tiny", "--prompt", "1 plus", "--max-tokens", "4").out, found
+    merged = run_capped(cap, "export", "runs/tiny", "merged", "--merge", "--nproc", "4")
+    assert merged.code == 0 and len(list(Path("merged").glob("*.safetensors"))) > 5, merged
+    comparison = json.loads(Path("merged/merge.json").read_text())
+    assert comparison["tokens"] > 50 and 0 <= comparison["kl"] < 1e-6

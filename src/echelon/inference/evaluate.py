@@ -38,7 +38,7 @@ from echelon.recipe import Recipe
 from echelon.stopping import StopRequest, agreed_stop
 from echelon.stored import read_json
 
-EVAL_TOKENS = 8192  # tokens per forward pass of `echelon eval`
+EVAL_TOKENS = {"cuda": 8192, "cpu": 2048}  # tokens per forward pass of `echelon eval`
 DEFAULT_BATCHES = 200
 ROUNDS_PER_LOOK = 16  # a stop request waits for at most this many microbatches
 
@@ -292,7 +292,7 @@ def evaluate_model(
         module = ObjectiveModule(model, traits=traits).eval()
         if objective.needs_reference and not read_run_recipe(target).adapter.is_adapter:
             module.refer_to(ObjectiveModule(load_first_weights(target, reference), traits=traits).eval())
-        batch = max(1, EVAL_TOKENS // sequence_len)
+        batch = EVAL_TOKENS[team.device.type] // sequence_len
 
         def add_up(microbatch: Microbatch) -> Tensor:
             sums: Tensor = host.run(lambda: reference.run(lambda: module(microbatch, objective.evaluation_sums)))
@@ -339,9 +339,13 @@ def _render(result: EvalResult, entropy: float) -> dict[str, Any]:
 def _evaluate_set(
     add_up: Callable[[Microbatch], Tensor], objective: Objective, given: ValidationSet, batch: int, team: Team
 ) -> EvalResult:
-    """Evaluate a set, divided over the team: every process has the same number of microbatches of `batch` sequences."""
+    """Evaluate a set, divided over the team: every process has the same number of microbatches of `batch` sequences.
+
+    The size of a microbatch does not depend on the number of processes: rounding depends on it.
+    """
     sums = torch.zeros(3 + len(objective.measures), dtype=torch.float64, device=team.device)
     num_samples = given.dataset.num_samples
+    batch = max(1, min(batch, num_samples))
     for first in range(0, num_samples, batch * team.size):
         start = first + team.rank * batch
         microbatch = read_in_order(given.dataset, start, batch, num_samples).to(team.device)

@@ -4,6 +4,7 @@ The merge never has more than a few modules in memory. For the comparison the mo
 in its place, the merged one: log-probabilities of a few sequences are kept in between.
 """
 
+import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -87,6 +88,7 @@ def compare_merged(run: Path, out: Path, which: str | None, team: Team | None = 
     if team is None:  # a model in fp32, and the logits of a sequence
         team = Team(find_device(num_bytes=5 * sum(each.numel() for each in run_skeleton(run).parameters())))
     kept = _keep_log_probabilities(run, team, which, dataset)
+    gc.collect()  # frees the first model: the hooks of `fully_shard` refer to each other
     comparison = _compare(kept, out, team, dataset, text)
     if team.rank > 0:
         return comparison

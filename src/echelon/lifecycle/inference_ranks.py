@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 # What a forward pass needs in addition to the weights, as a part of them.
 _ROOM = 0.2
+# glibc keeps what the process frees, instead of returning it to the system, unless this is set to a fixed size in bytes
+# (mallopt(3), M_MMAP_THRESHOLD): each gathered layer would stay in memory, in the end as much as the whole model.
+_RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1024**2)}
 
 
 def choose_num_processes(target: Path) -> int:
@@ -66,7 +69,7 @@ def start_ranks(arguments: Sequence[str], count: int) -> Outcome:
     place = Path(tempfile.mkdtemp(prefix="echelon-ranks-"))
     folder = RunFolder(place, place / "outcomes")
     folder.create()
-    variables = {**worker_environment(count), **hosted_environment(folder.outcomes_dir, True)}
+    variables = {**_RETURN_MEMORY, **worker_environment(count), **hosted_environment(folder.outcomes_dir, True)}
     outcome = Outcome(DONE)
     try:
         outcome = Agent(THIS_MACHINE).submit(Workers(worker_argv("echelon", *arguments), count, folder, variables))
