@@ -89,7 +89,7 @@ def is_hub_reachable() -> bool:
 def is_hub_name(name: str) -> bool:
     """Whether a value of the recipe is a hub id: the hub allows that name, and no such local path exists."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(name)
