@@ -155,6 +155,7 @@ def test_two_hosts_stop_and_resume_on_other_hosts_exactly(submit, image, tmp_pat
     assert not list(other.ml.glob("model/*")) and not (other.ml / "output" / "data" / "metrics.jsonl").exists()
     assert list(whole.ml.glob("output/tensorboard/events*"))
     assert sorted(path.name for host in hosts for path in host.ml.glob("output/data/logs/*")) == [
+        "console.log",
         "rank-00000.log",
         "rank-00001.log",
     ]

@@ -58,7 +58,7 @@ def test_a_sweep_of_twelve_trials_killed_midway(here):
     process.communicate()
     ending = finish(start("sweep", "sweep.yaml", cwd=here), 300)
     assert ending.code == 0, ending
-    assert "under way" in ending.out
+    assert "were running" in ending.out
 
     results = json.loads(Path("sweeps/lr/results.json").read_text())
     trials = {each["trial"]: each for each in results["trials"]}
