@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from echelon.distributed.runtime import start_runtime, start_watchdog, stop_runtime
 from echelon.errors import EchelonError, first_line, render_traceback
+from echelon.hardware.heap import return_freed_memory
 from echelon.inference.target import count_bytes
 from echelon.inference.team import Team, build_team
 from echelon.lifecycle.worker import leave, leave_after_peers
@@ -39,9 +40,6 @@ logger = logging.getLogger(__name__)
 
 # What a forward pass needs in addition to the weights, as a part of them.
 _ROOM = 0.2
-# glibc keeps what the process frees, instead of returning it to the system, unless this is set to a fixed size in bytes
-# (mallopt(3), M_MMAP_THRESHOLD): each gathered layer would stay in memory, in the end as much as the whole model.
-_RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1024**2)}
 
 
 def choose_num_processes(target: Path) -> int:
@@ -69,7 +67,7 @@ def start_ranks(arguments: Sequence[str], count: int) -> Outcome:
     place = Path(tempfile.mkdtemp(prefix="echelon-ranks-"))
     folder = RunFolder(place, place / "outcomes")
     folder.create()
-    variables = {**_RETURN_MEMORY, **worker_environment(count), **hosted_environment(folder.outcomes_dir, True)}
+    variables = {**worker_environment(count), **hosted_environment(folder.outcomes_dir, True)}
     outcome = Outcome(DONE)
     try:
         outcome = Agent(THIS_MACHINE).submit(Workers(worker_argv("echelon", *arguments), count, folder, variables))
@@ -104,6 +102,7 @@ def run_as_rank(work: Callable[[Team], object]) -> NoReturn:
     outcome = report(rank, DONE, "")
     try:
         runtime = start_runtime()
+        return_freed_memory()
         work(build_team(runtime))
     except EchelonError as error:
         outcome = report(rank, error.exit_code, str(error), is_secondary(error), final=True)

@@ -22,6 +22,7 @@ from echelon.distributed.runtime import (
     use_deterministic_algorithms,
 )
 from echelon.errors import EchelonError, PlanError, explain_storage_error, render_traceback
+from echelon.hardware.heap import keep_freed_memory
 from echelon.logs import log_as_rank
 from echelon.redaction import redact_text
 from echelon.runs.run_folder import RunFolder, describe_gone, is_run
@@ -124,6 +125,8 @@ def run_rank(folder: RunFolder, stop: StopRequest, store: "Store | None" = None)
     """
     with OutcomeReport(folder, find_place().rank) as ending:
         runtime = start_runtime(store=store)
+        if runtime.device.type == "cpu":
+            keep_freed_memory()
         recipe, plan = load_agreed_run(folder, runtime)
         if recipe.train.deterministic:
             use_deterministic_algorithms()
