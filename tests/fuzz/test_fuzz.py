@@ -54,6 +54,8 @@ def fuzz_run_folder(stored, tally, count, folder):
         rng = random.Random(f"{SEED} {name} {number}")
         what = files.damage(rng, name)
         words = re.escape(name) if files.may_refuse(name, what) else "(?!)"
+        if name == "recipe.yaml":  # other values of a recipe are told by their keys
+            words += f"|{A_KEY}"
         kind = f"run folder: {files.pattern_of(name)}"
         named = f"number {number}, seed {SEED}, {what}"
         tally.judge(kind, named, files.use, files.expected.__eq__, words)

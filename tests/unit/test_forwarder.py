@@ -150,6 +150,13 @@ def test_missing_rows_are_reported_at_the_end_and_sent_by_the_next_start(run):
     assert steps(shelf) == [1, 2, 3] and Ledger.read(run.ledger).complete
 
 
+def test_a_file_that_cannot_be_read_does_not_end_training(run):
+    run.metrics.mkdir()
+    run.start(Shelf()).close(done=True)
+    [line] = run.said("may lack rows")
+    assert "metrics.jsonl" in line and "Is a directory" in line
+
+
 def test_a_failed_run_does_not_wait_for_a_tracker_that_hangs(run):
     shelf = Shelf()
     released = threading.Event()

@@ -118,6 +118,9 @@ def test_damaged_weights_are_refused_by_training_and_evaluation(tmp_path):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
         with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json cannot be read"):
             load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "model.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read \(File does not contain tensor x\)"):
+        load(tmp_path)
 
 
 def last_stage(folder):

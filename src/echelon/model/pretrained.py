@@ -62,10 +62,11 @@ class SafetensorsFolder:
     def read_headers(self) -> dict[str, StoredWeight]:
         """Return what the headers say of each tensor. Raises CheckpointError, like every method that reads."""
         found: dict[str, StoredWeight] = {}
-        for names, file in self._by_file(self._files):
-            for name in names:
-                stored = file.get_slice(name)
-                found[name] = StoredWeight(self._files[name], tuple(stored.get_shape()), stored.get_dtype())
+        for path, names in self._by_file(self._files).items():
+            with _opened(path) as file:
+                for name in names:
+                    stored = file.get_slice(name)
+                    found[name] = StoredWeight(path, tuple(stored.get_shape()), stored.get_dtype())
         return found
 
     def find_dtype(self) -> torch.dtype:
@@ -81,16 +82,18 @@ class SafetensorsFolder:
 
     def read_whole(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read full tensors, by name."""
-        return {name: file.get_tensor(name) for some, file in self._by_file(names) for name in some}
+        found: dict[str, Tensor] = {}
+        for path, some in self._by_file(names).items():
+            with _opened(path) as file:
+                found |= {name: file.get_tensor(name) for name in some}
+        return found
 
-    def _by_file(self, names: Iterable[str]) -> Iterator[tuple[list[str], Any]]:
-        """Open each file once, and yield it with the names of its tensors."""
+    def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
+        """Group the names of tensors by file."""
         groups: dict[Path, list[str]] = {}
         for name in names:
             groups.setdefault(self._files[name], []).append(name)
-        for path, some in groups.items():
-            with _opened(path) as file:
-                yield some, file
+        return groups
 
 
 def _read_index(path: Path) -> dict[str, Path]:

@@ -209,8 +209,12 @@ class MetricsForwarder:
 
     def _describe_missing(self) -> str:
         reader = RowReader(self._metrics_path)
-        rows = reader.read()
-        reader.close()
+        try:
+            rows = reader.read()
+        except OSError as error:
+            return f"may lack rows, because they cannot be read again ({error})"
+        finally:
+            reader.close()
         missing = sum(row["step"] > self._held[row["kind"]] for row in rows)
         return f"is missing {missing} of {len(rows)} rows" if missing else "has every row, but not the final files"
 
