@@ -19,11 +19,11 @@ from transformers.masking_utils import (
 )
 
 from echelon.errors import ConfigError
-from echelon.model.parts import unwrapped
+from echelon.model.blocked_attention import blocked_attention
+from echelon.model.parts import autocast_dtype, unwrapped
 
 # `sdpa` under a name for which `transformers` builds no mask: without a mask, that function is causal.
 PLAIN_CAUSAL = "echelon_plain_causal"
-AttentionInterface.register(PLAIN_CAUSAL, sdpa_attention_forward)
 
 MaskForm = Literal["by_layer", "full", "window", "positions", "lengths"]
 """How a model is told where documents end.
@@ -157,6 +157,30 @@ def _flash_lengths(position_ids: Tensor) -> dict[str, Any]:
     sums = torch.cat([starts, ends])
     longest = position_ids.shape[1]  # an upper bound: the exact length of the longest document would need a sync
     return {"cu_seq_lens_q": sums, "cu_seq_lens_k": sums, "max_length_q": longest, "max_length_k": longest}
+
+
+def _plain_causal(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute what `sdpa` computes; in bf16 on a CPU in blocks, which is faster there."""
+    dtype = autocast_dtype(query)
+    if query.device.type == "cpu" and dtype == torch.bfloat16 and not dropout and query.shape[2] == key.shape[2]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return blocked_attention(query.to(dtype), key.to(dtype), value.to(dtype), scale, attention_mask), None
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+    )
+    return output, None
+
+
+AttentionInterface.register(PLAIN_CAUSAL, _plain_causal)
 
 
 def _flash_on_cpu(

@@ -97,3 +97,9 @@ def weight_groups(model: nn.Module) -> list[tuple[str, nn.Module, bool]]:
         elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
             groups.append((name, module, False))
     return groups
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of a matmul on this tensor: autocast's if enabled, else the tensor's own."""
+    device_type = tensor.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype

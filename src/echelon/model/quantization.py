@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from echelon.model.parts import autocast_dtype
 from echelon.model.sharding import local_part, write_part
-from echelon.objectives.loss import autocast_dtype
 from echelon.planner.experts import find_expert_weights
 from echelon.recipe import AdapterConfig
 

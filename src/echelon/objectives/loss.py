@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.model.parts import HeadArithmetic
+from echelon.model.parts import HeadArithmetic, autocast_dtype
 from echelon.planner.model_shape import logits_chunk_tokens
 
 IGNORE = -100
@@ -60,12 +60,6 @@ def chunked_log_probabilities(
     with torch.autocast(hidden.device.type, enabled=False):
         scores: Tensor = _ChunkedLogProbabilities.apply(rows, targets, weight, bias, arithmetic, dtype)  # type: ignore[no-untyped-call]
     return scores.view_as(labels)
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of a matmul on this tensor: autocast's if enabled, else the tensor's own."""
-    device_type = tensor.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else tensor.dtype
 
 
 def gradient_factor(dtype: torch.dtype, num_rows: int) -> float:

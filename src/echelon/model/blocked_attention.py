@@ -1,0 +1,136 @@
+"""Causal attention on a CPU, as matrix products over blocks of queries.
+
+torch's attention kernel for CPUs multiplies small tiles. Large products are faster, in bf16 two to three times, and a
+block of queries needs only the keys up to its end, half of all on average. The backward pass computes the
+probabilities again, so that memory grows with the length of sequences, as with torch's kernel.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Queries per block up to this length, and beyond it: fewer waste less of the triangle, more make larger products.
+_SHORT, _BLOCKS = 1024, (128, 256)
+
+
+def blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """Compute softmax(scale * query @ key^T) @ value, where a position attends to itself and earlier ones.
+
+    Results are rounded to the dtype of the inputs: scores after the largest of their row is subtracted, so that those
+    that matter lose little; gradients of keys and values after they are summed in fp32.
+
+    Args:
+        query: [batch, query heads, seq, width].
+        key: [batch, heads, seq, width], with a number of heads that divides the query heads.
+        value: as `key`.
+        scale: positive.
+        mask: [batch or 1, 1, seq, seq], bool, where further positions are False; each position attends to itself.
+
+    Returns:
+        [batch, seq, query heads, width].
+    """
+    output: Tensor = _attend(query, key, value, scale, mask)[0]
+    return output
+
+
+@torch.library.custom_op("echelon::blocked_attention", mutates_args=())
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the output, and the largest score of each query, [batch, query heads, seq, 1]."""
+    batch, heads, length, width = query.shape
+    keys, values = _flat(key), _flat(value)
+    output, largest = query.new_empty(batch, length, heads, width), query.new_empty(batch, heads, length, 1)
+    with torch.autocast(query.device.type, enabled=False):
+        for block in _blocks(length):
+            queries = _block_of(query, key, block)
+            scores = queries @ keys[:, : block.stop].transpose(1, 2)
+            peaks = _hide(scores, query, block, mask).amax(-1, keepdim=True).mul_(scale)
+            largest[:, :, block] = peaks.view(batch, heads, -1, 1)
+            probabilities = _probabilities(queries, keys, peaks, query, block, scale, mask)
+            results = probabilities @ values[:, : block.stop]
+            output[:, block] = results.view(batch, heads, -1, width).transpose(1, 2)
+    return output, largest
+
+
+@_attend.register_fake
+def _shapes(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    batch, heads, length, width = query.shape
+    return query.new_empty(batch, length, heads, width), query.new_empty(batch, heads, length, 1)
+
+
+@torch.library.custom_op("echelon::blocked_attention_backward", mutates_args=())
+def _differentiate(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, largest: Tensor, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    batch, heads, length, width = query.shape
+    keys, values = _flat(key), _flat(value)
+    of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    of_keys, of_values = (torch.zeros_like(each, dtype=torch.float32) for each in (keys, values))
+    with torch.autocast(query.device.type, enabled=False):
+        for block in _blocks(length):
+            queries, gradients = _block_of(query, key, block), _block_of(gradient.transpose(1, 2), key, block)
+            peaks = largest[:, :, block].reshape(len(keys), -1, 1)
+            probabilities = _probabilities(queries, keys, peaks, query, block, scale, mask)
+            of_probabilities = gradients @ values[:, : block.stop].transpose(1, 2)
+            of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, query.dtype).mul_(scale)
+            of_values[:, : block.stop] += probabilities.transpose(1, 2) @ gradients
+            of_keys[:, : block.stop] += of_scores.transpose(1, 2) @ queries
+            of_query[:, :, block] = (of_scores @ keys[:, : block.stop]).view(batch, heads, -1, width)
+    return of_query, of_keys.to(key.dtype).view(key.shape), of_values.to(value.dtype).view(value.shape)
+
+
+@_differentiate.register_fake
+def _gradient_shapes(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, largest: Tensor, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ctx.scale, mask = inputs
+    ctx.save_for_backward(query, key, value, output[1], mask)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, largest, mask = ctx.saved_tensors
+    return (*_differentiate(gradient, query, key, value, largest, ctx.scale, mask), None, None)
+
+
+_attend.register_autograd(_backward, setup_context=_remember)
+
+
+def _blocks(length: int) -> list[slice]:
+    size = _BLOCKS[length > _SHORT]
+    return [slice(start, min(length, start + size)) for start in range(0, length, size)]
+
+
+def _flat(heads: Tensor) -> Tensor:
+    """[batch, heads, seq, width] as [batch * heads, seq, width]."""
+    return heads.reshape(-1, *heads.shape[2:])
+
+
+def _block_of(query: Tensor, key: Tensor, block: slice) -> Tensor:
+    """A block of each query head, those that share a key head one after the other: [batch * heads, rows, width]."""
+    return query[:, :, block].reshape(key.shape[0] * key.shape[1], -1, query.shape[-1])
+
+
+def _probabilities(
+    queries: Tensor, keys: Tensor, peaks: Tensor, query: Tensor, block: slice, scale: float, mask: Tensor | None
+) -> Tensor:
+    """Return a block's probabilities: scores less the largest of their row are small where they matter."""
+    shape = (*queries.shape[:2], block.stop)
+    scores = torch.baddbmm((-peaks).expand(shape), queries, keys[:, : block.stop].transpose(1, 2), alpha=scale)
+    return torch.softmax(_hide(scores, query, block, mask), -1)
+
+
+def _hide(scores: Tensor, query: Tensor, block: slice, mask: Tensor | None) -> Tensor:
+    """Set the scores of hidden positions to the smallest number, in place. scores [batch * heads, rows, keys]."""
+    by_head = scores.view(query.shape[0], query.shape[1], -1, block.stop)
+    lowest = torch.finfo(scores.dtype).min
+    if mask is not None:
+        by_head.masked_fill_(~mask[:, :, block, : block.stop], lowest)
+    else:
+        size = by_head.shape[2]
+        by_head[..., block.start :] += torch.full((size, size), lowest, dtype=scores.dtype).triu(1)
+    return scores
