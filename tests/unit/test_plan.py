@@ -49,7 +49,8 @@ def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None,
         optim=SimpleNamespace(name="adamw"),
         adapter=adapter,
         model=SimpleNamespace(new_tokens=()),
-        train=SimpleNamespace(global_batch_tokens=batch_tokens, **{**defaults, **train}),
+        train=SimpleNamespace(global_batch_tokens=batch_tokens, **{"epochs": None, **defaults, **train}),
+        num_steps=lambda num_samples: 1000,
     )
 
 
@@ -265,6 +266,21 @@ def test_precision_and_compile():
     assert resolve_plan(build_recipe(precision="fp32", compile=True), TINY, amx).compile
     refusal(PlanError, "train.precision=bf16", "V100", "fp32", precision="bf16", cluster=parse_devices("2xV100"))
     refusal(ConfigError, "train.precision=fp8", "not built", precision="fp8")
+
+
+def test_a_cpu_compiles_for_a_training_that_is_long_enough():
+    """1,000 steps of 64 sequences: 0.07 of the time must exceed the 60 s that compiling takes."""
+    recipe = build_recipe("ddp", precision="fp32")
+    flops = 1000 * 64 * recipe.data.sequence_len * TINY.flops_per_token(recipe.data.sequence_len)
+    for seconds, compiles in ((800, False), (900, True)):
+        cpu = replace(ACCELERATORS["cpu"], fp32_flops=flops / (2 * 0.35 * seconds))
+        cluster = Cluster(cpu, 2, 2, "cpu")
+        plan = resolve_plan(recipe, TINY, cluster)
+        assert plan.compile is compiles and any("compile auto: o" in line for line in plan.why)
+        assert not resolve_plan(recipe, TINY, replace(cluster, can_compile=False)).compile
+    by_epochs = build_recipe("ddp", precision="fp32", epochs=3)
+    assert not resolve_plan(by_epochs, TINY, cluster).compile
+    assert resolve_plan(by_epochs, TINY, cluster, num_samples=1000).compile
 
 
 def test_sequences_beyond_learned_positions_are_refused():

@@ -88,6 +88,7 @@ class Cluster:
     `memory_bytes` of a CPU cluster's accelerator is one process's share of its machine (None: unknown).
     `bf16_supported` is as reported by the running hardware; None: as in the table, or as measured.
     `host_memory_bytes` is the main memory of one machine, without that of its GPUs (None: unknown).
+    `can_compile`: whether the machines have what `torch.compile` needs on a CPU.
     """
 
     accelerator: Accelerator
@@ -96,6 +97,7 @@ class Cluster:
     kind: DeviceKind
     bf16_supported: bool | None = None
     host_memory_bytes: int | None = None
+    can_compile: bool = True
 
     def __post_init__(self) -> None:
         """Raises PlanError unless the devices fill whole machines."""

@@ -1,15 +1,18 @@
 """Detect this machine's hardware; measure what no table has."""
 
 import os
+import shutil
+import sysconfig
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Accelerator, Cluster, find_accelerator
 from echelon.hardware.cores import read_system_file
-from echelon.supervise.launch_environment import find_place
+from echelon.supervise.launch_environment import find_place, read_environment
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +47,15 @@ def _describe_cluster(num_devices: int, devices_per_node: int) -> Cluster:
     if torch.cuda.is_available():
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return Cluster(_describe_gpu(), num_devices, devices_per_node, "cuda", has_bf16)
-    return Cluster(_describe_cpu(devices_per_node), num_devices, devices_per_node, "cpu")
+    cpu = _describe_cpu(devices_per_node)
+    return Cluster(cpu, num_devices, devices_per_node, "cpu", can_compile=has_compiler())
+
+
+def has_compiler() -> bool:
+    """Whether this machine has a C++ compiler and Python's headers, which `torch.compile` needs on a CPU."""
+    compilers = (read_environment().get("CXX"), "g++", "clang++", "c++")
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return headers.is_file() and any(shutil.which(each) for each in compilers if each)
 
 
 def _describe_gpu() -> Accelerator:

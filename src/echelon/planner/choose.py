@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 MEMORY_HEADROOM = 0.10  # share of a device kept for workspace, fragmentation and what the estimate does not count
 # Longer microbatches were not measured to be faster, and only use more memory.
 MICRO_BATCH_TOKENS = {"cuda": 16384, "cpu": 8192}
+# On CPUs: what compiling takes, the part of a step that it saves, and the MFU without it, rounded from measurements
+# (benchmarks/results/cpu-steps.md).
+_COMPILE_SECONDS, _COMPILE_GAIN, _EAGER_MFU = 60, 0.07, 0.35
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ def resolve_plan(
     """
     _check_positions(recipe, shape)
     precision, precision_why = _choose_precision(recipe.train, cluster)
-    compile_model, compile_why = _choose_compile(recipe, cluster)
+    seconds = _estimate_seconds(recipe, shape, cluster, precision, num_samples)
+    compile_model, compile_why = _choose_compile(recipe, cluster, seconds)
     adapter = build_adapter_plan(recipe.adapter, shape, len(recipe.model.new_tokens))
     request = _Request(recipe, shape, cluster, num_samples, precision, adapter, compile_model, fill)
     if recipe.parallel == "auto":
@@ -123,8 +127,23 @@ def _choose_master_weights(train: "TrainConfig", compute_bf16: bool) -> Precisio
     return Precision(param="bfloat16", compute="bfloat16", master="bfloat16", rounding=rounding)
 
 
-def _choose_compile(recipe: "Recipe", cluster: Cluster) -> tuple[bool, list[str]]:
-    """Raises ConfigError for an adapter whose layers replace weights in each forward pass; PEFT advises against it."""
+def _estimate_seconds(
+    recipe: "Recipe", shape: ModelShape, cluster: Cluster, precision: Precision, num_samples: int | None
+) -> float | None:
+    """Return about how long training takes without compilation; None if the rate or the number of steps is unknown."""
+    peak = cluster.accelerator.peak_flops(precision.compute)
+    if peak is None or (num_samples is None and recipe.train.epochs is not None):
+        return None
+    tokens = recipe.batches.first_token(recipe.num_steps(num_samples or 0))
+    flops = tokens * shape.flops_per_token(recipe.data.sequence_len)
+    return flops / (cluster.num_devices * peak * _EAGER_MFU)
+
+
+def _choose_compile(recipe: "Recipe", cluster: Cluster, seconds: float | None) -> tuple[bool, list[str]]:
+    """Decide whether to compile a model that trains for `seconds`, if known.
+
+    Raises ConfigError for an adapter whose layers replace weights in each forward pass; PEFT advises against it.
+    """
     wanted, adapter = recipe.train.compile, recipe.adapter
     key = "target_parameters" if adapter.target_parameters else "quantize_experts" if adapter.quantize_experts else None
     if key is not None and wanted is True:
@@ -138,7 +157,14 @@ def _choose_compile(recipe: "Recipe", cluster: Cluster) -> tuple[bool, list[str]
         return False, [f"compile auto: off, with adapter.{key} the weights of experts change in each forward pass"]
     if cluster.kind == "cuda":
         return True, ["compile auto: on, fused kernels are faster on a GPU"]
-    return False, ["compile auto: off, the first compilation takes minutes on CPUs"]
+    if seconds is None:
+        return False, ["compile auto: off, the length of the training on this CPU is unknown"]
+    length = f"training takes about {seconds / 60:,.0f} min here, and compiling up to {_COMPILE_SECONDS} s"
+    if not cluster.can_compile:
+        return False, [f"compile auto: off, {cluster.accelerator.name} has no C++ compiler or no Python headers"]
+    if _COMPILE_GAIN * seconds < _COMPILE_SECONDS:
+        return False, [f"compile auto: off, {length}"]
+    return True, [f"compile auto: on, {length}, which makes each step about {_COMPILE_GAIN:.0%} faster"]
 
 
 def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
