@@ -91,7 +91,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8},
+    "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "hybrid"] * 3, "n_mamba_heads": 8},
 }  # fmt: skip
 _SPECIAL |= {
     encoder: {"is_decoder": True}

@@ -16,6 +16,8 @@ from echelon.model.build import build_on_meta, load_config, materialize
 from echelon.model.pretrained import PretrainedWeights
 from echelon.model.seeds import derive_seed
 from echelon.model.weights import initialize_weights
+from echelon.parallel.data_parallel import apply_fully_shard
+from echelon.planner.plan import ParallelPlan
 from families import EXTRA, small_config, small_model
 
 
@@ -163,3 +165,12 @@ def test_a_part_that_is_a_model_of_its_own_is_initialised_by_its_own_rules():
     materialize(model, "cpu")
     initialize_weights(model, skeleton, seed=0)
     assert model.model.per_layer_projection_scale == 64**-0.5
+
+
+def test_layers_that_share_a_weight_are_not_sharded():
+    """`fully_shard` would give each layer a weight of its own, and training would drive them apart."""
+    model = small_model("llama")
+    layers = model.model.layers
+    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    with pytest.raises(ConfigError, match=r"layers 0 and 1 share the weight mlp\.up_proj\.weight.* parallel: ddp"):
+        apply_fully_shard(model, layers, ParallelPlan("fsdp", dp_shard=2), None)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.distributed.mesh import Meshes
+from echelon.errors import ConfigError
 from echelon.objectives.outputs import ObjectiveModule
 from echelon.planner.plan import ParallelPlan
 
@@ -168,11 +169,29 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
         module.train()
 
 
+def _refuse_shared_weights(layers: Iterable[nn.Module]) -> None:
+    """Raise ConfigError if a parameter belongs to two decoder layers."""
+    owners: dict[int, int] = {}
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            owner = owners.setdefault(id(parameter), number)
+            if owner != number:
+                raise ConfigError(
+                    f"model: layers {owner} and {number} share the weight {name}, and `fully_shard` shards each layer "
+                    "on its own; train with parallel: ddp, and evaluate or sample in one process (--nproc 1)."
+                )
+
+
 def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: ParallelPlan, meshes: Meshes) -> None:
     """Shard each decoder layer as a unit, and the rest (embedding, norm, head: tied weights together) as one more.
 
     Works on meta. One process with offloading is sharded over a mesh of one.
+
+    Raises:
+        ConfigError: two layers share a weight, which would become a weight of each.
     """
+    layers = list(layers)
+    _refuse_shared_weights(layers)
     compute = getattr(torch, plan.precision.compute)
     policy = MixedPrecisionPolicy(
         param_dtype=None if plan.precision.compute == plan.precision.param else compute,
