@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.model.parts import HeadArithmetic
 from echelon.objectives.loss import chunked_loss_sum, gradient_factor
@@ -50,3 +52,25 @@ def test_the_heads_gradient_does_not_overflow_in_fp16():
     loss.backward(torch.tensor(1.0 / rows))
     # the gradient of token 0 is (1/64 - 1) * 5
     assert weight.grad[0].tolist() == pytest.approx([(1 / 64 - 1) * 5] * 8, rel=2e-3)
+
+
+class DevicesOfScaling(TorchDispatchMode):
+    """Records the devices of the tensors that each scaling of a list of tensors works on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._foreach_mul_.Tensor:
+            self.seen.append({tensor.device.type for tensor in (*args[0], args[1])})
+        return func(*args, **(kwargs or {}))
+
+
+def test_offloaded_gradients_are_unscaled_on_the_cpu():
+    # fake tensors have a device without its hardware; a real CPU tensor cannot be multiplied by a scalar on a GPU
+    with FakeTensorMode():
+        scale = LossScale(torch.device("cuda"))
+        with DevicesOfScaling() as devices:
+            scale.unscale([torch.ones(4), torch.ones(2, 3)])
+    assert devices.seen == [{"cpu"}]

@@ -28,11 +28,17 @@ class LossScale:
         self._good_steps.zero_()
 
     def unscale(self, gradients: Iterable[Tensor]) -> None:
-        """Take the factor out of gradients, in place; those that overflowed stay infinite, or become NaN."""
-        torch._foreach_mul_(list(gradients), self.value.reciprocal())
+        """Take the factor out of gradients, in place; those that overflowed stay infinite, or become NaN.
+
+        The gradients are on one device. With offloaded parameters it is the CPU, while the loss is on the GPU.
+        """
+        scaled = list(gradients)
+        if scaled:
+            torch._foreach_mul_(scaled, self.value.reciprocal().to(scaled[0].device))
 
     def update(self, is_finite: Tensor) -> None:
         """Book one step: whether its gradients were finite, on every rank the same."""
+        is_finite = is_finite.to(self.value.device)
         good = torch.where(is_finite, self._good_steps + 1, 0.0)
         grows = good >= GROWTH_STEPS
         self.value.mul_(torch.where(is_finite, torch.where(grows, 2.0, 1.0), 0.5))
