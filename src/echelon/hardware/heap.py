@@ -13,7 +13,7 @@ def keep_freed_memory() -> None:
     """Let this process keep the memory that it frees, and use it again.
 
     By default glibc maps each large tensor anew and unmaps it when it is freed, so that every step pays for the page
-    faults of all its activations: a tenth to a third of a training step on a CPU.
+    faults of all its activations: 5 to 15 % of a training step in benchmarks/results/cpu-steps.md.
     """
     _set({_MMAP_MAX: 0, _TRIM_THRESHOLD: -1})
 

@@ -1,8 +1,8 @@
 """Causal attention on a CPU, as matrix products over blocks of queries.
 
-torch's attention kernel for CPUs multiplies small tiles. Large products are faster, in bf16 two to three times, and a
-block of queries needs only the keys up to its end, half of all on average. The backward pass computes the
-probabilities again, so that memory grows with the length of sequences, as with torch's kernel.
+torch's attention kernel for CPUs multiplies small tiles. Large products are faster in bf16, and a block of queries
+needs only the keys up to its end, half of all on average. The backward pass computes the probabilities again, so that
+memory grows with the length of sequences, as with torch's kernel.
 """
 
 from typing import Any

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 MEMORY_HEADROOM = 0.10  # share of a device kept for workspace, fragmentation and what the estimate does not count
 # Longer microbatches were not measured to be faster, and only use more memory.
 MICRO_BATCH_TOKENS = {"cuda": 16384, "cpu": 8192}
-# On CPUs: what compiling takes, the part of a step that it saves, and the MFU without it, rounded from measurements
-# (benchmarks/results/cpu-steps.md).
+# On CPUs: what compiling takes at most (about 25 s were measured for one kind of layer), the part of a step that it
+# saves (5 to 9 % in benchmarks/results/cpu-steps.md), and the MFU without it, which is only assumed.
 _COMPILE_SECONDS, _COMPILE_GAIN, _EAGER_MFU = 60, 0.07, 0.35
 
 
