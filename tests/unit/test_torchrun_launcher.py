@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -76,7 +77,7 @@ def await_lines(path, count):
 
 
 def await_end(pid):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 20
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -162,6 +163,10 @@ def test_a_failing_setup_is_a_failed_job(shared):
 
 
 def test_an_unreachable_machine_ends_the_agents_on_the_others(shared):
+    """Also an agent whose session does not exist yet when ssh would return."""
+    setsid = shared.parent / "bin" / "setsid"
+    setsid.write_text(f'#!/bin/sh\nsleep 0.3\nexec {shutil.which("setsid")} "$@"\n')
+    setsid.chmod(0o755)
     job = make(shared, "launch.torchrun.hosts=[a, unreachable]", f"launch.python={shared.parent / 'bin' / 'training'}")
     with pytest.raises(LaunchError) as raised:
         submit(job)

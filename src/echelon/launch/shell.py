@@ -43,14 +43,18 @@ def prepare_lines(launch: LaunchConfig, workdir: Path) -> list[str]:
     return [f"cd {shlex.quote(str(workdir))} || exit 2", *exports, *guard_setup(launch.setup)]
 
 
-def watched_lines(launch: LaunchConfig, workdir: Path, command: tuple[str, ...], code: str) -> list[str]:
+def watched_lines(
+    launch: LaunchConfig, workdir: Path, command: tuple[str, ...], code: str, begin: Sequence[str] = ()
+) -> list[str]:
     """The lines of a script that runs in its own session and always writes the command's exit code to a file.
 
-    A signal goes to the whole session. `code` is the file's path, quoted for the shell.
+    A signal goes to the whole session. `code` is the file's path, quoted for the shell. The lines of `begin` run first,
+    when signals are already handled.
     """
     return [
         f"trap {shlex.quote(f'echo $? > {code}')} EXIT",
         "trap 'echo stopped before training began; exit 1' TERM INT USR1",
+        *begin,
         *prepare_lines(launch, workdir),
         "# This shell ignores signals, so that it can write the exit code of training.",
         "trap : TERM INT USR1",

@@ -180,10 +180,13 @@ def _render_agent(job: JobSpec) -> str:
         f"files={shlex.quote(str(_folder(job)))}/host-$1",
         'if [ "$2" != here ]; then',
         '  setsid bash "$0" "$1" here < /dev/null > "$files.log" 2>&1 &',
-        '  echo $! > "$files.pid"',
+        "  # Its process id is its process group's too, which exists, and handles signals, once the file does.",
+        '  until [ -s "$files.pid" ] || ! kill -0 $! 2> /dev/null; do sleep 0.02; done',
         "  exit",
         "fi",
-        *watched_lines(job.recipe.launch, _workdir(job), agent_command(job), '"$files.code"'),
+        *watched_lines(
+            job.recipe.launch, _workdir(job), agent_command(job), '"$files.code"', ['echo $$ > "$files.pid"']
+        ),
     )
     return "\n".join(lines) + "\n"
 

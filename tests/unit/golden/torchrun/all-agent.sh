@@ -3,11 +3,13 @@
 files='/mnt/a b/jobs/demo-20300102-030405'/host-$1
 if [ "$2" != here ]; then
   setsid bash "$0" "$1" here < /dev/null > "$files.log" 2>&1 &
-  echo $! > "$files.pid"
+  # Its process id is its process group's too, which exists, and handles signals, once the file does.
+  until [ -s "$files.pid" ] || ! kill -0 $! 2> /dev/null; do sleep 0.02; done
   exit
 fi
 trap 'echo $? > "$files.code"' EXIT
 trap 'echo stopped before training began; exit 1' TERM INT USR1
+echo $$ > "$files.pid"
 cd '/mnt/a b' || exit 2
 export GREETING='it'"'"'s $5
 now'

@@ -3,11 +3,13 @@
 files='/work dir/jobs/demo-20300102-030405'/host-$1
 if [ "$2" != here ]; then
   setsid bash "$0" "$1" here < /dev/null > "$files.log" 2>&1 &
-  echo $! > "$files.pid"
+  # Its process id is its process group's too, which exists, and handles signals, once the file does.
+  until [ -s "$files.pid" ] || ! kill -0 $! 2> /dev/null; do sleep 0.02; done
   exit
 fi
 trap 'echo $? > "$files.code"' EXIT
 trap 'echo stopped before training began; exit 1' TERM INT USR1
+echo $$ > "$files.pid"
 cd '/work dir' || exit 2
 # This shell ignores signals, so that it can write the exit code of training.
 trap : TERM INT USR1
