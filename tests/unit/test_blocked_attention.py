@@ -57,6 +57,31 @@ def test_outputs_and_gradients_are_those_of_torch(length, heads, groups):
     assert max(errors(in_blocks, inputs, mask)) < 5e-6
 
 
+@pytest.mark.parametrize(("heads", "groups"), [(4, 1), (2, 3)])
+def test_a_compiler_sees_into_it_for_constant_short_lengths(heads, groups):
+    """Its graph has the products; a second length makes it one operation, which further lengths share."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(in_blocks, backend=keep, fullgraph=True)
+    for length in (300, 200, 130, 260):
+        inputs = draw(length, heads, groups, torch.float32)
+        assert max(errors(compiled, inputs)) < 5e-6
+    operation = [any("echelon.blocked_attention" in name for name in graph) for graph in graphs]
+    assert operation == [False, True]
+    mask = documents_mask(300, 100, 150)
+    assert (
+        max(errors(torch.compile(in_blocks, backend="aot_eager"), draw(300, heads, groups, torch.float32), mask)) < 5e-6
+    )
+    torch._dynamo.reset()
+    torch.compile(in_blocks, backend=keep, fullgraph=True)(*draw(2048, 1, 1, torch.bfloat16))
+    assert any("echelon.blocked_attention" in name for name in graphs[-1])
+
+
 def test_in_bf16_rounding_is_like_that_of_torch():
     """And less than half of that of scores rounded before their largest is subtracted, as in eager attention."""
     inputs = draw(300, 4, 1, torch.bfloat16)
