@@ -1,12 +1,12 @@
 """LoRA and QLoRA compared with PEFT and HF Trainer: tokens per second and peak memory for the same work.
 
-    python benchmarks/finetuning.py [ROW ...] [--pairs 2] [--blocks 6] [--steps 3]
+    python benchmarks/finetuning.py [ROW ...] [--pairs 2] [--blocks 6] [--steps 3] [--size tiny]
 
 Each side is a separate process, on a GPU if there is one. Both processes of a pair run at the same time and take turns:
 one runs a block of steps while the other waits, so that a drift of the machine's speed affects both. The peer is
 unmodified: `transformers.Trainer`, its own collator, and `peft.get_peft_model`, after
-`prepare_model_for_kbit_training` for QLoRA, as in PEFT's documentation. It reads token rows, examples and base weights
-from files and does not import echelon.
+`prepare_model_for_kbit_training` for QLoRA, as in PEFT's documentation; in the rows named after Liger and Unsloth, with
+their kernels. It reads token rows, examples and base weights from files and does not import echelon.
 
 *tokens/s* is computed from the median step of a block; *tokens/CPU s* from the CPU time of a block, which other work on
 the same cores hardly affects (on a GPU it measures the work of the host). *memory* is, on a CPU, the peak resident
@@ -15,24 +15,23 @@ peak from the imports to the end, including loading; for *steps* the peak is res
 """
 
 import argparse
-import datetime
 import importlib
 import inspect
 import json
-import os
-import platform
+import math
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from measuring import NotHere, describe_machine, measure_rows, spread
+from turns import Gate, Side, take_turns
 
 SEED = 5
 RANK, ALPHA = 16, 32
@@ -47,12 +46,14 @@ DOCUMENTED = (
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: both sides get these settings."""
+    """One comparison: both sides get these settings. `peer`: whose kernels HF Trainer uses, PEFT's own by default."""
 
     adapter: str
     precision: str = "bf16"
     checkpointing: bool = False
     examples: str = ""  # if examples have uneven lengths: how the peer forms its padded batches
+    peer: str = "peft"
+    is_large: bool = False
 
 
 ROWS = {
@@ -64,6 +65,19 @@ ROWS = {
     "lora-bf16-examples": Row("lora", examples="random"),
     "lora-bf16-examples-grouped": Row("lora", examples="group_by_length"),
 }
+# Named on the command line: they need a GPU, and Liger or Unsloth, or the memory for 8 billion parameters.
+MORE_ROWS = {
+    "lora-bf16-liger": Row("lora", peer="liger_kernel"),
+    "qlora-bf16-liger": Row("qlora", peer="liger_kernel"),
+    "lora-bf16-unsloth": Row("lora", peer="unsloth"),
+    "qlora-bf16-unsloth": Row("qlora", peer="unsloth"),
+    "lora-8b": Row("lora", checkpointing=True, is_large=True),
+    "lora-8b-liger": Row("lora", checkpointing=True, peer="liger_kernel", is_large=True),
+    "lora-8b-unsloth": Row("lora", checkpointing=True, peer="unsloth", is_large=True),
+    "qlora-8b": Row("qlora", checkpointing=True, is_large=True),
+    "qlora-8b-liger": Row("qlora", checkpointing=True, peer="liger_kernel", is_large=True),
+    "qlora-8b-unsloth": Row("qlora", checkpointing=True, peer="unsloth", is_large=True),
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,7 @@ class Size:
     hidden: int
     layers: int
     heads: int
+    kv_heads: int
     inner: int
     vocab: int
     sequence_len: int
@@ -81,19 +96,28 @@ class Size:
     def config(self):
         return {
             "hidden_size": self.hidden, "intermediate_size": self.inner, "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads, "num_key_value_heads": self.heads // 2, "vocab_size": self.vocab,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "vocab_size": self.vocab,
             "max_position_embeddings": self.sequence_len, "tie_word_embeddings": False,
         }  # fmt: skip
 
 
-ON_CPU = Size(512, 8, 8, 1408, 8192, 256, 4)
-ON_CUDA = Size(2048, 16, 32, 5632, 32000, 2048, 4)
+TINY = Size(64, 2, 2, 1, 176, 8192, 64, 2)
+ON_CPU = Size(512, 8, 8, 4, 1408, 8192, 256, 4)
+ON_CUDA = Size(2048, 16, 32, 16, 5632, 32000, 2048, 4)
+LARGE = Size(4096, 32, 32, 8, 14336, 128256, 2048, 2)  # Llama 3 8B
+
+
+def choose_size(row, is_tiny):
+    """The size of a row on this machine."""
+    if is_tiny:
+        return TINY
+    return LARGE if row.is_large else ON_CUDA if torch.cuda.is_available() else ON_CPU
 
 
 # Inputs of both sides
 
 
-def prepare(scratch, size, row):
+def prepare(scratch, folder, size, row):
     """Write base weights, tokenizer and text once; for a row, echelon's run and the peer's rows of the same tokens."""
     from echelon.data.order import SampleOrder
     from echelon.data.prepared import open_prepared
@@ -101,8 +125,6 @@ def prepare(scratch, size, row):
     from echelon.lifecycle.setup import prepare_run
     from echelon.recipe import load_recipe
 
-    name = next(key for key, value in ROWS.items() if value == row)
-    folder = scratch / name
     folder.mkdir()
     base = write_base(scratch, size, row.precision)
     recipe_path = folder / "recipe.yaml"
@@ -127,7 +149,7 @@ def prepare(scratch, size, row):
     peer = {
         "base": str(base), "examples": examples, "batch": per_batch, "adapter": row.adapter,
         "precision": row.precision, "checkpointing": row.checkpointing, "out": str(folder / "peer"),
-        "sampling": row.examples,
+        "sampling": row.examples, "peer": row.peer, "sequence_len": size.sequence_len,
     }  # fmt: skip
     (folder / "peer.json").write_text(json.dumps(peer))
     return run.folder.path, folder / "peer.json", note
@@ -139,15 +161,22 @@ def write_base(scratch, size, precision):
 
     from echelon.data.tokenizer import train_tokenizer
 
-    base = scratch / f"base-{precision}"
+    base = scratch / f"base-{precision}-{size.hidden}"
     if base.exists():
         return base
+    for other in scratch.glob("base-*"):  # the disk need not hold several large ones
+        shutil.rmtree(other)
     texts = [path.read_text(errors="ignore") for path in sorted(Path(inspect.__file__).parent.glob("*.py"))]
     tokenizer = train_tokenizer(texts, 8192)
     torch.manual_seed(SEED)
     end = tokenizer.eos_token_id
-    model = LlamaForCausalLM(LlamaConfig(**size.config(), bos_token_id=end, eos_token_id=end, pad_token_id=end))
+    config = LlamaConfig(**size.config(), bos_token_id=end, eos_token_id=end, pad_token_id=end)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # drawing 8 billion numbers on a CPU takes long
+        model = LlamaForCausalLM(config)
     model.to(torch.bfloat16 if precision == "bf16" else torch.float32).save_pretrained(base)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     tokenizer.save_pretrained(base)
     (scratch / "text").mkdir(exist_ok=True)
     (scratch / "text" / "text.txt").write_text("\n".join(texts[:60]))
@@ -216,179 +245,86 @@ def split_examples(samples):
 # The two sides, each in a separate process
 
 
-class Gate:
-    """The start of a side's measurement, between imports and loading; then a side runs blocks of steps on request."""
-
-    def __init__(self):
-        self._answers = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # output of libraries is not an answer
-        self._baseline = 0 if torch.cuda.is_available() else resident_bytes("VmRSS")
-        reset_peak()
-
-    def wait(self):
-        """Wait for a request; return whether another block should run."""
-        wanted = sys.stdin.readline().strip() == "go"
-        self._used = time.process_time()
-        return wanted
-
-    def tell(self, **measured):
-        """Send the measurements of a block."""
-        answer = {
-            "peak": peak_bytes() - self._baseline, "baseline": self._baseline, "threads": torch.get_num_threads(),
-            "cpu_seconds": time.process_time() - self._used,
-        }  # fmt: skip
-        print(json.dumps(answer | measured), file=self._answers)
-
-
-def resident_bytes(field):
-    """A field of this process's status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def peak_bytes():
-    """The peak memory since the last reset."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes("VmHWM")
-
-
-def reset_peak():
-    """Reset the peak to the current memory."""
-    if torch.cuda.is_available():
-        torch.cuda.init()
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5)
-
-
 def run_echelon(run_dir, steps):
     """Run echelon's trainer in this process, as a worker does."""
-    from echelon.distributed.runtime import start_runtime, stop_runtime
-    from echelon.lifecycle.assemble import build_trainer
-    from echelon.lifecycle.setup import read_plan
-    from echelon.model.quantization import import_bitsandbytes
-    from echelon.recipe import load_recipe
-    from echelon.runs.run_folder import RunFolder
-    from echelon.training.pauses import Due
+    from echelon.quiet_imports import import_bitsandbytes
+    from sides import EchelonTrainer
 
     import_bitsandbytes()
     import_what_both_use()
     gate = Gate()
-    folder = RunFolder(Path(run_dir))
-    recipe, _ = load_recipe(folder.recipe_path)
-    runtime = start_runtime()
-    trainer = build_trainer(recipe, read_plan(folder), folder, runtime)
-    trainer.num_steps = 0
-    trainer.pauses.agree_on_due = lambda done, is_last: Due()  # only the steps are measured
-    targets = 0
+    echelon = EchelonTrainer(run_dir)
+    targets, first_loss = 0, None
     while gate.wait():
-        trainer.num_steps += steps
-        trainer.fit()
-        rows = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
-        seconds = [row["step_seconds"] for row in rows[-steps:]]
-        done = trainer.state.target_tokens
-        gate.tell(seconds=seconds, targets=done - targets, first_loss=rows[0]["loss"])
+        rows = echelon.run(steps)
+        first_loss = rows[0]["loss"] if first_loss is None else first_loss
+        done = rows[-1]["target_tokens"]
+        gate.tell(seconds=[row["step_seconds"] for row in rows], targets=done - targets, first_loss=first_loss)
         targets = done
-        if trainer.num_steps == steps:
-            reset_peak()
-    trainer.train_step.loader.close()
-    trainer.saver.store.close()
-    stop_runtime()
+    echelon.close()
 
 
-def run_peer(config_path, steps):
-    """Run PEFT and HF Trainer, without an import of echelon."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        BitsAndBytesConfig,
-        DataCollatorForSeq2Seq,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-        default_data_collator,
-    )
-
-    import_what_both_use()
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-
-    config = json.loads(Path(config_path).read_text())
-    gate = Gate()
+def build_peer(config):
+    """The peer's model with an adapter: by PEFT, or by Unsloth, which must be imported before transformers."""
     dtype = torch.bfloat16 if config["precision"] == "bf16" else torch.float32
+    recompute = {"use_reentrant": False}
+    adapter = {"r": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "target_modules": TARGETS}
+    if config["peer"] == "unsloth":
+        from unsloth import FastLanguageModel
+
+        model, _ = FastLanguageModel.from_pretrained(
+            config["base"],
+            max_seq_length=config["sequence_len"],
+            dtype=dtype,
+            load_in_4bit=config["adapter"] == "qlora",
+        )
+        checkpointing = "unsloth" if config["checkpointing"] else False
+        return FastLanguageModel.get_peft_model(model, **adapter, use_gradient_checkpointing=checkpointing)
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
     quantization = None
     if config["adapter"] == "qlora":
         quantization = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
         )
     model = AutoModelForCausalLM.from_pretrained(config["base"], dtype=dtype, quantization_config=quantization)
-    recompute = {"use_reentrant": False}
     if quantization is not None:
         model = prepare_model_for_kbit_training(
             model, use_gradient_checkpointing=config["checkpointing"], gradient_checkpointing_kwargs=recompute
         )
-    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
-    model = get_peft_model(model, lora)
+    return get_peft_model(model, LoraConfig(**adapter, task_type="CAUSAL_LM"))
+
+
+def run_peer(config_path, steps):
+    """Run PEFT and HF Trainer, without an import of echelon."""
+    config = json.loads(Path(config_path).read_text())
+    if config["peer"] == "unsloth":
+        import unsloth  # noqa: F401
+    from transformers import AutoTokenizer, DataCollatorForSeq2Seq, default_data_collator
+
+    from hf_trainer import train_in_blocks
+
+    import_what_both_use()
+    gate = Gate()
+    model = build_peer(config)
     collator = default_data_collator
     if config["sampling"]:
         collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(config["base"]), padding="longest")
-    targets = []
-
-    def collate_and_count(examples):
-        batch = collator(examples)
-        targets.append(int((batch["labels"][:, 1:] != -100).sum()))
-        return batch
-
-    class Blocks(TrainerCallback):
-        """Pauses the trainer between blocks."""
-
-        def pause(self, control):
-            control.should_training_stop = not gate.wait()
-            self.seconds, self.mark = [], time.perf_counter()
-
-        def on_train_begin(self, args, state, control, **kwargs):
-            self.pause(control)
-
-        def on_step_end(self, args, state, control, **kwargs):
-            if len(self.seconds) + 1 == steps and torch.cuda.is_available():
-                torch.cuda.synchronize()
-            now = time.perf_counter()
-            self.seconds.append(now - self.mark)
-            self.mark = now
-            if len(self.seconds) < steps:
-                return
-            fed = targets[state.global_step - steps : state.global_step]  # the loader is a batch ahead
-            losses = [row["loss"] for row in state.log_history if "loss" in row]
-            gate.tell(seconds=self.seconds, targets=sum(fed), first_loss=losses[0] if losses else None)
-            if state.global_step == steps:
-                reset_peak()
-            self.pause(control)
-
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=config["out"],
-            max_steps=1000000,
-            per_device_train_batch_size=config["batch"],
-            learning_rate=RATE,
-            lr_scheduler_type="constant",
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            bf16=config["precision"] == "bf16",
-            gradient_checkpointing=config["checkpointing"],
-            gradient_checkpointing_kwargs=recompute if config["checkpointing"] else None,
-            train_sampling_strategy=config["sampling"] or "sequential",
-            logging_steps=10,
-            logging_first_step=True,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=not torch.cuda.is_available(),
-            disable_tqdm=True,
-            seed=SEED,
-        ),
-        train_dataset=config["examples"],
-        data_collator=collate_and_count,
-        callbacks=[Blocks()],
-    )
-    trainer.train()
+    train_in_blocks(
+        gate, model, config["examples"], collator, steps,
+        output_dir=config["out"],
+        per_device_train_batch_size=config["batch"],
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        bf16=config["precision"] == "bf16",
+        gradient_checkpointing=config["checkpointing"],
+        gradient_checkpointing_kwargs={"use_reentrant": False} if config["checkpointing"] else None,
+        use_liger_kernel=config["peer"] == "liger_kernel",
+        train_sampling_strategy=config["sampling"] or "sequential",
+        seed=SEED,
+    )  # fmt: skip
 
 
 def import_what_both_use():
@@ -402,42 +338,14 @@ def import_what_both_use():
 # The comparison
 
 
-class Side:
-    """The process of one side, seen from the parent."""
-
-    def __init__(self, name, path, steps):
-        command = [sys.executable, __file__, "--side", name, "--path", str(path), "--steps", str(steps)]
-        self._log = path.with_name(f"{name}.log")
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-
-    def run_block(self):
-        """Run a block of steps; return the measurements."""
-        print("go", file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"{self._process.args}\n{self._log.read_text()[-3000:]}")
-        return json.loads(answer)
-
-    def end(self):
-        """Ask the process to exit, and wait for it."""
-        self._process.stdin.close()
-        self._process.wait(60)
-
-
 def run_pair(run_dir, peer_json, blocks, steps):
     """Run blocks of both sides in turns: [(echelon's, the peer's), ...]; the first of each is a warm-up."""
-    ours, theirs = Side("echelon", run_dir, steps), Side("peer", peer_json, steps)
-    done = []
-    for number in range(blocks + 1):
-        order = (ours, theirs) if number % 2 else (theirs, ours)
-        measured = {side: side.run_block() for side in order}
-        done.append((measured[ours], measured[theirs]))
-    ours.end()
-    theirs.end()
-    return done
+    paths = {"echelon": run_dir, "peer": peer_json}
+    sides = [
+        Side(name, [__file__, "--side", name, "--path", path, "--steps", steps], path.with_name(f"{name}.log"))
+        for name, path in paths.items()
+    ]
+    return list(zip(*take_turns(sides, blocks), strict=True))
 
 
 def rate(block, is_uneven):
@@ -446,16 +354,13 @@ def rate(block, is_uneven):
     return block["targets"] / seconds
 
 
-def spread(values, form):
-    """The median and the range."""
-    low, middle, high = (format(value, form) for value in (min(values), statistics.median(values), max(values)))
-    return f"{middle} ({low} to {high})"
-
-
-def compare(name, scratch, size, arguments):
+def compare(name, scratch, arguments):
     """Measure one row; return its line of the table and a remark."""
-    row = ROWS[name]
-    run_dir, peer_json, fed = prepare(scratch, size, row)
+    row = (ROWS | MORE_ROWS)[name]
+    if find_spec(row.peer) is None:
+        raise NotHere(f"{row.peer} is not installed")
+    size = choose_size(row, arguments.size == "tiny")
+    run_dir, peer_json, fed = prepare(scratch, scratch / name, size, row)
     rates, costs, whole, later, kept = [], [], [], [], []
     for number in range(arguments.pairs):
         pair_dir = scratch / name / f"run-{number}"
@@ -486,16 +391,6 @@ def compare(name, scratch, size, arguments):
     return f"| {' | '.join(cells)} |", remark
 
 
-def describe_machine(arguments):
-    """The lines above the table."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "bitsandbytes"))
-    return (
-        f"{datetime.date.today()}, {device}, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, "
-        f"{versions}; {arguments.pairs} pairs of processes, {arguments.blocks} blocks of {arguments.steps} steps each"
-    )
-
-
 HEAD = """
 | | tokens/s: echelon | peer | ratio | tokens/CPU s: echelon | peer | ratio | whole run: echelon, MB | peer | ratio \
 | steps: echelon, MB | peer | ratio |
@@ -504,25 +399,35 @@ HEAD = """
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of: {', '.join(ROWS)}. Default: all of them")
+    named = f"of: {', '.join(ROWS)} (default: all of these); {', '.join(MORE_ROWS)}"
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=named)
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny: a test of this program")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no row that would end later than this")
     parser.add_argument("--side", choices=["echelon", "peer"], help=argparse.SUPPRESS)
     parser.add_argument("--path", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side is not None:
         {"echelon": run_echelon, "peer": run_peer}[arguments.side](arguments.path, arguments.steps)
         return
-    size = ON_CUDA if torch.cuda.is_available() else ON_CPU
-    print(describe_machine(arguments) + "\n" + str(size) + "\n" + HEAD, flush=True)
+    print(
+        f"{describe_machine('torch', 'transformers', 'peft', 'bitsandbytes')}; {arguments.pairs} pairs of processes, "
+        f"{arguments.blocks} blocks of {arguments.steps} steps each\n{HEAD}",
+        flush=True,
+    )
     remarks = []
+
+    def measure(name):
+        line, remark = compare(name, Path(scratch), arguments)
+        print(line, flush=True)
+        remarks.append(remark)
+
     with tempfile.TemporaryDirectory() as scratch:
-        for name in arguments.rows or ROWS:
-            line, remark = compare(name, Path(scratch), size, arguments)
-            print(line, flush=True)
-            remarks.append(remark)
-    print("\n" + "\n".join(f"- {remark}" for remark in remarks))
+        is_whole = measure_rows(arguments.rows or ROWS, arguments.seconds, measure)
+    print("\n".join(f"- {remark}" for remark in remarks))
+    sys.exit(not is_whole)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,9 @@ range.
 """
 
 import argparse
-import json
-import math
 import pydoc_data.topics
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +18,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from echelon.data.prepared import open_prepared
-from echelon.distributed.runtime import start_runtime, stop_runtime
 from echelon.hardware.detection import detect_cluster
-from echelon.lifecycle.assemble import build_trainer
 from echelon.lifecycle.setup import prepare_run
 from echelon.model.build import load_config
 from echelon.recipe import load_recipe
-from echelon.training.pauses import Due
+from measuring import describe_machine
+from sides import EchelonTrainer, PlainLoop
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "tinyshakespeare.yaml"
 TEXT = Path(pydoc_data.topics.__file__)  # real text that exists on every machine
@@ -42,48 +38,12 @@ SIZES = {
 }  # fmt: skip
 
 
-class PlainLoop:
-    """A careful hand-written loop: fused AdamW, clipping, a schedule, the loss read at every step."""
-
-    def __init__(self, config, tokens, batch, length, device, plan):
-        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=plan.precision.compute == "bfloat16")
-        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
-        vectors = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=True)
-        self.tokens, self.batch, self.length, self.device = tokens, batch, length, device
-        self.step = 0
-        if plan.compile:
-            self.model = torch.compile(self.model)
-
-    def run(self, steps):
-        seconds = []
-        for _ in range(steps):
-            started = time.perf_counter()
-            starts = np.random.randint(0, len(self.tokens) - self.length - 1, self.batch)
-            rows = torch.from_numpy(np.stack([self.tokens[s : s + self.length + 1] for s in starts]).astype(np.int64))
-            rows = rows.to(self.device)
-            with self.autocast:
-                logits = self.model(input_ids=rows[:, :-1], use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            for group in self.optimizer.param_groups:
-                group["lr"] = 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * self.step / 2000))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            loss.item()
-            self.step += 1
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds)
-
-
-def run_echelon(trainer, folder, steps):
-    trainer.num_steps += steps
-    trainer.fit()
-    rows = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
-    return statistics.median(row["step_seconds"] for row in rows[-steps:] if row["kind"] == "train")
+def draw_batches(tokens, batch, length):
+    """Endless steps of one microbatch each, from random places of the tokens."""
+    while True:
+        starts = np.random.randint(0, len(tokens) - length - 1, batch)
+        rows = np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64)
+        yield [(rows[:, :-1], rows[:, 1:])]
 
 
 def main():
@@ -103,33 +63,27 @@ def main():
         ]  # fmt: skip
         recipe, _ = load_recipe(RECIPE, overrides)
         prepared = prepare_run(recipe, False, lambda: detect_cluster(1), {})
-        folder, data = (
-            prepared.folder,
-            open_prepared(prepared.folder.text.read_prepared_path(), recipe.data.sequence_len),
-        )
-        runtime = start_runtime()
-        trainer = build_trainer(recipe, prepared.plan, folder, runtime)
-        trainer.num_steps = 0
-        trainer.pauses.agree_on_due = lambda done, is_last: Due()  # only the steps are measured
-        config = load_config(str(folder.model_dir))
+        data = open_prepared(prepared.folder.text.read_prepared_path(), recipe.data.sequence_len)
+        echelon = EchelonTrainer(prepared.folder.path)
+        device, plan = echelon.runtime.device, prepared.plan
         tokens = data.train.read_samples(np.arange(data.train.num_samples - 1)).inputs.ravel()
-        length, plan = recipe.data.sequence_len, prepared.plan
-        plain = PlainLoop(config, tokens, recipe.global_batch_size, length, runtime.device, plan)
-        plain.run(arguments.steps)
-        run_echelon(trainer, folder, arguments.steps)
-        rounds = [
-            (plain.run(arguments.steps), run_echelon(trainer, folder, arguments.steps)) for _ in range(arguments.rounds)
-        ]
-        trainer.train_step.loader.close()
-        trainer.saver.store.close()
-        stop_runtime()
+        model = AutoModelForCausalLM.from_config(load_config(str(prepared.folder.model_dir)), dtype=torch.float32)
+        batches = draw_batches(tokens, recipe.global_batch_size, recipe.data.sequence_len)
+        plain = PlainLoop(model.to(device), batches, plan.compile, plan.precision.compute == "bfloat16")
+
+        def run_both():
+            seconds, _ = plain.run(arguments.steps)
+            rows = echelon.run(arguments.steps)
+            return statistics.median(seconds), statistics.median(row["step_seconds"] for row in rows)
+
+        run_both()
+        rounds = [run_both() for _ in range(arguments.rounds)]
+        echelon.close()
     ratios = [ours / theirs for theirs, ours in rounds]
-    device = (
-        torch.cuda.get_device_name() if runtime.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    )
     print(
-        f"{device}, torch {torch.__version__}, {arguments.size}, {arguments.precision}, "
-        f"{'compiled' if arguments.compile else 'eager'}, {arguments.rounds} rounds of {arguments.steps} steps each"
+        f"{describe_machine('torch', 'transformers')}; {arguments.size}, {arguments.precision}, "
+        f"{'compiled' if arguments.compile else 'eager'}, {torch.get_num_threads()} threads, "
+        f"{arguments.rounds} rounds of {arguments.steps} steps each"
     )
     print(f"plain loop  {1e3 * statistics.median(theirs for theirs, _ in rounds):.2f} ms a step")
     print(f"echelon     {1e3 * statistics.median(ours for _, ours in rounds):.2f} ms a step")

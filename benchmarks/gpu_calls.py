@@ -1,0 +1,305 @@
+"""Everything that waits for a GPU, as numbered calls of nine minutes each: see benchmarks/README.md.
+
+    benchmarks/gpu.sh CALL OUT_FOLDER [--wheels FOLDER] [--only PART ...] [--minutes 9] [--size tiny]
+
+A call is a list of parts, each a program of its own. A part that fails, hangs or needs more time than is left does not
+stop the others. OUT_FOLDER gets at most 8 files: summary.md, and what each part printed.
+
+This file and what it imports need only the standard library, because the first part may install the rest.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MAX_FILES = 8
+MINUTES = 9.0
+# From SIGINT, at which a program prints what it has, to SIGKILL; and the time kept for it at the end of a call.
+GRACE_SECONDS = 15.0
+# Lines of a part's output in the summary: all of a table, the end of anything else.
+_TABLE_LINES, _OTHER_LINES = 200, 40
+
+ECHELON = ("torch", "transformers", "pydantic", "yaml", "jinja2", "safetensors", "fsspec", "typer", "rich")
+PYTEST = (*ECHELON, "pytest", "xdist", "psutil", "accelerate")
+PEER = (*ECHELON, "accelerate")
+FINETUNING = (*PEER, "peft", "bitsandbytes")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program of a call: the arguments of Python.
+
+    seconds: after so many it is stopped; the last part of a call may use all that is left. least: with less time left
+    it is not started. needs: the packages without which it is not started. A `{seconds}` in the command is replaced by
+    the seconds that it has. tiny: the command of `--size tiny`, by default the same with that option.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    least: float
+    needs: tuple[str, ...] = ()
+    is_table: bool = True
+    tiny: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A numbered call. `extras`: packages that some rows of its tables need, each row saying so itself."""
+
+    title: str
+    parts: tuple[Part, ...]
+    extras: tuple[str, ...] = ()
+
+
+def _pytest(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--durations=10", *arguments)
+
+
+_ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_host.py")
+_ELSEWHERE = [f"--ignore={path}" for path in _ALONE]
+_PRETRAINING = ("benchmarks/pretraining.py", "--seconds", "{seconds}")
+_FINETUNING = ("benchmarks/finetuning.py", "--pairs", "1", "--seconds", "{seconds}")
+_OVERHEAD = ("benchmarks/overhead.py", "--precision", "bf16")
+
+CALLS = {
+    1: Call(
+        "the tests that need a GPU",
+        (
+            Part("tests", _pytest("tests/gpu", *_ELSEWHERE, "-n", "4", "-ra"), 230, 60, PYTEST, False,
+                 tiny=_pytest("tests/gpu", *_ELSEWHERE, "-ra")),
+            Part("memory-and-host", _pytest(*_ALONE, "-rA"), 120, 30, PYTEST, False, tiny=_pytest(*_ALONE, "-rA")),
+            Part("overhead", (*_OVERHEAD, "--size", "small", "--compile", "--rounds", "5", "--steps", "20"), 100, 40,
+                 ECHELON, False, tiny=(*_OVERHEAD, "--size", "tiny", "--rounds", "1", "--steps", "2")),
+        ),
+    ),
+    2: Call(
+        "pretraining: 1.3 billion parameters at 2,048 tokens",
+        (
+            Part("peers", (*_PRETRAINING, "peers"), 270, 100, PEER),
+            Part("variants", (*_PRETRAINING, "variants"), 180, 60, ECHELON),
+        ),
+        ("torchtitan",),
+    ),
+    3: Call(
+        "fine-tuning: LoRA and QLoRA of 0.9 and of 8 billion parameters",
+        (
+            Part("small", (*_FINETUNING, "--blocks", "4", "--steps", "6", "lora-bf16", "qlora-bf16",
+                           "lora-bf16-examples", "lora-bf16-liger", "lora-bf16-unsloth"), 230, 60, FINETUNING),
+            Part("large", (*_FINETUNING, "--blocks", "4", "--steps", "3", "qlora-8b", "lora-8b", "qlora-8b-liger",
+                           "lora-8b-liger", "qlora-8b-unsloth", "lora-8b-unsloth"), 220, 90, FINETUNING),
+        ),
+        ("liger_kernel", "unsloth"),
+    ),
+    4: Call(
+        "float8, long sequences, packed documents",
+        (
+            Part("float8", (*_PRETRAINING, "float8"), 150, 60, ECHELON),
+            Part("long", (*_PRETRAINING, "long"), 150, 60, ECHELON),
+            Part("packed", (*_PRETRAINING, "packed"), 150, 60, ECHELON),
+        ),
+        ("torchao",),
+    ),
+}  # fmt: skip
+PREFLIGHT_SECONDS, INSTALL_SECONDS = 45.0, 30.0
+
+
+@dataclass
+class Result:
+    """How a part ended."""
+
+    name: str
+    outcome: str
+    seconds: float = 0.0
+    printed: Sequence[str] = ()
+    is_table: bool = True
+    is_good: bool = True
+
+
+@dataclass
+class Runner:
+    """Runs parts one after the other until the deadline, and keeps the summary up to date."""
+
+    out: Path
+    heading: str
+    minutes: float = MINUTES
+    is_tiny: bool = False
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    results: list[Result] = field(default_factory=list)
+    missing: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds until the deadline, without those that stopping a part may take."""
+        return self._started + 60 * self.minutes - time.monotonic() - GRACE_SECONDS
+
+    def run(self, part: Part, is_last: bool = False) -> Result:
+        """Run a part, or say why not."""
+        left, absent = self.seconds_left, [name for name in part.needs if name in self.missing]
+        if absent:
+            result = Result(part.name, f"skipped: needs {', '.join(absent)}, see preflight", is_good=False)
+        elif left < part.least:
+            result = Result(part.name, f"skipped: needs {part.least:.0f} s, {max(left, 0):.0f} s left", is_good=False)
+        else:
+            print(f"== {part.name}", flush=True)
+            result = self._run(part, left if is_last else min(part.seconds, left))
+        print(f"{part.name}: {result.outcome}", flush=True)
+        self.results.append(result)
+        self.write_summary()
+        return result
+
+    def _run(self, part: Part, limit: float) -> Result:
+        command = part.command
+        if self.is_tiny:
+            command = part.tiny or (*command, "--size", "tiny")
+        command = tuple(word.replace("{seconds}", f"{limit - GRACE_SECONDS:.0f}") for word in command)
+        started = time.monotonic()
+        with (self.out / f"{part.name}.log").open("wb", buffering=0) as log:
+            program = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+            )  # fmt: skip
+            printed: list[str] = []
+            reader = threading.Thread(target=_copy_lines, args=(program.stdout, log, printed), daemon=True)
+            reader.start()
+            try:
+                outcome = _wait(program, limit)
+            finally:
+                _kill(program)
+                reader.join(5)
+        seconds = time.monotonic() - started
+        return Result(part.name, outcome, seconds, tuple(printed), part.is_table, outcome == "done")
+
+    def write_summary(self) -> None:
+        """Write summary.md: a table of the parts, then what each of them printed."""
+        lines = [f"# {self.heading}", "", "| part | result | seconds |", "|---|---|---|"]
+        lines += [f"| {each.name} | {each.outcome} | {each.seconds:.0f} |" for each in self.results]
+        for each in self.results:
+            if each.printed:
+                lines += ["", f"## {each.name}", "", *_excerpt(each)]
+        (self.out / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _copy_lines(stream: Iterator[bytes], log: "object", printed: list[str]) -> None:
+    """Copy what a program prints to its log and to a list of lines."""
+    for line in stream:
+        log.write(line)
+        printed.append(line.decode(errors="replace").rstrip())
+
+
+def _wait(program: subprocess.Popen, limit: float) -> str:
+    """Wait for a program; at its time limit SIGINT, so that it reports what it has. Returns how it ended."""
+    try:
+        code = program.wait(limit)
+    except subprocess.TimeoutExpired:
+        program.send_signal(signal.SIGINT)
+        try:
+            program.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"killed: did not end {GRACE_SECONDS:.0f} s after its limit of {limit:.0f} s"
+        return f"stopped at its limit of {limit:.0f} s"
+    return "done" if code == 0 else f"failed: exit code {code}"
+
+
+def _kill(program: subprocess.Popen) -> None:
+    """Kill what is left of a program and the processes that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    program.wait()
+
+
+def _excerpt(result: Result) -> list[str]:
+    """What the summary shows of a part's output."""
+    if result.is_table:
+        return list(result.printed[:_TABLE_LINES])
+    return ["```text", *result.printed[-_OTHER_LINES:], "```"]
+
+
+def run_call(runner: Runner, call: Call, wheels: Path | None, only: Sequence[str], scratch: Path) -> bool:
+    """Install the wheels, look what is there, and run the parts; returns whether each of them was done."""
+    if wheels is not None:
+        files = sorted(map(str, wheels.resolve().glob("*.whl")))
+        site = scratch / "site"
+        options = ("--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade")
+        command = ("-m", "pip", "install", *options, "--target", str(site), *files)
+        runner.run(Part("wheels", command, INSTALL_SECONDS, 10, is_table=False, tiny=command))
+        runner.environment["PYTHONPATH"] = os.pathsep.join([str(site), runner.environment["PYTHONPATH"]])
+    chosen = [part for part in call.parts if not only or part.name in only]
+    packages = list(dict.fromkeys([*(name for part in chosen for name in part.needs), *call.extras]))
+    report = scratch / "missing.json"
+    command = ("benchmarks/preflight.py", *packages, "--json", str(report))
+    runner.run(Part("preflight", command, PREFLIGHT_SECONDS, 20, tiny=command))
+    if report.exists():
+        runner.missing = frozenset(json.loads(report.read_text()))
+    for part in chosen:
+        runner.run(part, is_last=part is chosen[-1])
+    return all(result.is_good for result in runner.results)
+
+
+def describe_source() -> str:
+    """The commit of this checkout, or that it has none."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        said = ""
+    return f"commit {said}" if said else "no commit known"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/gpu.sh",
+        description="Runs one numbered call on a machine with a GPU, and writes a summary.",
+        epilog="; ".join(f"{number}: {call.title}" for number, call in CALLS.items()),
+    )
+    parser.add_argument("call", type=int, choices=CALLS)
+    parser.add_argument("out", type=Path, metavar="OUT_FOLDER")
+    parser.add_argument("--wheels", type=Path, help="folder of the wheels of packages that are missing on this machine")
+    parser.add_argument("--only", nargs="+", metavar="PART", default=[], help="only these parts")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="the time of the whole call (default 9)")
+    parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny: a test on a CPU")
+    arguments = parser.parse_args()
+    names = [part.name for part in CALLS[arguments.call].parts]
+    if unknown := [name for name in arguments.only if name not in names]:
+        parser.error(f"--only {' '.join(unknown)}: call {arguments.call} has the parts {', '.join(names)}")
+    if arguments.wheels is not None and not any(arguments.wheels.glob("*.whl")):
+        parser.error(f"--wheels {arguments.wheels}: there are no wheels")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    call = CALLS[arguments.call]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the limit of a whole session: end the running part
+    with tempfile.TemporaryDirectory() as folder:
+        path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled",
+        }  # fmt: skip
+        words = f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {describe_source()}"
+        heading = f"GPU call {arguments.call}: {call.title} ({words}, Python {platform.python_version()})"
+        runner = Runner(arguments.out.resolve(), heading, arguments.minutes, arguments.size == "tiny", environment)
+        is_whole = run_call(runner, call, arguments.wheels, arguments.only, Path(folder))
+    print((arguments.out / "summary.md").read_text(encoding="utf-8"))
+    sys.exit(not is_whole)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The numbered calls of benchmarks/gpu.sh: a part that fails, hangs or does not fit stops no other one.
+
+The slow tests run each call on this machine's CPU with `--size tiny`.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import gpu_calls
+from gpu_calls import CALLS, GRACE_SECONDS, INSTALL_SECONDS, MAX_FILES, MINUTES, PREFLIGHT_SECONDS, Part, Runner
+from measuring import NotHere, measure_rows
+from preflight import describe_package
+
+ROOT = Path(__file__).parents[2]
+
+PRINTS = ("-c", "print('| a | b |'); print('a message', file=__import__('sys').stderr)")
+FAILS = ("-c", "print('so far'); raise SystemExit('a planted failure')")
+REPORTS = ("-c", "import time\ntry: time.sleep(99)\nexcept KeyboardInterrupt: print('what it has')")
+# Ignores SIGINT, and starts a process that would outlive it.
+STAYS = (
+    "-c",
+    "import pathlib, signal, subprocess, sys, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    "child = subprocess.Popen(['sleep', '99'])\npathlib.Path(sys.argv[1]).write_text(str(child.pid))\ntime.sleep(99)",
+)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_other_parts_run_after_one_that_fails_and_ones_that_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_calls, "GRACE_SECONDS", 0.5)
+    out, pid_file = tmp_path / "out", tmp_path / "pid"
+    out.mkdir()
+    runner = Runner(out, "A call")
+    for part in (
+        Part("fails", FAILS, 60, 1, is_table=False),
+        Part("reports", REPORTS, 1.5, 1, is_table=False),
+        Part("stays", (*STAYS, str(pid_file)), 1.5, 1),
+        Part("prints", PRINTS, 60, 1),
+    ):
+        runner.run(part)
+    assert [result.outcome for result in runner.results] == [
+        "failed: exit code 1", "stopped at its limit of 2 s", "killed: did not end 0 s after its limit of 2 s", "done",
+    ]  # fmt: skip
+    summary = (out / "summary.md").read_text()
+    assert "| fails | failed: exit code 1 |" in summary and "| prints | done |" in summary
+    assert "## fails\n\n```text\nso far\n```" in summary and "what it has" in summary
+    assert "## prints\n\n| a | b |" in summary and "a message" not in summary
+    assert "a planted failure" in (out / "fails.log").read_text()
+    assert "a message" in (out / "prints.log").read_text()
+    deadline = time.monotonic() + 30
+    while is_alive(pid_file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(pid_file.read_text())
+    assert sorted(path.name for path in out.iterdir()) == [
+        "fails.log", "prints.log", "reports.log", "stays.log", "summary.md",
+    ]  # fmt: skip
+
+
+def test_a_part_that_does_not_fit_is_not_started(tmp_path):
+    runner = Runner(tmp_path, "A call", minutes=(GRACE_SECONDS + 30) / 60)
+    late = runner.run(Part("late", ("-c", "raise SystemExit('it was started')"), 200, 60))
+    assert late.outcome in ("skipped: needs 60 s, 30 s left", "skipped: needs 60 s, 29 s left") and not late.is_good
+    assert "| late | skipped: needs 60 s" in (tmp_path / "summary.md").read_text()
+    assert not (tmp_path / "late.log").exists()
+
+
+def test_a_part_is_given_what_is_left_and_the_last_one_all_of_it(tmp_path):
+    runner = Runner(tmp_path, "A call", minutes=(GRACE_SECONDS + 100) / 60)
+    shows = ("-c", "import sys; print(sys.argv[1])", "{seconds}")
+    for number, (seconds, is_last) in enumerate([(50, False), (400, False), (50, True)]):
+        runner.run(Part(f"part-{number}", shows, seconds, 1), is_last)
+    first, capped, last = (int(result.printed[0]) + GRACE_SECONDS for result in runner.results)
+    assert first == 50 and capped <= 100 and 50 < last <= 100
+
+
+def test_a_part_is_not_started_without_its_packages(tmp_path):
+    runner = Runner(tmp_path, "A call", missing=frozenset({"peft"}))
+    skipped = runner.run(Part("adapters", ("-c", ""), 9, 1, needs=("torch", "peft")))
+    assert skipped.outcome == "skipped: needs peft, see preflight" and not skipped.is_good
+    assert runner.run(Part("plain", ("-c", ""), 60, 1, needs=("torch",))).is_good
+
+
+def test_a_missing_package_is_named_with_its_wheel(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "half_there.py").write_text("import not_there_at_all")
+    assert describe_package("not_there_at_all") == (
+        "| not_there_at_all | missing; carry the wheel of not_there_at_all |", False,
+    )  # fmt: skip
+    line, is_there = describe_package("half_there")
+    assert "cannot be imported (No module named 'not_there_at_all'); carry the wheel of half_there" in line
+    assert not is_there
+    assert describe_package("pytest") == (f"| pytest | {pytest.__version__} |", True)
+
+
+def test_a_row_that_fails_or_does_not_fit_stops_no_other_one(capsys, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("measuring.time.monotonic", lambda: now[0])
+
+    def measure(name):
+        now[0] += {"slow": 65.0}.get(name, 10.0)
+        if name == "fails":
+            raise RuntimeError("out of memory\nand more")
+        if name == "absent":
+            raise NotHere("torchao is not installed")
+        print(f"measured {name}")
+
+    assert not measure_rows(["first", "fails", "absent", "slow", "last"], 100, measure)
+    out = capsys.readouterr().out
+    assert "measured first" in out and "measured slow" in out and "measured last" not in out
+    assert "- fails: failed, out of memory\n" in out and "- absent: not measured, torchao is not installed\n" in out
+    assert "- last: skipped, 5 s were left and another row took 65 s\n" in out
+    assert measure_rows(["first", "absent"], 100, measure)
+
+
+@pytest.mark.parametrize("number", CALLS)
+def test_a_call_fits_its_minutes_and_its_files(number):
+    parts = CALLS[number].parts
+    planned = INSTALL_SECONDS + PREFLIGHT_SECONDS + sum(part.seconds for part in parts) + GRACE_SECONDS
+    assert planned <= 60 * MINUTES
+    assert all(part.least <= part.seconds for part in parts)
+    names = ["summary.md", "wheels.log", "preflight.log", *(f"{part.name}.log" for part in parts)]
+    assert len(set(names)) == len(names) <= MAX_FILES
+
+
+def run_script(*arguments):
+    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = [str(ROOT / "benchmarks" / "gpu.sh"), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_wrong_options_are_refused(tmp_path):
+    for arguments, reason in {
+        ("5", tmp_path): "invalid choice",
+        ("2", tmp_path, "--only", "small"): "call 2 has the parts peers, variants",
+        ("1", tmp_path, "--wheels", tmp_path): "there are no wheels",
+    }.items():
+        done = run_script(*arguments)
+        assert done.returncode == 2 and reason in done.stderr
+
+
+TABLES = {
+    1: ["skipped in", "ratio "],
+    2: ["| HF Trainer | echelon |", "| HF Trainer | HF Trainer |", "| plain loop | plain loop |",
+        "| as the planner chooses | echelon |", "| kind of work |", "| flex attention | echelon |"],
+    3: ["| lora-bf16 |", "| qlora-bf16 |", "| lora-bf16-examples |", "| qlora-8b |", "lora-8b-unsloth: not measured"],
+    4: ["| echelon, bf16 | echelon |", "| 8,192 tokens | HF Trainer |", "| 32,768 tokens, selective | echelon |",
+        "| 2,048 tokens | echelon |"],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", CALLS)
+def test_a_call_measures_everything_on_a_cpu(tmp_path, number):
+    done = run_script(number, tmp_path / "out", "--size", "tiny", "--minutes", "60")
+    summary = (tmp_path / "out" / "summary.md").read_text()
+    assert done.returncode == 0, summary + done.stderr
+    assert summary in done.stdout
+    for part in CALLS[number].parts:
+        assert f"| {part.name} | done |" in summary
+    assert all(words in summary for words in TABLES[number]), summary
+    assert "TFLOP/s" in summary and "GB/s" in summary and "| torch |" in summary
+    assert ": failed" not in summary and "nan" not in summary
+    files = list((tmp_path / "out").rglob("*"))
+    assert all(path.is_file() for path in files) and len(files) <= MAX_FILES
