@@ -209,6 +209,15 @@ OUTSIDE = LLAMA_PARAMETERS - 4 * LLAMA_LAYER
             LLAMA_PARAMETERS,
             2 * LLAMA_PARAMETERS,
         ),
+        # two layers gathered ahead of the one that runs
+        (
+            ParallelPlan(
+                "fsdp", dp_shard=4, reshard_after_forward=True, reduce_gradients="each", precision=BF16, prefetch=2
+            ),
+            LLAMA_PARAMETERS + 2 * (OUTSIDE + 3 * LLAMA_LAYER),
+            LLAMA_PARAMETERS,
+            2 * LLAMA_PARAMETERS,
+        ),
         # with offloading, only gathered weights are on the device
         (
             ParallelPlan(

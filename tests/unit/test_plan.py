@@ -31,7 +31,8 @@ def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None,
     """The parts of a Recipe that determine a plan."""
     if isinstance(parallel, dict):
         mapping = {"dp_replicate": None, "dp_shard": None, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "cpu_offload": False}
-        parallel = SimpleNamespace(**{**mapping, "reshard_after_forward": None, "reduce_gradients": None, **parallel})
+        mapping |= {"reshard_after_forward": None, "reduce_gradients": None, "prefetch": None}
+        parallel = SimpleNamespace(**{**mapping, **parallel})
     batch = batch_tokens // sequence_len if batch_tokens else batch
     defaults = {
         "micro_batch_size": "auto",
@@ -108,6 +109,12 @@ def test_mapping(mapping, expected):
     assert switches(resolve_plan(build_recipe(mapping), TINY, cpus(8))) == expected
 
 
+def test_prefetch_is_in_the_plan_and_said():
+    plan = resolve_plan(build_recipe({"dp_shard": 8, "prefetch": 3}), TINY, cpus(8))
+    assert plan.prefetch == 3 and "; 3 layers gathered ahead" in plan.describe()[0]
+    assert resolve_plan(build_recipe("fsdp"), TINY, cpus(8)).prefetch is None
+
+
 def test_layouts_that_do_not_fit_the_processes():
     refusal(
         PlanError, "an even number of processes", "2 or 4", "parallel=fsdp", parallel="hsdp", cluster=cpus(3), batch=12
@@ -126,6 +133,10 @@ def test_layouts_that_do_not_fit_the_processes():
     for degree in ("cp", "tp", "pp", "ep"):
         refusal(ConfigError, f"parallel.{degree}=2", "not built yet", parallel={degree: 2})
     refusal(PlanError, "parallel.cpu_offload=true", "omit it", parallel={"dp_shard": 2, "cpu_offload": True})
+    for mapping in ({"prefetch": 2}, {"dp_replicate": 8, "prefetch": 2}):
+        refusal(
+            ConfigError, "parallel.prefetch=2", "no layer is gathered", "dp_shard", parallel=mapping, cluster=cpus(8)
+        )
     refusal(ConfigError, "parallel='zero9'", "fsdp", parallel="zero9")
 
 

@@ -32,6 +32,7 @@ BUILT = [
     "optim.name=muon", "optim.no_decay=[]", "optim.learning_rate_multipliers={x: 2}",
     "train.compile=true", "train.activation_checkpointing=selective",
     "train.activation_checkpointing=full", "train.micro_batch_size=2", "parallel=hsdp", "parallel.cpu_offload=true",
+    "parallel={dp_shard: auto, prefetch: 2}",
     "parallel={dp_replicate: 2, dp_shard: auto, reshard_after_forward: false, reduce_gradients: last}",
     "checkpoint={every_steps: 7, keep_last: 1, async: false}", "checkpoint.every_steps=auto",
     "fault.mean_hours_between_failures=8", "evaluate.batches=3",

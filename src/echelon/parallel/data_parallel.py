@@ -182,6 +182,20 @@ def _refuse_shared_weights(layers: Iterable[nn.Module]) -> None:
                 )
 
 
+def _set_prefetch(root: nn.Module, layers: list[nn.Module], count: int) -> None:
+    """Make each sharded layer gather the next `count` layers before it runs, forward and backward.
+
+    The root runs before the first layer of either direction, so it gathers the first ones.
+    """
+    units: list[Any] = layers  # each of them an FSDPModule
+    for place, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + count])
+        unit.set_modules_to_backward_prefetch(units[max(0, place - count) : place][::-1])
+    assert isinstance(root, FSDPModule)
+    root.set_modules_to_forward_prefetch(units[:count])
+    root.set_modules_to_backward_prefetch(units[::-1][:count])
+
+
 def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: ParallelPlan, meshes: Meshes) -> None:
     """Shard each decoder layer as a unit, and the rest (embedding, norm, head: tied weights together) as one more.
 
@@ -204,6 +218,8 @@ def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: Para
     # What is never trained has no backward pass to free it again.
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
     fully_shard(module, reshard_after_forward=not is_trained, **options)
+    if plan.prefetch is not None:
+        _set_prefetch(module, layers, plan.prefetch)
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)

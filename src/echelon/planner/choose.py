@@ -249,6 +249,7 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
         reshard_after_forward=layout.reshard_after_forward,
         reduce_gradients=layout.reduce_gradients,
         cpu_offload=layout.cpu_offload,
+        prefetch=layout.prefetch,
         micro_batch_size=micro_batch_size,
         num_microbatches=num_microbatches,
         num_fill=layout.dp_size * num_microbatches * micro_batch_size - request.recipe.global_batch_size,

@@ -27,6 +27,7 @@ class Layout:
     reshard_after_forward: bool
     reduce_gradients: ReduceGradients
     cpu_offload: bool = False
+    prefetch: int | None = None
 
     @property
     def dp_size(self) -> int:
@@ -86,10 +87,15 @@ def _mapped_layout(parallel: "ParallelConfig", cluster: Cluster) -> Layout:
         raise PlanError("parallel.cpu_offload=true: on CPUs everything is in host memory already; omit it.")
     replicate, shard = _mapped_degrees(parallel, cluster.num_devices)
     shards = shard > 1 or parallel.cpu_offload
+    if parallel.prefetch is not None and not shards:
+        raise ConfigError(
+            f"parallel.prefetch={parallel.prefetch}: every process has all parameters here, so no layer is gathered; "
+            "remove the key, or shard the parameters with dp_shard."
+        )
     reshard = shards if parallel.reshard_after_forward is None else parallel.reshard_after_forward
     reduce: ReduceGradients = parallel.reduce_gradients or ("each" if shards else "last")
     strategy = _strategy_name(replicate, shard, reshard, reduce)
-    return Layout(strategy, replicate, shard, reshard, reduce, parallel.cpu_offload)
+    return Layout(strategy, replicate, shard, reshard, reduce, parallel.cpu_offload, parallel.prefetch)
 
 
 def _mapped_degrees(parallel: "ParallelConfig", world: int) -> tuple[int, int]:

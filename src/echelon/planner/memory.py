@@ -136,8 +136,8 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int, int]:
         copies = matrices * compute if plan.uses_autocast else 0
         return frozen + trained * number + copies, trained * number, moments, whole
 
-    # With resharding two layers are gathered at a time, one running and the next fetched; the rest stays gathered.
-    num_gathered = min(2, shape.num_layers) if plan.reshard_after_forward else shape.num_layers
+    # With resharding the running layer and those fetched ahead, by default one, are gathered; the rest stays gathered.
+    num_gathered = min(1 + (plan.prefetch or 1), shape.num_layers) if plan.reshard_after_forward else shape.num_layers
     gathered = outside.gathered(compute) + num_gathered * layer.gathered(compute)
     whole_gradients = trained * reduced if plan.reduce_gradients == "last" and plan.num_microbatches > 1 else 0
     shards = (0, 0, 0) if plan.cpu_offload else _shard_states(shape, plan)

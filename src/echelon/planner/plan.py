@@ -101,7 +101,8 @@ class ParallelPlan:
     One global batch is num_replicas * dp_size * num_microbatches * micro_batch_size sequences, of which `num_fill` have
     no targets: they pad a batch that the ranks of a resumed run cannot share evenly. `rows_per_sequence`: the rows that
     a sequence takes in a forward pass, 2 for preference pairs of a model without a document mask. `why` has lines for
-    the user about automatic choices and the figures behind them.
+    the user about automatic choices and the figures behind them. `prefetch`: the layers gathered ahead of the one that
+    runs; None for PyTorch's own order, which gathers one ahead.
     """
 
     strategy: str
@@ -119,6 +120,7 @@ class ParallelPlan:
     reshard_after_forward: bool = False
     reduce_gradients: ReduceGradients = "last"
     cpu_offload: bool = False
+    prefetch: Count | None = None
     activation_checkpointing: ActivationCheckpointing = "none"
     compile: bool = False
     precision: Precision = field(default_factory=Precision)
@@ -159,11 +161,7 @@ class ParallelPlan:
     def describe(self) -> list[str]:
         """Lines printed at the start: the plan, the precision policy, the batch arithmetic, and why."""
         processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
-        sharding = ""
-        if self.uses_fully_shard:
-            gathered = "freed after use" if self.reshard_after_forward else "kept until backward"
-            sharding = f"; gathered parameters {gathered}"
-            sharding += "; parameters and optimizer state in host memory" if self.cpu_offload else ""
+        sharding = self._describe_sharding() if self.uses_fully_shard else ""
         when = "each microbatch" if self.reduce_gradients == "each" else "the last microbatch"
         reduction = f"; gradients reduced after {when}" if self.dp_size > 1 else ""
         policy = self.precision
@@ -185,6 +183,14 @@ class ParallelPlan:
             *([] if self.rows_per_sequence == 1 else [_ROWS]),
             *(f"why: {line}" for line in self.why),
         ]
+
+    def _describe_sharding(self) -> str:
+        parts = [f"; gathered parameters {'freed after use' if self.reshard_after_forward else 'kept until backward'}"]
+        if self.prefetch is not None:
+            parts.append(f"; {self.prefetch} {'layer' if self.prefetch == 1 else 'layers'} gathered ahead")
+        if self.cpu_offload:
+            parts.append("; parameters and optimizer state in host memory")
+        return "".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of plan.json; `from_dict` returns an equal plan."""

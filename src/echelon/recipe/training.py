@@ -267,6 +267,10 @@ class ParallelConfig(Section):
         None, description="Reduce gradients after each microbatch, or once after the last."
     )
     cpu_offload: Flag = Field(False, description="Keep parameters and optimizer state in host memory.")
+    prefetch: Count | None = Field(
+        None,
+        description="Layers gathered ahead of the one that runs, in both directions. Absent: PyTorch's own order.",
+    )
     schedule: str | None = Field(None, description="Pipeline schedule.")
     microbatches: Count | None = Field(None, description="Microbatches of one pipeline step.")
     placement: str | None = Field(None, description="Mesh axes that stay within a machine.")
