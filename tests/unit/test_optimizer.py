@@ -16,6 +16,7 @@ YES, NO = torch.tensor(True), torch.tensor(False)
 
 
 def backward(model, step):
+    model.zero_grad()
     inputs, labels = random_batch(seed=step)
     logits = model(input_ids=inputs, use_cache=False).logits
     loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
@@ -202,7 +203,6 @@ def test_a_step_that_does_not_commit_changes_nothing(name, master_weights):
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, float("nan"))
     optimizer.step(1, 1e-2, NO)
-    assert all(parameter.grad is None for parameter in model.parameters())
     for key, value in tensors.items():
         assert torch.equal(value, before[key]), key
     backward(model, 1)

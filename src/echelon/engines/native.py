@@ -95,6 +95,7 @@ class NativeEngine:
         """See Engine."""
         # With offloaded parameters the step runs on the host, which must wait for `commit`.
         self._optimizer.step(self._step, learning_rate, commit.to(self._device))
+        self._parallel.clear_gradients()
         if self._loss_scale is not None:
             self._loss_scale.update(self._is_finite)
 
@@ -103,8 +104,7 @@ class NativeEngine:
         with Probe(self._decoder) as probe:
             sums = self.forward_backward(step, [microbatch], num_targets)
         finding = probe.find(sums.loss)
-        for parameter in self._decoder.parameters():
-            parameter.grad = None
+        self._parallel.clear_gradients()
         return finding
 
     @contextmanager
@@ -123,13 +123,15 @@ class NativeEngine:
         """See Engine. Microbatches run one after the other, so one of them needs as much memory as all.
 
         DDP rebuilds its buckets after the first backward pass, and sums depend on the bucket layout. After a rehearsal,
-        a fresh start and a resumed one add up in the same order.
+        a fresh start and a resumed one add up in the same order. A step of several microbatches is rehearsed again with
+        the new buckets: with the old ones, its first gradients would be allocated beside them.
         """
         masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
         one = torch.ones((), device=masked.labels.device)
-        self.forward_backward(0, [masked], one)
-        self.clip(None)
-        self.step(0.0, commit=torch.zeros((), dtype=torch.bool, device=one.device))
+        for _ in range(self._parallel.num_rehearsals if num_microbatches > 1 else 1):
+            self.forward_backward(0, [masked], one)
+            self.clip(None)
+            self.step(0.0, commit=torch.zeros((), dtype=torch.bool, device=one.device))
         if self._loss_scale is not None:
             self._loss_scale.reset()
 

@@ -102,7 +102,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, step: int, learning_rate: float, commit: Tensor) -> None:
-        """Apply the gradients where `commit` (a boolean scalar) is true, and drop them. The host waits for nothing.
+        """Apply the gradients where `commit` (a boolean scalar) is true. The host waits for nothing.
 
         Args:
             step: counted from 0; random rounding depends on it.
@@ -117,8 +117,6 @@ class Optimizer:
                     item = slot.open()
                     group.rule.update([item], rate, group.weight_decay, commit)
                     slot.store(item, commit, self._seed, step)
-            for slot in slots:
-                slot.parameter.grad = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """`NAME.KEY` and the live tensor, for everything kept for a parameter."""

@@ -47,6 +47,9 @@ def apply_compile(layers: Iterable[nn.Module], backend: str) -> None:
     """Compile each decoder layer's forward. Equal layers share one compilation.
 
     The forward is compiled rather than the module: hooks of FSDP stay outside the graph, and names stay as they are.
+    Dynamo's option for DDP, which cuts graphs at the borders of buckets so that reduction can begin inside a graph, is
+    switched off: a layer is small enough to be reduced whole.
     """
+    torch._dynamo.config.optimize_ddp = False
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=False)

@@ -25,14 +25,25 @@ from echelon.planner.plan import ParallelPlan
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 BUFFERS_STAY_LOCAL: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
+# On a GPU, megabytes that are sent at once by DDP: its default of 25 takes little longer to send than to start.
+GPU_BUCKET_MB = 128
+
 
 class DataParallel(Protocol):
-    """A module made parallel over the data axes."""
+    """A module made parallel over the data axes.
+
+    `num_rehearsals`: the number of steps with reduced gradients until memory for gradients is where it will stay.
+    """
 
     module: nn.Module
+    num_rehearsals: int
 
     def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
         """Scope of one forward and backward pass; gradients are final after the one with `is_last`."""
+        ...
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients, so that the next backward pass begins a new sum."""
         ...
 
     def evaluation(self) -> AbstractContextManager[nn.Module]:
@@ -70,6 +81,8 @@ def autocast_scope(plan: ParallelPlan, device_type: str) -> Autocast:
 class Alone:
     """One process with the whole model."""
 
+    num_rehearsals = 1
+
     def __init__(self, module: nn.Module, autocast: Autocast) -> None:
         self.module = module
         self._autocast = autocast
@@ -80,6 +93,10 @@ class Alone:
         with self._autocast():
             yield
 
+    def clear_gradients(self) -> None:
+        """See DataParallel. Frees their memory."""
+        self.module.zero_grad(set_to_none=True)
+
     @contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
         """The module in evaluation mode."""
@@ -88,7 +105,12 @@ class Alone:
 
 
 class Replicated:
-    """DistributedDataParallel: a whole copy on every rank, gradients summed in buckets that overlap the backward."""
+    """DistributedDataParallel: a whole copy on every rank, gradients summed in buckets that overlap the backward.
+
+    Gradients are views of the buckets, also those of microbatches that are not sent, so there is no second copy.
+    """
+
+    num_rehearsals = 2  # DDP allocates its final buckets at the second one
 
     def __init__(self, module: nn.Module, meshes: Meshes, autocast: Autocast) -> None:
         self._inner = module
@@ -96,17 +118,27 @@ class Replicated:
             module,
             process_group=meshes.loss,
             gradient_as_bucket_view=True,
+            bucket_cap_mb=GPU_BUCKET_MB if meshes.device_type == "cuda" else None,
             **BUFFERS_STAY_LOCAL,
         )
         self._ddp.register_comm_hook(meshes.loss, sum_gradients)
         self.module: nn.Module = self._ddp
         self._autocast = autocast
+        self._num_reduced = 0
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
         """Gradients stay local until the last microbatch."""
         with nullcontext() if is_last else self._ddp.no_sync(), self._autocast():
             yield
+        self._num_reduced += is_last
+
+    def clear_gradients(self) -> None:
+        """See DataParallel. In place: autograd would allocate new tensors for None, and DDP copy them to its buckets.
+
+        The first buckets are freed instead: as long as a gradient is a view of them, they take memory.
+        """
+        self._ddp.zero_grad(set_to_none=self._num_reduced < self.num_rehearsals)
 
     @contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
@@ -126,6 +158,8 @@ def sum_gradients(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures
 
 class FullyShard:
     """`fully_shard` (FSDP2): parameters, gradients and optimizer state are shards; layers are gathered as they run."""
+
+    num_rehearsals = 1
 
     def __init__(self, module: nn.Module, plan: ParallelPlan) -> None:
         assert isinstance(module, FSDPModule)
@@ -147,6 +181,10 @@ class FullyShard:
         # the optimizer and the checkpoint must see shards.
         self._root.set_reshard_after_backward(is_last or self._plan.reshard_after_forward)
         yield
+
+    def clear_gradients(self) -> None:
+        """See DataParallel. Frees their memory."""
+        self.module.zero_grad(set_to_none=True)
 
     @contextmanager
     def evaluation(self) -> Iterator[nn.Module]:

@@ -1,0 +1,100 @@
+"""Under DDP a rank has each gradient once: it is a view of a bucket, during and between steps."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.data.loader import Microbatch
+from echelon.distributed.mesh import build_mesh
+from echelon.engines.native import build_native_engine
+from echelon.model.build import load_config
+from echelon.objectives.causal_lm import CausalLM
+from echelon.parallel import data_parallel
+from echelon.planner.plan import ParallelPlan, Precision
+from echelon.recipe import load_recipe
+from families import small_config
+from training import Row, write_recipe
+
+pytestmark = pytest.mark.dist
+
+NUM_MICROBATCHES, NUM_STEPS = 3, 3
+
+
+def observe(rank, world_size, path, precision):
+    """The storages of buckets and of accumulated gradients in each step, and the bytes of both."""
+    recipe, _ = load_recipe(Path(path))
+    plan = ParallelPlan("ddp", dp_replicate=2, num_microbatches=NUM_MICROBATCHES, precision=precision)
+    buckets, gradients = {}, {}
+
+    def note_bucket(group, bucket):
+        storage = bucket.buffer().untyped_storage()
+        buckets[storage.data_ptr()] = storage.nbytes()
+        return hook(group, bucket)
+
+    def note_gradient(parameter):
+        storage = parameter.grad.untyped_storage()
+        gradients[storage.data_ptr()] = storage.nbytes()
+
+    hook, data_parallel.sum_gradients = data_parallel.sum_gradients, note_bucket
+    try:
+        device, meshes = torch.device("cpu"), build_mesh(plan, "cpu")
+        engine = build_native_engine(recipe, load_config(small_config("llama")), plan, meshes, CausalLM(), device)
+    finally:
+        data_parallel.sum_gradients = hook
+    trained = list(engine._trained().values())
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(note_gradient)
+    generator = torch.Generator().manual_seed(rank)
+    places = np.zeros(1, dtype=np.int64)
+
+    def build():
+        tokens = torch.randint(0, 256, (1, 8), generator=generator)
+        return Microbatch(tokens, tokens, places, places)
+
+    engine.rehearse(build(), NUM_MICROBATCHES)
+    steps = []
+    for step in range(NUM_STEPS):
+        buckets.clear()
+        gradients.clear()
+        engine.forward_backward(step, [build() for _ in range(NUM_MICROBATCHES)], torch.tensor(48.0))
+        engine.clip(1.0)
+        engine.step(1e-3, torch.tensor(True))
+        steps.append((dict(buckets), dict(gradients)))
+    return steps, sum(parameter.nbytes for parameter in trained)
+
+
+@pytest.mark.parametrize("precision", [Precision(), Precision(compute="bfloat16")], ids=["fp32", "bf16"])
+def test_gradients_of_every_microbatch_are_in_the_buckets(workers, text, tmp_path, precision):
+    recipe = write_recipe(Row(), tmp_path, text, steps=4)
+    for steps, num_bytes in workers.run(observe, 2, str(recipe), precision):
+        first, _ = steps[0]
+        assert sum(first.values()) == num_bytes
+        for buckets, gradients in steps:
+            assert gradients == buckets == first
+
+
+def count_graphs(rank, world_size, path):
+    """How many graphs the forward pass of a model of two equal layers is compiled to, each larger than a bucket."""
+    recipe, _ = load_recipe(Path(path))
+    plan = ParallelPlan("ddp", dp_replicate=2, compile=True)
+    meshes = build_mesh(plan, "cpu")
+    config = load_config(small_config("llama", hidden_size=256, intermediate_size=1024))
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    engine = build_native_engine(recipe, config, plan, meshes, CausalLM(), torch.device("cpu"), count)
+    tokens, places = torch.zeros(1, 8, dtype=torch.int64), np.zeros(1, dtype=np.int64)
+    engine.rehearse(Microbatch(tokens, tokens, places, places), 1)
+    return len(graphs)
+
+
+def test_a_layer_larger_than_a_bucket_is_one_graph(workers, text, tmp_path):
+    """DDP's first bucket is 1 MiB, and a layer here has 4 MB of weights."""
+    recipe = write_recipe(Row(), tmp_path, text, steps=4)
+    assert workers.run(count_graphs, 2, str(recipe)) == [1, 1]
