@@ -9,6 +9,7 @@ from echelon.data.loader import Microbatch, positions_in_documents
 from echelon.model.attention import PLAIN_CAUSAL, choose_attention, describe_document_mask, document_inputs
 from echelon.model.build import load_config
 from echelon.model.traits import apply_plain_causal, find_traits
+from echelon.model.varlen_attention import VARLEN
 from echelon.objectives.causal_lm import CausalLM
 from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
@@ -142,8 +143,10 @@ def test_flash_attention_receives_the_document_starts():
     """The kernels need a GPU, but not their arguments. Padding is one more document."""
     model, batch = small_model("llama"), packed()
     model.config._attn_implementation_internal = "flash_attention_2"
-    told = document_inputs(model, "lengths", batch.documents, batch.position_ids)
+    told = document_inputs(model, "lengths", batch.documents, batch.position_ids, most=3)
     assert told["cu_seq_lens_q"].tolist() == [0, 9, 20, 25, 32, 46, 53, 57, 64]
+    told = document_inputs(model, "lengths", batch.documents, batch.position_ids, most=4)
+    assert told["cu_seq_lens_q"].tolist() == [0, 9, 20, 25, 32, 46, 53, 57] + 9 * [64]  # room for 8 in each sequence
     assert told["cu_seq_lens_q"].dtype == torch.int32 and told["max_length_q"] == LENGTH
     assert "attention_mask" not in told
 
@@ -156,4 +159,5 @@ def test_the_attention_is_printed():
     assert "; flash_attention_2, with the start of each document" in describe_document_mask(
         "flash_attention_2", "lengths"
     )
+    assert "; torch's flash kernels, with the start of each" in describe_document_mask(VARLEN, "lengths")
     assert "run as sequences of their own" in describe_document_mask("sdpa", None)

@@ -26,6 +26,7 @@ from echelon.model.quantization import Quantized
 from echelon.model.router import choose_router_loss
 from echelon.model.sharding import local_part, whole
 from echelon.model.traits import Traits, apply_plain_causal, find_traits
+from echelon.model.varlen_attention import VARLEN, has_kernel
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective
 from echelon.objectives.outputs import ObjectiveModule
@@ -251,6 +252,25 @@ def _agree_on_traits(skeleton: PreTrainedModel, sequence_len: int, meshes: Meshe
     return found[0]
 
 
+def _choose_kernel(
+    skeleton: PreTrainedModel, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, device: torch.device
+) -> Traits:
+    """Choose between ways to compute the same attention, and return the model's traits. Collective."""
+    if recipe.model.attn_implementation is None and skeleton.config._attn_implementation == "sdpa":
+        fits = [False] * dist.get_world_size(meshes.everyone)
+        here = has_kernel(device, getattr(torch, plan.precision.compute), skeleton.config)
+        dist.all_gather_object(fits, here, group=meshes.everyone)
+        if all(fits):
+            skeleton.set_attn_implementation(VARLEN)
+            traits = _agree_on_traits(skeleton, recipe.data.sequence_len, meshes)
+            if traits.mask == "lengths" and traits.skips_mask:
+                return traits
+            skeleton.set_attn_implementation("sdpa")
+    traits = _agree_on_traits(skeleton, recipe.data.sequence_len, meshes)
+    apply_plain_causal(skeleton, traits)
+    return traits
+
+
 def build_native_engine(
     recipe: Recipe,
     config: PretrainedConfig,
@@ -269,8 +289,7 @@ def build_native_engine(
         new_token_ids: ids of `model.new_tokens`, whose rows are trained in addition to an adapter.
     """
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
-    traits = _agree_on_traits(skeleton, recipe.data.sequence_len, meshes)
-    apply_plain_causal(skeleton, traits)
+    traits = _choose_kernel(skeleton, recipe, plan, meshes, device)
     model = copy.deepcopy(skeleton)
     if recipe.adapter.is_adapter:
         apply_adapter(model, recipe.adapter, new_token_ids)

@@ -1,7 +1,7 @@
 """Chooses the attention implementation of a model, and keeps the documents of a packed sequence apart.
 
-Which form of mask a model obeys is found by `traits`. Nothing here synchronises with the device, except the forms
-`positions` and `lengths`, which need the number of documents.
+Which form of mask a model obeys is found by `traits`. Nothing here synchronises with the device, except the form
+`positions`, from which `transformers` finds the number of documents.
 """
 
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from transformers.masking_utils import (
 from echelon.errors import ConfigError
 from echelon.model.blocked_attention import blocked_attention
 from echelon.model.parts import autocast_dtype, unwrapped
+from echelon.model.varlen_attention import VARLEN, count_starts, find_starts
 
 # `sdpa` under a name for which `transformers` builds no mask: without a mask, that function is causal.
 PLAIN_CAUSAL = "echelon_plain_causal"
@@ -36,8 +37,6 @@ that restart, from which `transformers` builds the masks. `lengths`: the start o
 # Implementations that can keep documents apart: by a mask of `transformers`, or (flash) by the start of each document.
 _MASKED = ("sdpa", "eager", "flex_attention")
 _FLASH = ("flash_attention_2", "flash_attention_3")
-# A stand-in for flash attention that needs no GPU; "flash" in its name would make `transformers` ask for one.
-FLASH_ON_CPU = "echelon_starts_on_cpu"
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -63,7 +62,7 @@ def choose_attention(config: PretrainedConfig, wanted: str | None) -> str | None
 
 def find_forms(attention: str | None) -> tuple[MaskForm, ...]:
     """Return the forms of mask that an attention implementation can use, the preferred one first."""
-    if attention in (*_FLASH, FLASH_ON_CPU):
+    if attention in (*_FLASH, VARLEN):
         return ("lengths",)
     if attention in (*_MASKED, PLAIN_CAUSAL):
         return ("by_layer", "full", "window", "positions")
@@ -72,26 +71,29 @@ def find_forms(attention: str | None) -> tuple[MaskForm, ...]:
 
 def stand_in(attention: str | None) -> str | None:
     """Return the attention implementation with which a copy of a model on the CPU shows what this one does."""
-    return FLASH_ON_CPU if attention in _FLASH else "sdpa" if attention == PLAIN_CAUSAL else attention
+    return VARLEN if attention in _FLASH else "sdpa" if attention == PLAIN_CAUSAL else attention
 
 
 def describe_document_mask(attention: str, form: MaskForm | None) -> str:
     """Return a line for the user on how documents are kept apart."""
     if form is None:
         return "attention: the documents of a sequence run as sequences of their own; the model obeys no document mask"
-    name = "sdpa" if attention == PLAIN_CAUSAL else attention
+    name = {PLAIN_CAUSAL: "sdpa", VARLEN: "torch's flash kernels"}.get(attention, attention)
     how = {"positions": "with position ids that restart", "lengths": "with the start of each document"}
     built = how.get(form, "with a mask built once per microbatch")
     return f"attention: the documents of a sequence do not attend to each other; {name}, {built}"
 
 
-def document_inputs(model: PreTrainedModel, form: MaskForm, documents: Tensor, position_ids: Tensor) -> dict[str, Any]:
+def document_inputs(
+    model: PreTrainedModel, form: MaskForm, documents: Tensor, position_ids: Tensor, most: int | None = None
+) -> dict[str, Any]:
     """Return the forward arguments, other than `input_ids`, that keep tokens from attending to other documents.
 
     Args:
         form: a form of mask that the model obeys.
         documents: [batch, seq], the same number for all tokens of a document, which are contiguous.
         position_ids: [batch, seq], int64, from 0 in each document.
+        most: at least the number of documents of a sequence, without padding; None if it is not known.
 
     Returns:
         Positions, and a mask (4-dimensional, or flex attention's block mask), or one for each kind of layer, or the
@@ -103,7 +105,8 @@ def document_inputs(model: PreTrainedModel, form: MaskForm, documents: Tensor, p
     if form == "positions":
         return {"position_ids": position_ids}
     if form == "lengths":
-        return {"position_ids": position_ids, **_flash_lengths(position_ids)}
+        room = None if most is None else len(position_ids) * count_starts(most + 1)  # padding is a document
+        return {"position_ids": position_ids, **find_starts(position_ids, room)}
     config, attention = model.config.get_text_config(), model.config._attn_implementation
     build = ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if attention == PLAIN_CAUSAL else attention]
     masks = {
@@ -150,15 +153,6 @@ def _reach(config: PretrainedConfig, kind: str, position_ids: Tensor) -> Any:
     return causal_mask_function if window is None else sliding_window_causal_mask_function(window)
 
 
-def _flash_lengths(position_ids: Tensor) -> dict[str, Any]:
-    """Return the cumulative document lengths for flash attention's varlen kernels, over all sequences end to end."""
-    starts = (position_ids.flatten() == 0).nonzero().flatten().to(torch.int32)
-    ends = torch.full((1,), position_ids.numel(), dtype=torch.int32, device=position_ids.device)
-    sums = torch.cat([starts, ends])
-    longest = position_ids.shape[1]  # an upper bound: the exact length of the longest document would need a sync
-    return {"cu_seq_lens_q": sums, "cu_seq_lens_k": sums, "max_length_q": longest, "max_length_k": longest}
-
-
 def _plain_causal(
     module: torch.nn.Module,
     query: Tensor,
@@ -181,34 +175,3 @@ def _plain_causal(
 
 
 AttentionInterface.register(PLAIN_CAUSAL, _plain_causal)
-
-
-def _flash_on_cpu(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Compute what flash attention does with the starts of documents, and without them, by a mask for `sdpa`.
-
-    Sinks and caps of scores are left out: they do not change which positions are attended to.
-    """
-    batch, length, device = query.shape[0], query.shape[2], query.device
-    places = torch.arange(length, device=device)
-    mask = (places[:, None] >= places).expand(batch, 1, length, length)
-    if sliding_window is not None:
-        mask = mask & (places[:, None] - places < sliding_window)
-    if cu_seq_lens_q is not None:
-        everything = torch.arange(batch * length, dtype=cu_seq_lens_q.dtype, device=device)
-        documents = torch.bucketize(everything, cu_seq_lens_q, right=True).view(batch, length)
-        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
-    output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=False)
-    return output, None
-
-
-AttentionInterface.register(FLASH_ON_CPU, _flash_on_cpu)

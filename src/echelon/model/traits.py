@@ -32,6 +32,7 @@ from echelon.model.small_copy import (
     smaller_copies,
     transformers_silenced,
 )
+from echelon.model.varlen_attention import VARLEN
 
 # Lengths of the documents in two sequences; the rest is padding. Each length occurs once in both sequences.
 _DOCUMENTS = ((9, 11, 5), (11, 5, 9))
@@ -58,7 +59,8 @@ class Traits:
         obstacle: the reason why there is none, as the end of a sentence about the model; empty if there is one.
         arithmetic: how the head computes logits from the backbone's hidden states; None if that is not known, so that
             losses need the model's own forward.
-        skips_mask: whether `sdpa` needs no mask for plain text, because every layer attends to the whole past.
+        skips_mask: whether the attention needs no mask of `transformers` for plain text: `sdpa`, because every layer
+            attends to the whole past, or flash attention, because each layer names its window.
     """
 
     mask: MaskForm | None
@@ -85,7 +87,7 @@ def apply_plain_causal(model: PreTrainedModel, traits: Traits) -> None:
     To find out that no mask is needed, `transformers` reads the positions, which makes the host wait for the device in
     every forward pass. The results are bitwise identical. Other models are left unchanged.
     """
-    if traits.skips_mask and traits.mask != "positions":
+    if model.config._attn_implementation == "sdpa" and traits.skips_mask and traits.mask != "positions":
         model.set_attn_implementation(PLAIN_CAUSAL)
 
 
@@ -105,7 +107,7 @@ def _find_traits(key: ConfigKey) -> Traits:
         except Exception as error:  # a family may fail in any way as it is built
             return Traits(None, f"there is no proof, as no small copy of it runs ({_describe(error)})", None, False)
         mask, obstacle = _find_mask(copies[0], attention)
-        skips = attention == "sdpa" and _is_same_without_mask(copies[0])
+        skips = attention in ("sdpa", VARLEN) and _is_same_without_mask(copies[0], attention)
         found = [_find_arithmetic(each, key.config) for each in copies]
         return Traits(mask, obstacle, found[0] if found[0] == found[-1] else None, skips)
 
@@ -285,17 +287,21 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
-def _is_same_without_mask(model: PreTrainedModel) -> bool:
-    """Whether `sdpa` gives the same logits if `transformers` builds no mask for it, bit for bit."""
+def _is_same_without_mask(model: PreTrainedModel, attention: str) -> bool:
+    """Whether no mask gives the logits of `sdpa` with those of `transformers`: with `sdpa` itself bit for bit."""
     tokens = random_tokens(model, 2, _LENGTH)
     try:
+        model.set_attn_implementation("sdpa")
         expected = _logits(model, tokens)
+        if attention != "sdpa":
+            model.set_attn_implementation(attention)
+            return _is_close(_logits(model, tokens), expected)
         model.set_attn_implementation(PLAIN_CAUSAL)
         return torch.equal(_logits(model, tokens), expected)
     except Exception:  # then the mask stays
         return False
     finally:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(attention)
 
 
 def _find_arithmetic(model: PreTrainedModel, config: PretrainedConfig) -> HeadArithmetic | None:

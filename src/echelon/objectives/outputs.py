@@ -60,7 +60,8 @@ class DecoderOutputs:
             return inputs | {"input_ids": self._rows.spread(batch.input_ids)}
         if batch.documents is None or batch.position_ids is None or self._traits.mask is None:
             return inputs
-        return inputs | document_inputs(self._model, self._traits.mask, batch.documents, batch.position_ids)
+        most = None if batch.document_shape is None else batch.document_shape[0]
+        return inputs | document_inputs(self._model, self._traits.mask, batch.documents, batch.position_ids, most)
 
     @cached_property
     def _rows(self) -> DocumentRows | None:

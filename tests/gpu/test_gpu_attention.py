@@ -1,0 +1,44 @@
+"""On a GPU, torch's flash kernels keep the documents of a sequence apart."""
+
+import pytest
+import torch
+
+from echelon.model.build import load_config
+from echelon.model.varlen_attention import VARLEN, has_kernel
+from families import small_config, small_model
+from test_document_mask import FIELDS, LENGTHS, loss_alone, losses, packed
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "gpt2"])
+def test_documents_have_the_loss_that_they_have_alone(gpu, family, dtype):
+    assert has_kernel(gpu.device, dtype, load_config(small_config(family)))
+    plain, kernel = (small_model(family, **FIELDS.get(family, {})).eval().to(gpu.device) for _ in range(2))
+    kernel.set_attn_implementation(VARLEN)
+    batch, changed = packed().to(gpu.device), packed(changed=(0, 1)).to(gpu.device)
+    with torch.autocast("cuda", dtype):
+        found, after = losses(kernel, batch), losses(kernel, changed)
+        for row, lengths in enumerate(LENGTHS):
+            for number in range(len(lengths)):
+                expected = loss_alone(plain, batch, row, number)
+                torch.testing.assert_close(found[row, number], expected, rtol=0.02, atol=0.02)
+    assert [place for place in found if not torch.equal(found[place], after[place])] == [(0, 1)]
+
+
+def test_a_training_step_keeps_documents_apart_without_waiting(gpu):
+    """Forward and backward of packed documents, windows included, make no call that waits for the device."""
+    from echelon.objectives.causal_lm import CausalLM
+    from echelon.objectives.outputs import ObjectiveModule
+
+    model = small_model("mistral", **FIELDS["mistral"]).to(gpu.device)
+    model.set_attn_implementation(VARLEN)
+    module, batch = ObjectiveModule(model), packed().to(gpu.device)
+    with torch.autocast("cuda", torch.bfloat16):
+        module(batch, CausalLM().loss_sum).backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            module(batch, CausalLM().loss_sum).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
