@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from measuring import NotHere, describe_machine, measure_rows, spread
+from measuring import NotHere, describe_machine, free_cache, measure_rows, spread
 from turns import Gate, Side, take_turns
 
 SEED = 5
@@ -175,8 +175,7 @@ def write_base(scratch, size, precision):
         model = LlamaForCausalLM(config)
     model.to(torch.bfloat16 if precision == "bf16" else torch.float32).save_pretrained(base)
     del model
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_cache()
     tokenizer.save_pretrained(base)
     (scratch / "text").mkdir(exist_ok=True)
     (scratch / "text" / "text.txt").write_text("\n".join(texts[:60]))

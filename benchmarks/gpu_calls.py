@@ -172,7 +172,7 @@ class Runner:
         with (self.out / f"{part.name}.log").open("wb", buffering=0) as log:
             program = subprocess.Popen(
                 [sys.executable, *command], cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+                stdout=subprocess.PIPE, stderr=log, process_group=0,
             )  # fmt: skip
             printed: list[str] = []
             reader = threading.Thread(target=_copy_lines, args=(program.stdout, log, printed), daemon=True)

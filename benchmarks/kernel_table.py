@@ -10,12 +10,12 @@ from measuring import synchronize
 
 # The first pattern found in a kernel's name decides. Names of cuBLAS, CUTLASS, cuDNN, FlashAttention, Triton and torch.
 KINDS = {
-    "attention": r"flash|fmha|sdpa|attention|flex",
+    "attention": r"flash|fmha|sdpa|attention",
     "communication": r"nccl",
-    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|(^|:)(mm|bmm|addmm|linear)$|mkldnn|gemv",
-    "optimizer, clipping": r"multi_tensor|fused_adam|adam|foreach|norm_kernel|lpnorm",
-    "copies, fills": r"memcpy|memset|copy|fill|cat",
+    "matrix products": r"triton_tem|gemm|nvjet|cutlass|cublas|xmma|(^|:)(mm|bmm|addmm|linear)$|mkldnn|gemv",
     "fused (Triton)": r"^triton",
+    "optimizer, clipping": r"multi_tensor|adam|foreach|norm_kernel|vector_norm|lpnorm",
+    "copies, fills": r"memcpy|memset|copy|fill|catarray",
 }
 
 

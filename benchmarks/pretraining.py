@@ -12,6 +12,7 @@ matrix product measured at the start, instead of the vendor's peak.
 """
 
 import argparse
+import importlib
 import inspect
 import json
 import math
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 from kernel_table import render_kernels
-from measuring import NotHere, describe_machine, measure_matmul, measure_rows, spread
+from measuring import NotHere, describe_machine, free_cache, measure_matmul, measure_rows, spread
 from turns import Gate, Side, take_turns
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "pretrain-1.3b.yaml"
@@ -48,7 +49,7 @@ class Row:
     side: echelon, hf (HF Trainer) or plain. overrides: of the recipe. length: tokens of a sequence. sequences: those of
     a step. micro: those of a microbatch; None leaves it to the planner. is_wide: the model for float8. shards: the plan
     must use `fully_shard`. chunk_bytes: of the loss's logits. kernel: the fused attention that torch prefers. float8:
-    the plain loop's linear layers are converted by torchao.
+    the plain loop's linear layers are converted by torchao. needs_gpu: it cannot run on a CPU.
     """
 
     side: str = "echelon"
@@ -61,8 +62,10 @@ class Row:
     chunk_bytes: int | None = None
     kernel: str | None = None
     float8: bool = False
+    needs_gpu: bool = False
 
 
+FLEX = "model.attn_implementation=flex_attention"  # it has no backward pass on a CPU
 # With small microbatches, because the weights and moments of all sides of a row are on the device.
 BESIDE = Row(micro=4)
 WIDE_BESIDE = Row(micro=4, is_wide=True)
@@ -74,6 +77,7 @@ TABLES = {
     "peers": {
         "HF Trainer": (BESIDE, replace(BESIDE, side="hf")),
         "plain loop": (BESIDE, replace(BESIDE, side="plain")),
+        "torchtitan": (BESIDE, replace(BESIDE, side="torchtitan")),
     },
     "variants": {
         "as the planner chooses": (Row(),),
@@ -84,7 +88,7 @@ TABLES = {
         "loss in chunks of 1 GiB": (Row(chunk_bytes=2**30),),
         "micro batch 4": (Row(micro=4),),
         "micro batch 16, selective": (Row(overrides=("train.activation_checkpointing=selective",), micro=16),),
-        "flex attention": (Row(overrides=("model.attn_implementation=flex_attention",)),),
+        "flex attention": (Row(overrides=(FLEX,), needs_gpu=True),),
         "zero1 over one": (Row(overrides=("parallel=zero1",), shards=True),),
     },
     "float8": {
@@ -106,7 +110,7 @@ TABLES = {
         "8,192 tokens": (replace(LONG, overrides=JOINED.overrides), replace(LONG, overrides=APART.overrides)),
         "2,048 tokens, flex": (
             JOINED,
-            replace(APART, overrides=(*APART.overrides, "model.attn_implementation=flex_attention")),
+            replace(APART, overrides=(*APART.overrides, FLEX), needs_gpu=True),
         ),
     },
 }
@@ -212,7 +216,7 @@ def run_echelon(job, steps, gate):
             from torch.nn.attention import SDPBackend, sdpa_kernel
 
             others = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-            stack.enter_context(sdpa_kernel([SDPBackend[job["kernel"]], *others], set_priority=True))
+            stack.enter_context(sdpa_kernel([getattr(SDPBackend, job["kernel"]), *others], set_priority=True))
         echelon = EchelonTrainer(job["run"])
         tokens, first_loss = 0, None
         while gate.wait():
@@ -274,8 +278,24 @@ def run_plain(job, steps, gate):
         gate.tell(seconds=seconds, targets=num_tokens, first_loss=first_loss)
 
 
-SIDES = {"echelon": run_echelon, "hf": run_hf, "plain": run_plain}
-NAMES = {"echelon": "echelon", "hf": "HF Trainer", "plain": "plain loop"}
+def run_torchtitan(job, steps, gate):
+    """Run torchtitan's Trainer: autocast, fused AdamW, compiled blocks and loss."""
+    from transformers import AutoConfig
+
+    import titan
+    from sides import repeat_batches
+
+    rows = np.load(job["rows"])
+    batches = repeat_batches(rows["inputs"], rows["labels"], job["micro"], job["accumulate"])
+    shape = {name: job[name] for name in ("micro", "accumulate", "compiles")}
+    titan.train_in_blocks(
+        gate, AutoConfig.from_pretrained(job["model"]), steps, batches, rows["inputs"].shape[1], **shape,
+        compute_bf16=job["bf16"], folder=job["out"],
+    )  # fmt: skip
+
+
+SIDES = {"echelon": run_echelon, "hf": run_hf, "plain": run_plain, "torchtitan": run_torchtitan}
+NAMES = {"echelon": "echelon", "hf": "HF Trainer", "plain": "plain loop", "torchtitan": "torchtitan"}
 
 
 # The tables
@@ -315,18 +335,22 @@ def render_side(name, row, prepared, blocks, first_blocks, ceilings):
     return f"| {' | '.join(cells)} |"
 
 
-def check_packages(rows):
-    """Raise NotHere if a row needs a package that cannot be imported."""
-    if any(row.float8 for row in rows):
+def check_needs(rows):
+    """Raise NotHere if a row needs a GPU, or a package that cannot be imported."""
+    if any(row.needs_gpu for row in rows) and not torch.cuda.is_available():
+        raise NotHere("it needs a GPU")
+    needed = ["torchao.float8"] * any(row.float8 for row in rows)
+    needed += ["titan"] * any(row.side == "torchtitan" for row in rows)  # our side, which imports torchtitan
+    for name in needed:
         try:
-            import torchao.float8  # noqa: F401
-        except ImportError as error:
-            raise NotHere(f"torchao cannot be imported ({error})") from error
+            importlib.import_module(name)
+        except Exception as error:  # a package for another version of torch may fail in any way
+            raise NotHere(f"{name.partition('.')[0]} cannot be imported: {error}") from error
 
 
 def measure(name, rows, scratch, ceilings, arguments):
     """Run the sides of a row in turns, and print their lines; returns the kernels of the first, if it is profiled."""
-    check_packages(rows)
+    check_needs(rows)
     folder = scratch / str(len(list(scratch.iterdir())))
     is_tiny = arguments.size == "tiny"
     prepared = [prepare(row, scratch, folder / str(place), is_tiny) for place, row in enumerate(rows)]
@@ -357,8 +381,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="rows of the table by name (default: all)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="steps of a block")
+    parser.add_argument("--rounds", type=int, help="default 3")
+    parser.add_argument("--steps", type=int, help="steps of a block (default 4)")
     parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny: a test of this program")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no row that would end later than this")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -367,6 +391,9 @@ def main():
     if arguments.side is not None:
         run_side(arguments)
         return
+    is_tiny = arguments.size == "tiny"
+    arguments.rounds = arguments.rounds or (1 if is_tiny else 3)
+    arguments.steps = arguments.steps or (2 if is_tiny else 4)
     from echelon.hardware.detection import find_peak_flops
 
     table = TABLES[arguments.table]
@@ -374,6 +401,7 @@ def main():
         parser.error(f"{', '.join(unknown)}: {arguments.table} has the rows {'; '.join(table)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ceilings = Ceilings(find_peak_flops(device, "bfloat16"), measure_matmul())
+    free_cache()
     print(
         f"{describe_machine('torch', 'transformers')}; {arguments.rounds} rounds of {arguments.steps} steps; MFU of "
         f"{ceilings.peak / 1e12:.4g} TFLOP/s, a matrix product measured at {ceilings.matmul / 1e12:.4g}\n{HEAD}",

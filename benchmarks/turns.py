@@ -14,7 +14,7 @@ import time
 import torch
 
 from kernel_table import Kernels
-from measuring import count_graphs, peak_bytes, reset_peak, resident_bytes
+from measuring import count_graphs, free_cache, peak_bytes, reset_peak, resident_bytes
 
 
 class SideFailed(Exception):
@@ -114,8 +114,7 @@ class Gate:
             "peak": peak_bytes() - self._baseline, "baseline": self._baseline, "threads": torch.get_num_threads(),
             "cpu_seconds": used, "graphs": count_graphs(),
         }  # fmt: skip
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the others need the memory while this process waits
+        free_cache()  # the others need the memory while this process waits
         if self._is_first:
             reset_peak()
             self._is_first = False

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import gpu_calls
 from gpu_calls import CALLS, GRACE_SECONDS, INSTALL_SECONDS, MAX_FILES, MINUTES, PREFLIGHT_SECONDS, Part, Runner
+from kernel_table import Kernels, find_kind, render_kernels
 from measuring import NotHere, measure_rows
 from preflight import describe_package
 
@@ -132,6 +134,72 @@ def test_a_call_fits_its_minutes_and_its_files(number):
     assert len(set(names)) == len(names) <= MAX_FILES
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "matrix products"),
+        (
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
+            "matrix products",
+        ),
+        ("triton_tem_fused_mm_4", "matrix products"),
+        ("aten::mm", "matrix products"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", "attention"),
+        ("triton_tem_fused_flex_attention_backward_1", "attention"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "fused (Triton)"),
+        (
+            "void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>",
+            "optimizer, clipping",
+        ),
+        ("Memcpy DtoD (Device -> Device)", "copies, fills"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "copies, fills"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
+        ("void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl<mul>>", "other"),
+    ],
+)
+def test_the_kind_of_a_kernel_is_found_by_its_name(name, kind):
+    assert find_kind(name) == kind
+
+
+@pytest.mark.slow
+def test_kernels_of_a_block_are_timed():
+    """The profile finds the two products of a block, which take most of its time."""
+    left = torch.randn(512, 512)
+    kernels = Kernels()
+    kernels.start()
+    for _ in range(2):
+        left = left @ left
+    found = kernels.stop()
+    name, seconds, calls = found[0]
+    assert (name, calls) == ("aten::mm", 2) and seconds > 0
+    table = render_kernels(found, num_steps=2)
+    assert "| `aten::mm` | matrix products | 1.0 |" in table and "| matrix products |" in table
+
+
+@pytest.mark.slow
+def test_graphs_breaks_and_recompilations_are_counted():
+    """In a process of its own, because Dynamo's counters are those of a process."""
+    program = """
+import torch
+from kernel_table import Kernels, find_kind, render_kernels
+from measuring import count_graphs
+assert count_graphs() == (0, 0, 0)
+
+@torch.compile(backend="eager", dynamic=False)
+def double(values):
+    torch._dynamo.graph_break()
+    return 2 * values
+
+double(torch.ones(3)), double(torch.ones(3)), double(torch.ones(4))
+print(*count_graphs())
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    graphs, breaks, recompiled = map(int, done.stdout.split())
+    assert graphs == 2 and breaks >= 1 and recompiled >= 1
+
+
 def run_script(*arguments):
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     command = [str(ROOT / "benchmarks" / "gpu.sh"), *map(str, arguments)]
@@ -150,11 +218,11 @@ def test_wrong_options_are_refused(tmp_path):
 
 TABLES = {
     1: ["skipped in", "ratio "],
-    2: ["| HF Trainer | echelon |", "| HF Trainer | HF Trainer |", "| plain loop | plain loop |",
-        "| as the planner chooses | echelon |", "| kind of work |", "| flex attention | echelon |"],
+    2: ["| HF Trainer | echelon |", "| HF Trainer | HF Trainer |", "| plain loop | plain loop |", "torchtitan: not ",
+        "| as the planner chooses | echelon |", "| kind of work |", "flex attention: not measured, it needs a GPU"],
     3: ["| lora-bf16 |", "| qlora-bf16 |", "| lora-bf16-examples |", "| qlora-8b |", "lora-8b-unsloth: not measured"],
     4: ["| echelon, bf16 | echelon |", "| 8,192 tokens | HF Trainer |", "| 32,768 tokens, selective | echelon |",
-        "| 2,048 tokens | echelon |"],
+        "| 2,048 tokens | echelon |", "plain loop, torchao: not measured", "echelon, fp8: not measured, refused"],
 }  # fmt: skip
 
 
