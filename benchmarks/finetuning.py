@@ -246,10 +246,10 @@ def split_examples(samples):
 
 def run_echelon(run_dir, steps):
     """Run echelon's trainer in this process, as a worker does."""
-    from echelon.quiet_imports import import_bitsandbytes
+    from echelon.quiet_imports import import_peft_backends
     from sides import EchelonTrainer
 
-    import_bitsandbytes()
+    import_peft_backends()
     import_what_both_use()
     gate = Gate()
     echelon = EchelonTrainer(run_dir)

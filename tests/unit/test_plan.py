@@ -276,7 +276,22 @@ def test_precision_and_compile():
     assert resolve_plan(build_recipe(), TINY, amx).precision.compute == "bfloat16"
     assert resolve_plan(build_recipe(precision="fp32", compile=True), TINY, amx).compile
     refusal(PlanError, "train.precision=bf16", "V100", "fp32", precision="bf16", cluster=parse_devices("2xV100"))
-    refusal(ConfigError, "train.precision=fp8", "not built", precision="fp8")
+
+
+def test_float8_is_for_gpus_that_have_it_and_compiled_layers():
+    plan = resolve_plan(build_recipe("fsdp", precision="fp8"), TINY, parse_devices("8xH100"))
+    assert plan.precision == Precision(compute="bfloat16", float8=True) and plan.compile
+    assert any("bfloat16, in float8 in linear layers" in line for line in plan.describe())
+    assert ParallelPlan.from_dict(plan.to_dict()) == plan
+    kahan = build_recipe("fsdp", precision="fp8", master_weights="bf16_kahan")
+    precision = resolve_plan(kahan, TINY, parse_devices("8xH100")).precision
+    assert precision.float8 and precision.rounding == "kahan"
+    known = replace(parse_devices("8xA100-80"), float8_supported=True)  # as the driver says of a GPU not in the table
+    assert resolve_plan(build_recipe("fsdp", precision="fp8"), TINY, known).precision.float8
+    for devices in ("8xA100-80", "2xcpu"):
+        refusal(PlanError, "train.precision=fp8", "8.9", "bf16", precision="fp8", cluster=parse_devices(devices))
+    hopper = parse_devices("8xH100")
+    refusal(ConfigError, "train.compile=false", "precision=bf16", precision="fp8", compile=False, cluster=hopper)
 
 
 def test_a_cpu_compiles_for_a_training_that_is_long_enough():

@@ -21,6 +21,7 @@ from echelon.engines.probe import Probe
 from echelon.model.adapters import apply_adapter, initialize_adapter, plain_name
 from echelon.model.attention import describe_document_mask
 from echelon.model.build import build_on_meta, materialize, persistent_buffers
+from echelon.model.float8 import apply_float8
 from echelon.model.pissa import PrincipalParts
 from echelon.model.quantization import Quantized
 from echelon.model.router import choose_router_loss
@@ -293,6 +294,8 @@ def build_native_engine(
     model = copy.deepcopy(skeleton)
     if recipe.adapter.is_adapter:
         apply_adapter(model, recipe.adapter, new_token_ids)
+    if plan.precision.float8:
+        apply_float8(model, emulate=device.type != "cuda")
     frozen_dtype = plan.precision.compute if recipe.adapter.is_adapter else plan.precision.param
     store_parameters(model, replace(plan.precision, compute=frozen_dtype))
     router = choose_router_loss(skeleton, model, recipe.objective.router_loss)

@@ -81,6 +81,10 @@ ACCELERATORS: dict[str, Accelerator] = {
 }
 
 
+# Those with float8 tensor cores: compute capability 8.9 and later.
+_FLOAT8 = {"H100", "H200", "B200", "B300", "GB200", "L4", "L40S", "RTXPRO6000", "RTX4090"}
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Equal devices on equal machines; one process drives one device.
@@ -88,6 +92,7 @@ class Cluster:
     `memory_bytes` of a CPU cluster's accelerator is one process's share of its machine (None: unknown).
     `bf16_supported` is as reported by the running hardware; None: as in the table, or as measured.
     `host_memory_bytes` is the main memory of one machine, without that of its GPUs (None: unknown).
+    `float8_supported`: likewise; None: as in the table.
     `can_compile`: whether the machines have what `torch.compile` needs on a CPU.
     """
 
@@ -98,6 +103,7 @@ class Cluster:
     bf16_supported: bool | None = None
     host_memory_bytes: int | None = None
     can_compile: bool = True
+    float8_supported: bool | None = None
 
     def __post_init__(self) -> None:
         """Raises PlanError unless the devices fill whole machines."""
@@ -127,6 +133,11 @@ class Cluster:
         if self.kind == "cpu" and bf16_flops is not None and fp32_flops is not None:
             return bf16_flops >= CPU_BF16_MARGIN * fp32_flops
         return bf16_flops is not None
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether the devices multiply matrices in float8."""
+        return self.accelerator.name in _FLOAT8 if self.float8_supported is None else self.float8_supported
 
 
 def parse_devices(text: str, devices_per_node: int = 8) -> Cluster:

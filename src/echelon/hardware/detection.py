@@ -46,7 +46,8 @@ def _describe_cluster(num_devices: int, devices_per_node: int) -> Cluster:
 
     if torch.cuda.is_available():
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return Cluster(_describe_gpu(), num_devices, devices_per_node, "cuda", has_bf16)
+        has_float8 = torch.cuda.get_device_capability() >= (8, 9)
+        return Cluster(_describe_gpu(), num_devices, devices_per_node, "cuda", has_bf16, float8_supported=has_float8)
     cpu = _describe_cpu(devices_per_node)
     return Cluster(cpu, num_devices, devices_per_node, "cpu", can_compile=has_compiler())
 

@@ -155,9 +155,24 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
     check_routers(model)
     check_is_causal(config, trusted)
     obstacle = describe_obstacle(find_traits(model, recipe.data.sequence_len), config)
+    _check_float8(model, recipe, elsewhere, left)
     if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
         check_groups((name for name, each in parameter_names(model).items() if each.requires_grad), recipe.optim)
     return obstacle
+
+
+def _check_float8(model: Any, recipe: Recipe, elsewhere: bool, left: list[str]) -> None:
+    if recipe.train.precision != "fp8":
+        return
+    from echelon.model.float8 import check_package, find_float8_layers
+
+    find_float8_layers(model)
+    try:
+        check_package()
+    except ConfigError:
+        if not elsewhere:
+            raise
+        left.append("train.precision: the package torchao (it is not installed here)")
 
 
 def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list[str]) -> bool:
@@ -178,7 +193,8 @@ def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list
 
 def _is_counted(recipe: Recipe, fields: dict[str, Any]) -> bool:
     """Whether counting the model's parameters by formula has checked all of the recipe's model keys."""
-    asks_more = recipe.model.attn_implementation or recipe.adapter.is_adapter or recipe.optim.learning_rate_multipliers
+    asks_more = bool(recipe.model.attn_implementation or recipe.optim.learning_rate_multipliers)
+    asks_more |= recipe.adapter.is_adapter or recipe.train.precision == "fp8"
     if recipe.model.config is None or asks_more or fields["model_type"] not in FAMILIES:
         return False
     return all(

@@ -34,7 +34,7 @@ from echelon.model.seeds import derive_seed
 from echelon.model.sharding import local_part, whole, write_part
 from echelon.planner.adapter_plan import select_experts
 from echelon.planner.experts import find_expert_weights, find_unadaptable
-from echelon.quiet_imports import import_bitsandbytes
+from echelon.quiet_imports import import_peft_backends
 from echelon.recipe import AdapterConfig, Recipe
 
 ADAPTER = "default"
@@ -55,7 +55,7 @@ def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Seque
     Args:
         new_token_ids: rows of the embedding, and of an untied head, that are trained in addition to the adapter.
     """
-    import_bitsandbytes()
+    import_peft_backends()
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 

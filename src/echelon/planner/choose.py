@@ -63,7 +63,7 @@ def resolve_plan(
     ConfigError if the recipe is wrong on any cluster, with the values that would fit.
     """
     _check_positions(recipe, shape)
-    precision, precision_why = _choose_precision(recipe.train, cluster)
+    precision, precision_why = _choose_precision(recipe, cluster)
     seconds = _estimate_seconds(recipe, shape, cluster, precision, num_samples)
     compile_model, compile_why = _choose_compile(recipe, cluster, seconds)
     adapter = build_adapter_plan(recipe.adapter, shape, len(recipe.model.new_tokens))
@@ -86,19 +86,41 @@ def _check_positions(recipe: "Recipe", shape: ModelShape) -> None:
         )
 
 
-def _choose_precision(train: "TrainConfig", cluster: Cluster) -> tuple[Precision, list[str]]:
+def _choose_precision(recipe: "Recipe", cluster: Cluster) -> tuple[Precision, list[str]]:
+    train = recipe.train
     wanted, name = train.precision, cluster.accelerator.name
-    if wanted not in ("auto", "fp32", "bf16", "fp16"):
-        raise ConfigError(f"train.precision={wanted} is not built yet; use auto, fp32, bf16 or fp16.")
+    if wanted == "fp8":
+        _check_float8(recipe, cluster)
     if wanted == "bf16" and cluster.kind == "cuda" and not cluster.has_bf16:
         raise PlanError(f"train.precision=bf16: {name} does not support bf16; use fp16 or fp32.")
-    compute_bf16 = wanted == "bf16" or (wanted == "auto" and cluster.has_bf16)
+    compute_bf16 = wanted in ("bf16", "fp8") or (wanted == "auto" and cluster.has_bf16)
     if train.master_weights != "fp32":
-        return _choose_master_weights(train, compute_bf16), []
+        return replace(_choose_master_weights(train, compute_bf16), float8=wanted == "fp8"), []
+    if wanted == "fp8":
+        return Precision(compute="bfloat16", float8=True), []
     precision = Precision(compute="bfloat16" if compute_bf16 else "float16" if wanted == "fp16" else "float32")
     if wanted != "auto":
         return precision, []
     return precision, [f"precision auto: compute in {precision.compute}, {_explain_bf16(cluster)}"]
+
+
+def _check_float8(recipe: "Recipe", cluster: Cluster) -> None:
+    """Raise PlanError if the devices have no float8, ConfigError if the recipe cannot use it."""
+    if not cluster.has_float8:
+        raise PlanError(
+            f"train.precision=fp8: {cluster.accelerator.name} does not multiply matrices in float8, which needs a GPU "
+            "of compute capability 8.9 or later, such as an H100; use train.precision=bf16."
+        )
+    if recipe.adapter.is_adapter:
+        raise ConfigError(
+            f"train.precision=fp8 does not work with adapter.method={recipe.adapter.method}: frozen weights would be "
+            "cast again at every step; use train.precision=bf16, or adapter.method=full."
+        )
+    if recipe.train.compile is False:
+        raise ConfigError(
+            "train.precision=fp8 with train.compile=false is slower than bf16: every cast would be a pass over memory; "
+            "use train.compile=true, or train.precision=bf16."
+        )
 
 
 def _explain_bf16(cluster: Cluster) -> str:

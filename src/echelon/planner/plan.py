@@ -33,7 +33,8 @@ class Precision:
     param: stored parameters. compute: matrix products; if it differs from `param`, a sharded plan casts the gathered
     parameters and any other plan runs under autocast. reduce: gradient sums between ranks. master: the weights that the
     optimizer updates. optimizer: its moments, unless it packs them. rounding: how an update is rounded to `master`;
-    `kahan` keeps the remainder in a second number.
+    `kahan` keeps the remainder in a second number. float8: whether the linear layers of decoder layers round the inputs
+    of their products from `compute` to float8.
     """
 
     param: DtypeName = "float32"
@@ -42,6 +43,7 @@ class Precision:
     master: DtypeName = "float32"
     optimizer: DtypeName = "float32"
     rounding: Rounding = "nearest"
+    float8: bool = False
 
 
 @with_config(_STRICT)
@@ -166,6 +168,7 @@ class ParallelPlan:
         reduction = f"; gradients reduced after {when}" if self.dp_size > 1 else ""
         policy = self.precision
         rounding = "" if policy.rounding == "nearest" else f" ({policy.rounding} rounding)"
+        compute = f"{policy.compute}, in float8 in linear layers" if policy.float8 else policy.compute
         share = self.num_fill / self._num_fed
         fill = (
             f" - {self.num_fill} padding sequences ({share:.1%} of the computation is wasted)" if self.num_fill else ""
@@ -175,7 +178,7 @@ class ParallelPlan:
             f"plan: {self.strategy} on {processes} (dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard})"
             f"{sharding}{reduction}; activation checkpointing {self.activation_checkpointing}; "
             f"compile {'on' if self.compile else 'off'}",
-            f"precision: parameters {policy.param}, compute {policy.compute}, reduction {policy.reduce}, "
+            f"precision: parameters {policy.param}, compute {compute}, reduction {policy.reduce}, "
             f"master weights {policy.master}{rounding}, optimizer {self.optimizer} with {moments}",
             *([] if self.adapter is None else [self.adapter.describe(policy.compute)]),
             f"batch: {self.global_batch_size} sequences = {self.num_replicas * self.dp_size} ranks x "

@@ -71,7 +71,9 @@ class TrainConfig(Section):
     )
     batch_ramp: BatchRampConfig | None = Field(None, description="Start with a smaller global batch.")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
-        "auto", description="Compute dtype; master weights and reductions stay fp32. `auto`: bf16 where it is fast."
+        "auto",
+        description="Compute dtype; master weights and reductions stay fp32. `auto`: bf16 where it is fast. `fp8`: "
+        "bf16, and float8 in the products of linear layers, on GPUs that have it.",
     )
     master_weights: Literal["fp32", "bf16_stochastic", "bf16_kahan"] = Field(
         "fp32",

@@ -30,7 +30,6 @@ class Unbuilt:
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("train.precision", "auto, fp32, bf16 and fp16", built=("fp32", "bf16", "fp16")),
     Unbuilt("parallel.cp", "dp_replicate and dp_shard"),
     Unbuilt("parallel.tp", "dp_replicate and dp_shard"),
     Unbuilt("parallel.pp", "dp_replicate and dp_shard"),
