@@ -125,7 +125,6 @@ def dataset(**keys: Any) -> dict[str, Any]:
         ({**FACTORY, "use_apollo": True}, "use_apollo"),
         ({**FACTORY, "use_badam": True}, "use_badam"),
         ({**FACTORY, "use_adam_mini": True}, "use_adam_mini"),
-        ({**FACTORY, "fp8": True}, "train.precision=fp8"),
         ({**SFT, "optim": "rmsprop"}, "optim"),
         ({**SFT, "accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches"),
         # other data

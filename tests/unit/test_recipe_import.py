@@ -298,6 +298,7 @@ def test_llamafactory(tmp_path: Path) -> None:
     assert (recipe.global_batch_size, recipe.train.epochs, recipe.train.precision) == (8, 3, "bf16")
     assert (recipe.train.activation_checkpointing, recipe.data.chat_template) == ("full", "llama3")
     assert (recipe.train.log_every, recipe.train.eval_every, recipe.checkpoint.every_steps) == (10, 500, 500)
+    assert recipe_of(imported(tmp_path, FACTORY.replace("bf16: true", "fp8: true"))).train.precision == "fp8"
     assert recipe.optim.learning_rate_multipliers == {"*lora_B*": 16.0}
     assert (recipe.parallel, recipe.track) == ("zero2", ())
     assert recipe.optim.warmup_fraction == 0.1
