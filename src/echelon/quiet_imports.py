@@ -1,6 +1,7 @@
-"""Imports of packages that would download or log something as they are imported."""
+"""Imports of packages that would download or log something as they are imported, or take long."""
 
 import functools
+import gc
 import logging
 import sys
 from collections.abc import Iterator
@@ -48,3 +49,19 @@ def import_peft_backends() -> None:
         del sys.modules["kernels"]
         if kernels is not absent:
             sys.modules["kernels"] = kernels  # type: ignore[assignment]
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Collect no garbage during the block, for the import of large packages.
+
+    Nearly all objects that an import makes are there to stay. Looking through them again and again for garbage takes a
+    quarter of the time that torch and transformers need.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

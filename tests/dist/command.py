@@ -90,6 +90,11 @@ def await_line(path, words, process, seconds=40):
         time.sleep(0.02)
 
 
+def process_of(run, rank):
+    """The process of a rank that has started."""
+    return psutil.Process(run.read_pids()[rank])
+
+
 def marked_processes():
     """All processes that inherited this test's environment mark, such as those a command left behind."""
     mark = os.environ[MARK]

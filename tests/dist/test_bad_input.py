@@ -16,7 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from command import (
@@ -26,6 +25,7 @@ from command import (
     finish,
     marked_processes,
     mount,
+    process_of,
     read_lines,
     start,
     write_recipe,
@@ -326,7 +326,7 @@ def test_stops_and_deaths_during_training(echelon, tmp_path):
 
     command = (*command, "fault.max_restarts=0")
     job = train_until_saved()
-    [victim] = [each for each in psutil.Process(job.pid).children() if each.environ().get("RANK") == "1"]
+    victim = process_of(folder, 1)
     victim.kill()
     assert_refused(finish(job), 1, f"rank 1 (pid {victim.pid}) was killed by SIGKILL", "rank-00001.log")
     assert_no_orphan()
@@ -393,7 +393,7 @@ def test_a_rank_that_hangs(echelon, run):
     command = ("train", "recipe.json", "--nproc", "2", "train.steps=100000", "checkpoint.every_steps=100000", fault)
     job = start(*command)
     await_line(run.metrics_path, '"step": 20,', job, seconds=120)
-    [victim] = [each for each in psutil.Process(job.pid).children() if each.environ().get("RANK") == "1"]
+    victim = process_of(run, 1)
     victim.suspend()
     ending = finish(job, 60)
     assert_refused(ending, 1, "did not end within 3 s (fault.hang_seconds), and rank 1 does not answer", "rank-00000.log")

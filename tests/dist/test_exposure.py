@@ -10,7 +10,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from command import MARK, assert_no_orphan, await_line, find_listeners, finish, marked_processes, start, write_recipe
+from command import MARK, assert_no_orphan, await_line, find_listeners, finish, process_of, start, write_recipe
 from echelon.runs.run_folder import RunFolder
 from hostile import hostile_pickle
 
@@ -48,9 +48,11 @@ def job(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="the sockets of other processes need root there")
 def test_a_local_job_listens_only_on_loopback_and_unpickles_nothing(job, tmp_path):
-    await_line(RunFolder(tmp_path / "runs" / "tiny").metrics_path, '"step": 2,', job, 300)
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    await_line(run.metrics_path, '"step": 2,', job, 300)
     listeners = find_listeners()
-    [meeting_port] = {int(each.environ()["MASTER_PORT"]) for each in marked_processes() if "RANK" in each.environ()}
+    lines = process_of(run, 0).net_connections("tcp")
+    _, meeting_port = min((line.fd, line.laddr.port) for line in lines if line.status == psutil.CONN_LISTEN)
     payload = base64.b64encode(hostile_pickle(tmp_path / "pwned")).decode()
     for port in {meeting_port, *(port for pid, _, port in listeners if pid == job.pid)}:
         attack(port, payload)

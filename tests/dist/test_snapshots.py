@@ -1,9 +1,8 @@
 """Snapshots in memory: a lost process costs only the steps since the newest one, and the memory is released."""
 
 import pytest
-import psutil
 
-from command import EXACT, CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from command import EXACT, CommandLine, assert_no_orphan, await_line, finish, process_of, read_lines, start, write_recipe
 from echelon.supervise.snapshot_memory import PLACE
 from echelon.runs.run_folder import RunFolder
 from training import equal_tensors, tensors_of
@@ -40,7 +39,7 @@ def test_a_lost_process_resumes_from_a_snapshot(echelon, tmp_path):
     run, whole = RunFolder(tmp_path / "runs" / "tiny"), RunFolder(tmp_path / "runs" / "whole")
     job = start(*COMMAND)
     await_line(run.metrics_path, '"step": 60,', job, seconds=120)
-    [victim] = [each for each in psutil.Process(job.pid).children() if each.environ().get("RANK") == "1"]
+    victim = process_of(run, 1)
     victim.kill()
     ending = finish(job, 180)
     assert ending.code == 0, ending

@@ -4,10 +4,9 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 
-from command import EXACT, CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from command import EXACT, assert_no_orphan, await_line, finish, process_of, read_lines, start, write_recipe
 from echelon.runs.run_folder import RunFolder
 from training import equal_tensors, tensors_of
 
@@ -28,12 +27,6 @@ def run(tmp_path):
     return RunFolder(tmp_path / "runs" / "tiny")
 
 
-def rank_of(job, rank):
-    """The process of a rank."""
-    [found] = [each for each in psutil.Process(job.pid).children() if each.environ().get("RANK") == str(rank)]
-    return found
-
-
 def exact_rows(run):
     return [[row[key] for key in EXACT] for row in read_lines(run.metrics_path) if row["kind"] == "train"]
 
@@ -47,7 +40,7 @@ def test_stopped_and_resumed_runs_equal_an_uninterrupted_one(echelon, run, tmp_p
     """SIGTERM to the parent, SIGUSR1 to a rank, Ctrl-C to all; the final result is the same bit for bit."""
     ways = [
         lambda job: job.terminate(),
-        lambda job: rank_of(job, 1).send_signal(signal.SIGUSR1),
+        lambda job: process_of(run, 1).send_signal(signal.SIGUSR1),
         lambda job: os.killpg(job.pid, signal.SIGINT),
     ]
     done, began = 0, time.time()
@@ -102,7 +95,7 @@ def test_processes_that_do_not_stop_are_killed(echelon, run, how):
     notice = "fault.notice_seconds=60" if how == "a second signal" else "fault.notice_seconds=2"
     job = start(*COMMAND, notice, "checkpoint.every_steps=5")
     await_line(run.metrics_path, '"step": 40,', job, seconds=120)
-    rank_of(job, 1).suspend()
+    process_of(run, 1).suspend()
     saved = run.newest_step()
     job.terminate()
     if how == "a second signal":

@@ -127,12 +127,12 @@ class Teller:
         if not self._await(job, kill.phase):
             return False
         time.sleep(self._random.uniform(0, SECONDS[kill.phase]))
-        while not (victims := find_victims(job, kill.target, self._story.ranks)) and job.poll() is None:
+        while not (victims := find_victims(job, kill.target, self._story.ranks, self.run)) and job.poll() is None:
             time.sleep(LOOK_SECONDS)
         if job.poll() is not None:
             return False
         self._left = processes_of(job)
-        self._left_ranks = [each for each in self._left[1:] if (role_of(each) or "").isdecimal()]
+        self._left_ranks = [each for each in self._left[1:] if (role_of(each, self.run) or "").isdecimal()]
         self._mark = len(self._read_events())
         kill.at_step, kill.at = self.run.rows.last_step(), time.time()
         for victim in victims:
@@ -245,21 +245,21 @@ def processes_of(job):
         return []
 
 
-def find_victims(job, target, ranks):
+def find_victims(job, target, ranks, run):
     """The processes to kill: the agent, all, rank 0 or another rank; during preparation, a tokenizing process."""
     found = processes_of(job)
     if target in ("agent", "all") or not found:
         return found[:1] if target == "agent" else found
     wanted = "0" if target == "rank 0" else str(ranks - 1)
-    return [each for each in found[1:] if role_of(each) in (wanted, "tokenizing")][:1]
+    return [each for each in found[1:] if role_of(each, run) in (wanted, "tokenizing")][:1]
 
 
-def role_of(process):
-    """The RANK of a process, "tokenizing" for one that prepares data, None for another."""
+def role_of(process, run):
+    """The rank of a process as text, "tokenizing" for one that prepares data, None for another."""
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         if "multiprocessing.spawn" in " ".join(process.cmdline()):
             return "tokenizing"
-        return process.environ().get("RANK")
+        return {pid: str(rank) for rank, pid in run.read_pids().items()}.get(process.pid)
     return None
 
 

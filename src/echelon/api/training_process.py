@@ -41,6 +41,7 @@ from echelon.stored import read_as, write_json
 from echelon.supervise.agent import worker_argv
 from echelon.supervise.launch_environment import find_log_level, keep_hub_cache_beside, launch_role, read_environment
 from echelon.supervise.outcome import DONE, FAILED, REFUSED, STOPPED, Outcome
+from echelon.supervise.warm_start import workers_warmed
 
 # Signals that are forwarded to the run, which then saves and stops, if they would otherwise end the caller at once.
 _HANDED_ON = (signal.SIGTERM, signal.SIGUSR1)
@@ -205,10 +206,10 @@ def main() -> None:
 
 def _train(recipe: Recipe, nproc: int | None, fresh: bool) -> Outcome:
     keep_hub_cache_beside(recipe.run.dir)
-    with stops_told():
+    with stops_told(), workers_warmed(nproc) as warm:
         from echelon.lifecycle.session import train_locally
 
-        return train_locally(recipe, nproc, fresh)
+        return train_locally(recipe, nproc, fresh, warm)
 
 
 if __name__ == "__main__":

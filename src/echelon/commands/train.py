@@ -61,10 +61,12 @@ def train(
             _train_as_rank(recipe, fresh)
         if role == "agent":
             _train_as_agent(recipe, [str(recipe_path), *(overrides or [])], group, num_processes, fresh)
-        from echelon.lifecycle.session import train_locally
+        from echelon.supervise.warm_start import workers_warmed
 
-        with stops_told():
-            outcome = train_locally(recipe, num_processes, fresh)
+        with stops_told(), workers_warmed(num_processes) as warm:
+            from echelon.lifecycle.session import train_locally
+
+            outcome = train_locally(recipe, num_processes, fresh, warm)
         _finish(outcome)
 
 

@@ -90,7 +90,8 @@ def start_watchdog(parent: int | None = None) -> None:
         while os.getppid() == expected:
             time.sleep(_WATCHDOG_SECONDS)
         if (place := find_snapshot_dir()) is not None:  # the parent can no longer free this memory
-            shutil.rmtree(place, ignore_errors=True)
+            while place.exists():  # a snapshot that is being written can add to it meanwhile
+                shutil.rmtree(place, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="watchdog", daemon=True).start()

@@ -131,8 +131,8 @@ class Job:
         return self.trial.run.rows.last_step()
 
     def ranks(self) -> list[int]:
-        """The process ids of the ranks, in the order in which they were started."""
-        return sorted(pid for pid, parent, _ in _list_processes() if parent == self.process.pid)
+        """The process ids of the ranks that have started, by rank."""
+        return [pid for _, pid in sorted(self.trial.run.read_pids().items())]
 
 
 def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

@@ -18,14 +18,13 @@ from transformers import PreTrainedModel
 from echelon.checkpoint.adapted import read_run_recipe
 from echelon.checkpoint.export import TRAINING
 from echelon.data.loader import LONGEST, Microbatch, Padding, build_microbatch, set_width
-from echelon.data.prepared import PreparedData, ValidationSet
+from echelon.data.prepared import ValidationSet
 from echelon.data.shards import Dataset, unigram_entropy
 from echelon.data.source import PYTHON_STDLIB
 from echelon.distributed.mesh import Meshes
 from echelon.engines.engine import Evaluation
 from echelon.errors import ConfigError
 from echelon.inference.held_out import open_held_out, prepare_given
-from echelon.inference.sampler import encode_prompts
 from echelon.inference.target import find_device, load_first_weights, load_target
 from echelon.inference.team import Host, Team
 from echelon.model.build import is_model_folder
@@ -34,7 +33,6 @@ from echelon.objectives.causal_lm import CausalLM
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective, build_objective
 from echelon.objectives.outputs import ObjectiveModule
-from echelon.recipe import Recipe
 from echelon.stopping import StopRequest, agreed_stop
 from echelon.stored import read_json
 
@@ -204,44 +202,6 @@ class Evaluator:
         for first in range(0, stop, per_round):
             start = first + self._meshes.evaluation_rank * self._micro_batch_size
             yield read_in_order(dataset, start, self._micro_batch_size, stop).to(self._device)
-
-
-def check_evaluation(recipe: Recipe, data: PreparedData) -> None:
-    """Raise ConfigError if the settings of `evaluate` and `checkpoint.keep_best` do not fit the validation sets."""
-    wanted, sets = recipe.evaluate, data.validation
-    names = [each.name for each in sets]
-    if wanted.select_by is not None and wanted.select_by not in names:
-        have = f"use one of {', '.join(names)}" if names else "there are none; set data.validation_fraction"
-        raise ConfigError(f"evaluate.select_by={wanted.select_by}: no validation set has this name; {have}.")
-    for key, value in (
-        ("checkpoint.keep_best", recipe.checkpoint.keep_best),
-        ("evaluate.early_stopping", wanted.early_stopping),
-        ("evaluate.prompts", wanted.prompts),
-    ):
-        if value and not sets:
-            raise ConfigError(
-                f"{key} requires evaluations, and the recipe holds out no text; set data.validation_fraction or "
-                "data.validation."
-            )
-    if wanted.early_stopping and recipe.train.eval_every is None and recipe.train.evals_per_epoch is None:
-        raise ConfigError(
-            "evaluate.early_stopping requires evaluations during training, and train.eval_every is null; set "
-            "train.eval_every to a number of steps, or train.evals_per_epoch."
-        )
-    if wanted.prompts:
-        _check_prompts(recipe, data)
-
-
-def _check_prompts(recipe: Recipe, data: PreparedData) -> None:
-    wanted = recipe.evaluate
-    room = recipe.data.sequence_len - wanted.prompt_tokens
-    for prompt, ids in zip(wanted.prompts, encode_prompts(wanted.prompts, data.tokenizer), strict=True):
-        if len(ids) > room:
-            raise ConfigError(
-                f"evaluate.prompts: {prompt[:40]!r} has {len(ids)} tokens, which with evaluate.prompt_tokens="
-                f"{wanted.prompt_tokens} exceeds data.sequence_len={recipe.data.sequence_len}; shorten the prompt or "
-                "lower evaluate.prompt_tokens."
-            )
 
 
 def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: Padding = LONGEST) -> Microbatch:

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from echelon.engines.engine import Evaluation
-from echelon.errors import ConfigError
+from echelon.inference.evaluation_checks import encode_prompts
 from echelon.inference.generate import Sampling, build_processors, row_seed
 
 
@@ -61,12 +61,3 @@ class PromptSampler:
         last = start + self._max_tokens
         stop = next((place for place in range(start, last) if row[place] in self._stops), last)
         return str(self._tokenizer.decode(row[:stop], skip_special_tokens=True))
-
-
-def encode_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises ConfigError for a prompt without tokens."""
-    encoded = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        if not ids:
-            raise ConfigError(f"evaluate.prompts: {prompt!r} contains no token; give at least one.")
-    return encoded

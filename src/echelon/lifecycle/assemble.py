@@ -1,6 +1,7 @@
 """Builds a trainer from a recipe and a plan on one rank, and runs it."""
 
 import logging
+import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -219,7 +220,9 @@ def build_trainer(
         goodput = open_goodput(folder, saved)
         store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
         text = {"prepared": str(data.path), "digest": data.content_digest, "packing": data.is_packed}
-        folder.rows.append_event("resume" if state.step else "start", step=state.step, peak_flops=peak_flops, **text)
+        machine = {"host": platform.node(), "pids": dict(sorted(folder.read_pids().items()))}
+        name = "resume" if state.step else "start"
+        folder.rows.append_event(name, step=state.step, peak_flops=peak_flops, **machine, **text)
         shows_mfu = device.type != "cpu" or logger.isEnabledFor(logging.DEBUG)
         journal = open_journal(recipe, folder, runtime, num_steps, state.step, recovery, shows_mfu)
         lines = describe_training(recipe, plan, config, data, stops)

@@ -49,6 +49,7 @@ from echelon.supervise.outcome import (
 )
 from echelon.supervise.restart import forget_ended
 from echelon.supervise.snapshot_memory import memory_held
+from echelon.supervise.warm_start import WarmStart
 from echelon.supervise.workers import Workers
 
 if TYPE_CHECKING:
@@ -68,8 +69,11 @@ _SHARED_STORE = (
 )
 
 
-def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool) -> Outcome:
-    """Prepare the run here, start its workers on this machine, and wait for them; None means one per device."""
+def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool, warm: WarmStart | None = None) -> Outcome:
+    """Prepare the run here, start its workers on this machine, and wait for them; None means one per device.
+
+    `warm`: the process that forks the workers, from `workers_warmed`.
+    """
     count = default_num_processes() if num_processes is None else num_processes
     run = prepare_run(recipe, fresh, lambda: detect_cluster(count), read_environment())
     if run is None:
@@ -80,7 +84,7 @@ def train_locally(recipe: Recipe, num_processes: int | None, fresh: bool) -> Out
             folder.clear_outcomes()
             argv = worker_argv("echelon.lifecycle.worker", str(folder.path))
             job = _make_job(recipe, argv, count, folder, managed_environment(memory), memory)
-            outcome = Agent(THIS_MACHINE).submit(job)
+            outcome = Agent(THIS_MACHINE, warm).submit(job)
         if outcome.code == DONE or not is_run(folder.path):  # without a folder there is nothing to clean up or record
             return outcome
         folder.sweep()

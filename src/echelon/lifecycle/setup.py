@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, EchelonError, PlanError
 from echelon.hardware.accelerators import Cluster
+from echelon.inference.evaluation_checks import check_evaluation
 from echelon.lifecycle.extension_checks import check_extensions
 from echelon.lifecycle.model_checks import check_model, check_weights, find_model_fields
 from echelon.logs import keep_console_in
@@ -124,7 +125,6 @@ def _check_against_data(recipe: Recipe, here: Recipe, data: "PreparedData", num_
     `here` is the recipe with this machine's copies of hub files.
     """
     from echelon.data.prepare import find_mask_obstacle
-    from echelon.inference.evaluate import check_evaluation
 
     if fault := find_fault(recipe.optim, num_steps, recipe.batches):
         raise ConfigError(fault)

@@ -24,6 +24,7 @@ from echelon.distributed.runtime import (
 from echelon.errors import EchelonError, PlanError, explain_storage_error, render_traceback
 from echelon.hardware.heap import keep_freed_memory
 from echelon.logs import log_as_rank
+from echelon.quiet_imports import garbage_kept
 from echelon.redaction import redact_text
 from echelon.runs.run_folder import RunFolder, describe_gone, is_run
 from echelon.stopping import StopRequest
@@ -130,7 +131,8 @@ def run_rank(folder: RunFolder, stop: StopRequest, store: "Store | None" = None)
         recipe, plan = load_agreed_run(folder, runtime)
         if recipe.train.deterministic:
             use_deterministic_algorithms()
-        from echelon.lifecycle.assemble import run_training
+        with garbage_kept():
+            from echelon.lifecycle.assemble import run_training
         from echelon.training.callbacks import build_callbacks
         from echelon.training.heartbeat import Heartbeat
 

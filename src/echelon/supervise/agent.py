@@ -41,6 +41,7 @@ from echelon.supervise.outcome import (
 )
 from echelon.supervise.rendezvous import ALONE, TOGETHER, register_backends
 from echelon.supervise.restart import Restarts, deaths_watched
+from echelon.supervise.warm_start import WarmStart, started_warm
 from echelon.supervise.workers import Workers
 
 if TYPE_CHECKING:
@@ -66,9 +67,13 @@ class Agent:
     logs its local events.
     """
 
-    def __init__(self, group: HostGroup) -> None:
-        """Raises LaunchError if the coordinator's name does not resolve, ConfigError for an unknown interface."""
+    def __init__(self, group: HostGroup, warm: WarmStart | None = None) -> None:
+        """`warm`: the process that forks the workers; without one each starts an interpreter.
+
+        Raises LaunchError if the coordinator's name does not resolve, ConfigError for an unknown interface.
+        """
         self._group = group
+        self._warm = warm
         if not group.is_alone:
             await_name(group)
         self._address = find_own_address(group)
@@ -186,7 +191,8 @@ class Agent:
         entrypoint, *arguments = job.argv
         with tempfile.TemporaryDirectory(prefix="echelon-agent-") as scratch:
             try:
-                elastic_launch(_build_config(job, Path(scratch), settings), entrypoint)(*arguments)
+                with started_warm(self._warm):
+                    elastic_launch(_build_config(job, Path(scratch), settings), entrypoint)(*arguments)
             except ChildFailedError as error:
                 failures = error.failures.items()
                 return [ProcessDeath(rank, each.pid, each.exitcode, each.timestamp) for rank, each in failures]

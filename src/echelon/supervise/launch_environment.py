@@ -216,6 +216,20 @@ def is_thread_count_set() -> bool:
     return "OMP_NUM_THREADS" in os.environ
 
 
+def find_thread_count() -> int | None:
+    """The number of threads that OMP_NUM_THREADS sets, the first of its list; None if it sets none."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdigit() and int(first) > 0 else None
+
+
+def begin_process(env: Mapping[str, str]) -> None:
+    """Make a process that was just forked like one started now with this environment."""
+    global _PROCESS_STARTED
+    os.environ.clear()
+    os.environ.update(env)
+    _PROCESS_STARTED = time.time()
+
+
 def find_start(earlier: float) -> float:
     """When this start of the run began (UTC seconds): the start of its command, or, if that is before `earlier`, the
     start of this process, which the agent has restarted."""
