@@ -102,14 +102,15 @@ class Quantized:
     def _state(self, dtype: torch.dtype) -> Any:
         from bitsandbytes.functional import QuantState
 
-        code, nested_code = _code_books(self.quant_type, self.packed.device)
+        device = self.packed.device
+        code = _weight_code(self.quant_type, device)
         common = {"shape": self.weight_shape, "code": code, "blocksize": BLOCK, "quant_type": self.quant_type}
         scales = self.scales.view(torch.uint8)
         if not self._num_nested:
             return QuantState(absmax=scales.view(torch.float32), dtype=dtype, **common)
         first = 4 + 4 * self._num_nested
         nested = QuantState(
-            absmax=scales[4:first].view(torch.float32), blocksize=NESTED_BLOCK, code=nested_code,
+            absmax=scales[4:first].view(torch.float32), blocksize=NESTED_BLOCK, code=_scale_code(device),
             dtype=torch.float32,
         )  # fmt: skip
         absmax, offset = scales[first : first + self._num_blocks], scales[:4].view(torch.float32)[0]
@@ -163,12 +164,23 @@ def _hide_weights(experts: nn.Module, inputs: tuple[Any, ...], output: Any) -> N
             experts.__dict__.pop(name, None)
 
 
+# Dynamo ignores functools.cache. It would trace the functions, and break the graph where they read values of a tensor.
 @functools.cache
-def _code_books(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the 16 values of a 4-bit code, and the 256 values of a quantised scale."""
-    from bitsandbytes.functional import create_dynamic_map, get_4bit_type
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _weight_code(quant_type: str, device: torch.device) -> Tensor:
+    """Return the 16 values of a 4-bit code."""
+    from bitsandbytes.functional import get_4bit_type
 
-    return get_4bit_type(quant_type, device=device), create_dynamic_map().to(device)
+    return get_4bit_type(quant_type, device=device)  # type: ignore[no-any-return]
+
+
+@functools.cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _scale_code(device: torch.device) -> Tensor:
+    """Return the 256 values of a quantised scale."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    return create_dynamic_map().to(device)  # type: ignore[no-any-return]
 
 
 def quantize_linears(layers: Iterable[nn.Module], adapter: AdapterConfig) -> None:
