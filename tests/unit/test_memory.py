@@ -15,6 +15,7 @@ from echelon.model.build import build_on_meta
 from echelon.optimizer import build_optimizer
 from echelon.planner.adapter_plan import build_adapter_plan
 from echelon.planner.memory import estimate_memory
+from echelon.planner.model_shape import logits_chunk_tokens
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.recipe import AdapterConfig, OptimConfig
@@ -310,11 +311,20 @@ def test_optimizer_state_is_within_five_percent_of_measured(name, master_weights
     assert predicted.optimizer == pytest.approx(kept, rel=0.05, abs=0.04 * 8 * predicted.parameters / 4)
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "rows"),
+    [(256, 262_144), (32_000, 2_048), (50_257, 1_280), (128_256, 512), (262_144, 256), (10**6, 256)],
+)
+def test_a_chunk_of_the_loss_fills_tiles(vocab_size, rows):
+    """4 * vocabulary * rows is at most 256 MiB, except for the last one, whose smallest chunk is larger."""
+    assert logits_chunk_tokens(vocab_size) == rows
+
+
 def test_logits_never_exceed_three_chunks():
     shape = replace(build_shape(MODELS["llama"]), vocab_size=128256, hidden_size=0)
     plan = ParallelPlan("ddp", micro_batch_size=8)
-    # 256 MiB / (4 * 128256) = 523 tokens per chunk; a short batch is smaller than a chunk
-    assert estimate_memory(shape, plan, 8192).logits == 3 * 523 * 128256 * 4
+    # 256 MiB / (4 * 128256) = 523 tokens, in multiples of 256; a short batch is smaller than a chunk
+    assert estimate_memory(shape, plan, 8192).logits == 3 * 512 * 128256 * 4
     assert estimate_memory(shape, replace(plan, micro_batch_size=1), 100).logits == 3 * 100 * 128256 * 4
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 LOGITS_CHUNK_BYTES = 256 * 2**20  # size limit of one copy of the loss's fp32 logits
+_TILE_ROWS = (
+    256  # kernels for matrix products compute tiles of up to this many rows; a part of a tile costs a whole one
+)
 
 NormKind = Literal["rms", "rms_fp32", "layer"]
 
@@ -133,8 +136,8 @@ class ModelShape:
 
 
 def logits_chunk_tokens(vocab_size: int) -> int:
-    """Tokens per chunk of the loss: their fp32 logits fit in LOGITS_CHUNK_BYTES; at least 256."""
-    return max(256, LOGITS_CHUNK_BYTES // (4 * vocab_size))
+    """Tokens per chunk of the loss: a multiple of 256, at least one, whose fp32 logits fit in LOGITS_CHUNK_BYTES."""
+    return max(1, LOGITS_CHUNK_BYTES // (4 * vocab_size * _TILE_ROWS)) * _TILE_ROWS
 
 
 def divisors(number: int) -> list[int]:
