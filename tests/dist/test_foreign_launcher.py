@@ -3,6 +3,7 @@
 torchrun itself is in test_elastic.py, mpirun and srun are in tests/launchers.
 """
 
+import json
 import os
 import socket
 import subprocess
@@ -76,6 +77,9 @@ def test_torch_distributed_launch_trains(tmp_path, option):
     env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS} | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180, check=False)
     assert result.returncode == 0, result
-    rows = read_lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    run = tmp_path / "runs" / "tiny"
+    rows = read_lines(run / "metrics.jsonl")
     assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    variables = json.loads((run / "environment.json").read_text())["variables"]
+    assert variables["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert result.stdout.count("step 6/6") == 1

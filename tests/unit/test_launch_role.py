@@ -75,6 +75,34 @@ def test_workers_share_the_cores(monkeypatch):
     assert worker_environment(2)["OMP_NUM_THREADS"] == "7"
 
 
+TORCH_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCHINDUCTOR_COMPILE_THREADS")
+
+
+def settings_of_torch(monkeypatch, num_processes, **own):
+    """What worker_environment sets of TORCH_VARIABLES, on 96 cores."""
+    monkeypatch.setattr("echelon.supervise.launch_environment.num_cores", lambda: 96)
+    for key in TORCH_VARIABLES:
+        monkeypatch.delenv(key, raising=False)
+    for key, value in own.items():
+        monkeypatch.setenv(key, value)
+    return {key: value for key, value in worker_environment(num_processes).items() if key in TORCH_VARIABLES}
+
+
+def test_workers_get_settings_for_torch(monkeypatch):
+    growing, threads = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "TORCHINDUCTOR_COMPILE_THREADS"
+    assert settings_of_torch(monkeypatch, 8) == growing | {threads: "12"}
+    assert settings_of_torch(monkeypatch, 1) == growing | {threads: "32"}
+    assert settings_of_torch(monkeypatch, 200) == growing | {threads: "1"}
+
+
+def test_settings_of_the_user_for_torch_are_kept(monkeypatch):
+    threads = {"TORCHINDUCTOR_COMPILE_THREADS": "3"}
+    new, old = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert settings_of_torch(monkeypatch, 8, **threads, **new) == threads | new
+    # worker variables are added to the environment, which has the old name; torch gives the new one precedence
+    assert settings_of_torch(monkeypatch, 8, **threads, **old) == threads
+
+
 def test_cli_and_launch_import_no_torch():
     modules = (
         "echelon.cli, echelon.distributed.runtime, echelon.supervise.launch_environment, echelon.supervise.agent, "

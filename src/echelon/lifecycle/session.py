@@ -32,8 +32,10 @@ from echelon.supervise.launch_environment import (
     is_elastic,
     managed_environment,
     read_environment,
+    set_default_variables,
     shares_agent_store,
     shares_files,
+    torch_environment,
     worker_environment,
 )
 from echelon.supervise.outcome import (
@@ -195,6 +197,8 @@ def train_as_rank(recipe: Recipe, fresh: bool, stop: StopRequest | None = None) 
     during tokenization. Collective: every rank calls it.
     """
     _refuse_snapshots(recipe)
+    if stop is None:  # echelon's agent has set them
+        set_default_variables(torch_environment(find_place().local_world_size))
     # Imported first, so that the watchdog and the log are ready before anything slow.
     from echelon.lifecycle.worker import listen_for_stops, redirect_output, run_rank
 

@@ -54,6 +54,9 @@ _PROCESS_STARTED = time.time()
 # cuBLAS sums in a fixed order only with this setting; of the two in NVIDIA's documentation, the faster one.
 CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
+_ALLOCATOR_VARIABLE, _OLD_ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+_MAX_COMPILE_THREADS = 32  # as in torch
+
 _SAGEMAKER_PORT = 7777
 
 
@@ -269,15 +272,29 @@ def read_environment() -> dict[str, str]:
 
 
 def worker_environment(num_processes: int, deterministic: bool = False) -> dict[str, str]:
-    """The variables of `num_processes` workers on this machine: their number of threads, and when the command began.
+    """The variables of `num_processes` workers on this machine: their number of threads, torch's settings, and when the
+    command began.
 
     `deterministic` adds the cuBLAS setting that `use_deterministic_algorithms` requires before CUDA starts.
     """
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes))),
         _STARTED_VARIABLE: str(_PROCESS_STARTED),
+        **torch_environment(num_processes),
         **(CUBLAS_WORKSPACES if deterministic else {}),
     }
+
+
+def torch_environment(num_processes: int) -> dict[str, str]:
+    """Variables for torch in `num_processes` workers on this machine; they must be set before it is imported.
+
+    GPU memory is allocated in segments that can grow, which prevents fragmentation. Each worker compiles kernels on its
+    share of the cores: torch would use all of them in every worker. The user's own settings are kept.
+    """
+    variables = {"TORCHINDUCTOR_COMPILE_THREADS": str(min(_MAX_COMPILE_THREADS, max(1, num_cores() // num_processes)))}
+    if _OLD_ALLOCATOR_VARIABLE not in os.environ:
+        variables[_ALLOCATOR_VARIABLE] = "expandable_segments:True"
+    return {key: os.environ.get(key, value) for key, value in variables.items()}
 
 
 def managed_environment(memory: Path | None = None) -> dict[str, str]:
