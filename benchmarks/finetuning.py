@@ -411,6 +411,8 @@ def main():
     if arguments.side is not None:
         {"echelon": run_echelon, "peer": run_peer}[arguments.side](arguments.path, arguments.steps)
         return
+    if unknown := [name for name in arguments.rows if name not in ROWS | MORE_ROWS]:
+        parser.error(f"{', '.join(unknown)}: the rows are {', '.join(ROWS | MORE_ROWS)}")
     print(
         f"{describe_machine('torch', 'transformers', 'peft', 'bitsandbytes')}; {arguments.pairs} pairs of processes, "
         f"{arguments.blocks} blocks of {arguments.steps} steps each\n{HEAD}",

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 MAX_FILES = 8
 MINUTES = 9.0
 # From SIGINT, at which a program prints what it has, to SIGKILL; and the time kept for it at the end of a call.
-GRACE_SECONDS = 15.0
+GRACE_SECONDS = 20.0
 # Lines of a part's output in the summary: all of a table, the end of anything else.
 _TABLE_LINES, _OTHER_LINES = 200, 40
 
@@ -41,9 +41,10 @@ FINETUNING = (*PEER, "peft", "bitsandbytes")
 class Part:
     """One program of a call: the arguments of Python.
 
-    seconds: after so many it is stopped; the last part of a call may use all that is left. least: with less time left
-    it is not started. needs: the packages without which it is not started. A `{seconds}` in the command is replaced by
-    the seconds that it has. tiny: the command of `--size tiny`, by default the same with that option.
+    seconds: after so many of a call's nine minutes it is stopped; the last part of a call may use all that is left.
+    least: with less time left it is not started. needs: the packages without which it is not started. A `{seconds}` in
+    the command is replaced by the seconds that it has. tiny: the command of `--size tiny`, by default the same with
+    that option.
     """
 
     name: str
@@ -113,7 +114,7 @@ CALLS = {
         ("torchao",),
     ),
 }  # fmt: skip
-PREFLIGHT_SECONDS, INSTALL_SECONDS = 45.0, 30.0
+PREFLIGHT_SECONDS, INSTALL_SECONDS = 45.0, 25.0
 
 
 @dataclass
@@ -157,7 +158,7 @@ class Runner:
             result = Result(part.name, f"skipped: needs {part.least:.0f} s, {max(left, 0):.0f} s left", is_good=False)
         else:
             print(f"== {part.name}", flush=True)
-            result = self._run(part, left if is_last else min(part.seconds, left))
+            result = self._run(part, left if is_last else min(part.seconds * self.minutes / MINUTES, left))
         print(f"{part.name}: {result.outcome}", flush=True)
         self.results.append(result)
         self.write_summary()
@@ -203,11 +204,12 @@ def _copy_lines(stream: Iterator[bytes], log: "object", printed: list[str]) -> N
 
 
 def _wait(program: subprocess.Popen, limit: float) -> str:
-    """Wait for a program; at its time limit SIGINT, so that it reports what it has. Returns how it ended."""
+    """Wait for a program; at its time limit interrupt it and its processes, as Ctrl-C does. Returns how it ended."""
     try:
         code = program.wait(limit)
     except subprocess.TimeoutExpired:
-        program.send_signal(signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGINT)
         try:
             program.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -292,6 +294,8 @@ def main() -> None:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled",
+            # On several GPUs HF Trainer would use DataParallel.
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
         }  # fmt: skip
         words = f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {describe_source()}"
         heading = f"GPU call {arguments.call}: {call.title} ({words}, Python {platform.python_version()})"

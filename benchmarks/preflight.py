@@ -7,6 +7,7 @@ rates of a bf16 matrix product and of a copy. --json also writes the names of th
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import subprocess
@@ -53,9 +54,10 @@ def describe_device():
 
     yield f"{describe_machine('torch', 'transformers')}, CUDA {torch.version.cuda}"
     if torch.cuda.is_available():
-        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.sm,power.limit", "--format=csv"]
-        said = subprocess.run(asked, capture_output=True, text=True, check=False)
-        yield f"- nvidia-smi: {(said.stdout or said.stderr).strip().splitlines()[-1]}"
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit", "--format=csv,noheader"]
+        with contextlib.suppress(OSError):  # it may not be on the path
+            said = subprocess.run(asked, capture_output=True, text=True, check=False)
+            yield f"- nvidia-smi: {(said.stdout or said.stderr).strip()}"
         yield f"- device memory: {torch.cuda.mem_get_info()[1] / 1e9:.1f} GB"
     yield f"- a bf16 matrix product of random numbers: {measure_matmul() / 1e12:.3g} TFLOP/s"
     yield f"- a copy within the device's memory, bytes read and written: {measure_copy() / 1e9:.4g} GB/s"

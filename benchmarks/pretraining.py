@@ -327,7 +327,8 @@ def render_side(name, row, prepared, blocks, first_blocks, ceilings):
     reached = float(np.median(speeds)) * prepared.flops
     predicted = f"{prepared.predicted / 1e9:.1f}" if row.side == "echelon" else ""
     cells = [
-        name, NAMES[row.side] + (" in float8" if row.float8 else ""), spread(speeds, ",.0f"), spread(ratios, ".2f"),
+        name, ", ".join([NAMES[row.side], *row.overrides, *["float8"] * row.float8]),
+        spread(speeds, ",.0f"), spread(ratios, ".2f"),
         f"{reached / ceilings.peak:.1%}", f"{reached / ceilings.matmul:.1%}",
         f"{max(block['peak'] for block in blocks) / 1e9:.1f}", predicted,
         ", ".join(map(str, blocks[-1]["graphs"])), f"{blocks[-1]['first_loss']:.3f}", prepared.plan,
