@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.distributed.mesh import Meshes
 from echelon.errors import ConfigError
 from echelon.objectives.outputs import ObjectiveModule
+from echelon.parallel.gloo_scatter import ExchangeReduceScatter
 from echelon.planner.plan import ParallelPlan
 
 # Rotary tables are equal on every rank; sending them before every forward would only cost. Renamed in torch 2.13.
@@ -262,3 +263,5 @@ def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: Para
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+            if meshes.device_type == "cpu":
+                unit.set_custom_reduce_scatter(ExchangeReduceScatter())  # type: ignore[arg-type]  # it is private

@@ -1,5 +1,9 @@
 """What a plan sends in one step: the formulas of docs/strategies.md, to be held against what the ranks really send."""
 
+import os
+import socket
+import stat
+import struct
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
+
+_BYTES_SENT_AT = 200  # of tcpi_bytes_sent in struct tcp_info: linux/tcp.h, since Linux 4.19
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,21 @@ def expect_traffic(plan: ParallelPlan, shape: ModelShape) -> Traffic:
     return Traffic(compute * gathered, reductions * reduce * whole, reduce * shard)
 
 
+def plan_strategies(ranks: int, **options: Any) -> list[ParallelPlan]:
+    """A plan of each strategy for this many ranks; `options`: other fields of ParallelPlan."""
+    sharded = {"dp_shard": ranks, **options}
+    resharded = {**sharded, "reduce_gradients": "each", "reshard_after_forward": True}
+    plans = [
+        ParallelPlan("ddp", dp_replicate=ranks, **options),
+        ParallelPlan("zero1", **sharded),
+        ParallelPlan("zero2", **sharded, reduce_gradients="each"),
+        ParallelPlan("fsdp", **resharded),
+    ]
+    if ranks > 2:
+        plans.append(ParallelPlan("hsdp", **{**resharded, "dp_shard": ranks // 2}, dp_replicate=2))
+    return plans
+
+
 class TrafficCounter(TorchDispatchMode):
     """Counts the payload of every collective inside its block."""
 
@@ -53,8 +74,27 @@ class TrafficCounter(TorchDispatchMode):
     @property
     def traffic(self) -> Traffic:
         """What was counted. Raises KeyError for a collective that no plan is known to use."""
-        known = {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "allreduce_": "all_reduce"}
+        known = {
+            "_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "allreduce_": "all_reduce",
+            "alltoall_base_": "scatter",  # a reduce-scatter over gloo: parallel/gloo_scatter.py
+        }  # fmt: skip
         return Traffic(**{known[name]: count for name, count in self.bytes.items()})
+
+
+def read_sent_bytes() -> int:
+    """The bytes that this process has sent through its open TCP sockets, headers excluded. Linux only: tcp(7)."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+        except OSError:
+            continue  # the listing itself was open
+        with socket.socket(fileno=os.dup(int(name))) as each:
+            if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
+                information = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT_AT + 8)
+                total += struct.unpack_from("Q", information, _BYTES_SENT_AT)[0]
+    return total
 
 
 def _tensors(value: Any) -> list[Any]:
