@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test slow fuzz parity parity-table model-table pictures faults launchers bench gpu lint clean
+.PHONY: help demo test slow fuzz parity parity-table model-table pictures faults launchers bench bench-peers scaling gpu lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,9 +18,11 @@ help:
 	@echo "make faults   kill jobs at 66 random moments and compare their results: benchmarks/results/faults-cpu.md (30 minutes)"
 	@echo "make launchers  run jobs on emulated machines: a real Slurm, mpirun, ssh (as root, on Debian or Ubuntu)"
 	@echo "make bench    compare the step time with that of a plain PyTorch loop (long)"
+	@echo "make bench-peers  train the same work with echelon, HF Trainer, Accelerate, Fabric, DeepSpeed and a plain loop: benchmarks/results/peers-cpu.md (3 hours, nothing else running)"
+	@echo "make scaling  count the bytes of every strategy at 1 to 8 processes: benchmarks/results/scaling-cpu.md (20 minutes)"
 	@echo "make gpu      on a machine with an NVIDIA GPU: run the GPU tests, then the GPU benchmarks, in four calls (36 minutes)"
 	@echo "make lint     check style and types"
-	@echo "make clean    remove .venv"
+	@echo "make clean    remove .venv and .venv-peers"
 
 .venv/.installed: pyproject.toml
 	@echo "== setting up: a virtual environment in .venv, and echelon with the packages its tests need"
@@ -103,6 +105,26 @@ bench: .venv/.installed
 	@echo "== comparing the step time with that of a plain PyTorch loop"
 	$(BIN)/python benchmarks/overhead.py
 
+.venv-peers/.installed: pyproject.toml benchmarks/peers.txt
+	@echo "== setting up .venv-peers: echelon and the trainers it is compared with"
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check -e . -r benchmarks/peers.txt
+	@touch $@
+
+# Options of the measurement: make bench-peers PEERS='--rounds 1 --modes ddp'
+PEERS ?=
+PEER_RESULTS := benchmarks/results/peers-cpu
+
+bench-peers: .venv-peers/.installed
+	@echo "== comparing pretraining with that of other trainers"
+	.venv-peers/bin/python benchmarks/peers.py --out $(PEER_RESULTS) $(PEERS)
+	@echo "== comparing LoRA and QLoRA with HF Trainer and TRL, both with PEFT"
+	.venv-peers/bin/python benchmarks/finetuning.py > $(PEER_RESULTS)-finetuning.md
+
+scaling: .venv/.installed
+	@echo "== counting what every strategy sends, at 1 to 8 processes"
+	$(BIN)/python benchmarks/scaling.py --out benchmarks/results/scaling-cpu.md
+
 gpu: .venv/.installed
 	@echo "== running the four calls of benchmarks/gpu.sh on this machine's GPU, into runs/gpu"
 	status=0; for call in 1 2 3 4; do \
@@ -116,4 +138,4 @@ lint: .venv/.linters
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-peers

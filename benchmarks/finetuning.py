@@ -46,7 +46,10 @@ DOCUMENTED = (
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: both sides get these settings. `peer`: whose kernels HF Trainer uses, PEFT's own by default."""
+    """One comparison: both sides get these settings.
+
+    peer: whose kernels HF Trainer uses, PEFT's own by default; trl: SFTTrainer of TRL.
+    """
 
     adapter: str
     precision: str = "bf16"
@@ -64,6 +67,8 @@ ROWS = {
     "qlora-bf16-checkpointed": Row("qlora", checkpointing=True),
     "lora-bf16-examples": Row("lora", examples="random"),
     "lora-bf16-examples-grouped": Row("lora", examples="group_by_length"),
+    "lora-bf16-trl": Row("lora", peer="trl"),
+    "qlora-bf16-trl": Row("qlora", peer="trl"),
 }
 # Named on the command line: they need a GPU, and Liger or Unsloth, or the memory for 8 billion parameters.
 MORE_ROWS = {
@@ -310,8 +315,16 @@ def run_peer(config_path, steps):
     collator = default_data_collator
     if config["sampling"]:
         collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(config["base"]), padding="longest")
+    examples, chosen = config["examples"], {}
+    if config["peer"] == "trl":
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+        examples = Dataset.from_list(examples)
+        ready = {"skip_prepare_dataset": True}  # the examples are token ids
+        chosen = {"kinds": (SFTTrainer, SFTConfig), "dataset_kwargs": ready, "max_length": None}
     train_in_blocks(
-        gate, model, config["examples"], collator, steps,
+        gate, model, examples, collator, steps, **chosen,
         output_dir=config["out"],
         per_device_train_batch_size=config["batch"],
         learning_rate=RATE,

@@ -8,8 +8,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from measuring import synchronize
 
 
-def train_in_blocks(gate, model, dataset, collator, steps, **options):
-    """Train until the parent asks for no more blocks of `steps` steps. `options`: those of TrainingArguments."""
+def train_in_blocks(gate, model, dataset, collator, steps, kinds=(Trainer, TrainingArguments), **options):
+    """Train until the parent asks for no more blocks of `steps` steps.
+
+    `kinds`: the classes of the trainer and of its arguments, which may be those of TRL. `options`: the arguments.
+    """
     targets, num_microbatches = [], options.get("gradient_accumulation_steps", 1)
 
     def collate_and_count(examples):
@@ -41,7 +44,8 @@ def train_in_blocks(gate, model, dataset, collator, steps, **options):
             gate.tell(seconds=self.seconds, targets=sum(fed), first_loss=losses[0] if losses else None)
             self.pause(control)
 
-    arguments = TrainingArguments(
+    trainer_class, arguments_class = kinds
+    arguments = arguments_class(
         **options,
         max_steps=1000000,
         max_grad_norm=1.0,
@@ -52,7 +56,7 @@ def train_in_blocks(gate, model, dataset, collator, steps, **options):
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
     )
-    trainer = Trainer(
+    trainer = trainer_class(
         model=model, args=arguments, train_dataset=dataset, data_collator=collate_and_count, callbacks=[Blocks()]
     )
     trainer.train()

@@ -1,0 +1,66 @@
+"""The report of benchmarks/peers.py: unequal losses fail it, its figures are right, its picture is well-formed."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from peer_report import compare_losses, find_differences, render_picture, render_table
+
+FALLING = [9.0 - 0.01 * step for step in range(200)]
+
+
+def make_results(**losses):
+    """Results of one round with 1,024 tokens a step: warm-up steps of 9 s, then steps of 0.5 to 2 s."""
+    seconds = [9.0, 9.0, 0.5, 1.0, 2.0]
+    run = {"seconds": seconds, "peak": 2**30, "start": 4.25}
+    sides = [
+        {"engine": name, "mode": "ddp", "variant": "usual", "name": f"{name}, ddp, usual", "words": "as <shipped>"}
+        for name in losses
+    ]
+    return {
+        "machine": "a machine", "work": "512 tokens", "tokens": 1024, "warmup": 2, "limits": [4096.0, 4096.0],
+        "search": {"fabric, ddp": {"eager": 1.5}}, "remarks": [], "sides": sides,
+        "runs": {f"{name}, ddp, usual": [run | {"losses": series}] for name, series in losses.items()},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_small"),
+    [
+        (FALLING, True),
+        ([loss + 0.004 * (-1) ** step for step, loss in enumerate(FALLING)], True),
+        ([FALLING[0] + 0.05, *FALLING[1:]], False),  # other weights
+        ([*FALLING[:100], FALLING[100] + 0.2, *FALLING[101:]], False),  # another batch
+        ([9.0 - 0.0095 * step for step in range(200)], False),  # another learning rate
+    ],
+    ids=["equal", "rounding", "first", "one step", "slower"],
+)
+def test_losses_of_other_work_are_found(losses, is_small):
+    assert compare_losses(losses, FALLING).is_small is is_small
+
+
+def test_a_shorter_run_is_compared_over_its_steps():
+    assert compare_losses(FALLING[:20], FALLING).largest == 0
+
+
+def test_a_side_with_other_losses_fails_the_comparison():
+    other = [loss + 0.3 for loss in FALLING]
+    found, remarks = find_differences(make_results(echelon=FALLING, fabric=other, expert=FALLING), [])
+    assert [remark.split(":")[0] for remark in remarks] == ["fabric, ddp, usual"]
+    assert "failed" in remarks[0]
+    assert found["fabric, ddp, usual"].largest == pytest.approx(0.3)
+    assert found["echelon, ddp, usual"].largest == 0
+
+
+def test_the_table_has_the_figures_by_hand():
+    results = make_results(echelon=FALLING, expert=FALLING)
+    differences, _ = find_differences(results, [])
+    row = next(line for line in render_table(results, differences).splitlines() if line.startswith("| echelon"))
+    cells = [cell.strip() for cell in row.split("|")[3:-1]]
+    assert cells == ["1,024 (1,024 to 1,024)", "25%", "1.000", "2.000", "1,024", "4.2 (4.2 to 4.2)", "0.0000"]
+
+
+def test_the_picture_is_well_formed_and_to_scale():
+    picture = ET.fromstring(render_picture(make_results(echelon=FALLING, expert=FALLING)))
+    bars = [each for each in picture.iter("{http://www.w3.org/2000/svg}rect") if each.get("fill") != "white"]
+    assert [float(bar.get("width")) for bar in bars] == [120.0, 120.0]  # a quarter of the 480 of the limit
