@@ -39,11 +39,12 @@ class Case:
         return " ".join([*([f"{self.around} of one"] if self.around else []), str(self.row)])
 
     def apply(self, plan: ParallelPlan) -> ParallelPlan:
-        """The plan of the planner, with sharding that it would not choose for one device."""
+        """The plan of the planner, with sharding that it would not choose for this row."""
         if self.around not in ("fsdp", "zero1"):
             return plan
         reshard = self.around == "fsdp"
-        return replace(plan, reshard_after_forward=reshard, reduce_gradients="each" if reshard else "last")
+        reduction = "each" if reshard else "last"
+        return replace(plan, strategy=self.around, reshard_after_forward=reshard, reduce_gradients=reduction)
 
 
 def replicate(module: Any, plan: ParallelPlan, meshes: Any) -> Replicated:
@@ -63,8 +64,6 @@ def trainer_on_gpu(case: Case, runtime: Any, folder: Path, text: Path, steps: in
     shape = build_shape(recipe.model.config)
     plan = case.apply(resolve_plan(recipe, shape, Cluster(GPU, 1, 1, "cuda", True), data.train.num_samples))
     with ExitStack() as stack:
-        if case.around in ("fsdp", "zero1"):
-            stack.enter_context(mock.patch.object(ParallelPlan, "uses_fully_shard", property(lambda plan: True)))
         if case.around == "ddp":
             stack.enter_context(mock.patch.object(echelon.parallel, "build_data_parallel", replicate))
         trainer = build_trainer(recipe, plan, run, runtime)

@@ -95,7 +95,11 @@ def count_saved_bytes(model, autocast):
 
 def predict(config, precision, dp_shard=1, checkpointing="none"):
     plan = ParallelPlan(
-        "fsdp", dp_shard=dp_shard, micro_batch_size=BATCH, precision=precision, activation_checkpointing=checkpointing
+        "fsdp" if dp_shard > 1 else "ddp",
+        dp_shard=dp_shard,
+        micro_batch_size=BATCH,
+        precision=precision,
+        activation_checkpointing=checkpointing,
     )
     return estimate_memory(build_shape(config), plan, SEQUENCE, "cpu").activations
 
@@ -143,7 +147,7 @@ def plan_adapted(config, adapter, precision=BF16, **plan):
     shape = build_shape(config)
     planned = build_adapter_plan(adapter, shape)
     plan = {"micro_batch_size": BATCH, "precision": precision, "adapter": planned, **plan}
-    return shape, ParallelPlan("fsdp", **plan)
+    return shape, ParallelPlan("fsdp" if plan.get("dp_shard", 1) > 1 else "ddp", **plan)
 
 
 ADAPTERS = {

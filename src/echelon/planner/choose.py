@@ -192,7 +192,7 @@ def _choose_compile(recipe: "Recipe", cluster: Cluster, seconds: float | None) -
 def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
     """The first strategy that fits, the simplest tried first. Raises PlanError with what each would need."""
     why: list[str] = []
-    for layout in _auto_layouts(request.cluster):
+    for layout in _auto_layouts(request):
         plan, line = _choose_micro_batch(request, layout)
         needs = request.estimate(plan)
         logger.debug(f"plan: {layout.strategy} needs {render_bytes(needs.total)}, micro batch {plan.micro_batch_size}")
@@ -206,10 +206,20 @@ def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
     )
 
 
-def _auto_layouts(cluster: Cluster) -> Iterator[Layout]:
-    names = ["ddp"]
-    if cluster.num_devices > 1:
-        names += ["zero1", "zero2", *(["hsdp"] if cluster.num_nodes > 1 else []), "fsdp"]
+def _auto_layouts(request: _Request) -> Iterator[Layout]:
+    """The strategies to try, the one with the least communication first.
+
+    In half precision on GPUs, ZeRO-1 replaces DDP: it casts the weights once per step instead of in every microbatch,
+    gathers them in half precision, and keeps hidden states in half precision. On one GPU ZeRO-2 does the same with
+    less memory, because it has only one copy of the gradients. The frozen weights of an adapter need no cast, and its
+    gradients are small.
+    """
+    cluster, precision = request.cluster, request.precision
+    casts = cluster.kind == "cuda" and precision.compute != precision.param and request.adapter is None
+    if cluster.num_devices == 1:
+        names = ["zero2", "fsdp"] if casts else ["ddp"]
+    else:
+        names = [*([] if casts else ["ddp"]), "zero1", "zero2", *(["hsdp"] if cluster.num_nodes > 1 else []), "fsdp"]
     return (build_layout(name, cluster) for name in names)
 
 

@@ -18,6 +18,7 @@ ReduceGradients = Literal["each", "last"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 AdapterMethod = Literal["lora", "qlora", "dora"]
 
+_SHARDED = ("zero1", "zero2", "fsdp", "hsdp")
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Count = Annotated[int, Field(ge=1)]
@@ -152,8 +153,12 @@ class ParallelPlan:
 
     @property
     def uses_fully_shard(self) -> bool:
-        """Whether the plan uses FSDP2. Otherwise every rank has full parameters: DDP, or a single process."""
-        return self.dp_shard > 1 or self.cpu_offload
+        """Whether the plan uses FSDP2. Otherwise every rank has full parameters: DDP, or a single process.
+
+        A strategy that shards uses it on one rank as well, so that it rounds alike on any number of ranks.
+        """
+        is_alone = self.dp_replicate == self.dp_shard == 1
+        return self.dp_shard > 1 or self.cpu_offload or (is_alone and self.strategy in _SHARDED)
 
     @property
     def uses_autocast(self) -> bool:
