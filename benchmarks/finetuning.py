@@ -320,7 +320,8 @@ def run_peer(config_path, steps):
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
 
-        examples = Dataset.from_list(examples)
+        masked = [each | {"attention_mask": [1] * len(each["input_ids"])} for each in examples]  # SFTTrainer needs it
+        examples = Dataset.from_list(masked)
         ready = {"skip_prepare_dataset": True}  # the examples are token ids
         chosen = {"kinds": (SFTTrainer, SFTConfig), "dataset_kwargs": ready, "max_length": None}
     train_in_blocks(
