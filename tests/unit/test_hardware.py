@@ -1,6 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 
 from echelon.errors import PlanError
+from echelon.hardware import detection
 from echelon.hardware.accelerators import ACCELERATORS, Cluster, find_accelerator, parse_devices
 
 
@@ -78,3 +81,38 @@ def test_bf16_support_comes_from_the_hardware_or_else_the_table():
 def test_find_accelerator_by_the_name_of_the_driver(device_name, memory_gib, name):
     found = find_accelerator(device_name, int(memory_gib * 2**30))
     assert (found and found.name) == name
+
+
+def see_gpu(monkeypatch, name):
+    """Make torch report one GPU of this name. This process must not compute on it."""
+
+    def refuse(dtype_name):
+        raise AssertionError("the parent of the workers has used the GPU")
+
+    properties = SimpleNamespace(name=name, total_memory=10**11, major=9, minor=0)
+    for key, value in {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_properties": properties,
+        "get_device_capability": (9, 0),
+        "is_bf16_supported": True,
+    }.items():
+        monkeypatch.setattr(f"torch.cuda.{key}", lambda *args, value=value, **kwargs: value)
+    monkeypatch.setattr(detection, "measure_matmul_flops", refuse)
+
+
+@pytest.mark.slow
+def test_an_unknown_gpu_is_measured_in_another_process(monkeypatch):
+    """There is none on this machine, so the other process measures the CPU."""
+    see_gpu(monkeypatch, "NVIDIA Z9000")
+    accelerator = detection.detect_cluster(1).accelerator
+    assert (accelerator.name, accelerator.memory_bytes) == ("NVIDIA Z9000", 10**11)
+    assert accelerator.bf16_flops > 1e8 and accelerator.fp32_flops > 1e8
+
+
+def test_a_gpu_that_cannot_be_measured_has_no_rates(monkeypatch, caplog):
+    see_gpu(monkeypatch, "NVIDIA Z9000")
+    monkeypatch.setattr(detection.sys, "executable", "false")
+    accelerator = detection.detect_cluster(1).accelerator
+    assert accelerator.bf16_flops is None and accelerator.fp32_flops is None
+    assert "the speed of the GPU could not be measured" in caplog.text

@@ -1,7 +1,10 @@
 """Detect this machine's hardware; measure what no table has."""
 
+import logging
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -16,6 +19,8 @@ from echelon.supervise.launch_environment import find_place, read_environment
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _TURNS = 4
 
@@ -65,7 +70,7 @@ def _describe_gpu() -> Accelerator:
     properties = torch.cuda.get_device_properties(0)
     known = find_accelerator(properties.name, properties.total_memory)
     if known is None:
-        rates = measure_matmul_flops("bfloat16"), measure_matmul_flops("float32")
+        rates = _measure_in_child()
         return Accelerator(properties.name, properties.total_memory, *rates, None, "measured when the run started")
     return Accelerator(
         known.name,
@@ -75,6 +80,26 @@ def _describe_gpu() -> Accelerator:
         known.memory_bandwidth,
         f"{known.source}; memory as the driver reports it",
     )
+
+
+def _measure_in_child() -> tuple[float | None, float | None]:
+    """FLOP/s of this machine's GPU in bf16 and in fp32, or (None, None) if it cannot be measured.
+
+    Measured in another process: in this one, which is the parent of the workers, the memory that CUDA allocates for a
+    process would stay in use on their first GPU.
+    """
+    words = (
+        "import sys",
+        f"from {__name__} import measure_matmul_flops",
+        "print(*map(measure_matmul_flops, sys.argv[1:]))",
+    )
+    command = [sys.executable, "-c", "; ".join(words), "bfloat16", "float32"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        logger.warning(f"hardware: the speed of the GPU could not be measured: {done.stderr.strip()[-200:]}")
+        return None, None
+    bf16_flops, fp32_flops = map(float, done.stdout.split()[-2:])
+    return bf16_flops, fp32_flops
 
 
 def _describe_cpu(num_processes: int) -> Accelerator:
@@ -119,8 +144,12 @@ def find_peak_flops(device: "torch.device", compute_dtype: str) -> float:
 
     On a CPU every process measures its own share at the same time, so call it on all ranks together.
     """
+    import torch
+
     if device.type == "cuda":
-        peak = _describe_gpu().peak_flops(compute_dtype)
+        properties = torch.cuda.get_device_properties(device)
+        known = find_accelerator(properties.name, properties.total_memory)
+        peak = None if known is None else known.peak_flops(compute_dtype)
         if peak is not None:
             return peak
     return measure_matmul_flops(compute_dtype)
