@@ -33,17 +33,17 @@ def compare_losses(losses, reference):
 
 
 def find_differences(results, remarks):
-    """Compare all runs with the first run of a side that is not echelon's: {side: largest}, and remarks on failures."""
+    """Compare all runs with the first of the last side, of a peer if one ran: {side: largest}, and what failed."""
     names = [side["name"] for side in results["sides"]]
-    others = [side["name"] for side in results["sides"] if side["engine"] != "echelon"]
-    reference = next((results["runs"][name][0]["losses"] for name in reversed(others)), None)
+    peers = [side["name"] for side in results["sides"] if side["engine"] != "echelon"]
     remarks, found = list(remarks), {}
     for name in names:
-        runs = results["runs"][name]
-        each = [compare_losses(run["losses"], reference or runs[0]["losses"]) for run in runs]
+        reference = (peers or names)[-1]
+        losses = results["runs"][reference][0]["losses"]
+        each = [compare_losses(run["losses"], losses) for run in results["runs"][name]]
         found[name] = max(each, key=lambda difference: difference.largest)
         bad = [difference for difference in each if not difference.is_small]
-        remarks += [f"{name}: failed, its losses differ from those of {others[-1]}: {bad[0]}"] if bad else []
+        remarks += [f"{name}: failed, its losses differ from those of {reference}: {bad[0]}"] if bad else []
     return found, remarks
 
 

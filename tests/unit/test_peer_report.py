@@ -52,6 +52,12 @@ def test_a_side_with_other_losses_fails_the_comparison():
     assert found["echelon, ddp, usual"].largest == 0
 
 
+def test_a_side_alone_is_compared_with_itself():
+    results = make_results(echelon=FALLING)
+    results["runs"]["echelon, ddp, usual"].append(results["runs"]["echelon, ddp, usual"][0] | {"losses": [8.0]})
+    assert "echelon, ddp, usual: failed" in find_differences(results, [])[1][0]
+
+
 def test_the_table_has_the_figures_by_hand():
     results = make_results(echelon=FALLING, expert=FALLING)
     differences, _ = find_differences(results, [])
