@@ -7,6 +7,7 @@ A drift of the machine's speed then affects all of them. The parent has a `Side`
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +20,17 @@ from measuring import count_graphs, free_cache, peak_bytes, reset_peak, resident
 
 class SideFailed(Exception):
     """The process of a side ended without an answer."""
+
+
+def find_error(text):
+    """The line of a program's output that names its exception: the last such line, or the last of all."""
+    lines = text.splitlines()
+    named = [
+        line
+        for line in lines
+        if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt|Exit|Unsupported)\b", line)
+    ]
+    return [*lines, *named][-1]
 
 
 class Side:
@@ -44,8 +56,8 @@ class Side:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            text = self._log.read_text().strip() or "without a message"
-            raise SideFailed(f"{self.name}: {text.splitlines()[-1]}\n{text[-3000:]}")
+            text = self._log.read_text().strip() or "it ended without a message"
+            raise SideFailed(f"{self.name}: {find_error(text)}\n{text[-3000:]}")
         return json.loads(answer)
 
     def end(self, is_orderly):

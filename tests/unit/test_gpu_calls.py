@@ -17,6 +17,7 @@ from gpu_calls import CALLS, GRACE_SECONDS, INSTALL_SECONDS, MAX_FILES, MINUTES,
 from kernel_table import Kernels, find_kind, render_kernels
 from measuring import NotHere, measure_rows
 from preflight import describe_package
+from turns import find_error
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,6 +124,14 @@ def test_a_row_that_fails_or_does_not_fit_stops_no_other_one(capsys, monkeypatch
     assert "- fails: failed, out of memory\n" in out and "- absent: not measured, torchao is not installed\n" in out
     assert "- last: skipped, 5 s were left and another row took 65 s\n" in out
     assert measure_rows(["first", "absent"], 100, measure)
+
+
+def test_the_reason_of_a_failed_side_is_its_exception():
+    traced = (
+        "Traceback (most recent call last):\n  File x\n[rank0]: torch.OutOfMemoryError: CUDA out of memory\n\nSet A=1"
+    )
+    assert find_error(traced) == "[rank0]: torch.OutOfMemoryError: CUDA out of memory"
+    assert find_error("Killed") == "Killed"
 
 
 @pytest.mark.parametrize("number", CALLS)
@@ -237,7 +246,7 @@ TABLES = {
         "| as the planner chooses | echelon |", "| kind of work |", "flex attention: not measured, it needs a GPU"],
     3: ["| lora-bf16 |", "| qlora-bf16 |", "| lora-bf16-examples |", "| qlora-8b |", "lora-8b-unsloth: not measured"],
     4: ["| echelon, bf16 | echelon |", "| 8,192 tokens | HF Trainer |", "| 32,768 tokens, selective | echelon",
-        "| 2,048 tokens | echelon, data.document_mask=true |", "plain loop, torchao: not measured",
+        "| 2,048 tokens | echelon, data.document_mask=true |", "plain loop, torchao",
         "echelon, fp8: not measured, refused"],
 }  # fmt: skip
 
