@@ -32,7 +32,7 @@ from echelon.model.build import build_on_meta, load_config
 from echelon.model.parts import find_layers
 from echelon.model.traits import apply_plain_causal, find_traits
 from echelon.model.weights import initialize_weights
-from echelon.parallel.activation import apply_compile
+from echelon.parallel.compilation import apply_compile
 
 WARMUP_STEPS = 4
 SIZES = {

@@ -1,6 +1,8 @@
 """Compiled layers are whole graphs: Dynamo's counters after steps of a real engine."""
 
+import logging
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from echelon.distributed.mesh import build_mesh
 from echelon.engines.native import build_native_engine
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
+from echelon.parallel import compilation
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe import load_recipe
 from families import small_config
@@ -70,3 +73,55 @@ def test_no_graph_break(workers, text, tmp_path, family, adapter, has_documents,
     [(breaks, num_graphs)] = workers.run(find_breaks, 1, str(recipe), family, has_documents, checkpointing)
     assert not breaks
     assert 1 <= num_graphs <= 2
+
+
+def train_in_many_shapes(rank, world_size, path, config, max_graphs):
+    """Train and evaluate with batches of many widths: the graph breaks, the line at the end, the warnings."""
+    recipe, _ = load_recipe(Path(path))
+    plan = ParallelPlan("ddp", compile=True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.clear_compilation_metrics()
+    warnings, handler = [], logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    compilation.logger.addHandler(handler)
+    try:
+        with mock.patch.object(compilation, "MAX_GRAPHS", max_graphs):
+            meshes, device = build_mesh(plan, "cpu"), torch.device("cpu")
+            engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), device, "eager")
+        for width in (16, 32, 24, 64, 40, 8):
+            engine.rehearse(build_batch(width, True), 1)
+        with engine.evaluation() as evaluation:
+            for width in (16, 32, 24):
+                evaluation.sums(build_batch(width, True))
+    finally:
+        compilation.logger.removeHandler(handler)
+    return dict(torch._dynamo.utils.counters["graph_break"]), compilation.describe_recompiles(), warnings
+
+
+def check_many_shapes(workers, text, folder, config, adapter, num_again, max_graphs=compilation.MAX_GRAPHS):
+    recipe = write_recipe(Row(family=config["model_type"], adapter=adapter), folder, text, steps=4)
+    [(breaks, line, warnings)] = workers.run(train_in_many_shapes, 1, str(recipe), config, max_graphs)
+    assert line.startswith(f"compile: layers were compiled {num_again} more time")
+    return breaks, warnings
+
+
+def test_two_graphs_serve_all_widths_and_one_evaluation(workers, text, tmp_path):
+    """The first width, any width, and evaluation: two more than one."""
+    assert check_many_shapes(workers, text, tmp_path, small_config("llama"), "full", 2) == ({}, [])
+
+
+@pytest.mark.slow
+def test_adapters_need_two_more_graphs(workers, text, tmp_path):
+    """One for the first layer, whose input needs no gradient, with the first width and with any. Layers with and
+    without a window share graphs."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = small_config("gemma3_text", num_hidden_layers=len(kinds), layer_types=kinds, sliding_window=8)
+    assert check_many_shapes(workers, text, tmp_path, config, "lora", 4) == ({}, [])
+
+
+@pytest.mark.slow
+def test_the_limit_of_graphs_is_a_warning(workers, text, tmp_path):
+    _, [warning] = check_many_shapes(workers, text, tmp_path, small_config("llama"), "full", 2, max_graphs=2)
+    assert warning.startswith("compile: layers have been compiled for 2 shapes and modes, the most that are kept;")
+    assert "Set data.packing: true" in warning

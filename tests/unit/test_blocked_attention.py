@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from echelon.model import attention
 from echelon.model.attention import PLAIN_CAUSAL
 from echelon.model.blocked_attention import blocked_attention
-from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
+from echelon.parallel.activation import apply_activation_checkpointing
+from echelon.parallel.compilation import apply_compile
 from families import random_batch, small_model
 
 WIDTH = 16

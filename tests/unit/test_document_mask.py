@@ -12,7 +12,8 @@ from echelon.model.traits import apply_plain_causal, find_traits
 from echelon.model.varlen_attention import VARLEN
 from echelon.objectives.causal_lm import CausalLM
 from echelon.objectives.outputs import ObjectiveModule
-from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
+from echelon.parallel.activation import apply_activation_checkpointing
+from echelon.parallel.compilation import apply_compile
 from families import small_config, small_model
 
 FAMILIES = [

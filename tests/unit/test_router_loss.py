@@ -29,7 +29,8 @@ from echelon.objectives.dpo import DPO
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import training_sums
 from echelon.objectives.outputs import ObjectiveModule
-from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
+from echelon.parallel.activation import apply_activation_checkpointing
+from echelon.parallel.compilation import apply_compile
 from families import random_batch, small_config, small_model
 
 EXPERTS, CHOSEN = 8, 2

@@ -12,7 +12,7 @@ from echelon.model import varlen_attention
 from echelon.model.attention import PLAIN_CAUSAL
 from echelon.model.build import build_on_meta, load_config
 from echelon.model.varlen_attention import VARLEN, count_starts, find_error, find_starts, has_kernel
-from echelon.parallel.activation import apply_compile
+from echelon.parallel.compilation import apply_compile
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe.load import parse_recipe
 from families import small_config, small_model

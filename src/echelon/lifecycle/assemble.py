@@ -32,6 +32,7 @@ from echelon.model.build import resolve_config
 from echelon.model.hub import read_commits, with_copies
 from echelon.model.model_folder import find_stops, write_model_folder
 from echelon.objectives.objective import Objective, build_objective
+from echelon.parallel.compilation import describe_recompiles
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
@@ -101,6 +102,8 @@ def run_training(
         if journal is not None:
             journal.flush()
             summarize(trainer, journal, folder)
+            if (recompiles := describe_recompiles()) is not None:
+                logger.info(recompiles)
         done = True
         if runtime.rank == 0:
             finish(trainer, folder)

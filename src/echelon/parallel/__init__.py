@@ -9,7 +9,8 @@ from echelon.model.parts import find_layers
 from echelon.model.router import Router, RouterTap
 from echelon.model.traits import Traits
 from echelon.objectives.outputs import ObjectiveModule
-from echelon.parallel.activation import apply_activation_checkpointing, apply_compile
+from echelon.parallel.activation import apply_activation_checkpointing
+from echelon.parallel.compilation import apply_compile
 from echelon.parallel.data_parallel import DataParallel, apply_fully_shard, build_data_parallel
 from echelon.planner.plan import ParallelPlan
 

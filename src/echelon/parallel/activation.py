@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation of decoder layers, in place and without renaming a parameter."""
+"""Activation checkpointing of decoder layers, in place and without renaming a parameter."""
 
 import functools
 from collections.abc import Iterable
@@ -42,15 +42,3 @@ def apply_activation_checkpointing(layers: Iterable[nn.Module], policy: str) -> 
 
 def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def apply_compile(layers: Iterable[nn.Module], backend: str) -> None:
-    """Compile each decoder layer's forward. Equal layers share one compilation.
-
-    The forward is compiled rather than the module: hooks of FSDP stay outside the graph, and names stay as they are.
-    Dynamo's option for DDP, which cuts graphs at the borders of buckets so that reduction can begin inside a graph, is
-    switched off: a layer is small enough to be reduced whole.
-    """
-    torch._dynamo.config.optimize_ddp = False
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=False)

@@ -1,0 +1,55 @@
+"""Compilation of decoder layers, in place and without renaming a parameter, and how often it was repeated."""
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch._dynamo.utils import get_compilation_metrics
+
+MAX_GRAPHS = 32
+"""Graphs that Dynamo keeps for a layer; its default is 8, which LoRA reaches: three in training (for the first shape,
+for any, and for one sequence), twice because the first layer's input needs no gradient, and two in evaluation."""
+
+logger = logging.getLogger(__name__)
+
+
+class _LimitWatch(logging.Handler):
+    """Logs a warning, besides Dynamo's own in the rank's log, when a layer is not compiled again."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        if str(record.msg).startswith("torch._dynamo hit config."):
+            logger.warning(
+                f"compile: layers have been compiled for {torch._dynamo.config.recompile_limit} shapes and modes, the "
+                "most that are kept; others run uncompiled, which is slower. Set data.packing: true, so that more "
+                "sequences have one length, or train.compile: false."
+            )
+
+
+_WATCH = _LimitWatch()
+
+
+def apply_compile(layers: Iterable[nn.Module], backend: str) -> None:
+    """Compile each decoder layer's forward. Equal layers share one compilation.
+
+    The forward is compiled rather than the module: hooks of FSDP stay outside the graph, and names stay as they are.
+    Dynamo's option for DDP, which cuts graphs at the borders of buckets so that reduction can begin inside a graph, is
+    switched off: a layer is small enough to be reduced whole.
+    """
+    torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(_WATCH)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=False)
+
+
+def describe_recompiles() -> str | None:
+    """Return a line about how often this process has compiled layers again; None if it never has."""
+    count = sum(bool(each.recompile_reason) for each in get_compilation_metrics())
+    if not count:
+        return None
+    return (
+        f"compile: layers were compiled {count} more time{'s' * (count > 1)} for other shapes of batches, or with and "
+        'without gradients; TORCH_LOGS="recompiles" shows the reasons in the logs of the ranks'
+    )
