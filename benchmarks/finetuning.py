@@ -324,6 +324,7 @@ def run_peer(config_path, steps):
         examples = Dataset.from_list(masked)
         ready = {"skip_prepare_dataset": True}  # the examples are token ids
         chosen = {"kinds": (SFTTrainer, SFTConfig), "dataset_kwargs": ready, "max_length": None}
+        chosen["remove_unused_columns"] = False  # it would remove the mask
     train_in_blocks(
         gate, model, examples, collator, steps, **chosen,
         output_dir=config["out"],
