@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 
 from echelon.data.loader import build_microbatch
 from echelon.data.shards import Samples
@@ -42,7 +43,7 @@ def find_breaks(rank, world_size, path, family, has_documents, checkpointing):
 
     def count(graph, inputs):
         graphs.append(graph)
-        return graph
+        return aot_eager(graph, inputs)
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -34,12 +34,15 @@ from echelon.model.seeds import derive_seed
 from echelon.model.sharding import local_part, whole, write_part
 from echelon.planner.adapter_plan import select_experts
 from echelon.planner.experts import find_expert_weights, find_unadaptable
-from echelon.quiet_imports import import_peft_backends
+from echelon.quiet_imports import import_bitsandbytes
 from echelon.recipe import AdapterConfig, Recipe
 
 ADAPTER = "default"
 _INSERTED = ("token_adapter", "base_layer", IN_4_BITS)
-_ADDED = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".trainable_tokens_delta.", ".trainable_tokens_original.")
+_ADDED = (
+    ".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".trainable_tokens_delta.", ".trainable_tokens_original.",
+    ".weight_code", ".scale_code",
+)  # fmt: skip
 
 
 def plain_name(name: str) -> str | None:
@@ -55,7 +58,7 @@ def apply_adapter(model: nn.Module, adapter: AdapterConfig, new_token_ids: Seque
     Args:
         new_token_ids: rows of the embedding, and of an untied head, that are trained in addition to the adapter.
     """
-    import_peft_backends()
+    import_bitsandbytes()
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 

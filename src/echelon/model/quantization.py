@@ -5,7 +5,6 @@ shards and gathers them like any other. In the layer of bitsandbytes the scales 
 on every rank.
 """
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -37,11 +36,14 @@ class Quantized:
     The first is `[rows, columns / 2]` bytes with two weights each, where a row is the last dim of the weight. `scales`
     is the bytes of one fp32 scale per block of 64; with double quantisation, the bytes of an fp32 offset, one fp32
     scale per 256 blocks, and one byte per block. It is padded to a multiple of 4 bytes. `store_as` sets the dtype under
-    which both are stored.
+    which both are stored. The buffers `weight_code` and `scale_code` are the numbers that the codes stand for; each
+    layer has its own, because a compiled graph breaks where it would build or look up a tensor.
     """
 
     PACKED: ClassVar[str]
     scales: nn.Parameter
+    weight_code: Tensor
+    scale_code: Tensor
     weight_shape: torch.Size
     quant_type: str
 
@@ -62,6 +64,9 @@ class Quantized:
         setattr(self, self.PACKED, nn.Parameter(packed, requires_grad=False))
         scales = torch.empty(-(-num_bytes // 4) * 4, dtype=torch.uint8, device="meta")
         self.scales = nn.Parameter(scales, requires_grad=False)
+        assert isinstance(self, nn.Module)
+        self.register_buffer("weight_code", torch.empty(16, device="meta"), persistent=False)
+        self.register_buffer("scale_code", torch.empty(256, device="meta"), persistent=False)
 
     def store_as(self, dtype: torch.dtype) -> None:
         """Reinterpret the bytes of the parameters as another dtype, on meta.
@@ -87,6 +92,10 @@ class Quantized:
         rows = packed.reshape(math.prod(self.weight_shape[:-1]), -1)
         for parameter, content in ((self.packed, rows), (self.scales, scales)):
             write_part(parameter, content.view(parameter.dtype))
+        place = device if self.weight_code.is_meta else self.weight_code.device
+        self.weight_code = state.code.to(place)
+        if self._num_nested:
+            self.scale_code = state.state2.code.to(place)
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -102,15 +111,18 @@ class Quantized:
     def _state(self, dtype: torch.dtype) -> Any:
         from bitsandbytes.functional import QuantState
 
-        device = self.packed.device
-        code = _weight_code(self.quant_type, device)
-        common = {"shape": self.weight_shape, "code": code, "blocksize": BLOCK, "quant_type": self.quant_type}
+        common = {
+            "shape": self.weight_shape,
+            "code": self.weight_code,
+            "blocksize": BLOCK,
+            "quant_type": self.quant_type,
+        }
         scales = self.scales.view(torch.uint8)
         if not self._num_nested:
             return QuantState(absmax=scales.view(torch.float32), dtype=dtype, **common)
         first = 4 + 4 * self._num_nested
         nested = QuantState(
-            absmax=scales[4:first].view(torch.float32), blocksize=NESTED_BLOCK, code=_scale_code(device),
+            absmax=scales[4:first].view(torch.float32), blocksize=NESTED_BLOCK, code=self.scale_code,
             dtype=torch.float32,
         )  # fmt: skip
         absmax, offset = scales[first : first + self._num_blocks], scales[:4].view(torch.float32)[0]
@@ -162,25 +174,6 @@ def _hide_weights(experts: nn.Module, inputs: tuple[Any, ...], output: Any) -> N
     for name, module in experts.named_children():
         if isinstance(module, QuantizedExperts):
             experts.__dict__.pop(name, None)
-
-
-# Dynamo ignores functools.cache. It would trace the functions, and break the graph where they read values of a tensor.
-@functools.cache
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _weight_code(quant_type: str, device: torch.device) -> Tensor:
-    """Return the 16 values of a 4-bit code."""
-    from bitsandbytes.functional import get_4bit_type
-
-    return get_4bit_type(quant_type, device=device)  # type: ignore[no-any-return]
-
-
-@functools.cache
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _scale_code(device: torch.device) -> Tensor:
-    """Return the 256 values of a quantised scale."""
-    from bitsandbytes.functional import create_dynamic_map
-
-    return create_dynamic_map().to(device)  # type: ignore[no-any-return]
 
 
 def quantize_linears(layers: Iterable[nn.Module], adapter: AdapterConfig) -> None:
