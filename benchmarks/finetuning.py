@@ -251,10 +251,10 @@ def split_examples(samples):
 
 def run_echelon(run_dir, steps):
     """Run echelon's trainer in this process, as a worker does."""
-    from echelon.quiet_imports import import_peft_backends
+    from echelon.quiet_imports import import_bitsandbytes
     from sides import EchelonTrainer
 
-    import_peft_backends()
+    import_bitsandbytes()
     import_what_both_use()
     gate = Gate()
     echelon = EchelonTrainer(run_dir)

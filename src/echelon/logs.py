@@ -305,5 +305,8 @@ def _install(handlers: list[logging.Handler]) -> None:
     for handler in handlers:
         _logger.addHandler(handler)
     _logger.setLevel(min(handler.level for handler in handlers))
+    # With torchao installed, an import of transformers warns of kernels for other devices, and torch of torchao itself.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     # A library that puts a handler on the root logger would show every line a second time.
     _logger.propagate = False

@@ -9,43 +9,23 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Let loggers pass errors only."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.level = logging.ERROR
-    try:
-        yield
-    finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.level = level
-
-
-def import_float8() -> None:
-    """Import torchao's float8 without its warnings, about kernels of other devices and about torch itself."""
-    with _quiet("torchao", "torch.utils._pytree"):
-        import torchao.float8  # noqa: F401
-
-
 @functools.cache
-def import_peft_backends() -> None:
-    """Import bitsandbytes and torchao, if installed. Must be called before PEFT is imported, which imports both.
+def import_bitsandbytes() -> None:
+    """Import bitsandbytes, if installed, without the kernels that it would download from the hub at import.
 
-    bitsandbytes is imported without the kernels that it would download from the hub at import.
+    Must be called before PEFT is imported, which imports bitsandbytes too.
     """
-    if find_spec("torchao") is not None:
-        import_float8()
     if find_spec("bitsandbytes") is None:
         return
     absent = object()
     kernels = sys.modules.get("kernels", absent)
     sys.modules["kernels"] = None  # type: ignore[assignment]
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level, logger.level = logger.level, logging.ERROR
     try:
-        with _quiet("bitsandbytes.backends.cpu.ops"):
-            import bitsandbytes  # noqa: F401
+        import bitsandbytes  # noqa: F401
     finally:
+        logger.level = level
         del sys.modules["kernels"]
         if kernels is not absent:
             sys.modules["kernels"] = kernels  # type: ignore[assignment]

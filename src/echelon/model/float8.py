@@ -12,7 +12,6 @@ from torch import nn
 from echelon.errors import ConfigError
 from echelon.model.parts import find_layers
 from echelon.planner.experts import find_recorded_routers
-from echelon.quiet_imports import import_float8
 
 # The kernels take tiles of this many rows and columns.
 _MULTIPLE = 16
@@ -62,7 +61,6 @@ def apply_float8(model: nn.Module, emulate: bool) -> None:
         ConfigError: no layer can compute in float8, or torchao is not installed.
     """
     check_package()
-    import_float8()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     names = find_float8_layers(model)

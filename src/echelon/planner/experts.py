@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from echelon.quiet_imports import import_peft_backends
+from echelon.quiet_imports import import_bitsandbytes
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config keys for the number of experts
 
@@ -67,7 +67,7 @@ def find_unadaptable(model: Any, linears: Collection[str]) -> set[str]:
 
 
 def _find_taken_names(model: Any, names: Collection[str]) -> set[str]:
-    import_peft_backends()
+    import_bitsandbytes()
     try:
         from peft import LoraConfig
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
