@@ -27,7 +27,6 @@ from echelon.hardware.accelerators import parse_devices
 from echelon.lifecycle.model_checks import find_model_fields
 from echelon.model.adapters import apply_adapter
 from echelon.model.build import build_on_meta
-from echelon.model.quantization import _scale_code, _weight_code
 from echelon.model.sharding import local_part
 from echelon.model.traits import apply_plain_causal, find_traits
 from echelon.objectives.causal_lm import CausalLM
@@ -139,7 +138,6 @@ def dry_run(planned: Planned, seen: dict[str, int]) -> None:
     optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, 0)
     seen["parameters"] = sum(local_part(each).nbytes for each in model.parameters())
     seen["optimizer"] = sum(local_part(each).nbytes for _, each in optimizer.tensors())
-    _weight_code(recipe.adapter.quant_type, CPU), _scale_code(CPU)  # created once, outside the fake mode
     ids = np.arange(plan.micro_batch_size, dtype=np.int64)
     with FakeTensorMode(allow_non_fake_inputs=True):
         module.to_empty(device="cpu")
