@@ -79,7 +79,7 @@ def resolve_precision(plan: ParallelPlan) -> ParallelPlan:
 
 BF16 = {
     "param": "float32", "compute": "bfloat16", "reduce": "float32", "master": "float32", "optimizer": "float32",
-    "rounding": "nearest",
+    "rounding": "nearest", "float8": False,
 }  # fmt: skip
 
 

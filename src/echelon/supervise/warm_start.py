@@ -30,6 +30,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 # Device files of NVIDIA's, AMD's and Intel's GPUs. A library that has opened one does not survive a fork.
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128", "/dev/dxg")
 _LOOK_SECONDS = 0.01
+# Libraries start threads as they are imported, which do not survive a fork. A worker sets its own number of threads.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @contextmanager
@@ -41,7 +43,7 @@ def workers_warmed(num_processes: int | None) -> Iterator["WarmStart | None"]:
     if sys.platform != "linux" or any(Path(each).exists() for each in _GPU_DEVICES):
         yield None
         return
-    # A guess is enough: each worker sets its own threads.
+    # A guess is enough: each worker gets an environment of its own.
     environment = worker_environment(num_processes or max(1, num_cores() // 2))
     with closing(WarmStart((sys.executable, "-m", "echelon.lifecycle.warm_worker"), environment)) as warm:
         yield warm
@@ -56,7 +58,7 @@ class WarmStart:
         with its:
             self._process = subprocess.Popen(
                 [*argv, str(its.fileno())],
-                env={**read_environment(), **env},
+                env={**read_environment(), **env, **_ONE_THREAD},
                 pass_fds=[its.fileno()],
                 start_new_session=True,
             )
