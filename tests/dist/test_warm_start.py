@@ -61,7 +61,7 @@ def test_a_forked_worker_is_like_a_started_one(warm, tmp_path):
 
 def test_a_warm_process_that_is_gone_forks_nothing(warm, tmp_path):
     worker = fork(warm, tmp_path / "one", "sleep")
-    [process] = [each for each in psutil.Process().children() if each.pid != worker.pid]
+    [process] = [each for each in psutil.Process().children() if str(STUB) in each.cmdline() and each.pid != worker.pid]
     process.kill()
     process.wait()
     assert fork(warm, tmp_path / "two", "0") is None
