@@ -28,6 +28,7 @@ from echelon.checkpoint.folder import (
     prune,
     publish,
 )
+from echelon.checkpoint.owners import find_owned
 from echelon.checkpoint.rehearsal import rehearse_save
 from echelon.checkpoint.retries import MAX_FAILURES, Retries
 from echelon.checkpoint.stager import Stager
@@ -80,6 +81,7 @@ class CheckpointStore:
         self._control = dist.new_group(backend="gloo")
         self._carrier = None if carry is None else carry(self._group)
         self._stager = Stager()
+        self._owned_elsewhere: set[str] = set()
         self._publisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
         self._retries = Retries()
@@ -94,6 +96,8 @@ class CheckpointStore:
     def rehearse(self, tensors: Mapping[str, Any], copies: int = 1) -> None:
         """Test a save with a few bytes, and check for the space of `copies` checkpoints; leaves no files.
 
+        Also assigns tensors that several ranks hold to one of them: only this rank copies them in later saves.
+
         Raises:
             CheckpointError: the same on every rank; the message has the bytes needed and free if space is the reason.
         """
@@ -101,12 +105,14 @@ class CheckpointStore:
         sizes = {name: copies * tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         is_here = self._carrier is None or self._carrier.is_here
         rehearse_save(self._folder, sizes, self._group, is_here)
+        self._owned_elsewhere = tensors.keys() - find_owned(tensors, self._group)
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int | None = None) -> None:
         """Save a checkpoint, and remove all but the newest few.
 
         Args:
-            tensors: name to tensor or DTensor; nothing else.
+            tensors: name to tensor or DTensor; nothing else. This rank copies those that `rehearse` assigned to it, and
+                those that were not rehearsed.
             state: JSON values, the same on every rank.
             keep: a step whose checkpoint is also kept.
 
@@ -121,12 +127,11 @@ class CheckpointStore:
         self._tell("save", step)
         checkpoint = Checkpoint(step, self._folder / f"step-{step:08d}")
         writing = self._folder / f".writing-{step:08d}"
-        mine = writing if self._carrier is None else self._carrier.writing(writing)
-        writer = FileSystemWriter(mine, single_file_per_rank=True, sync_files=True)
+        place = writing if self._carrier is None else self._carrier.writing(writing)
+        writer = FileSystemWriter(place, single_file_per_rank=True, sync_files=True)
+        mine = {name: tensor for name, tensor in tensors.items() if name not in self._owned_elsewhere}
         try:
-            written = async_save(
-                dict(tensors), storage_writer=writer, async_stager=self._stager, process_group=self._group
-            )
+            written = async_save(mine, storage_writer=writer, async_stager=self._stager, process_group=self._group)
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             raise self._save_error(find_reason(error)) from error
         logger.debug(f"checkpoint: step {step} is copied after {time.monotonic() - began:.2f} s; writing")
