@@ -44,6 +44,14 @@ def expect_traffic(plan: ParallelPlan, shape: ModelShape) -> Traffic:
     return Traffic(compute * gathered, reductions * reduce * whole, reduce * shard)
 
 
+def expect_muon_bytes(plan: ParallelPlan, shape: ModelShape) -> float:
+    """Bytes that each rank sends on average in a step of Muon, on one machine: docs/strategies.md."""
+    numbers = sum(each.count * each.size for each in shape.linears)
+    if plan.dp_shard > 1:
+        return 4 * numbers / plan.dp_shard * (1 - 1 / plan.dp_shard)
+    return 2 * numbers * (1 - 1 / plan.dp_replicate)
+
+
 def plan_strategies(ranks: int, **options: Any) -> list[ParallelPlan]:
     """A plan of each strategy for this many ranks; `options`: other fields of ParallelPlan."""
     sharded = {"dp_shard": ranks, **options}

@@ -17,7 +17,7 @@ from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
 from families import small_config
-from traffic import TrafficCounter, expect_traffic, plan_strategies, read_sent_bytes
+from traffic import TrafficCounter, expect_muon_bytes, expect_traffic, plan_strategies, read_sent_bytes
 from training import Row, write_recipe
 
 pytestmark = pytest.mark.dist
@@ -61,6 +61,31 @@ def test_sockets_send_what_the_table_says(workers, text, tmp_path, ranks):
         expected = expect_traffic(plan, build_shape(LARGE)).sent_bytes(plan)
         for _, sent in workers.run(count_traffic, ranks, str(recipe), LARGE, plan):
             assert sent == pytest.approx(expected, rel=0.02), plan.strategy
+
+
+def count_muon_bytes(rank, world_size, path, config, plan):
+    """The bytes that this rank's sockets send in an optimizer step."""
+    recipe, _ = load_recipe(Path(path))
+    meshes = build_mesh(plan, "cpu")
+    engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
+    tokens, places = torch.zeros(1, 8, dtype=torch.int64), np.zeros(1, dtype=np.int64)
+    engine.rehearse(Microbatch(tokens, tokens, places, places), 1)
+    engine.forward_backward(0, [Microbatch(tokens, tokens, places, places)], torch.tensor(1.0))
+    dist.barrier()
+    sent = read_sent_bytes()
+    engine.step(1e-3, torch.tensor(True))
+    dist.barrier()
+    return read_sent_bytes() - sent
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a socket")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_muon_sends_what_the_table_says(workers, text, tmp_path, ranks):
+    recipe = write_recipe(Row(optimizer="muon"), tmp_path, text, steps=4)
+    config = small_config("llama", hidden_size=256, intermediate_size=512)
+    for plan in plan_strategies(ranks):
+        sent = workers.run(count_muon_bytes, ranks, str(recipe), config, plan)
+        assert sum(sent) / ranks == pytest.approx(expect_muon_bytes(plan, build_shape(config)), rel=0.02), plan.strategy
 
 
 def test_ring_shares():

@@ -268,9 +268,11 @@ def mutations(name: str, world_size: int) -> list[Any]:
             ),
         ]
     if name == "local matrices":
+        from echelon.optimizer import whole_matrices
         from echelon.optimizer.sharded_parameter import Layout
 
         return [
+            mock.patch.object(whole_matrices, "is_divided", lambda layout: False),
             mock.patch.object(Layout, "gather", lambda self, part: part),
             mock.patch.object(Layout, "keep_part", lambda self, whole: whole),
         ]

@@ -37,6 +37,7 @@ from echelon.parallel.data_parallel import DataParallel
 from echelon.parallel.step import ForwardBackward, SingleStage, StepSums
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe import Recipe
+from echelon.supervise.launch_environment import find_place
 from echelon.sync.synchronizer import Fill
 
 
@@ -272,6 +273,16 @@ def _choose_kernel(
     return traits
 
 
+def _find_copies(plan: ParallelPlan, meshes: Meshes) -> dist.ProcessGroup | None:
+    """Return the ranks with a copy of the model that may divide the work of an optimizer step.
+
+    None on several machines: between them, results may take longer to send than to compute.
+    """
+    place = find_place()
+    is_one_machine = place.world_size == place.local_world_size
+    return meshes.loss if is_one_machine and not plan.uses_fully_shard else None
+
+
 def build_native_engine(
     recipe: Recipe,
     config: PretrainedConfig,
@@ -311,7 +322,8 @@ def build_native_engine(
         module.refer_to(build_reference(skeleton, recipe, plan, meshes, device, compile_backend, traits))
     module.train()
     parallel = parallelize(module, plan, meshes)
-    optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed)
+    copies = _find_copies(plan, meshes)
+    optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed, copies)
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
     steps = SingleStage(parallel, recipe.run.seed, None if router.loss is None else router.loss.strength)
     lines = () if router.line is None else (router.line,)

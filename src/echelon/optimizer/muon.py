@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.optimizer.rules import AdamW, Item, assign, build_adamw
+from echelon.optimizer.rules import AdamW, Gradient, Item, assign, build_adamw
 from echelon.optimizer.sharded_parameter import Layout
+from echelon.optimizer.whole_matrices import map_whole
 from echelon.recipe import OptimConfig
 
 # Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": five quintic steps.
@@ -23,8 +24,8 @@ UPDATE_RMS = 0.2
 class Muon:
     """Muon with Nesterov momentum, its updates as large as AdamW's, so that one learning rate and decay serve both.
 
-    A sharded matrix is gathered, orthogonalised whole on every rank, and each keeps its part: a part's own
-    orthogonalisation would be another update.
+    Matrices are orthogonalised whole, each by one of the ranks that hold it: a part's own orthogonalisation would be
+    another update. `whole_matrices.py` has the bytes that are sent.
     """
 
     momentum: float
@@ -33,16 +34,26 @@ class Muon:
         """The momentum."""
         return {"momentum": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
 
-    def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
-        """See Rule. Collective where matrices are sharded."""
-        for item in items:
-            momentum = item.state["momentum"]
-            mixed = momentum.lerp(item.gradient, 1 - self.momentum)
-            direction = item.gradient.lerp(mixed, self.momentum)
-            update = item.layout.keep_part(orthogonalize(item.layout.gather(direction))).float()
-            scale = rate * UPDATE_RMS * math.sqrt(max(item.layout.shape))
-            assign(item.weight, item.weight * (1 - rate * weight_decay) - scale * update, commit)
+    def precondition(self, gradients: Sequence[Gradient], commit: Tensor) -> None:
+        """See PreconditioningRule. Adds the gradients to the momentum, whose orthogonalisation replaces them."""
+
+        def find_direction(index: int) -> Tensor:
+            gradient, momentum = gradients[index].values.float(), gradients[index].state["momentum"]
+            mixed = momentum.lerp(gradient, 1 - self.momentum)
+            direction = gradient.lerp(mixed, self.momentum)
             assign(momentum, mixed, commit)
+            return direction.bfloat16()
+
+        def replace(index: int, update: Tensor) -> None:
+            gradients[index].values.copy_(update)
+
+        map_whole(orthogonalize, [gradient.layout for gradient in gradients], find_direction, replace)
+
+    def update(self, items: Sequence[Item], rate: float, weight_decay: float, commit: Tensor) -> None:
+        """See Rule."""
+        for item in items:
+            scale = rate * UPDATE_RMS * math.sqrt(max(item.layout.shape))
+            assign(item.weight, item.weight * (1 - rate * weight_decay) - scale * item.gradient, commit)
 
 
 def build_muon(config: OptimConfig, is_layer_matrix: bool) -> Muon | AdamW:

@@ -5,7 +5,7 @@ A rule never asks the host whether a step counts: `commit` stays on the device, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,15 @@ class Item:
     layout: Layout
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """This rank's part of one gradient as it is stored, fp32 or bf16, and the state of its parameter."""
+
+    values: Tensor
+    state: dict[str, Tensor]
+    layout: Layout
+
+
 class Rule(Protocol):
     """How gradients move weights."""
 
@@ -38,6 +47,18 @@ class Rule(Protocol):
 
         Weight decay is decoupled: weights shrink by rate * weight_decay (Loshchilov & Hutter 2019). Every rank calls
         it with the same parameters in the same order.
+        """
+        ...
+
+
+@runtime_checkable
+class PreconditioningRule(Rule, Protocol):
+    """A rule that first replaces the gradients of all its parameters together."""
+
+    def precondition(self, gradients: Sequence[Gradient], commit: Tensor) -> None:
+        """Replace gradients in place by what `update` is given, and bring the state up to date where `commit` is true.
+
+        Every rank calls it with the same parameters in the same order.
         """
         ...
 

@@ -1,19 +1,52 @@
 """How one parameter lies over the ranks, for rules that need more of it than this rank's part."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 
 class Layout:
-    """The placement of one parameter. Its collectives run where the mesh is, wherever the tensors are."""
+    """The placement of one parameter. Its collectives run where the mesh is, wherever the tensors are.
 
-    def __init__(self, parameter: Tensor) -> None:
+    Attributes:
+        team: the ranks that can divide work on the whole tensor: each has a part of it, or each has all of it. None if
+            there is one rank, or if several axes of the mesh divide the tensor.
+        cut_dim: the dim along which the ranks of `team` have parts; None if each has all of it.
+        work_device: where collectives of `team` run.
+    """
+
+    def __init__(self, parameter: Tensor, copies: dist.ProcessGroup | None = None) -> None:
+        """`copies`: the ranks that hold the same parameter, if it is not sharded and they may divide work on it."""
         self.shape = parameter.shape
         self.device = parameter.device
         self._sharded = parameter if isinstance(parameter, DTensor) else None
+        self.work_device = (
+            parameter.device if self._sharded is None else torch.device(self._sharded.device_mesh.device_type)
+        )
+        self.cut_dim: int | None = None
+        self.team = copies if self._sharded is None else self._find_owners_of_parts()
+        if self.team is not None and self.team.size() == 1:
+            self.team = None
+
+    def part_shape(self, rank: int) -> torch.Size:
+        """The shape of what a rank of `team` has."""
+        shape = list(self.shape)
+        if self.cut_dim is not None:
+            shape[self.cut_dim] = self._find_extent(rank)[1]
+        return torch.Size(shape)
+
+    def part_of(self, whole: Tensor, rank: int) -> Tensor:
+        """What a rank of `team` has of the whole tensor: a view."""
+        return whole if self.cut_dim is None else whole.narrow(self.cut_dim, *self._find_extent(rank))
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from the parts of all ranks of `team`, in their order."""
+        assert self.cut_dim is not None
+        return torch.cat(tuple(parts), self.cut_dim)
 
     def splits(self, dim: int) -> bool:
         """Whether different ranks hold different parts along a dim."""
@@ -67,6 +100,23 @@ class Layout:
             *shape, dtype=dtype, device_mesh=self._sharded.device_mesh, placements=placements
         )
         return zeros.to(self.device)
+
+    def _find_owners_of_parts(self) -> dist.ProcessGroup | None:
+        """The group of the only axis that divides the tensor, whose dim becomes `cut_dim`."""
+        assert self._sharded is not None
+        cuts = [axis for axis, placement in enumerate(self._placements) if not placement.is_replicate()]
+        if len(cuts) != 1 or type(placement := self._placements[cuts[0]]) is not Shard:
+            return None
+        self.cut_dim = placement.dim
+        return self._sharded.device_mesh.get_group(cuts[0])
+
+    def _find_extent(self, rank: int) -> tuple[int, int]:
+        """(start, length) of a rank's part along `cut_dim`: as `torch.chunk` divides it, which `Shard` follows."""
+        assert self.team is not None and self.cut_dim is not None
+        size = self.shape[self.cut_dim]
+        length = -(-size // self.team.size())
+        start = min(rank * length, size)
+        return start, min(length, size - start)
 
     @property
     def _placements(self) -> tuple[Placement, ...]:

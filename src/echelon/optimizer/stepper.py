@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.errors import ConfigError
@@ -12,7 +13,7 @@ from echelon.model.sharding import local_part, local_places
 from echelon.optimizer.eight_bit import num_blocks, pack, unpack
 from echelon.optimizer.groups import find_members
 from echelon.optimizer.rounding import random_bits, round_stochastically
-from echelon.optimizer.rules import Item, Rule, assign
+from echelon.optimizer.rules import Gradient, Item, PreconditioningRule, Rule, assign
 from echelon.optimizer.sharded_parameter import Layout
 from echelon.recipe import OptimConfig
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
@@ -28,10 +29,18 @@ class Slot:
     Zamirai et al. 2021, "Revisiting BFloat16 Training", section 4).
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, rule: Rule, packs: bool, keeps_remainder: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        rule: Rule,
+        packs: bool,
+        keeps_remainder: bool,
+        copies: dist.ProcessGroup | None = None,
+    ) -> None:
         self.name = name
         self.parameter = parameter
-        self.layout = Layout(parameter)
+        self.layout = Layout(parameter, copies)
         self._places = local_places(parameter)
         self.state = rule.build_state(parameter, self.layout)
         self._packed = PACKED_MOMENTS if packs and parameter.ndim >= 2 else {}
@@ -46,6 +55,12 @@ class Slot:
     def is_direct(self) -> bool:
         """Whether a rule works on what is stored; else on fp32 copies, which are stored again afterwards."""
         return self.parameter.dtype == torch.float32 and not self._packed
+
+    def gradient(self) -> Gradient:
+        """What a rule may replace before the update."""
+        assert self.parameter.grad is not None
+        state = {key: local_part(value) for key, value in self.state.items()}
+        return Gradient(local_part(self.parameter.grad), state, self.layout)
 
     def open(self) -> Item:
         """What a rule works on."""
@@ -104,12 +119,16 @@ class Optimizer:
     def step(self, step: int, learning_rate: float, commit: Tensor) -> None:
         """Apply the gradients where `commit` (a boolean scalar) is true. The host waits for nothing.
 
+        Gradients may hold something else afterwards.
+
         Args:
             step: counted from 0; random rounding depends on it.
         """
         for group in self.groups:
             rate = learning_rate * group.rate_factor
             slots = [slot for slot in group.slots if slot.parameter.grad is not None]
+            if isinstance(group.rule, PreconditioningRule):
+                group.rule.precondition([slot.gradient() for slot in slots], commit)
             direct = [slot.open() for slot in slots if slot.is_direct]
             group.rule.update(direct, rate, group.weight_decay, commit)
             for slot in slots:  # one at a time, so that the copies of one parameter are there at once
@@ -126,18 +145,25 @@ class Optimizer:
                     yield f"{slot.name}.{key}", tensor
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, master_weights: str, seed: int) -> Optimizer:
+def build_optimizer(
+    model: nn.Module,
+    config: OptimConfig,
+    master_weights: str,
+    seed: int,
+    copies: dist.ProcessGroup | None = None,
+) -> Optimizer:
     """The optimizer of a materialised, sharded model. Collective where it is sharded.
 
     Args:
         master_weights: `train.master_weights`; the parameters' dtype says whether they are bf16.
+        copies: the ranks with a copy of the model, if it is not sharded and they may divide the work of a step.
     """
     groups: dict[tuple[Rule, float, float], list[Slot]] = {}
     packed = OPTIMIZERS.get(config.name, OPTIMIZER_FROM_OUTSIDE).packed
     rules = {is_layer_matrix: choose_rule(config, is_layer_matrix) for is_layer_matrix in (True, False)}
     for member in find_members(model, config):
         rule = rules[member.is_layer_matrix]
-        slot = Slot(member.name, member.parameter, rule, packed, master_weights == "bf16_kahan")
+        slot = Slot(member.name, member.parameter, rule, packed, master_weights == "bf16_kahan", copies)
         groups.setdefault((rule, member.weight_decay, member.rate_factor), []).append(slot)
     return Optimizer([Group(*key, slots) for key, slots in groups.items()], seed)
 

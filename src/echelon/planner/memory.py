@@ -23,7 +23,7 @@ LOGITS_COPIES = 3
 _UNCOUNTED = {
     "adafactor": "its row and column statistics are not counted",
     "adamw_8bit": "the scales of its 8-bit moments are not counted",
-    "muon": "it has whole layers",
+    "muon": "layers are taken for matrices only; what the ranks exchange, after activations are freed, is not counted",
 }
 
 
