@@ -11,15 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+from echelon.distributed.runtime import start_runtime, start_watchdog, stop_runtime
 from echelon.errors import ConfigError
+from echelon.lifecycle.worker import OutcomeReport, leave, leave_after_peers, redirect_output
 from echelon.logs import log_to_console
-from echelon.supervise.workers import Workers
+from echelon.runs.run_folder import RunFolder
 from echelon.supervise.agent import Agent
 from echelon.supervise.hosts import THIS_MACHINE, parse_group
-from echelon.runs.run_folder import RunFolder
-from echelon.distributed.runtime import start_runtime, start_watchdog, stop_runtime
 from echelon.supervise.launch_environment import managed_environment, worker_environment
-from echelon.lifecycle.worker import OutcomeReport, leave, leave_after_peers, redirect_output
+from echelon.supervise.workers import Workers
 
 
 def run_parent(run_dir, count, mode, restarts, rendezvous=None):

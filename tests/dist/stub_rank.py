@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from echelon.stored import write_json, write_text
 from echelon.errors import ConfigError, EchelonError
+from echelon.lifecycle import session
+from echelon.lifecycle.setup import PreparedRun
 from echelon.logs import log_to_console
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe, render_recipe
 from echelon.runs.run_folder import RunFolder
-from echelon.lifecycle import session
-from echelon.lifecycle.setup import PreparedRun
+from echelon.stored import write_json, write_text
 
 RECIPE = Recipe.model_validate(
     {

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from command import (
-    CommandLine,
     assert_no_orphan,
     await_line,
     finish,
@@ -77,16 +76,26 @@ REFUSALS = [
     (["data.train.0.path=letter.txt"], ["data.train.0 has 1 tokens", "at least 2", "Give more text"]),
     (["data.train.0.path=short.txt", "--nproc", "2"], ["1 samples of data.sequence_len=32", "at most 1 process"]),
     (["train.global_batch_size=1", "--nproc", "2"], ["train.global_batch_size=1", "2 ranks", "use 2"]),
-    (["data.train=[{path: text.txt}, {path: short.txt, weight: 1e-9}]"], ["data.train.1.weight=1e-09", "larger weight"]),
-    (["data.train.0.path=text.txt", "train.steps=null", "train.epochs=1", "optim.warmup_steps=100000"],
-     ["optim.warmup_steps=100000", "of the whole run", "use at most"]),
-    (["train.batch_ramp={from: 1, over_tokens: 1e6, increment: 1}", "--nproc", "2"],
-     ["train.batch_ramp: steps of 1 and 3 sequences", "2 ranks", "from: 2 with an increment of 2"]),
+    (
+        ["data.train=[{path: text.txt}, {path: short.txt, weight: 1e-9}]"],
+        ["data.train.1.weight=1e-09", "larger weight"],
+    ),
+    (
+        ["data.train.0.path=text.txt", "train.steps=null", "train.epochs=1", "optim.warmup_steps=100000"],
+        ["optim.warmup_steps=100000", "of the whole run", "use at most"],
+    ),
+    (
+        ["train.batch_ramp={from: 1, over_tokens: 1e6, increment: 1}", "--nproc", "2"],
+        ["train.batch_ramp: steps of 1 and 3 sequences", "2 ranks", "from: 2 with an increment of 2"],
+    ),
     (["tokenizer=./nope"], ["tokenizer=./nope", "no such folder", "give a folder"]),
     (["tokenizer=far/too/long"], ["tokenizer=far/too/long", "no such folder"]),
     (["tokenizer=someone/nothing"], ["tokenizer=someone/nothing", "cannot be reached", "Give a folder"]),
     (["model.config.vocab_size=100"], ["model.config.vocab_size=100", "256 ids", "use 256 or more"]),
-    (["model.checkpoint=small"], ["model.checkpoint=small has a vocabulary of 128", "256 ids", "remove the key tokenizer"]),
+    (
+        ["model.checkpoint=small"],
+        ["model.checkpoint=small has a vocabulary of 128", "256 ids", "remove the key tokenizer"],
+    ),
     (["model.checkpoint=nope"], ["model.checkpoint=nope", "there is no such folder", "Give a folder"]),
     (["model.checkpoint=no_text"], ["model.checkpoint=no_text", "no model.safetensors"]),
     (["run.dir=text.txt/run"], ["run.dir=text.txt/run", "Not a directory", "choose a folder you can write to"]),
@@ -396,5 +405,7 @@ def test_a_rank_that_hangs(echelon, run):
     victim = process_of(run, 1)
     victim.suspend()
     ending = finish(job, 60)
-    assert_refused(ending, 1, "did not end within 3 s (fault.hang_seconds), and rank 1 does not answer", "rank-00000.log")
+    assert_refused(
+        ending, 1, "did not end within 3 s (fault.hang_seconds), and rank 1 does not answer", "rank-00000.log"
+    )
     assert "trainer.py" in run.log_path(0).read_text(), "where each thread was"

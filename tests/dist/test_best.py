@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from command import MARK, CommandLine, assert_no_orphan, read_lines, write_recipe
+from command import read_lines, write_recipe
 
 pytestmark = pytest.mark.dist
 
@@ -24,7 +24,10 @@ def test_the_best_checkpoint_is_kept_and_early_stopping_ends_the_run(echelon, tm
     (tmp_path / "even.txt").write_text("2 plus 4 is 6, and so on.\n" * 9)
     write_recipe(
         tmp_path,
-        data={"validation_fraction": None, "validation": [{"path": "even.txt"}, {"path": "strange.txt", "name": "odd"}]},
+        data={
+            "validation_fraction": None,
+            "validation": [{"path": "even.txt"}, {"path": "strange.txt", "name": "odd"}],
+        },
         train={"steps": 3, "eval_every": 1},
         optim={"learning_rate": 0.1},
         evaluate={"select_by": "odd", "early_stopping": 3},
@@ -88,7 +91,8 @@ def check_choice_of_checkpoints(echelon, run, evals):
         ending = echelon("eval", run, "--checkpoint", which, "--json")
         assert ending.code == 0, ending
         losses[which] = json.loads(ending.out)["sets"]["odd"]["loss"]
-    assert losses["best"] == losses["1"] == pytest.approx(evals[0], abs=0.02)  # one batch during training, all held-out text here
+    # One batch during training, all held-out text here.
+    assert losses["best"] == losses["1"] == pytest.approx(evals[0], abs=0.02)
     assert losses["4"] == pytest.approx(evals[3], abs=0.02)
     sample = ("generate", run, "--prompt", "1", "--max-tokens", "20", "--temperature", "0")
     texts = [echelon(*sample, "--checkpoint", which).out for which in ("best", "newest")]
@@ -96,8 +100,12 @@ def check_choice_of_checkpoints(echelon, run, evals):
     assert echelon("export", run, "out", "--checkpoint", "best").code == 0
     assert echelon("generate", "out", *sample[2:]).out == texts[0]
     ending = echelon("eval", run, "--checkpoint", "2")
-    assert ending.code == 2 and "--checkpoint 2: use newest, best or a step" in ending.err and "steps 1, 4" in ending.err
-    given = [echelon("eval", *each, "--data", "text.txt", "--json").out for each in ((run, "--checkpoint", "best"), ("out",))]
+    assert (
+        ending.code == 2 and "--checkpoint 2: use newest, best or a step" in ending.err and "steps 1, 4" in ending.err
+    )
+    given = [
+        echelon("eval", *each, "--data", "text.txt", "--json").out for each in ((run, "--checkpoint", "best"), ("out",))
+    ]
     ours, exported = map(json.loads, given)
     assert exported["sequence_len"] == ours["sequence_len"] == 32
     assert exported["tokens"] == ours["tokens"] and exported["loss"] == pytest.approx(ours["loss"], rel=1e-6)
@@ -108,7 +116,10 @@ def check_choice_of_checkpoints(echelon, run, evals):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["evaluate.select_by=other"], "evaluate.select_by=other: no validation set has this name; use one of validation"),
+        (
+            ["evaluate.select_by=other"],
+            "evaluate.select_by=other: no validation set has this name; use one of validation",
+        ),
         (["checkpoint.keep_best=true", "data.validation_fraction=0"], "checkpoint.keep_best requires evaluations"),
         (["evaluate.early_stopping=2"], "evaluate.early_stopping requires evaluations during training"),
         (["evaluate.prompts=['']"], "evaluate.prompts: '' contains no token"),

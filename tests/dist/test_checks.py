@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from command import RECIPE, write_recipe
+from echelon.lifecycle import model_checks as checks
 from echelon.model.build import build_on_meta, load_config
 from echelon.planner.families import FAMILIES
-from echelon.lifecycle import model_checks as checks
 
 pytestmark = pytest.mark.dist
 
@@ -69,7 +69,9 @@ def test_launch_refuses_what_training_refuses(echelon, tmp_path, what, target):
 
 def test_a_sweep_checks_the_model_of_every_trial(echelon, tmp_path):
     write_recipe(tmp_path)
-    (tmp_path / "sweep.yaml").write_text(SWEEP.replace("optim.learning_rate: [0.1, 0.2]", "model.config.hidden_act: [silu, sillu]"))
+    (tmp_path / "sweep.yaml").write_text(
+        SWEEP.replace("optim.learning_rate: [0.1, 0.2]", "model.config.hidden_act: [silu, sillu]")
+    )
     refused = echelon("sweep", "sweep.yaml", "--dry-run")
     assert refused.code == 2 and "the trial with model.config.hidden_act=sillu is refused" in refused.err
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import stat
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,8 @@ def test_from_text_to_a_model_that_transformers_loads(echelon, tmp_path):
     ending = echelon("train", "recipe.json", "train.steps=7", "evaluate.batches=2", "--nproc", "2")
     assert ending.code == 0 and "Resuming from step-00000003" in ending.out
     for line in (
-        ", all trained\n", " sequences\n", "training: 7 steps, 28 sequences of 32 tokens, ", "run folder: runs/tiny\n", "done: 7 steps in ",
+        ", all trained\n", " sequences\n", "training: 7 steps, 28 sequences of 32 tokens, ",
+        "run folder: runs/tiny\n", "done: 7 steps in ",
         "best held-out loss ", "next: echelon eval runs/tiny\n", "next: echelon export runs/tiny tiny-exported\n",
     ):  # fmt: skip
         assert line in ending.out
@@ -86,12 +88,13 @@ def check_record(run):
     saves = ["save", "publish", "checkpoint"]
     assert [row["event"] for row in events if row["event"] in saves] == saves * 4
     assert [row["event"] for row in events[:3]] == ["prepare", "prepared", "start"]
-    assert [row["step"] for row in events if row["event"] in ("evaluation", "evaluated")] == [2, 2, 4, 4, 4, 4, 6, 6, 7, 7]
+    evaluations = [row["step"] for row in events if row["event"] in ("evaluation", "evaluated")]
+    assert evaluations == [2, 2, 4, 4, 4, 4, 6, 6, 7, 7]
     first = next(row["seconds"] for row in events if row["event"] == "goodput")
     assert first["down"] == first["stopped"] == first["redone"] == 0 < min(first["training"], first["starting"])
     times = [row["time"] for row in events]
     # A separate thread writes the events of saves, so two simultaneous events may occur in either order.
-    assert all(later > earlier - 0.1 for earlier, later in zip(times, times[1:], strict=False)) and times[0] > 1.7e9
+    assert all(later > earlier - 0.1 for earlier, later in pairwise(times)) and times[0] > 1.7e9
     assert json.loads(run.plan_path.read_text())["dp_replicate"] == 2
     assert json.loads(run.estimate_path.read_text())["memory"]["parameters"] > 0
     environment = json.loads(run.environment_path.read_text())

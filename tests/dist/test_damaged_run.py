@@ -11,11 +11,11 @@ import pytest
 
 from command import await_line, finish, read_lines, start, write_recipe
 from echelon.data import writing
-from echelon.hardware.detection import detect_cluster
 from echelon.errors import EchelonError
+from echelon.hardware.detection import detect_cluster
+from echelon.lifecycle.setup import prepare_run
 from echelon.recipe import load_recipe
 from echelon.runs.run_folder import RunFolder
-from echelon.lifecycle.setup import prepare_run
 from run_folder_files import COVERED
 
 pytestmark = pytest.mark.dist

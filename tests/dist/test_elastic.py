@@ -76,8 +76,10 @@ def rows(run):
 def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, port):
     """The batch has 3 sequences, so it is padded with an empty one when the run continues on two ranks."""
     recipe = write_recipe(
-        tmp_path, train={"steps": STEPS, "log_every": 500, "global_batch_size": 3}, checkpoint={"every_steps": 50},
-        optim={"learning_rate": 1e-4}
+        tmp_path,
+        train={"steps": STEPS, "log_every": 500, "global_batch_size": 3},
+        checkpoint={"every_steps": 50},
+        optim={"learning_rate": 1e-4},
     )
     assert echelon("train", recipe, "run.dir=runs/whole", "--nproc", "1").code == 0
     whole, run = RunFolder(tmp_path / "runs" / "whole"), RunFolder(tmp_path / "runs" / "tiny")
@@ -104,9 +106,8 @@ def test_a_lost_agent_shrinks_the_run_and_a_new_one_grows_it(echelon, tmp_path, 
             process.communicate()
     sizes = re.findall(r"plan: ddp on (\d) process", endings[0].out + endings[1].out)
     assert sorted(sizes) == ["1", "1", "2", "2"]
-    assert "3 sequences = 2 ranks x 1 microbatches x 2 sequences - 1 padding sequences (25.0% of the computation is wasted)" in (
-        endings[0].out
-    )
+    padding = "3 sequences = 2 ranks x 1 microbatches x 2 sequences - 1 padding sequences"
+    assert f"{padding} (25.0% of the computation is wasted)" in endings[0].out
     ours, theirs = rows(run), rows(whole)
     assert [row["step"] for row in ours] == list(range(1, STEPS + 1))
     for key in ("batch_hash", "tokens", "learning_rate"):
@@ -144,7 +145,9 @@ def test_losing_the_agent_with_the_store_ends_all_and_the_same_command_resumes(e
 
 def listens(port):
     """Whether a process listens on the port, without a connection, which the store would treat as a client."""
-    return any(each.laddr and each.laddr.port == port for each in psutil.net_connections("tcp") if each.status == "LISTEN")
+    return any(
+        each.laddr and each.laddr.port == port for each in psutil.net_connections("tcp") if each.status == "LISTEN"
+    )
 
 
 def await_count(run, name, count, process, seconds=120):

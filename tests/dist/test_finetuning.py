@@ -184,7 +184,12 @@ def check_merged(echelon, run, ids, expected):
     assert comparison["loss_merged"] == pytest.approx(comparison["loss_adapter"], abs=1e-5)
     assert comparison["loss_adapter"] == pytest.approx(last_loss(run), abs=1e-4)
     card = Path("merged/README.md").read_text()
-    assert "A model with its adapter merged" in card and "starting from base;" in card and "base_model" not in card and "KL divergence" in card
+    assert (
+        "A model with its adapter merged" in card
+        and "starting from base;" in card
+        and "base_model" not in card
+        and "KL divergence" in card
+    )
     assert echelon("export", run.path, "half", "--merge", "--dtype", "bf16").code == 0
     half = AutoModelForCausalLM.from_pretrained("half", dtype="auto")
     assert half.dtype == torch.bfloat16
@@ -201,9 +206,7 @@ def check_equals_a_whole_merge(run, folder):
 
 def check_commands(echelon, run):
     """Check that `eval` and `generate` agree for run and merged folder, and that an answer ends with its turn."""
-    results = [
-        json.loads(echelon("eval", each, "--data", "chat.jsonl", "--json").out) for each in (run.path, "merged")
-    ]
+    results = [json.loads(echelon("eval", each, "--data", "chat.jsonl", "--json").out) for each in (run.path, "merged")]
     assert results[0]["tokens"] == results[1]["tokens"]
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], abs=1e-4)
     tail = ("--prompt", "3 plus 3?", "--chat", "--temperature", "0", "--max-tokens", "16", "--json")
@@ -245,9 +248,7 @@ def test_qlora_merges_onto_the_dequantized_weights(echelon, tmp_path):
     run = write_recipe(tmp_path, adapter={"method": "qlora"}, parallel="fsdp", data=data)
     ending = echelon("train", "recipe.json", "--nproc", "2")
     assert ending.code == 0, ending
-    own, given = (
-        json.loads(echelon("eval", run.path, "--json", *more).out) for more in ((), ("--data", "held.jsonl"))
-    )
+    own, given = (json.loads(echelon("eval", run.path, "--json", *more).out) for more in ((), ("--data", "held.jsonl")))
     assert given["tokens"] == own["tokens"] and given["loss"] == pytest.approx(own["loss"], abs=1e-6)
     assert own["loss"] == pytest.approx(last_loss(run), abs=1e-4)
     ending = echelon("eval", run.export_dir, "--data", "held.jsonl")

@@ -102,9 +102,10 @@ def test_a_failed_upload_is_repeated_with_the_command_of_the_message(hub, run, t
     client = [sys.executable, "-m", "huggingface_hub.cli.hf", *command, "--token", TOKEN]
     subprocess.run(client, cwd=tmp_path, check=True, capture_output=True, timeout=120)
     repository = hub.repositories["team/tuned"]
-    assert repository.commits[repository.head]["adapter_model.safetensors"] == (
-        run / "push" / "adapter_model.safetensors"
-    ).read_bytes()
+    assert (
+        repository.commits[repository.head]["adapter_model.safetensors"]
+        == (run / "push" / "adapter_model.safetensors").read_bytes()
+    )
     assert echelon(tmp_path, "--push", "team/tuned").code == 0 and not (run / "push").exists()
 
 

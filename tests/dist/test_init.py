@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from command import MARK, TEXT, CommandLine, assert_no_orphan, read_lines
+from command import TEXT, read_lines
 
 pytestmark = pytest.mark.dist
 

@@ -12,16 +12,23 @@ from unittest import mock
 import pytest
 import torch
 
-from command import EXACT, MARK, CommandLine, assert_no_orphan, await_line, finish, mount, read_lines, start, write_recipe
-from log_lines import LogLines
+from command import (
+    EXACT,
+    await_line,
+    finish,
+    mount,
+    read_lines,
+    start,
+    write_recipe,
+)
 from echelon.checkpoint.folder import find_checkpoints
 from echelon.checkpoint.store import CheckpointStore
 from echelon.errors import CheckpointError
 from echelon.runs.run_folder import RunFolder
+from log_lines import LogLines
 from training import equal_tensors, tensors_of
 
 pytestmark = pytest.mark.dist
-
 
 
 def flip_a_byte(path):

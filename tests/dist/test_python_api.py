@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import echelon
 from command import EXACT, assert_no_orphan, read_lines, write_recipe
-from own_parts import write_package
 from echelon.errors import ConfigError, DataError, StoppedError, TrainingError
+from own_parts import write_package
 
 pytestmark = pytest.mark.dist
 
@@ -43,15 +43,15 @@ def interrupt(name, step):
 def test_an_interrupt_saves_and_the_same_call_resumes(folder):
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     recipe = echelon.load_recipe(write_recipe(folder), {"train.steps": 100_000})
-    with pytest.raises(KeyboardInterrupt, match="^stopped by SIGINT at step .* the same command resumes from it"):
+    with pytest.raises(KeyboardInterrupt, match=r"^stopped by SIGINT at step .* the same command resumes from it"):
         echelon.train(recipe, nproc=2, on_line=interrupt(signal.SIGINT, 4))
     run = echelon.Run("runs/tiny")
     stopped_at = run.checkpoints()[-1].step
-    assert run.status == "stopped" and 4 <= stopped_at and run.plan.world_size == 2
+    assert run.status == "stopped" and stopped_at >= 4 and run.plan.world_size == 2
 
     lines = []
     stop = interrupt(signal.SIGTERM, stopped_at + 2)
-    with pytest.raises(StoppedError, match="^stopped by SIGTERM"):
+    with pytest.raises(StoppedError, match=r"^stopped by SIGTERM"):
         echelon.train(recipe, nproc=2, on_line=lambda line: (lines.append(line), stop(line)))
     assert f"Resuming from step-{stopped_at:08d}." in lines
     assert [row["step"] for row in run.metrics()] == list(range(1, run.checkpoints()[-1].step + 1))
@@ -105,7 +105,9 @@ def test_a_script_equals_the_commands(folder):
     command = [sys.executable, "-m", "echelon", "train", "recipe.json", "run.name=other", "--nproc", "2"]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     rows = echelon.Run("runs/other").metrics()
-    assert [{key: row[key] for key in EXACT} for row in rows] == [{key: row[key] for key in EXACT} for row in told["rows"]]
+    assert [{key: row[key] for key in EXACT} for row in rows] == [
+        {key: row[key] for key in EXACT} for row in told["rows"]
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "echelon", "eval", "runs/tiny", "--json"], capture_output=True, text=True, check=True
     )
@@ -139,6 +141,8 @@ def test_external_classes_train_in_real_workers(folder, monkeypatch):
     assert (told[0], told[-1]) == (["start", 0], ["end"]), "on rank 0 alone"
     assert run.recipe.optim.name == f"{package}:SignMomentum" and echelon.evaluate(run)["loss"] > 0
     overrides["optim.name"] = f"{package}:SignMomentun"
-    with pytest.raises(ConfigError, match=r"^optim.name=parts_of_the_dist_test:SignMomentun: the module .* has no Sign"):
+    with pytest.raises(
+        ConfigError, match=r"^optim.name=parts_of_the_dist_test:SignMomentun: the module .* has no Sign"
+    ):
         echelon.train(echelon.load_recipe("recipe.json", {**overrides, "run.name": "other"}), nproc=2)
     assert not (folder / "runs" / "other").exists()

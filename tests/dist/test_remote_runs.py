@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from command import MARK, CommandLine, assert_no_orphan, await_line, finish, read_lines, start, write_recipe
+from command import assert_no_orphan, await_line, finish, read_lines, start, write_recipe
 from echelon.checkpoint.object_store import ObjectStore
 from echelon.runs.run_folder import RunFolder
 from object_server import BUCKET, ObjectServer

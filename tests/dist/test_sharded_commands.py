@@ -128,7 +128,9 @@ def run_capped(num_bytes, *arguments, shard_bytes=64 * 2**20):
 
 def count_idle_bytes():
     """The private memory of a process that has imported all that these commands import."""
-    code = "import echelon.api.models, echelon.inference.evaluate, echelon.inference.generate, echelon.inference.merging"
+    code = (
+        "import echelon.api.models, echelon.inference.evaluate, echelon.inference.generate, echelon.inference.merging"
+    )
     code += ", peft, torch.distributed.checkpoint; print(open('/proc/self/status').read())"
     env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env).stdout

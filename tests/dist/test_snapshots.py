@@ -2,9 +2,19 @@
 
 import pytest
 
-from command import EXACT, CommandLine, assert_no_orphan, await_line, finish, process_of, read_lines, start, write_recipe
-from echelon.supervise.snapshot_memory import PLACE
+from command import (
+    EXACT,
+    CommandLine,
+    assert_no_orphan,
+    await_line,
+    finish,
+    process_of,
+    read_lines,
+    start,
+    write_recipe,
+)
 from echelon.runs.run_folder import RunFolder
+from echelon.supervise.snapshot_memory import PLACE
 from training import equal_tensors, tensors_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(not PLACE.is_dir(), reason="no /dev/shm here")]

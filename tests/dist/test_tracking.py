@@ -194,7 +194,8 @@ def test_killing_the_server_during_a_run_loses_nothing(echelon, tmp_path, server
     if not returns:
         assert "track: mlflow is missing" in ending.out and "run the same command again to send them" in ending.out
         server.start()
-    if "track: mlflow is missing" in ending.out:  # also if the server is too slow to accept all rows before the run ends
+    # Also if the server is too slow to accept all rows before the run ends.
+    if "track: mlflow is missing" in ending.out:
         ending = echelon("train", "recipe.json")
     assert ending.code == 0 and "track: mlflow is missing" not in ending.out, ending
 

@@ -89,7 +89,8 @@ def test_a_restart_starts_no_interpreter(monkeypatch, tmp_path):
     monkeypatch.setenv(MARK, str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, json, os, sys\n"
-        f"imported = lambda: open({str(tmp_path / 'imported-')!r} + str(os.getpid()), 'w').write(' '.join(sys.modules))\n"
+        f"path = {str(tmp_path / 'imported-')!r} + str(os.getpid())\n"
+        "imported = lambda: open(path, 'w').write(' '.join(sys.modules))\n"
         "atexit.register(imported)\n"
         f"with open({str(tmp_path / 'interpreters')!r}, 'a') as file:\n"
         "    file.write(json.dumps({'pid': os.getpid(), 'argv': sys.orig_argv}) + '\\n')\n"
