@@ -212,7 +212,7 @@ def train_accelerate(work, record):
 
 
 def train_fabric(work, record):
-    """Lightning Fabric under DDP; its sharded strategies refuse a CPU."""
+    """Lightning Fabric under DDP; its FSDPStrategy refuses a CPU."""
     from lightning.fabric import Fabric
 
     ranks = int(os.environ["WORLD_SIZE"])

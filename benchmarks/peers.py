@@ -36,6 +36,8 @@ from peer_report import find_differences, render_picture, render_table
 
 FULL = Size(512, 8, 8, 8, 1408, 8192, 512, 4)
 RATE, NEVER, WARMUP_STEPS = 3e-4, 1_000_000, 3
+STOPPED = 3  # the exit code of `echelon train` after a signal
+LONG_STEPS = 20_000  # hours of training: the length of the run decides whether `compile: auto` compiles
 TIMEOUT_SECONDS = 3600
 PACKAGES = {"hf-trainer": "accelerate", "accelerate": "accelerate", "fabric": "lightning", "deepspeed": "deepspeed"}
 ENGINES = ("echelon", "hf-trainer", "accelerate", "fabric", "deepspeed", "expert")
@@ -55,7 +57,7 @@ class Setting:
         return f"{compiled}, {self.attention or 'default'} attention{kept}"
 
 
-# As their users run them: bf16, compiled, the default attention. echelon: the recipe's defaults.
+# As their users run them: bf16, compiled, the default attention. echelon: the defaults of a recipe for a long run.
 USUAL = {"echelon": Setting(None, "auto")} | dict.fromkeys(ENGINES[1:], Setting("sdpa", "model"))
 # What the search tries beside that. Each is documented by its makers:
 # - whole or regional compilation: "Regional compilation" in PyTorch's recipes, TorchDynamoPlugin in Accelerate's
@@ -134,10 +136,14 @@ def write_inputs(scratch, size, processes, num_steps):
 
 
 def write_recipe(inputs, folder, setting, mode, num_steps, is_usual):
-    """Write echelon's recipe: the defaults, except for the work itself; `setting` changes them for the best."""
+    """Write echelon's recipe: the defaults, except for the work itself; `setting` changes them for the best.
+
+    With the defaults, the recipe is that of a long run, which `run_side` stops.
+    """
     folder.mkdir(parents=True)
     train = {
-        "steps": num_steps, "global_batch_size": inputs.size.micro_batch * inputs.processes, "eval_every": NEVER,
+        "steps": LONG_STEPS if is_usual else num_steps,
+        "global_batch_size": inputs.size.micro_batch * inputs.processes, "eval_every": NEVER,
     }  # fmt: skip
     model = {"checkpoint": str(inputs.base)}
     if not is_usual:
@@ -186,14 +192,18 @@ def run_side(inputs, side, num_steps, folder):
         sides = Path(__file__).with_name("peer_sides.py")
         command = ["-m", "torch.distributed.run", *ranks, sides, folder / "work.json"]
         marker = folder / "first-step"
-    start = launch(command, environment, folder / "log", marker)
-    seconds, losses, peak = read_echelon(folder) if side.engine == "echelon" else read_peer(folder)
+    stops = side.engine == "echelon" and side.variant == "usual"
+    start = launch(command, environment, folder / "log", marker, num_steps if stops else None)
+    seconds, losses, peak = read_echelon(folder, num_steps) if side.engine == "echelon" else read_peer(folder)
     return {"seconds": seconds, "losses": losses, "peak": peak, "start": start}
 
 
-def launch(command, environment, log, marker):
-    """Run a Python command to its end; return the seconds until the file `marker` had content or was made."""
-    started, first = time.monotonic(), None
+def launch(command, environment, log, marker, num_rows=None):
+    """Run a Python command to its end; return the seconds until the file `marker` had content or was made.
+
+    `num_rows`: stop it by SIGTERM when the file has so many rows of training steps.
+    """
+    started, first, stopped = time.monotonic(), None, False
     with log.open("w") as stream:
         process = subprocess.Popen(
             [sys.executable, *map(str, command)],
@@ -203,20 +213,23 @@ def launch(command, environment, log, marker):
             while process.poll() is None and time.monotonic() - started < TIMEOUT_SECONDS:
                 if first is None and marker.exists() and (marker.stat().st_size or marker.name == "first-step"):
                     first = time.monotonic() - started
+                if first and num_rows and not stopped and marker.read_text().count('"train"') >= num_rows:
+                    process.terminate()
+                    stopped = True
                 time.sleep(0.02 if first is None else 0.5)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    if process.returncode or first is None:
+    if process.returncode != (STOPPED if stopped else 0) or first is None:
         raise NotHere(f"exit code {process.returncode}: {log.read_text()[-3000:]}")
     return first
 
 
-def read_echelon(folder):
-    """(seconds, losses, peak bytes) of echelon's run, from its metrics."""
+def read_echelon(folder, num_steps):
+    """(seconds, losses, peak bytes) of the first steps of echelon's run, from its metrics."""
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["kind"] == "train"]
+    rows = [row for row in rows if row["kind"] == "train"][:num_steps]
     return [row["step_seconds"] for row in rows], [row["loss"] for row in rows], rows[-1]["memory_peak_bytes"]
 
 
@@ -273,7 +286,10 @@ def choose_sides(arguments, inputs, remarks):
             continue
         for mode in arguments.modes:
             if (engine, mode) == ("fabric", "fsdp"):
-                remarks.append("fabric, fsdp: not measured, Fabric's sharded strategies need a GPU")
+                remarks.append(
+                    "fabric, fsdp: not measured: its FSDPStrategy needs a GPU, and under its ModelParallelStrategy "
+                    "users call fully_shard themselves, as the expert's loop does"
+                )
                 continue
             sides.append(Side(engine, mode, "usual", USUAL[engine]))
             best = kept.get((engine, mode))
