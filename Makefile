@@ -59,13 +59,13 @@ fuzz: .venv/.installed
 	@echo "== loading 10,000 damaged files and recipes; each must be refused cleanly or load the right value"
 	$(BIN)/python -m pytest tests/fuzz -m slow --show-capture=no
 
-parity: .venv/.installed
+parity: .venv/.slow
 	@echo "== comparing every strategy with the single process"
 	$(BIN)/python -m pytest tests/parity -m "not gpu"
 
 PARITY_RESULTS := benchmarks/results/parity-cpu.jsonl
 
-parity-table: .venv/.installed
+parity-table: .venv/.slow
 	@echo "== measuring the rows that are not yet in $(PARITY_RESULTS), then writing docs/parity.md"
 	$(BIN)/python -m pytest tests/parity -m "not gpu" --publish $(PARITY_RESULTS); status=$$?; \
 	$(BIN)/python benchmarks/parity_table.py $(PARITY_RESULTS) && exit $$status

@@ -24,14 +24,12 @@ ROWS = [
 OPTIONS = [
     with_ranks(Row("fsdp", adapter="lora", checkpointing="full", compile=True), 2, micro_batch=2),
     with_ranks(Row("ddp", adapter="qlora", checkpointing="selective"), 2, micro_batch=2),
-    with_ranks(Row("fsdp", adapter="qlora", checkpointing="full", compile=True, precision="bf16"), 2),
     with_ranks(Row("ddp", adapter="lora", family="gpt2", tied=True, precision="bf16"), 2),
     with_ranks(Row("zero2", adapter="qlora fp4", family="gemma2", tied=True, optimizer="lion"), 2, micro_batch=1),
     with_ranks(Row("hsdp", adapter="dora", family="qwen3", precision="bf16"), 4),
     with_ranks(Row("fsdp", adapter="lora", family="stablelm"), 2),
     with_ranks(Row("zero1", adapter="whole", tied=True), 4, micro_batch=1),
     with_ranks(Row("fsdp", adapter="experts", family="qwen3_moe", checkpointing="full"), 2, micro_batch=2),
-    with_ranks(Row("fsdp", adapter="whole", tied=True, checkpointing="full", compile=True, precision="bf16"), 2),
 ]
 PRODUCT = [
     with_ranks(Row(parallel=parallel, adapter=adapter), ranks)
@@ -40,6 +38,8 @@ PRODUCT = [
     for ranks in (1, 2, 4)
 ]
 SLOW = [
+    with_ranks(Row("fsdp", adapter="qlora", checkpointing="full", compile=True, precision="bf16"), 2),
+    with_ranks(Row("fsdp", adapter="whole", tied=True, checkpointing="full", compile=True, precision="bf16"), 2),
     with_ranks(Row("ddp", adapter="experts", family="mixtral", precision="bf16"), 2),
     with_ranks(Row("fsdp", adapter="4-bit experts", family="mixtral", checkpointing="full", precision="bf16"), 2),
     with_ranks(Row("ddp", adapter="4-bit experts", family="qwen3_moe"), 2, micro_batch=2),

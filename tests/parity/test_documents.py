@@ -20,7 +20,7 @@ ROWS = [
     ("packed", with_ranks(Row("zero1", compile=True), 2)),
     ("packed", with_ranks(Row("fsdp", family="gemma2", tied=True, checkpointing="full"), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("ddp"), 2, micro_batch=2)),
-    ("pairs", with_ranks(Row("zero1", checkpointing="full", compile=True), 2, micro_batch=2)),
+    ("pairs", with_ranks(Row("zero1", checkpointing="full"), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("fsdp", precision="bf16"), 2)),
     ("pairs", with_ranks(Row("ddp", adapter="lora"), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("fsdp", adapter="dora", checkpointing="full"), 2)),
@@ -35,7 +35,10 @@ FULL = [
 ]
 
 FULL += [("pairs", with_ranks(Row(plan, family="mamba"), ranks)) for plan, ranks in (("ddp", 2), ("fsdp", 4))]
-FULL += [("pairs", with_ranks(Row("zero1", adapter="lora", compile=True), 2, micro_batch=2))]
+FULL += [
+    ("pairs", with_ranks(Row("zero1", adapter="lora", compile=True), 2, micro_batch=2)),
+    ("pairs", with_ranks(Row("zero1", checkpointing="full", compile=True), 2, micro_batch=2)),
+]
 
 
 def run(workers, samples, row, folder, text, **options):

@@ -7,7 +7,7 @@ import pytest
 from training import EXACT, Row, difference, hashes, prepare, read_rows, tensors_of, train_rank, with_ranks
 
 pytest.importorskip("torchao")
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 # Scales follow the largest value of a microbatch, so the rounding depends on how the batch is divided.
 LOSS, NORM = 2e-2, 1e-1
 

@@ -1,6 +1,7 @@
 """Every plan against the single process: the same losses, the same gradient norms, the same batches.
 
-The rows here are a covering array: every pair of options stands in at least one row. `make parity` runs the product.
+The rows here are a covering array: every pair of options stands in at least one row. `make test` leaves out those that
+take longest; `make parity` runs all of them, and the product.
 """
 
 import shutil
@@ -13,6 +14,14 @@ from published_rows import Difference
 from training import LOSS, Row, bounds, difference, hashes, losses_of, train, weight_difference, with_ranks
 
 pytestmark = pytest.mark.dist
+
+
+def with_marks(rows):
+    """The rows; those that take longest are marked slow: most of the compiled ones, and fp16 on four ranks."""
+    for row in rows:
+        is_compiled = row.compile and (row.parallel, row.ranks) not in (("ddp", 2), ("fsdp", 2))
+        is_long = is_compiled or (row.precision == "fp16" and row.ranks == 4)
+        yield pytest.param(row, marks=pytest.mark.slow if is_long else ())
 
 
 def check(workers, references, text, folder, row, publish=None):
@@ -35,12 +44,12 @@ def check(workers, references, text, folder, row, publish=None):
     assert same, evaluations
 
 
-@pytest.mark.parametrize("row", COVERING, ids=str)
+@pytest.mark.parametrize("row", with_marks(COVERING), ids=str)
 def test_equals_one_process(workers, references, text, tmp_path, publish, row):
     check(workers, references, text, tmp_path, row, publish)
 
 
-@pytest.mark.parametrize("row", OPTIMIZERS + PRECISIONS, ids=str)
+@pytest.mark.parametrize("row", with_marks(OPTIMIZERS + PRECISIONS), ids=str)
 def test_every_optimizer_and_precision_equals_one_process(workers, references, text, tmp_path, publish, row):
     check(workers, references, text, tmp_path, row, publish)
 

@@ -10,17 +10,18 @@ from training import Row, bounds, check_exact_resume, difference, hashes, train,
 
 pytestmark = pytest.mark.dist
 
+LONG = pytest.mark.slow  # what takes longest: fp16 on CPUs, and plans that others here are much like
 PLANS = [
     Row(),
     with_ranks(Row("ddp"), 2, micro_batch=2),
-    with_ranks(Row("ddp"), 4),
+    pytest.param(with_ranks(Row("ddp"), 4), marks=LONG),
     with_ranks(Row("zero1"), 2, micro_batch=2),
-    with_ranks(Row("zero2"), 4, micro_batch=1),
-    with_ranks(Row("fsdp"), 2),
+    pytest.param(with_ranks(Row("zero2"), 4, micro_batch=1), marks=LONG),
+    pytest.param(with_ranks(Row("fsdp"), 2), marks=LONG),
     with_ranks(Row("fsdp"), 4),
     with_ranks(Row("hsdp"), 4),
     with_ranks(Row("ddp", family="gpt2", tied=True, dropout=0.1), 2, micro_batch=2),
-    with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1), 4),
+    pytest.param(with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1), 4), marks=LONG),
     Row(family="gpt2", tied=True, dropout=0.1, precision="bf16"),
     with_ranks(Row("ddp", family="gpt2", tied=True, dropout=0.1, precision="bf16", checkpointing="full"), 2),
     with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1, precision="bf16"), 4, micro_batch=1),
@@ -46,7 +47,7 @@ def uninterrupted(workers, text, tmp_path_factory):
 SECOND_HALVES = [
     (with_ranks(Row("ddp"), 2), with_ranks(Row("fsdp"), 4)),
     (with_ranks(Row("fsdp"), 4), Row("ddp")),
-    (with_ranks(Row("ddp"), 2), with_ranks(Row("fsdp"), 2)),
+    pytest.param(with_ranks(Row("ddp"), 2), with_ranks(Row("fsdp"), 2), marks=LONG),
     (with_ranks(Row("zero1"), 2), with_ranks(Row("hsdp"), 4)),
     (with_ranks(Row("hsdp"), 4), with_ranks(Row("zero2"), 2)),
     (Row("fsdp"), with_ranks(Row("zero1"), 4)),
@@ -68,7 +69,7 @@ OPTIMIZERS = [
     (Row("fsdp", optimizer="muon"), Row("ddp", optimizer="muon")),
     (Row("zero1", optimizer="adafactor"), Row("hsdp", optimizer="adafactor")),
     (Row("ddp", optimizer="adamw_8bit"), Row("fsdp", optimizer="adamw_8bit")),
-    (Row("zero2", precision="fp16"), Row("ddp", precision="fp16")),
+    pytest.param(Row("zero2", precision="fp16"), Row("ddp", precision="fp16"), marks=LONG),
     (
         Row("ddp", precision="bf16", master_weights="bf16_kahan"),
         Row("fsdp", precision="bf16", master_weights="bf16_kahan"),
@@ -91,7 +92,7 @@ def test_every_optimizer_goes_on_under_another_plan(workers, text, tmp_path, ref
 MOVES = [Row("ddp"), with_ranks(Row("fsdp"), 2), with_ranks(Row("zero1"), 4), with_ranks(Row("ddp"), 2), Row("fsdp")]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG)])
 def test_a_run_that_moves_again_and_again(workers, text, tmp_path, uninterrupted, seed):
     """1 -> 2 -> 4 -> 2 -> 1 ranks and as many strategies, at steps drawn from the seed."""
     stops = sorted(random.Random(seed).sample(range(1, 10), len(MOVES) - 1))

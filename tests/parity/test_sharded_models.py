@@ -91,7 +91,7 @@ def test_each_process_holds_its_share(workers, text, tmp_path):
         assert held < 0.4 * whole
 
 
-@pytest.mark.parametrize("method", ["lora", "pissa"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("pissa", marks=pytest.mark.slow)])
 def test_a_merge_is_compared_by_several_processes(workers, text, tmp_path, method):
     run = trained(workers, Row(adapter=method), tmp_path, text)
     merge_run(run, tmp_path / "merged", "bf16", None)

@@ -11,6 +11,7 @@ from echelon.model.float8 import apply_float8, find_float8_layers
 from families import random_batch, small_config, small_model
 
 pytest.importorskip("torchao")
+pytestmark = pytest.mark.slow  # with torchao installed, every test that imports transformers takes a second more
 PROJECTIONS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 

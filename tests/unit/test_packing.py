@@ -9,21 +9,26 @@ from echelon.optimizer.eight_bit import BLOCK, code_values, num_blocks, pack, un
 from echelon.recipe import OptimConfig
 from test_optimizer import YES, one_layer
 
-torchao_codes = pytest.importorskip("torchao.optim.quant_utils")
+
+@pytest.fixture
+def torchao_codes():
+    return pytest.importorskip("torchao.optim.quant_utils")
 
 
 def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_code_equals_that_of_the_paper(signed):
+def test_the_code_equals_that_of_the_paper(torchao_codes, signed):
     assert code_values(signed) == pytest.approx(torchao_codes.create_dynamic_map(signed))
     assert len(set(code_values(signed))) == 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signed", [True, False])
-def test_codes_and_scales_equal_torchao(signed):
+def test_codes_and_scales_equal_torchao(torchao_codes, signed):
     values = random(32, 2 * BLOCK) if signed else random(32, 2 * BLOCK).square()
     codes, scales = pack(values, signed)
     scaled, expected_scales = torchao_codes.scale_tensor(values, BLOCK)
@@ -63,8 +68,9 @@ def test_rows_are_packed_separately_so_sharding_has_no_effect():
         assert torch.equal(whole[index], torch.cat([part[index] for part in parts]))
 
 
+@pytest.mark.slow
 def test_a_matrix_updates_like_torchaos_adamw8bit():
-    from torchao.optim.adam import single_param_adam
+    single_param_adam = pytest.importorskip("torchao.optim.adam").single_param_adam
     from torchao.optim.subclass_8bit import OptimState8bit
 
     shape = (16, 2 * BLOCK)
