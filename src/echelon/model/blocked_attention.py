@@ -48,17 +48,37 @@ def blocked_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, m
 def _trace(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     """Compute the same with operations that a compiler can fuse. The loop becomes part of the graph."""
     batch, heads, length, width = query.shape
-    keys, values = _flat(key), _flat(value)
+    keys, values = _Prefixes.apply(_flat(key)), _Prefixes.apply(_flat(value))  # type: ignore[no-untyped-call]
     results = []
-    for block in _blocks(length):
-        scores = _block_of(query, key, block) @ keys[:, : block.stop].transpose(1, 2)
+    for number, block in enumerate(_blocks(length)):
+        scores = _block_of(query, key, block) @ keys[number].transpose(1, 2)
         by_head = scores.view(batch, heads, -1, block.stop)
         rows, columns = torch.arange(block.start, block.stop), torch.arange(block.stop)
         seen = rows[:, None] >= columns if mask is None else mask[:, :, block, : block.stop]
         by_head = torch.where(seen, by_head * scale, torch.finfo(scores.dtype).min)
         probabilities = torch.softmax(by_head, -1, dtype=torch.float32).to(query.dtype).view_as(scores)
-        results.append((probabilities @ values[:, : block.stop]).view(batch, heads, -1, width))
+        results.append((probabilities @ values[number]).view(batch, heads, -1, width))
     return torch.cat(results, 2).transpose(1, 2).contiguous()
+
+
+class _Prefixes(torch.autograd.Function):
+    """All rows up to the end of each block. [batch, rows, width] each.
+
+    Autograd would pad the gradient of each prefix with zeros and add them all, which inductor computes one element at
+    a time. Here each block of rows gets the sum of its gradients, in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> tuple[Tensor, ...]:
+        return tuple(rows[:, : block.stop] for block in _blocks(rows.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        dtype, parts = gradients[-1].dtype, []
+        for number, block in enumerate(_blocks(gradients[-1].shape[1])):
+            each = [gradient[:, block].float() for gradient in gradients[number:]]
+            parts.append(sum(each[1:], each[0]).to(dtype))
+        return torch.cat(parts, 1)
 
 
 @torch.library.custom_op("echelon::blocked_attention", mutates_args=())
