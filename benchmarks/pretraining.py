@@ -101,6 +101,15 @@ TABLES = {
         "32,768 tokens, checkpointed": (
             replace(LONG, length=32768, sequences=2, overrides=("train.activation_checkpointing=full",)),
         ),
+        "32,768 tokens, offloaded": (
+            replace(
+                LONG,
+                length=32768,
+                sequences=2,
+                needs_gpu=True,
+                overrides=("train.activation_checkpointing=full", "train.activation_offloading=true"),
+            ),
+        ),
         "32,768 tokens, selective": (
             replace(LONG, length=32768, sequences=2, overrides=("train.activation_checkpointing=selective",)),
         ),

@@ -60,6 +60,7 @@ QWEN3 = model_overrides(
 SIZED = [
     Case(Row(family="llama", micro_batch=4, precision="bf16"), overrides=LLAMA),
     Case(Row(family="llama", micro_batch=4), overrides=LLAMA),
+    Case(Row(family="llama", micro_batch=4, precision="bf16"), overrides=(*LLAMA, "train.activation_offloading=true")),
     Case(Row(family="gpt2", tied=True, micro_batch=4, precision="bf16"), overrides=GPT2),
     Case(Row(family="qwen3", tied=True, micro_batch=4, precision="bf16", checkpointing="full"), overrides=QWEN3),
 ]

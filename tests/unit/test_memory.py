@@ -348,3 +348,13 @@ def test_the_peak_is_the_loss_or_the_first_recomputed_layer(vocab_size):
         assert (estimate.activations, estimate.logits) == (inputs + layer, head)
     else:
         assert (estimate.activations, estimate.logits) == (inputs, head + 3 * 100 * vocab_size * 4)
+
+
+def test_offloaded_activations_are_on_the_device_for_two_layers():
+    """Full checkpointing keeps an input of 100 x 64 numbers in fp32 for each of four layers."""
+    shape = build_shape(MODELS["llama"])
+    plan = ParallelPlan("ddp", micro_batch_size=1, activation_checkpointing="full")
+    here, moved = (estimate_memory(shape, replace(plan, activation_offloading=each), 100) for each in (False, True))
+    assert here.activations - moved.activations == 2 * 100 * 64 * 4
+    assert (here.host, moved.host) == (0, 3 * 100 * 64 * 4)
+    assert here.total - moved.total == here.activations - moved.activations

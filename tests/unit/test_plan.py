@@ -40,6 +40,7 @@ def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None,
         "precision": "auto",
         "compile": "auto",
         "activation_checkpointing": "none",
+        "activation_offloading": False,
         "master_weights": "fp32",
     }
     return SimpleNamespace(
@@ -133,6 +134,12 @@ def test_layouts_that_do_not_fit_the_processes():
     for degree in ("cp", "tp", "pp", "ep"):
         refusal(ConfigError, f"parallel.{degree}=2", "not built yet", parallel={degree: 2})
     refusal(PlanError, "parallel.cpu_offload=true", "omit it", parallel={"dp_shard": 2, "cpu_offload": True})
+    refusal(PlanError, "train.activation_offloading=true", "omit it", activation_offloading=True)
+    for way in ({"activation_checkpointing": "selective"}, {"compile": True}, {"precision": "fp8"}):
+        refusal(
+            ConfigError, "train.activation_offloading=true does not work with", "full",
+            activation_offloading=True, cluster=parse_devices("8xH100"), **way,
+        )  # fmt: skip
     for mapping in ({"prefetch": 2}, {"dp_replicate": 8, "prefetch": 2}):
         refusal(
             ConfigError, "parallel.prefetch=2", "no layer is gathered", "dp_shard", parallel=mapping, cluster=cpus(8)
@@ -213,6 +220,14 @@ def test_micro_batch_auto_obeys_the_cap_and_the_memory():
 
 def auto_strategy(devices, **recipe):
     return resolve_plan(build_recipe(sequence_len=4096, **recipe), LLAMA_8B, parse_devices(devices))
+
+
+def test_offloaded_layers_are_compiled_only_if_they_are_checkpointed():
+    plan = auto_strategy("8xH200", batch=8, micro_batch_size=1, activation_offloading=True)
+    assert plan.activation_offloading and not plan.compile
+    assert any("compile auto: off, the activations" in line for line in plan.why)
+    assert "activations in host memory" in plan.describe()[0]
+    assert auto_strategy("8xH200", activation_offloading=True, activation_checkpointing="full").compile
 
 
 def test_auto_takes_the_first_that_fits():

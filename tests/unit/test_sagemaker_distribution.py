@@ -62,6 +62,9 @@ def test_settings_of_the_library_are_keys_of_the_recipe(tmp_path):
     assert recipe.run.seed == 7
     recipe = submit(tmp_path, smp(V1, fp16=True, sdp_gradient_clipping=0.5)).staging.recipe
     assert (recipe.train.precision, recipe.optim.max_grad_norm) == ("fp16", 0.5)
+    for version, name in ((V2, "sm_activation_offloading"), (V1, "offload_activations")):
+        offloaded = submit(tmp_path, smp(version, **{name: True, "activation_loading_horizon": 1})).staging.recipe
+        assert offloaded.train.activation_offloading
 
 
 def test_each_parameter_has_a_message(tmp_path):
@@ -113,14 +116,13 @@ REFUSED = [
     (smp(V1, partitions=2), [], "partitions=2 is parallel.pp=2, which is not built yet"),
     (smp(V2, hybrid_shard_degree=3), [], "do not divide the 4 processes"),
     (smp(V2, hybrid_shard_degree=True), [], "hybrid_shard_degree=True must be a whole number"),
-    (smp(V2, sm_activation_offloading=True), [], "sm_activation_offloading=true: echelon does not offload"),
-    (smp(V2, activation_loading_horizon=2), [], "activation_loading_horizon=2: it belongs to activation offloading"),
+    (smp(V2, sm_activation_offloading=1), [], "sm_activation_offloading=1 is neither true nor false"),
+    (smp(V2, activation_loading_horizon=2), [], "activation_loading_horizon=2: activations come back one layer ahead"),
     (smp(V2, microbatches=4), [], "microbatches belongs to version 1 of the library, which runs under mpi"),
     (smp(V1, hybrid_shard_degree=4), [], "hybrid_shard_degree belongs to version 2 of the library"),
     (smp(V1, microbatches=4), [], "microbatches=4: it belongs to the pipeline"),
     (smp(V1, optimize="speed"), [], "optimize=speed: it belongs to the pipeline"),
     (smp(V1, placement_strategy="spread"), [], "placement_strategy=spread: echelon puts dp_shard inside"),
-    (smp(V1, offload_activations=True), [], "offload_activations=true: echelon does not offload"),
     (smp(V1, horovod=True), [], "horovod=true: it is for TensorFlow"),
     (smp(V1, fp16=1), [], "fp16=1 is neither true nor false"),
     (smp(V1, fp16=True), ["train.precision=bf16"], "fp16 sets train.precision=fp16, but the recipe has"),

@@ -128,6 +128,6 @@ def _describe_memory(estimate: MemoryEstimate, cluster: Cluster) -> Iterator[str
     if cluster.accelerator.memory_bytes is not None:
         yield f"  {'of':<12} {cluster.accelerator.memory_bytes / 2**30:10.3f}"
     if estimate.host:
-        yield f"  in host memory (cpu_offload): {estimate.host / 2**30:.3f}"
+        yield f"  in host memory: {estimate.host / 2**30:.3f}"
     for assumption in estimate.assumptions:
         yield f"  assumes: {assumption}"

@@ -238,7 +238,7 @@ def build_reference(
     model = copy.deepcopy(skeleton).requires_grad_(False)
     compute = plan.precision.compute if plan.uses_fully_shard else plan.precision.param
     store_parameters(model, replace(plan.precision, compute=compute))
-    frozen = replace(plan, reshard_after_forward=True, activation_checkpointing="none")
+    frozen = replace(plan, reshard_after_forward=True, activation_checkpointing="none", activation_offloading=False)
     module = shard_model(model, frozen, meshes, compile_backend, traits)
     materialize(module, "cpu" if plan.cpu_offload else device)
     place_buffers(model, device)

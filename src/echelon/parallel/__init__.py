@@ -12,6 +12,7 @@ from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing
 from echelon.parallel.compilation import apply_compile
 from echelon.parallel.data_parallel import DataParallel, apply_fully_shard, build_data_parallel
+from echelon.parallel.offload import apply_activation_offloading
 from echelon.planner.plan import ParallelPlan
 
 
@@ -23,10 +24,11 @@ def shard_model(
     traits: Traits,
     routers: Sequence[Router] = (),
 ) -> ObjectiveModule:
-    """Everything that may happen on meta: checkpointing, compilation and sharding of each decoder layer.
+    """Everything that may happen on meta: checkpointing, compilation, offloading and sharding of each decoder layer.
 
-    Checkpointing is innermost, so that a compiled layer recomputes inside its own graph; sharding is outermost, so that
-    its hooks stay outside every graph. Parameter names stay those of `transformers` throughout.
+    Checkpointing is innermost, so that a compiled layer recomputes inside its own graph; offloading is around both,
+    because it takes what they keep; sharding is outermost, so that its hooks stay outside every graph. Parameter names
+    stay those of `transformers` throughout.
 
     Args:
         traits: those of the model, the same on every rank.
@@ -39,6 +41,8 @@ def shard_model(
     apply_activation_checkpointing(layers, plan.activation_checkpointing)
     if plan.compile:
         apply_compile(layers, compile_backend)
+    if plan.activation_offloading:
+        apply_activation_offloading(layers)
     if tap is not None:
         tap.open_outside(layers)
     module = ObjectiveModule(model, tap, traits)

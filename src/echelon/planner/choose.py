@@ -46,8 +46,10 @@ class _Request:
         return None if memory is None else memory * (1 - MEMORY_HEADROOM)
 
     def fits(self, estimate: MemoryEstimate) -> bool:
-        """Whether it fits on a device with the headroom left free; always true if the memory is unknown."""
-        return self.usable_bytes is None or estimate.total <= self.usable_bytes
+        """Whether it fits on a device with the headroom left free, and on its machine; unknown memory fits all."""
+        there = self.cluster.host_memory_bytes
+        fits_host = there is None or estimate.host * self.cluster.devices_per_node <= there
+        return fits_host and (self.usable_bytes is None or estimate.total <= self.usable_bytes)
 
     def estimate(self, plan: ParallelPlan) -> MemoryEstimate:
         return estimate_memory(self.shape, plan, self.recipe.data.sequence_len, self.cluster.kind)
@@ -63,6 +65,7 @@ def resolve_plan(
     ConfigError if the recipe is wrong on any cluster, with the values that would fit.
     """
     _check_positions(recipe, shape)
+    _check_offloading(recipe, cluster)
     precision, precision_why = _choose_precision(recipe, cluster)
     seconds = _estimate_seconds(recipe, shape, cluster, precision, num_samples)
     compile_model, compile_why = _choose_compile(recipe, cluster, seconds)
@@ -83,6 +86,27 @@ def _check_positions(recipe: "Recipe", shape: ModelShape) -> None:
         raise ConfigError(
             f"data.sequence_len={length} is longer than the {positions} learned positions of the model; "
             f"use {positions} or less, or a model with more positions."
+        )
+
+
+def _check_offloading(recipe: "Recipe", cluster: Cluster) -> None:
+    """Refuse activation offloading on CPUs, and where PyTorch does not hand out the tensors that a layer keeps."""
+    train = recipe.train
+    if not train.activation_offloading:
+        return
+    if cluster.kind == "cpu":
+        raise PlanError("train.activation_offloading=true: on CPUs everything is in host memory already; omit it.")
+    if train.activation_checkpointing == "selective":
+        raise ConfigError(
+            "train.activation_offloading=true does not work with train.activation_checkpointing=selective, which keeps "
+            "its tensors where no other code can move them; use full or none."
+        )
+    compiles = "train.compile=true" if train.compile is True else "train.precision=fp8, which is compiled"
+    if train.activation_checkpointing == "none" and (train.compile is True or train.precision == "fp8"):
+        raise ConfigError(
+            f"train.activation_offloading=true does not work with {compiles}: a compiled layer keeps its tensors where "
+            "no other code can move them; set train.activation_checkpointing=full, whose layer inputs can be moved, "
+            "or do not compile."
         )
 
 
@@ -177,6 +201,8 @@ def _choose_compile(recipe: "Recipe", cluster: Cluster, seconds: float | None) -
         return wanted, []
     if key is not None:
         return False, [f"compile auto: off, with adapter.{key} the weights of experts change in each forward pass"]
+    if recipe.train.activation_offloading and recipe.train.activation_checkpointing == "none":
+        return False, ["compile auto: off, the activations of compiled layers cannot be offloaded"]
     if cluster.kind == "cuda":
         return True, ["compile auto: on, fused kernels are faster on a GPU"]
     if seconds is None:
@@ -196,6 +222,7 @@ def _choose_strategy(request: _Request) -> tuple[ParallelPlan, list[str]]:
         plan, line = _choose_micro_batch(request, layout)
         needs = request.estimate(plan)
         logger.debug(f"plan: {layout.strategy} needs {render_bytes(needs.total)}, micro batch {plan.micro_batch_size}")
+        _check_host_memory(request, layout, needs)
         if request.fits(needs):
             reason = "one process" if plan.world_size == 1 else "the first that fits"
             return plan, [*why, f"parallel auto: {layout.strategy}, {reason}", *line]
@@ -240,15 +267,21 @@ def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, l
 
 
 def _check_host_memory(request: _Request, layout: Layout, needs: MemoryEstimate) -> None:
-    """Raise PlanError if the offloaded state exceeds the memory of a machine."""
+    """Raise PlanError if what is offloaded exceeds the memory of a machine."""
     there, count = request.cluster.host_memory_bytes, request.cluster.devices_per_node
-    if there is not None and needs.host * count > there:
-        raise PlanError(
-            f"parallel.cpu_offload=true: {layout.strategy} needs {render_bytes(needs.host)} for parameters, gradients "
-            f"and optimizer state of each of {count} processes in host memory, {render_bytes(needs.host * count)} in "
-            f"total, but a machine has {render_bytes(there)}; use more machines, machines with more memory, or remove "
-            "parallel.cpu_offload."
-        )
+    if there is None or needs.host * count <= there:
+        return
+    offloads = {
+        "parallel.cpu_offload": "parameters, gradients and optimizer state" if layout.cpu_offload else None,
+        "train.activation_offloading": "activations" if request.recipe.train.activation_offloading else None,
+    }
+    what = {key: word for key, word in offloads.items() if word is not None}
+    raise PlanError(
+        f"{' and '.join(f'{key}=true' for key in what)}: {layout.strategy} needs {render_bytes(needs.host)} for "
+        f"{' and '.join(what.values())} of each of {count} processes in host memory, "
+        f"{render_bytes(needs.host * count)} in total, but a machine has {render_bytes(there)}; use more machines, "
+        f"machines with more memory, or remove {' or '.join(what)}."
+    )
 
 
 def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
@@ -287,6 +320,7 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
         num_fill=layout.dp_size * num_microbatches * micro_batch_size - request.recipe.global_batch_size,
         rows_per_sequence=1 if request.shape.obeys_masks or request.recipe.objective.name != "dpo" else 2,
         activation_checkpointing=request.recipe.train.activation_checkpointing,
+        activation_offloading=request.recipe.train.activation_offloading,
         compile=request.compile,
         precision=request.precision,
         optimizer=request.recipe.optim.name,

@@ -19,6 +19,9 @@ FP32_BYTES = 4
 # Copies of a chunk of fp32 logits alive at once: the logits, their softmax, and the gradient.
 LOGITS_COPIES = 3
 
+# With activation offloading: the layer that runs, and the one whose activations leave or come back.
+_LAYERS_ON_DEVICE = 2
+
 # Optimizers with state that the estimate simplifies.
 _UNCOUNTED = {
     "adafactor": "its row and column statistics are not counted",
@@ -33,8 +36,8 @@ class MemoryEstimate:
 
     The peak is at the loss, or with checkpointing at the first recomputed layer, when most of `logits` is freed.
     `buffers` covers communication, rotary tables, and a frozen weight that is dequantized for a product. `host` is not
-    part of the total: it is the state that `parallel.cpu_offload` keeps in host memory. `assumptions`: what the plan
-    uses and the estimate simplifies.
+    part of the total: it is what `parallel.cpu_offload` and `train.activation_offloading` keep in host memory.
+    `assumptions`: what the plan uses and the estimate simplifies.
     """
 
     parameters: int
@@ -63,7 +66,7 @@ def estimate_memory(
     """Estimate of one rank's peak bytes, for sequences of `sequence_len` tokens on a device of this kind."""
     tokens = plan.micro_batch_size * sequence_len
     parameters, gradients, optimizer, buffers = _states(shape, plan)
-    kept, redone = _activations(shape, plan, sequence_len, kind)
+    kept, redone, moved = _activations(shape, plan, sequence_len, kind)
     chunk, head = _logits(shape, plan, tokens)
     return MemoryEstimate(
         parameters=parameters,
@@ -72,7 +75,7 @@ def estimate_memory(
         activations=kept + redone if redone > chunk else kept,
         logits=head if redone > chunk else chunk + head,
         buffers=buffers + 2 * sequence_len * shape.head_dim * FP32_BYTES,
-        host=sum(_shard_states(shape, plan)) if plan.cpu_offload else 0,
+        host=moved + (sum(_shard_states(shape, plan)) if plan.cpu_offload else 0),
         assumptions=tuple(_list_assumptions(plan)),
     )
 
@@ -91,6 +94,8 @@ def _list_assumptions(plan: ParallelPlan) -> Iterator[str]:
         yield "adapters: copies of weights for DoRA with dropout and for new tokens are not counted"
     if plan.activation_checkpointing == "selective":
         yield "selective checkpointing keeps the outputs of matrix products and attention; this is a rough estimate"
+    if plan.activation_offloading:
+        yield "activation offloading: small tensors, which stay on the device, are counted as if they moved"
     yield "the bytes of a document mask, if the data has one, are not counted"
     yield "temporary workspace, allocator fragmentation and gradients of activations use the headroom"
 
@@ -221,8 +226,9 @@ def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _K
     return _Kept(compute, compute, mask, frozen=True, adapter=beside)
 
 
-def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> tuple[int, int]:
-    """(bytes that all layers keep for backward, additional bytes of a layer that backward recomputes)."""
+def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> tuple[int, int, int]:
+    """(bytes that are kept on the device for backward, additional bytes of a layer that backward recomputes, bytes
+    that are kept in host memory)."""
     by = _what_is_kept(shape, plan, kind)
     tokens = plan.micro_batch_size * plan.rows_per_sequence * sequence_len
     layer = _layer_bytes_per_token(shape, by, sequence_len, kind)
@@ -244,8 +250,10 @@ def _activations(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind:
     made = by.compute * (adapter.num_adapted_experts + adapter.num_quantized_experts) if adapter is not None else 0
     recomputed = plan.activation_checkpointing != "none"
     fixed, again = (0, made // shape.num_layers) if recomputed else (made, 0)
+    here = min(_LAYERS_ON_DEVICE, shape.num_layers) if plan.activation_offloading else shape.num_layers
+    moved = tokens * kept * (shape.num_layers - 1) if plan.activation_offloading else 0
     # 8: token ids
-    return int(tokens * (shape.num_layers * kept + outside + 8)) + rotary + fixed, int(tokens * redone) + again
+    return int(tokens * (here * kept + outside + 8)) + rotary + fixed, int(tokens * redone) + again, int(moved)
 
 
 def _layer_bytes_per_token(shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind) -> float:

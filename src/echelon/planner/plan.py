@@ -125,6 +125,7 @@ class ParallelPlan:
     cpu_offload: bool = False
     prefetch: Count | None = None
     activation_checkpointing: ActivationCheckpointing = "none"
+    activation_offloading: bool = False
     compile: bool = False
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerName = "adamw"
@@ -171,6 +172,7 @@ class ParallelPlan:
         sharding = self._describe_sharding() if self.uses_fully_shard else ""
         when = "each microbatch" if self.reduce_gradients == "each" else "the last microbatch"
         reduction = f"; gradients reduced after {when}" if self.dp_size > 1 else ""
+        offloading = "; activations in host memory" if self.activation_offloading else ""
         policy = self.precision
         rounding = "" if policy.rounding == "nearest" else f" ({policy.rounding} rounding)"
         compute = f"{policy.compute}, in float8 in linear layers" if policy.float8 else policy.compute
@@ -181,7 +183,7 @@ class ParallelPlan:
         moments = f"moments {policy.optimizer}" if self.optimizer != "adamw_8bit" else "moments in 8 bits"
         return [
             f"plan: {self.strategy} on {processes} (dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard})"
-            f"{sharding}{reduction}; activation checkpointing {self.activation_checkpointing}; "
+            f"{sharding}{reduction}; activation checkpointing {self.activation_checkpointing}{offloading}; "
             f"compile {'on' if self.compile else 'off'}",
             f"precision: parameters {policy.param}, compute {compute}, reduction {policy.reduce}, "
             f"master weights {policy.master}{rounding}, optimizer {self.optimizer} with {moments}",

@@ -49,6 +49,7 @@ _NAMES: Mapping[str, str] = {
     "train.compile": "torch_compile compile.enable",
     "train.activation_checkpointing": "gradient_checkpointing activation_checkpoint.mode "
     "distributed.activation_checkpointing",
+    "train.activation_offloading": "activation_offloading enable_activation_offloading",
     "train.deterministic": "full_determinism debug.deterministic",
     "train.log_every": "logging_steps metrics.log_freq",
     "train.evals_per_epoch": "evals_per_epoch",

@@ -84,6 +84,11 @@ class TrainConfig(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none", description="Recompute activations in the backward pass to save memory."
     )
+    activation_offloading: Flag = Field(
+        False,
+        description="Keep what the layers save for the backward pass in host memory, copied beside the computation. "
+        "For GPUs.",
+    )
     deterministic: Flag = Field(False, description="Use only operations whose results are bit for bit reproducible.")
     callbacks: Callbacks = Field((), description="Code of your own that is told of steps, evaluations and saves.")
     log_every: Count = Field(1, description="Steps between console lines.")

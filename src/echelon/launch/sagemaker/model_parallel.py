@@ -40,16 +40,10 @@ class _Other:
     fix: str
 
 
-_OFFLOAD = _Other(
-    "v2", (False,), "activations stay on the GPU", "echelon does not offload activations; set it to false, and "
-    "train.activation_checkpointing=full to save their memory",
-)  # fmt: skip
 _PIPELINE = "it belongs to the pipeline, which echelon does not have"
 _OTHERS: dict[str, _Other] = {
-    "sm_activation_offloading": _OFFLOAD,
-    "offload_activations": _Other("v1", _OFFLOAD.same, _OFFLOAD.why, _OFFLOAD.fix),
     "activation_loading_horizon": _Other(
-        "v2", (), "", "it belongs to activation offloading, which echelon does not do; remove it"
+        "v2", (1,), "activations come back one layer ahead", "activations come back one layer ahead; remove it"
     ),
     "fsdp_cache_flush_warnings": _Other("v2", (True, False), "it controls warnings of the library", ""),
     "allow_empty_shards": _Other("v2", (True, False), "shards may always be empty", ""),
@@ -89,6 +83,8 @@ _OTHERS: dict[str, _Other] = {
 # parameter: its version, its recipe key, and the key's value for true; None: the parameter's own value
 _SETTINGS: dict[str, tuple[Version, str, Any]] = {
     "random_seed": ("v2", "run.seed", None),
+    "sm_activation_offloading": ("v2", "train.activation_offloading", True),
+    "offload_activations": ("v1", "train.activation_offloading", True),
     "sdp_gradient_clipping": ("v1", "optim.max_grad_norm", None),
     "fp16": ("v1", "train.precision", "fp16"),
     "bf16": ("v1", "train.precision", "bf16"),

@@ -175,7 +175,9 @@ def _carry_recomputation(ledger: Ledger, defaults: Defaults) -> None:
     value = ledger.take(full)
     ledger.put("train.activation_checkpointing", "full" if value else "none", f"{full}: {show_value(value)}")
     if value not in (True, False):
-        ledger.differ(full, "activations are recomputed, not moved to host memory.")
+        ledger.differ(
+            full, "activations are recomputed, not moved to host memory; train.activation_offloading=true does both."
+        )
 
 
 def carry_optimizer(ledger: Ledger, tool: Tool, defaults: Defaults, steps: int | None) -> None:

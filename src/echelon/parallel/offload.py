@@ -1,0 +1,245 @@
+"""Activation offloading: what a decoder layer keeps for its backward pass waits in host memory.
+
+While a layer runs, a side stream copies what autograd saves to pinned host memory. The next layer still computes when
+the last of these copies ends; then the device memory is free again. In the backward pass the tensors of a layer come
+back while the layer after it is differentiated. At most two layers have their activations on the device.
+
+Device memory is allocated on the stream that computes, in both directions, and given back to it only after it waited
+for the copies. So the allocator needs no record of other streams, and the peak does not depend on timing.
+"""
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+# Smaller storages stay on the device: they are many, and starting a copy takes as long as copying this much.
+SMALLEST = 2**20
+# What autocast does to a weight before a matrix product saves it.
+_CASTS = ("ToCopyBackward0", "TBackward0")
+
+
+class SideStream:
+    """Copies between the GPU of this process and pinned host memory, one after the other, beside the computation."""
+
+    device_type = "cuda"
+    """Of the tensors that are copied to the host."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def allocate(self, size: int) -> Tensor:
+        """Return pinned host memory, uint8 [size]."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
+        """Copy, as soon as everything is done that the current stream has to do so far. Return the event of its end."""
+        if self._stream is None:  # the device of this process is known only when layers run
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            end: torch.cuda.Event = self._stream.record_event()
+        return end
+
+    def wait(self, event: Any) -> None:
+        """Make the current stream wait for an event of `copy`. The host does not wait."""
+        torch.cuda.current_stream().wait_event(event)
+
+
+class _Buffers:
+    """Host memory, used again and again: pinning it is slow. Sizes are powers of two, as torch's own are."""
+
+    def __init__(self, side: SideStream) -> None:
+        self._side = side
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, size: int) -> Tensor:
+        """Return a buffer of at least `size` bytes."""
+        room = 1 << (size - 1).bit_length()
+        return self._free[room].pop() if self._free[room] else self._side.allocate(room)
+
+    def give_back(self, buffers: Iterable[Tensor]) -> None:
+        """Take buffers back. Their next copy comes after all earlier ones, so none is overwritten too early."""
+        for buffer in buffers:
+            self._free[len(buffer)].append(buffer)
+
+
+@dataclass(eq=False)
+class _Storage:
+    """A storage that left the device: its bytes in host memory, and on the device while it is there again."""
+
+    bytes: Tensor
+    device: torch.device
+    loaded: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor that autograd saved, as a view of a storage that left the device."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+    def restore(self) -> Tensor:
+        """Return the tensor. Its storage must be on the device."""
+        assert self.storage.loaded is not None
+        empty = torch.empty(0, dtype=self.dtype, device=self.storage.device)
+        return empty.set_(self.storage.loaded.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class _Shelf:
+    """What autograd saves in one call of a layer. Autograd holds the shelf as long as it needs any of it.
+
+    Whole storages move, each once: several operations save the same tensor or views of it, and a view keeps its whole
+    storage alive.
+    """
+
+    def __init__(
+        self, side: SideStream, buffers: _Buffers, kept: frozenset[int] | None, smallest: int, before: "_Shelf | None"
+    ) -> None:
+        """`kept`: addresses of storages that stay on the device; None if all do. `before`: the previous layer's."""
+        self._side = side
+        self._buffers = buffers
+        self._kept = kept
+        self._smallest = smallest
+        self._before = None if before is None else weakref.ref(before)
+        self._storages: dict[int, _Storage] = {}
+        self._taken: list[Tensor] = []
+        self._leaving: list[tuple[Tensor, int]] = []
+        self._last: Any = None  # the event of the last copy
+        self._is_open = self._comes_back = False
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        """Take a tensor that autograd saves: start its copy, unless it stays on the device."""
+        held = tensor.detach()  # without its graph, which refers to this shelf
+        if not self._leaves(tensor):
+            return held
+        source = tensor.untyped_storage()
+        stored = self._storages.get(source.data_ptr())
+        if stored is None:
+            buffer = self._buffers.take(source.nbytes())
+            stored = _Storage(buffer[: source.nbytes()], tensor.device)
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(source)
+            self._last = self._side.copy(stored.bytes, whole)
+            self._storages[source.data_ptr()] = stored
+            self._taken.append(buffer)
+            self._leaving.append((held, held._version))
+        return _View(stored, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _leaves(self, tensor: Tensor) -> bool:
+        if self._kept is None or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        is_large = tensor.device.type == self._side.device_type and storage.nbytes() >= self._smallest
+        return is_large and storage.data_ptr() not in self._kept and not _is_cast_weight(tensor)
+
+    def release(self) -> None:
+        """Free the device memory of what was copied, as soon as the copies are done.
+
+        Raises:
+            RuntimeError: a tensor was changed in place, so that its copy may have either value.
+        """
+        if self._leaving:
+            self._side.wait(self._last)
+        changed = [held.shape for held, version in self._leaving if held._version != version]
+        self._leaving.clear()
+        if changed:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(changed[0])} that the backward pass needs was changed in place; with "
+                "train.activation_offloading=false, PyTorch's own message says by which operation."
+            )
+
+    def unpack(self, packed: Tensor | _View) -> Tensor:
+        """Return a saved tensor in the backward pass. The first call makes what the previous layer saved come back."""
+        if not self._is_open:
+            self._is_open = True
+            self._load()
+            if self._comes_back:
+                self._side.wait(self._last)
+                self._comes_back = False
+            before = None if self._before is None else self._before()
+            if before is not None:
+                before._load()
+        return packed if isinstance(packed, Tensor) else packed.restore()
+
+    def _load(self) -> None:
+        self.release()
+        for storage in self._storages.values():
+            if storage.loaded is None:
+                self._comes_back = True
+                storage.loaded = torch.empty_like(storage.bytes, device=storage.device)
+                self._last = self._side.copy(storage.loaded, storage.bytes)
+
+    def __del__(self) -> None:
+        if self._leaving or self._comes_back:  # a backward pass that did not run; copies still use the memory
+            self._side.wait(self._last)
+        self._buffers.give_back(self._taken)
+
+
+def _is_cast_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter in another dtype, which autocast makes once for all microbatches of a pass."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in _CASTS:
+        node = node.next_functions[0][0]
+    return hasattr(node, "variable")  # the node that accumulates a parameter's gradient
+
+
+class _Offloading:
+    """Offloads what the layers of a decoder save, the last one excepted: its backward pass comes first."""
+
+    def __init__(self, side: SideStream, num_layers: int, smallest: int) -> None:
+        self._side = side
+        self._buffers = _Buffers(side)
+        self._num_layers = num_layers
+        self._smallest = smallest
+        self._newest: weakref.ref[_Shelf] | None = None
+
+    def run(self, index: int, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer's forward returns."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        before = None if index == 0 or self._newest is None else self._newest()
+        kept = None if index == self._num_layers - 1 else _find_kept(layer, args, kwargs)
+        shelf = _Shelf(self._side, self._buffers, kept, self._smallest, before)
+        with saved_tensors_hooks(shelf.pack, shelf.unpack):
+            output = forward(*args, **kwargs)
+        self._newest = weakref.ref(shelf)
+        if before is not None:
+            before.release()
+        return output
+
+
+def _find_kept(layer: nn.Module, args: Sequence[Any], kwargs: Any) -> frozenset[int]:
+    """Return the addresses of storages that a layer does not own: weights, and what all layers get, such as masks."""
+    shared = tree_leaves((args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}))
+    tensors = [*layer.parameters(), *layer.buffers(), *(each for each in shared if isinstance(each, Tensor))]
+    return frozenset(each.untyped_storage().data_ptr() for each in tensors)
+
+
+def apply_activation_offloading(
+    layers: nn.ModuleList, side: SideStream | None = None, smallest: int = SMALLEST
+) -> None:
+    """Make decoder layers keep what their backward pass needs in host memory, in place.
+
+    Gradients stay the same, bit for bit. Around checkpointed layers, only their inputs move. Compiled layers must be
+    checkpointed in full: other tensors that a compiled graph saves do not pass autograd's hooks.
+
+    Args:
+        layers: in the order in which they run; their first argument is the hidden states.
+        side: what copies; None copies from the GPU of this process.
+        smallest: bytes of the smallest storage that moves.
+    """
+    offloading = _Offloading(side or SideStream(), len(layers), smallest)
+    for index, layer in enumerate(layers):
+        layer.forward = functools.partial(offloading.run, index, layer, layer.forward)

@@ -1,0 +1,52 @@
+"""Activation offloading under `fully_shard` in real processes: the same loss and gradients as without it."""
+
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import echelon.parallel
+from echelon.data.loader import Microbatch
+from echelon.distributed.mesh import build_mesh
+from echelon.engines.native import build_native_engine
+from echelon.model.build import load_config
+from echelon.objectives.causal_lm import CausalLM
+from echelon.parallel.offload import apply_activation_offloading
+from echelon.planner.plan import ParallelPlan, Precision
+from echelon.recipe import load_recipe
+from families import small_config
+from late_copies import LateCopies
+from training import Row, write_recipe
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+FSDP = {"dp_shard": 2, "reshard_after_forward": True, "reduce_gradients": "each"}
+CONFIG = {**small_config("llama"), "num_hidden_layers": 4}
+
+
+def train_step(rank, world_size, path, plan):
+    """The loss and the norm of the gradients of two microbatches; the number of copies."""
+    side = LateCopies()
+    apply = partial(apply_activation_offloading, side=side, smallest=1)
+    recipe, _ = load_recipe(Path(path))
+    meshes, device = build_mesh(plan, "cpu"), torch.device("cpu")
+    with mock.patch.object(echelon.parallel, "apply_activation_offloading", apply):
+        engine = build_native_engine(recipe, load_config(CONFIG), plan, meshes, CausalLM(), device)
+    tokens, places = torch.arange(32).view(2, 16) + rank, np.arange(2, dtype=np.int64)
+    batch = Microbatch(tokens, tokens, places, places)
+    sums = engine.forward_backward(0, [batch, batch], torch.tensor(64.0))
+    return float(sums.loss), float(engine.clip(None)), side.diary.count("save"), side.diary.count("load")
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_sharded_layers_have_the_same_gradients(workers, text, tmp_path, checkpointing, compute):
+    path = str(write_recipe(Row(), tmp_path, text, steps=4))
+    common = {"precision": Precision(compute=compute), "activation_checkpointing": checkpointing}
+    plans = [ParallelPlan("fsdp", activation_offloading=each, **common, **FSDP) for each in (False, True)]
+    plain, offloaded = (workers.run(train_step, 2, path, plan)[0] for plan in plans)
+    assert offloaded[:2] == plain[:2]
+    assert plain[2:] == (0, 0) and offloaded[2] == offloaded[3] > 0
