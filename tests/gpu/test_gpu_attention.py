@@ -4,11 +4,16 @@ import pytest
 import torch
 
 from echelon.model.build import load_config
+from echelon.model.flex_attention import FLEX, has_flex
 from echelon.model.varlen_attention import VARLEN, has_kernel
+from echelon.parallel.activation import apply_activation_checkpointing
+from echelon.parallel.compilation import apply_compile
 from families import small_config, small_model
 from test_document_mask import FIELDS, LENGTHS, loss_alone, losses, packed
 
 pytestmark = pytest.mark.gpu
+
+CAPPED = {"attn_logit_softcapping": 0.5, "sliding_window": 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -42,3 +47,36 @@ def test_a_training_step_keeps_documents_apart_without_waiting(gpu):
             module(batch, CausalLM().loss_sum).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_soft_capped_documents_have_the_loss_that_eager_attention_gives_them_alone(gpu, dtype):
+    assert has_flex(gpu.device, dtype, load_config(small_config("gemma2")))
+    eager, flex = (small_model("gemma2", **CAPPED).eval().to(gpu.device) for _ in range(2))
+    flex.set_attn_implementation(FLEX)
+    batch, changed = packed().to(gpu.device), packed(changed=(0, 1)).to(gpu.device)
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        found, after = losses(flex, batch), losses(flex, changed)
+        for row, lengths in enumerate(LENGTHS):
+            for number in range(len(lengths)):
+                expected = loss_alone(eager, batch, row, number)
+                torch.testing.assert_close(found[row, number], expected, rtol=0.02, atol=0.02)
+    assert [place for place in found if not torch.equal(found[place], after[place])] == [(0, 1)]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager layers", "compiled layers"])
+def test_gradients_of_soft_capped_attention_are_those_of_eager_attention(gpu, compiles, checkpointing):
+    from echelon.objectives.causal_lm import CausalLM
+    from echelon.objectives.outputs import ObjectiveModule
+
+    eager, flex = (small_model("gemma2", **CAPPED).to(gpu.device) for _ in range(2))
+    flex.set_attn_implementation(FLEX)
+    apply_activation_checkpointing(flex.model.layers, checkpointing)
+    if compiles:
+        apply_compile(flex.model.layers, "inductor")
+    for model in (eager, flex):
+        ObjectiveModule(model)(packed().to(gpu.device), CausalLM().loss_sum).backward()
+    for (name, expected), parameter in zip(eager.named_parameters(), flex.parameters(), strict=True):
+        error = (parameter.grad - expected.grad).norm() / expected.grad.norm().clamp(min=1e-8)
+        assert error < 1e-2, name

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echelon.distributed.mesh import build_mesh
-from echelon.engines import native
+from echelon.engines import kernels
 from echelon.model import varlen_attention
 from echelon.model.attention import PLAIN_CAUSAL
 from echelon.model.build import build_on_meta, load_config
@@ -70,7 +70,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(kernel, fault, monkey
         return attend_documents(*args, **(kwargs | changes))
 
     monkeypatch.setattr(varlen_attention, "varlen_attn", faulty)
-    assert find_error(varlen_attention._run_kernel, CPU, torch.bfloat16, 16) > varlen_attention._TOLERANCE
+    assert find_error(varlen_attention._run_kernel, CPU, torch.bfloat16, 16) > varlen_attention.TOLERANCE
 
 
 def test_only_gpus_have_the_kernel():
@@ -129,10 +129,10 @@ def alone():
     ],
 )
 def test_the_kernel_is_used_where_it_works(alone, monkeypatch, family, fields, here, chosen):
-    monkeypatch.setattr(native, "has_kernel", lambda *_: here)
+    monkeypatch.setattr(kernels, "has_kernel", lambda *_: here)
     wanted = fields.get("attn_implementation")
     recipe, _ = parse_recipe(DEMO, "recipe.yaml", [] if wanted is None else [f"model.attn_implementation={wanted}"])
     config = load_config({**small_config(family), **({} if wanted else fields)})
     skeleton = build_on_meta(config, wanted)
-    native._choose_kernel(skeleton, recipe, PLAN, alone, CPU)
+    kernels.choose_attention_kernel(skeleton, recipe, PLAN, alone, CPU)
     assert skeleton.config._attn_implementation == chosen

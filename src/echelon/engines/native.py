@@ -17,6 +17,7 @@ from echelon.checkpoint.first_weights import open_weights
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import Meshes
 from echelon.engines.engine import Finding
+from echelon.engines.kernels import choose_attention_kernel
 from echelon.engines.probe import Probe
 from echelon.model.adapters import apply_adapter, initialize_adapter, plain_name
 from echelon.model.attention import describe_document_mask
@@ -26,8 +27,7 @@ from echelon.model.pissa import PrincipalParts
 from echelon.model.quantization import Quantized
 from echelon.model.router import choose_router_loss
 from echelon.model.sharding import local_part, whole
-from echelon.model.traits import Traits, apply_plain_causal, find_traits
-from echelon.model.varlen_attention import VARLEN, has_kernel
+from echelon.model.traits import Traits
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective
 from echelon.objectives.outputs import ObjectiveModule
@@ -246,33 +246,6 @@ def build_reference(
     return module.eval()
 
 
-def _agree_on_traits(skeleton: PreTrainedModel, sequence_len: int, meshes: Meshes) -> Traits:
-    """Return the traits that rank 0 finds, so that the machines of all ranks compute the same. Collective."""
-    found = [find_traits(skeleton, sequence_len) if dist.get_rank(meshes.everyone) == 0 else None]
-    dist.broadcast_object_list(found, group=meshes.everyone, group_src=0)
-    assert found[0] is not None
-    return found[0]
-
-
-def _choose_kernel(
-    skeleton: PreTrainedModel, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, device: torch.device
-) -> Traits:
-    """Choose between ways to compute the same attention, and return the model's traits. Collective."""
-    if recipe.model.attn_implementation is None and skeleton.config._attn_implementation == "sdpa":
-        fits = [False] * dist.get_world_size(meshes.everyone)
-        here = has_kernel(device, getattr(torch, plan.precision.compute), skeleton.config)
-        dist.all_gather_object(fits, here, group=meshes.everyone)
-        if all(fits):
-            skeleton.set_attn_implementation(VARLEN)
-            traits = _agree_on_traits(skeleton, recipe.data.sequence_len, meshes)
-            if traits.mask == "lengths" and traits.skips_mask:
-                return traits
-            skeleton.set_attn_implementation("sdpa")
-    traits = _agree_on_traits(skeleton, recipe.data.sequence_len, meshes)
-    apply_plain_causal(skeleton, traits)
-    return traits
-
-
 def _find_copies(plan: ParallelPlan, meshes: Meshes) -> dist.ProcessGroup | None:
     """Return the ranks with a copy of the model that may divide the work of an optimizer step.
 
@@ -301,7 +274,7 @@ def build_native_engine(
         new_token_ids: ids of `model.new_tokens`, whose rows are trained in addition to an adapter.
     """
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
-    traits = _choose_kernel(skeleton, recipe, plan, meshes, device)
+    traits, attention = choose_attention_kernel(skeleton, recipe, plan, meshes, device)
     model = copy.deepcopy(skeleton)
     if recipe.adapter.is_adapter:
         apply_adapter(model, recipe.adapter, new_token_ids)
@@ -326,5 +299,5 @@ def build_native_engine(
     optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed, copies)
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
     steps = SingleStage(parallel, recipe.run.seed, None if router.loss is None else router.loss.strength)
-    lines = () if router.line is None else (router.line,)
+    lines = [line for line in (attention, router.line) if line is not None]
     return NativeEngine(parallel, model, optimizer, objective, steps, traits, loss_scale, principal, lines, meshes.pp)

@@ -20,6 +20,7 @@ from transformers.masking_utils import (
 
 from echelon.errors import ConfigError
 from echelon.model.blocked_attention import blocked_attention
+from echelon.model.flex_attention import FLEX, get_softcap
 from echelon.model.parts import autocast_dtype, unwrapped
 from echelon.model.varlen_attention import VARLEN, count_starts, find_starts
 
@@ -35,7 +36,7 @@ that restart, from which `transformers` builds the masks. `lengths`: the start o
 """
 
 # Implementations that can keep documents apart: by a mask of `transformers`, or (flash) by the start of each document.
-_MASKED = ("sdpa", "eager", "flex_attention")
+_MASKED = ("sdpa", "eager", "flex_attention", FLEX, PLAIN_CAUSAL)
 _FLASH = ("flash_attention_2", "flash_attention_3")
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -49,7 +50,7 @@ def choose_attention(config: PretrainedConfig, wanted: str | None) -> str | None
     Raises:
         ConfigError: the recipe requests `sdpa`, which cannot compute this model.
     """
-    softcap = getattr(config, "attn_logit_softcapping", None)
+    softcap = get_softcap(config)
     if softcap is None:
         return wanted
     if wanted == "sdpa":
@@ -64,7 +65,7 @@ def find_forms(attention: str | None) -> tuple[MaskForm, ...]:
     """Return the forms of mask that an attention implementation can use, the preferred one first."""
     if attention in (*_FLASH, VARLEN):
         return ("lengths",)
-    if attention in (*_MASKED, PLAIN_CAUSAL):
+    if attention in _MASKED:
         return ("by_layer", "full", "window", "positions")
     return ()
 
@@ -78,7 +79,7 @@ def describe_document_mask(attention: str, form: MaskForm | None) -> str:
     """Return a line for the user on how documents are kept apart."""
     if form is None:
         return "attention: the documents of a sequence run as sequences of their own; the model obeys no document mask"
-    name = {PLAIN_CAUSAL: "sdpa", VARLEN: "torch's flash kernels"}.get(attention, attention)
+    name = {PLAIN_CAUSAL: "sdpa", VARLEN: "torch's flash kernels", FLEX: "flex attention"}.get(attention, attention)
     how = {"positions": "with position ids that restart", "lengths": "with the start of each document"}
     built = how.get(form, "with a mask built once per microbatch")
     return f"attention: the documents of a sequence do not attend to each other; {name}, {built}"

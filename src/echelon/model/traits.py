@@ -46,6 +46,8 @@ _SPANS = ("sliding_window", "window_size", "attention_chunk_size", "index_topk")
 _SHORT_SPAN = 4
 # The field of rotary embeddings that change with the longest position in a batch, and its value in the copy.
 _ROPE_LIMIT, _SHORT_ROPE = "original_max_position_embeddings", 8
+# A cap of attention scores that changes logits: those of random weights are about 1.
+_SHORT_CAP = 1.0
 # Logits may differ by this fraction of the largest one; a wrong mask or head changes them by 1e-2 or more.
 _TOLERANCE = 1e-5
 
@@ -89,6 +91,24 @@ def apply_plain_causal(model: PreTrainedModel, traits: Traits) -> None:
     """
     if model.config._attn_implementation == "sdpa" and traits.skips_mask and traits.mask != "positions":
         model.set_attn_implementation(PLAIN_CAUSAL)
+
+
+def computes_as_eager(model: PreTrainedModel, attention: str, sequence_len: int | None = None) -> bool:
+    """Whether a soft-capped model computes with another attention what it computes with eager attention.
+
+    By a small copy on the CPU, with a cap that changes its logits. Keeps the global random state.
+    """
+    config = copy.deepcopy(model.config)
+    config.get_text_config().attn_logit_softcapping = _SHORT_CAP
+    with _quiet():
+        try:
+            small = _build_copies(type(model), config, "eager", sequence_len)[0]
+            tokens = random_tokens(small, 2, _LENGTH)
+            expected = _logits(small, tokens)
+            small.set_attn_implementation(attention)
+            return _is_close(_logits(small, tokens), expected)
+        except Exception:  # a family may fail in any way
+            return False
 
 
 def describe_obstacle(traits: Traits, config: PretrainedConfig) -> str | None:

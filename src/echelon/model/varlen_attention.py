@@ -24,7 +24,7 @@ _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _HALVES = (torch.bfloat16, torch.float16)
 # Outputs and gradients of the kernels may differ from those in fp32 by this fraction of their norm. Rounding to bf16 is
 # 20 times smaller; a wrong argument makes a difference of the order of 1.
-_TOLERANCE = 0.1
+TOLERANCE = 0.1
 
 
 def count_starts(num_documents: int) -> int:
@@ -58,34 +58,44 @@ def has_kernel(device: torch.device, dtype: torch.dtype, config: PretrainedConfi
 
     Runs them once, forward and backward, on a few short documents with a window, and compares with the mask in fp32.
     """
+    width = head_width(config)
+    if device.type != "cuda" or dtype not in _HALVES or width is None or width > _WIDEST:
+        return False
+    return find_error(_run_kernel, device, dtype, width) < TOLERANCE
+
+
+def head_width(config: PretrainedConfig) -> int | None:
+    """Return the width of a model's heads; None if it is not known, or values have another than queries."""
     text = config.get_text_config()
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
-    if device.type != "cuda" or dtype not in _HALVES or not heads or not hidden:
-        return False
-    width = getattr(text, "head_dim", None) or hidden // heads
-    if width > _WIDEST or getattr(text, "v_head_dim", width) != width:
-        return False
-    return find_error(_run_kernel, device, dtype, width) < _TOLERANCE
+    if not heads or not hidden:
+        return None
+    width: int = getattr(text, "head_dim", None) or hidden // heads
+    return width if getattr(text, "v_head_dim", width) == width else None
 
 
-def find_error(attend: Any, device: torch.device, dtype: torch.dtype, width: int) -> float:
+def find_error(
+    attend: Any, device: torch.device, dtype: torch.dtype, width: int, reference: Any = None, stretch: int = 1
+) -> float:
     """Return the largest relative error of the output and the gradients; infinite if the call fails.
 
     Args:
         attend: takes query, key, value, starts, window and scale; returns [batch, seq, heads, width].
+        reference: computes the same in fp32; None for plain attention with a mask.
+        stretch: the factor on the lengths of documents, 7 to 41.
     """
-    heads, key_heads = 4, 2
+    heads, key_heads, length = 4, 2, 48 * stretch
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
-        shapes = [(2, heads, 48, width), (2, key_heads, 48, width), (2, key_heads, 48, width)]
+        shapes = [(2, heads, length, width), (2, key_heads, length, width), (2, key_heads, length, width)]
         inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
-        gradient = torch.randn(2, 48, heads, width, device=device)
-    positions = torch.cat([torch.arange(length, device=device) for length in (20, 28, 7, 41)]).view(2, 48)
+        gradient = torch.randn(2, length, heads, width, device=device)
+    positions = torch.cat([torch.arange(stretch * each, device=device) for each in (20, 28, 7, 41)]).view(2, length)
     starts, errors = find_starts(positions, 8)["cu_seq_lens_q"], list[float]()
-    for window in (None, 9):
+    for window in (None, 9 * stretch):
         exact = [each.detach().float().requires_grad_() for each in inputs]
         query, key, value = exact
-        expected = _attend_masked(query, key, value, starts, window, width**-0.5)
+        expected = (reference or _attend_masked)(query, key, value, starts, window, width**-0.5)
         try:
             found = attend(*inputs, starts, window, width**-0.5)
             pairs = [(found.float(), expected)]
@@ -121,6 +131,14 @@ def _attend_masked(
     dropout: float = 0.0,
 ) -> Tensor:
     """The same with a mask. Queries may be fewer than keys; they are the last ones."""
+    shared = query.shape[1] != key.shape[1]
+    mask = find_visible(query, key, starts, window)
+    output = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale, enable_gqa=shared)
+    return output.transpose(1, 2)
+
+
+def find_visible(query: Tensor, key: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
+    """Return which keys a query attends to, bool [batch, 1, queries, keys]; `starts` as of `find_starts`."""
     batch, length, device = query.shape[0], key.shape[2], query.device
     places = torch.arange(length, device=device)
     queries = places[length - query.shape[2] :]
@@ -128,12 +146,15 @@ def _attend_masked(
     if window is not None:
         mask = mask & (queries[:, None] - places < window)
     if starts is not None:
-        everything = torch.arange(batch * length, dtype=starts.dtype, device=device)
-        documents = torch.bucketize(everything, starts, right=True).view(batch, length)
+        documents = number_documents(starts, batch, length)
         mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
-    shared = query.shape[1] != key.shape[1]
-    output = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale, enable_gqa=shared)
-    return output.transpose(1, 2)
+    return mask
+
+
+def number_documents(starts: Tensor, batch: int, length: int) -> Tensor:
+    """Return the number of the document of each position, [batch, seq]; `starts` as of `find_starts`."""
+    everything = torch.arange(batch * length, dtype=starts.dtype, device=starts.device)
+    return torch.bucketize(everything, starts, right=True).view(batch, length)
 
 
 def _attend(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from echelon.model import blocked_attention, varlen_attention  # noqa: F401  (define operations that are kept)
+from echelon.model import blocked_attention, flex_attention, varlen_attention  # noqa: F401  (define operations that are kept)
 
 # What `selective` keeps: results of matrix products and attention, the costly part of a layer. The rest is recomputed.
 KEPT_OPERATIONS = {
@@ -20,6 +20,7 @@ KEPT_OPERATIONS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.higher_order.flex_attention,
     torch.ops.echelon.blocked_attention.default,
 }
 

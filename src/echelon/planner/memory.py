@@ -76,11 +76,13 @@ def estimate_memory(
         logits=head if redone > chunk else chunk + head,
         buffers=buffers + 2 * sequence_len * shape.head_dim * FP32_BYTES,
         host=moved + (sum(_shard_states(shape, plan)) if plan.cpu_offload else 0),
-        assumptions=tuple(_list_assumptions(plan)),
+        assumptions=tuple(_list_assumptions(shape, plan, kind)),
     )
 
 
-def _list_assumptions(plan: ParallelPlan) -> Iterator[str]:
+def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> Iterator[str]:
+    if shape.parts.attention_matrix and kind == "cuda":
+        yield "soft-capped attention is flex attention, which keeps no scores; eager attention needs more"
     if plan.compile:
         yield "activations are those of eager execution; a compiled model needs less"
     if not plan.uses_fully_shard and plan.dp_replicate > 1:
@@ -279,7 +281,7 @@ def _attention_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind: Devi
     if parts.head_norms:
         kept = FP32_BYTES if by.frozen else 2 * FP32_BYTES if parts.norm == "rms_fp32" else FP32_BYTES + compute
         head_norms = (query + key_value) * kept + FP32_BYTES * (shape.num_heads + shape.num_kv_heads)
-    if parts.attention_matrix:
+    if parts.attention_matrix and kind == "cpu":  # GPUs have flex attention
         # soft-capped scores, fp32 softmax, its cast copy; key and value are repeated for every query head
         cast = compute if compute != FP32_BYTES else 0
         return head_norms + 4 * compute * query + scores * (compute + FP32_BYTES + cast)

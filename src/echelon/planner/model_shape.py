@@ -17,9 +17,9 @@ class LayerParts:
     """Properties of a decoder layer, beyond its widths, that its saved activations depend on.
 
     norm: "rms" multiplies by its weight in the input's dtype (Llama), "rms_fp32" in fp32 (Gemma), "layer" is LayerNorm.
-    mlp_saved: tensors of the intermediate width that backward needs. attention_matrix: the scores are kept, because
-    soft-capping rules out fused attention. separate_projections: q, k and v (gate and up) are separate modules.
-    logits_softcap: the head's logits go through a tanh, whose result is kept.
+    mlp_saved: tensors of the intermediate width that backward needs. attention_matrix: the scores are kept on CPUs,
+    because soft-capping rules out fused attention there. separate_projections: q, k and v (gate and up) are separate
+    modules. logits_softcap: the head's logits go through a tanh, whose result is kept.
     """
 
     norm: NormKind = "rms"

@@ -1,0 +1,58 @@
+"""Chooses between kernels that compute the same, by tests on the devices of all ranks."""
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from echelon.distributed.mesh import Meshes
+from echelon.model.flex_attention import FLEX, get_softcap, has_flex
+from echelon.model.traits import Traits, apply_plain_causal, computes_as_eager, find_traits
+from echelon.model.varlen_attention import VARLEN, has_kernel
+from echelon.planner.plan import ParallelPlan
+from echelon.recipe import Recipe
+
+_EAGER = "attention: eager, because this GPU's flex attention does not compute the model's soft-capped attention"
+_FLEX = "attention: flex attention, whose kernels cap the scores"
+
+
+def choose_attention_kernel(
+    skeleton: PreTrainedModel, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, device: torch.device
+) -> tuple[Traits, str | None]:
+    """Choose the attention of a model on meta, unless the recipe names one, and set it. Collective.
+
+    Returns:
+        The model's traits, and a line for the user about soft-capped attention on a GPU.
+    """
+    length, dtype = recipe.data.sequence_len, getattr(torch, plan.precision.compute)
+    default = skeleton.config._attn_implementation if recipe.model.attn_implementation is None else None
+    if default == "sdpa" and _agree(has_kernel(device, dtype, skeleton.config), meshes):
+        skeleton.set_attn_implementation(VARLEN)
+        traits = _agree_on_traits(skeleton, length, meshes)
+        if traits.mask == "lengths" and traits.skips_mask:
+            return traits, None
+        skeleton.set_attn_implementation(default)
+    has_cap = default == "eager" and get_softcap(skeleton.config) is not None
+    if has_cap and _agree(has_flex(device, dtype, skeleton.config), meshes):
+        skeleton.set_attn_implementation(FLEX)
+        traits = _agree_on_traits(skeleton, length, meshes)
+        if traits.mask is not None and _agree(computes_as_eager(skeleton, FLEX, length), meshes):
+            return traits, _FLEX
+        skeleton.set_attn_implementation(default)
+    traits = _agree_on_traits(skeleton, length, meshes)
+    apply_plain_causal(skeleton, traits)
+    return traits, _EAGER if has_cap and device.type == "cuda" else None
+
+
+def _agree_on_traits(skeleton: PreTrainedModel, sequence_len: int, meshes: Meshes) -> Traits:
+    """Return the traits that rank 0 finds, so that the machines of all ranks compute the same. Collective."""
+    found = [find_traits(skeleton, sequence_len) if dist.get_rank(meshes.everyone) == 0 else None]
+    dist.broadcast_object_list(found, group=meshes.everyone, group_src=0)
+    assert found[0] is not None
+    return found[0]
+
+
+def _agree(here: bool, meshes: Meshes) -> bool:
+    """Whether all ranks say yes. Collective."""
+    answers = [False] * dist.get_world_size(meshes.everyone)
+    dist.all_gather_object(answers, here, group=meshes.everyone)
+    return all(answers)
