@@ -6,11 +6,15 @@ from transformers import PreTrainedModel
 
 from echelon.distributed.mesh import Meshes
 from echelon.model.flex_attention import FLEX, get_softcap, has_flex
+from echelon.model.liger import find_obstacle, is_installed
 from echelon.model.traits import Traits, apply_plain_causal, computes_as_eager, find_traits
 from echelon.model.varlen_attention import VARLEN, has_kernel
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 
+# Tokens of the test of Liger's kernels: enough that a kernel takes longer than its launch.
+_MOST_TOKENS = 4096
+_LIGER = "kernels: Liger's for norms, rotary embeddings and MLPs, which are equal up to rounding and faster here"
 _EAGER = "attention: eager, because this GPU's flex attention does not compute the model's soft-capped attention"
 _FLEX = "attention: flex attention, whose kernels cap the scores"
 
@@ -41,6 +45,29 @@ def choose_attention_kernel(
     traits = _agree_on_traits(skeleton, length, meshes)
     apply_plain_causal(skeleton, traits)
     return traits, _EAGER if has_cap and device.type == "cuda" else None
+
+
+def choose_liger(
+    skeleton: PreTrainedModel, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, device: torch.device
+) -> tuple[bool, str | None]:
+    """Choose whether the layers of a model get Liger's kernels, which they do not yet. Collective.
+
+    They may be used for adapters on GPUs in half precision, in layers that are not compiled, if the package is
+    installed: with frozen weights, elementwise operations are a large part of a step.
+
+    Returns:
+        Whether to call `apply_liger`, and a line for the user if there is a choice.
+    """
+    is_eager = recipe.adapter.is_adapter and not plan.compile and not recipe.train.deterministic
+    is_half = device.type == "cuda" and plan.precision.compute != "float32"
+    if not _agree(is_eager and is_half and is_installed(), meshes):
+        return False, None
+    num_tokens = min(plan.micro_batch_size * recipe.data.sequence_len, _MOST_TOKENS)
+    obstacles: list[str | None] = [None] * dist.get_world_size(meshes.everyone)
+    here = find_obstacle(skeleton, device, getattr(torch, plan.precision.compute), num_tokens)
+    dist.all_gather_object(obstacles, here, group=meshes.everyone)
+    why = next((each for each in obstacles if each is not None), None)
+    return why is None, _LIGER if why is None else f"kernels: PyTorch's, because {why}"
 
 
 def _agree_on_traits(skeleton: PreTrainedModel, sequence_len: int, meshes: Meshes) -> Traits:

@@ -17,12 +17,13 @@ from echelon.checkpoint.first_weights import open_weights
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import Meshes
 from echelon.engines.engine import Finding
-from echelon.engines.kernels import choose_attention_kernel
+from echelon.engines.kernels import choose_attention_kernel, choose_liger
 from echelon.engines.probe import Probe
 from echelon.model.adapters import apply_adapter, initialize_adapter, plain_name
 from echelon.model.attention import describe_document_mask
 from echelon.model.build import build_on_meta, materialize, persistent_buffers
 from echelon.model.float8 import apply_float8
+from echelon.model.liger import apply_liger
 from echelon.model.pissa import PrincipalParts
 from echelon.model.quantization import Quantized
 from echelon.model.router import choose_router_loss
@@ -275,7 +276,10 @@ def build_native_engine(
     """
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
     traits, attention = choose_attention_kernel(skeleton, recipe, plan, meshes, device)
+    uses_liger, kernels = choose_liger(skeleton, recipe, plan, meshes, device)
     model = copy.deepcopy(skeleton)
+    if uses_liger:
+        apply_liger(model, device.type)
     if recipe.adapter.is_adapter:
         apply_adapter(model, recipe.adapter, new_token_ids)
     if plan.precision.float8:
@@ -299,5 +303,5 @@ def build_native_engine(
     optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed, copies)
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
     steps = SingleStage(parallel, recipe.run.seed, None if router.loss is None else router.loss.strength)
-    lines = [line for line in (attention, router.line) if line is not None]
+    lines = [line for line in (attention, kernels, router.line) if line is not None]
     return NativeEngine(parallel, model, optimizer, objective, steps, traits, loss_scale, principal, lines, meshes.pp)

@@ -101,6 +101,15 @@ def smaller_copies(config: PretrainedConfig, widen: int = 1) -> Iterator[Pretrai
         yield small
 
 
+def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of the config with one layer of each kind and a small vocabulary; widths stay."""
+    shallow = copy.deepcopy(config)
+    for part in config_parts(shallow):
+        _reduce_vocabulary(part)
+        _reduce_layers(part, 1)
+    return shallow
+
+
 def config_parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     """Yield a config and those inside it."""
     yield config
@@ -118,16 +127,21 @@ def _count(config: PretrainedConfig, name: str) -> int | None:
 
 def _reduce_width(config: PretrainedConfig) -> None:
     """Reduce the intermediate width of feed-forward layers, and the vocabulary."""
-    vocabulary = min(_count(config, "vocab_size") or 0, _MAX_VOCABULARY)
     for name, value in list(vars(config).items()):
-        if not isinstance(value, int) or isinstance(value, bool):
-            continue
-        if ("intermediate" in name or "ffn" in name or name == "n_inner") and value > _MAX_INTERMEDIATE:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if is_number and ("intermediate" in name or "ffn" in name or name == "n_inner") and value > _MAX_INTERMEDIATE:
             setattr(config, name, _MAX_INTERMEDIATE)
-        elif vocabulary and name.endswith("_id") and value >= vocabulary:
+    _reduce_vocabulary(config)
+
+
+def _reduce_vocabulary(config: PretrainedConfig) -> None:
+    vocabulary = min(_count(config, "vocab_size") or 0, _MAX_VOCABULARY)
+    if not vocabulary:
+        return
+    for name, value in list(vars(config).items()):
+        if name.endswith("_id") and isinstance(value, int) and not isinstance(value, bool) and value >= vocabulary:
             setattr(config, name, 0)
-    if vocabulary:
-        config.vocab_size = vocabulary
+    config.vocab_size = vocabulary
 
 
 def _reduce_heads(config: PretrainedConfig, groups: int) -> None:

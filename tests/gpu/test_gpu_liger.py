@@ -1,0 +1,35 @@
+"""Liger's own kernels on a GPU pass the test at the start, and a step with them computes the same."""
+
+import pytest
+import torch
+
+from echelon.model.build import build_on_meta, load_config
+from echelon.model.liger import _compare, apply_liger, is_installed
+from families import random_batch, small_config, small_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_installed(), reason="liger-kernel is not installed")]
+
+WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"])
+def test_the_kernels_agree(gpu, family):
+    fields = WIDE | ({"head_dim": 64} if "head_dim" in small_config(family) else {})
+    obstacle = _compare(build_on_meta(load_config(small_config(family, **fields))), gpu.device, torch.bfloat16, 4096)
+    print(family, obstacle)
+    assert obstacle is None or obstacle.startswith("a layer takes")
+
+
+def test_gradients_are_the_same_up_to_rounding(gpu):
+    tokens = random_batch(4, 128)[0].to(gpu.device)
+    plain, fused = (small_model("llama", **WIDE).to(gpu.device, torch.bfloat16) for _ in range(2))
+    undo = apply_liger(fused, "cuda")
+    try:
+        for model in (plain, fused):
+            model.model(tokens, use_cache=False).last_hidden_state.float().square().mean().backward()
+    finally:
+        undo()
+    for (name, expected), parameter in zip(plain.named_parameters(), fused.parameters(), strict=True):
+        if expected.grad is not None:
+            error = (parameter.grad - expected.grad).norm() / expected.grad.norm()
+            assert error < 0.05, name
