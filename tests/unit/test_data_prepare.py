@@ -218,13 +218,11 @@ def test_a_wrong_tokenizer_is_refused(tmp_path):
     path = tmp_path / "poem.txt"
     path.write_text(POEM)
     folder = prepare(build_spec(tmp_path, path)).path
-    assert open_prepared(folder, 8, tokenizer=build_bytes_tokenizer()).train.sequence_len == 8
-    other = train_tokenizer([POEM], 260)
-    with pytest.raises(DataError, match="the tokenizer given did not produce the tokens"):
-        open_prepared(folder, 8, tokenizer=other)
-    other.save_pretrained(folder / "tokenizer")
-    with pytest.raises(DataError, match=r"the tokenizer in .* cannot be read: .*tokenizer.json has"):
-        open_prepared(folder, 8)
+    assert open_prepared(folder, 8).train.sequence_len == 8
+    train_tokenizer([POEM], 260).save_pretrained(folder / "tokenizer")
+    for was_opened in (False, True):
+        with pytest.raises(DataError, match=r"the tokenizer in .* cannot be read: .*tokenizer.json has"):
+            open_prepared(folder, 8, was_opened=was_opened)
     write_manifest(folder / "tokenizer")
     with pytest.raises(DataError, match=r"the tokenizer in .* did not produce the tokens"):
         open_prepared(folder, 8)

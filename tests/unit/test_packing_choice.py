@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-import echelon.data.prepare
+import echelon.model.traits
 from echelon.api.planning import plan
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Cluster
@@ -69,7 +69,7 @@ def test_a_resumed_run_keeps_its_choice(tmp_path, monkeypatch):
     """Another version of transformers might make another choice; the order of the samples depends on it."""
     path = write(tmp_path, "mamba")
     assert stored_packing(start(path)) is False
-    monkeypatch.setattr(echelon.data.prepare, "find_mask_obstacle", lambda recipe: None)
+    monkeypatch.setattr(echelon.model.traits, "describe_obstacle", lambda traits, config: None)
     assert stored_packing(start(path)) is False
     (tmp_path / "other").mkdir()
     path = write(tmp_path / "other", "mamba")

@@ -172,7 +172,11 @@ def find_mask_obstacle(recipe: "Recipe") -> str | None:
 
 
 def prepare(
-    spec: PrepareSpec, *, verify: bool = False, find_obstacle: Callable[[], str | None] = lambda: None
+    spec: PrepareSpec,
+    *,
+    verify: bool = False,
+    find_obstacle: Callable[[], str | None] = lambda: None,
+    tokenizer: "PreTrainedTokenizerFast | None" = None,
 ) -> PreparedData:
     """Read, tokenize and write text into `prepared_dir/<key>`, or open it if it is already prepared.
 
@@ -182,6 +186,7 @@ def prepare(
     Args:
         find_obstacle: returns why the model cannot keep the documents of a sequence apart, as a clause, or None if it
             can; called only if sequences would hold several documents that must not attend to each other.
+        tokenizer: that of `spec` if it is loaded already, without its new tokens, which are added to it.
     """
     if not 0 <= spec.validation_fraction < 1:
         raise ConfigError(f"data.validation_fraction={spec.validation_fraction} is not a fraction; use 0 to 0.5.")
@@ -189,7 +194,7 @@ def prepare(
     for line in (*describe_left_out(corpus), *describe_examples(corpus), *describe_limits(corpus)):
         logger.info(line)
     spec = _settle_packing(spec, _has_examples(corpus), find_obstacle)
-    tokenizer = None if isinstance(spec.tokenizer, int) else _build_tokenizer(spec, spec.tokenizer)
+    tokenizer = None if isinstance(spec.tokenizer, int) else _complete_tokenizer(spec, spec.tokenizer, tokenizer)
     rule = _sample_rule(spec, corpus, tokenizer)
     if rule is None:
         separator = spec.separator if tokenizer is None else separator_id(tokenizer, spec.separator)
@@ -198,6 +203,7 @@ def prepare(
     if not folder.is_dir():
         _make_folder(folder, spec, corpus, tokenizer)
     prepared = open_prepared(folder, spec.sequence_len, spec.document_mask, verify=verify)
+    prepared = replace(prepared, loaded=tokenizer)
     for line in _describe_prepared(prepared, folder, spec.document_mask):
         logger.info(line)
     return prepared
@@ -227,9 +233,12 @@ def _settle_packing(spec: PrepareSpec, has_examples: bool, find_obstacle: Callab
     )
 
 
-def _build_tokenizer(spec: PrepareSpec, name: str | None) -> "PreTrainedTokenizerFast":
-    """Build the tokenizer with the recipe's new tokens. Logs the new tokens that it already has."""
-    built = build_tokenizer(name, spec.checkpoint, spec.trust_remote_code)
+def _complete_tokenizer(
+    spec: PrepareSpec, name: str | None, built: "PreTrainedTokenizerFast | None"
+) -> "PreTrainedTokenizerFast":
+    """Return the tokenizer with the recipe's new tokens. Logs the new tokens that it already has."""
+    if built is None:
+        built = build_tokenizer(name, spec.checkpoint, spec.trust_remote_code)
     for line in describe_known_tokens(built, spec.new_tokens):
         logger.info(line)
     add_new_tokens(built, spec.new_tokens)

@@ -11,7 +11,7 @@ from echelon.data.catalog import TARGETS_DTYPE, Manifest, Split, check_shards, l
 from echelon.data.mixture import MixtureDataset
 from echelon.data.packing import PackedDataset
 from echelon.data.shards import Dataset, TokenDataset, TokenStore
-from echelon.data.tokenizer import fingerprint_json, load_tokenizer, tokenizer_fingerprint
+from echelon.data.tokenizer import fingerprint_json, load_tokenizer
 from echelon.errors import CheckpointError, ConfigError, DataError
 from echelon.runs.checksums import check_files
 
@@ -36,7 +36,8 @@ class PreparedData:
     """An open prepared folder.
 
     `train` is a MixtureDataset if `manifest.train` has several splits, with its parts in their order. `validation` is
-    empty if nothing was held out. `apart`: documents share sequences, and none attends to another.
+    empty if nothing was held out. `apart`: documents share sequences, and none attends to another. `loaded`: the
+    tokenizer, if this process has it from the preparation.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class PreparedData:
     train: Dataset
     validation: tuple[ValidationSet, ...]
     apart: bool = False
+    loaded: "PreTrainedTokenizerFast | None" = None
 
     @property
     def tokenizer_dir(self) -> Path:
@@ -52,8 +54,8 @@ class PreparedData:
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer, loaded on first access."""
-        return load_tokenizer(str(self.tokenizer_dir))
+        """The tokenizer, loaded on first access unless it is there already."""
+        return load_tokenizer(str(self.tokenizer_dir)) if self.loaded is None else self.loaded
 
     @property
     def vocab_size(self) -> int:
@@ -88,31 +90,33 @@ def open_prepared(
     sequence_len: int,
     document_mask: DocumentMask = "auto",
     *,
-    tokenizer: "PreTrainedTokenizerFast | None" = None,
     verify: bool = False,
+    was_opened: bool = False,
 ) -> PreparedData:
     """Open a prepared folder. Plain text is cut into samples of `sequence_len`; packs must have that length.
 
     Raises DataError for a damaged or incompatible manifest, for a shard of the wrong size (with `verify`, also of the
-    wrong sha256), for a tokenizer, saved or given, that did not produce these tokens, and for packs of another length.
+    wrong sha256), for a tokenizer that was altered or did not produce these tokens, and for packs of another length.
     Raises ConfigError if a document mask is requested for a text without separators.
+
+    `was_opened`: another process of this start has opened the folder before. The tokenizer is then compared with its
+    checksums, but not parsed to compute its fingerprint, which takes more than half as long as loading it.
     """
     manifest = load_manifest(path)
     check_shards(path, manifest, verify=verify)
     try:
         check_files(path / "tokenizer", checksums=True)
-        saved = fingerprint_json((path / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))
+        fingerprint = manifest.tokenizer_fingerprint
+        if not was_opened:
+            fingerprint = fingerprint_json((path / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))
     except (CheckpointError, OSError, ValueError) as error:
         raise DataError(f"the tokenizer in {path} cannot be read: {error} Delete {path} and prepare again.") from error
-    found = {f"the tokenizer in {path}": saved}
-    if tokenizer is not None:
-        found["the tokenizer given"] = tokenizer_fingerprint(tokenizer)
-    for what, fingerprint in found.items():
-        if fingerprint != manifest.tokenizer_fingerprint:
-            raise DataError(
-                f"{what} did not produce the tokens in {path}: its fingerprint is {fingerprint}, the tokens have "
-                f"{manifest.tokenizer_fingerprint}; use the tokenizer of these tokens, or prepare again."
-            )
+    if fingerprint != manifest.tokenizer_fingerprint:
+        raise DataError(
+            f"the tokenizer in {path} did not produce the tokens there: its fingerprint is {fingerprint}, the tokens "
+            f"have {manifest.tokenizer_fingerprint}; restore the tokenizer of these tokens, or delete {path} and "
+            "prepare again."
+        )
     rule = manifest.samples
     if rule is None:
         check_mask(document_mask, manifest.separator)

@@ -195,7 +195,8 @@ def build_trainer(
     recovery = RecoveryWatch(folder) if runtime.rank == 0 else None
     stop, heart, device = stop or StopRequest(), heart or Heartbeat(), runtime.device
     meshes = build_mesh(plan, device.type)
-    data = open_prepared(folder.text.read_prepared_path(), recipe.data.sequence_len, recipe.data.document_mask)
+    prepared, wanted = folder.text.read_prepared_path(), recipe.data
+    data = open_prepared(prepared, wanted.sequence_len, wanted.document_mask, was_opened=True)
     here = with_copies(recipe, read_commits(folder))
     config = resolve_config(here, data.vocab_size, data.tokenizer)
     if runtime.rank == 0:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echelon.data.mixture import divide_slots
 from echelon.errors import ConfigError, HubUnreachableError
@@ -21,6 +21,9 @@ from echelon.recipe import AdapterConfig, Recipe, TrainedTokenizerConfig, load_r
 from echelon.reporting.trackers import check_trackers
 from echelon.runs.run_folder import RunFolder, is_run
 from echelon.stored import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Targets whose machines have their own folders; paths in the recipe may not exist on this machine.
 _APART = ("kubernetes", "sagemaker")
@@ -39,15 +42,22 @@ class CheckedModel:
     """The model of a recipe that passed all checks that are possible on this machine.
 
     Attributes:
+        fields: the HF config fields of the model, as the recipe or its checkpoint gives them.
         shape: of the model with its vocabulary size.
         vocabulary: a message about the vocabulary size.
-        masks: a message about a model that cannot keep the documents of a sequence apart; None if it can, or if that is
-            not known here.
+        tokenizer: the recipe's, without its new tokens; None if its size is known without loading it, or not known
+            here.
+        obstacle: why the model cannot keep the documents of a sequence apart, as a clause; None if it can, or if that
+            is not known here.
+        masks: a message about that obstacle, if the recipe would pack documents.
         left: the checks that are not possible on this machine, each with the reason; `train` runs them.
     """
 
+    fields: dict[str, Any]
     shape: ModelShape
     vocabulary: str
+    tokenizer: "PreTrainedTokenizerFast | None" = None
+    obstacle: str | None = None
     masks: str | None = None
     left: tuple[str, ...] = ()
 
@@ -71,7 +81,9 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
         check_trackers(recipe)
     elif recipe.track:
         left.append(f"track: the packages and keys of {', '.join(recipe.track)}")
-    fields, line = find_model_fields(recipe, _find_vocabulary(recipe, elsewhere, left))
+    tokenizer = _load_tokenizer(recipe, elsewhere, left)
+    given = read_model_fields(recipe)
+    fields, line = size_vocabulary(recipe, given, _find_vocab_size(recipe, tokenizer))
     shape = build_shape(fields)
     _check_positions(recipe, shape)
     if weights and _find_missing("transformers", "torch") is None:
@@ -80,7 +92,8 @@ def check_model(recipe: Recipe, elsewhere: bool = False, weights: bool = True) -
     masks = None
     if obstacle is not None and recipe.data.packing == "auto" and recipe.data.document_mask is not False:
         masks = f"data.packing=auto: samples are not packed, because {obstacle}"
-    return CheckedModel(replace(shape, obeys_masks=obstacle is None), line, masks, tuple(left))
+    shape = replace(shape, obeys_masks=obstacle is None)
+    return CheckedModel(given, shape, line, tokenizer, obstacle, masks, tuple(left))
 
 
 def find_checkpoint_out_of_reach(recipe: Recipe) -> str | None:
@@ -99,22 +112,29 @@ def _find_out_of_reach(recipe: Recipe, source: str) -> str | None:
     return "is not on this machine" if is_elsewhere and not Path(source).exists() else None
 
 
-def _find_vocabulary(recipe: Recipe, elsewhere: bool, left: list[str]) -> int | None:
-    """The number of ids of the tokenizer; None, and a line in `left`, if it is not known on this machine."""
-    size = _find_vocab_size(recipe)
-    if size is not None:
-        return size
+def _load_tokenizer(recipe: Recipe, elsewhere: bool, left: list[str]) -> "PreTrainedTokenizerFast | None":
+    """The recipe's tokenizer without its new tokens; None if the recipe alone determines its size.
+
+    Also None, with a line in `left`, if it cannot be loaded on this machine.
+    """
+    if _find_vocab_size(recipe, None) is not None:
+        return None
     assert not isinstance(recipe.tokenizer, TrainedTokenizerConfig)
     source = recipe.tokenizer or recipe.model.checkpoint
-    if not elsewhere or source is None:
-        return _load_vocab_size(recipe)
-    why = _find_missing("transformers")
-    if why is None and (place := _find_out_of_reach(recipe, source)) is not None:
-        why = f"{source} {place}"
+    why = None
+    if elsewhere and source is not None:
+        why = _find_missing("transformers")
+        if why is None and (place := _find_out_of_reach(recipe, source)) is not None:
+            why = f"{source} {place}"
     if why is None:
+        from echelon.data.tokenizer import build_tokenizer
+
+        checkpoint = recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint)
         try:
-            return _load_vocab_size(recipe)
+            return build_tokenizer(recipe.tokenizer, checkpoint, recipe.model.trust_remote_code)
         except HubUnreachableError as error:
+            if not elsewhere:
+                raise
             why = error.reason
     left.append(f"tokenizer: whether the model's vocabulary contains its ids ({why})")
     return None
@@ -269,37 +289,46 @@ def find_model_fields(recipe: Recipe, tokenizer_vocab_size: int | None) -> tuple
     None as the tokenizer's size means that it is not known yet: the config's own stands, or its family's default.
     Raises ConfigError when the model's vocabulary is smaller than the tokenizer's.
     """
-    source = "model.config"
+    return size_vocabulary(recipe, read_model_fields(recipe), tokenizer_vocab_size)
+
+
+def read_model_fields(recipe: Recipe) -> dict[str, Any]:
+    """The HF config fields of the recipe's model, as it or its checkpoint gives them.
+
+    Raises ConfigError for a checkpoint without a readable config, or with quantized weights.
+    """
     if recipe.model.config is not None:
-        fields = dict(recipe.model.config)
-    else:
-        assert recipe.model.checkpoint is not None
-        source = f"model.checkpoint={recipe.model.checkpoint}"
-        fields = _read_checkpoint_fields(recipe.model.checkpoint, recipe.model.trust_remote_code)
-        check_unquantized(recipe.model.checkpoint, fields)
+        return dict(recipe.model.config)
+    assert recipe.model.checkpoint is not None
+    fields = _read_checkpoint_fields(recipe.model.checkpoint, recipe.model.trust_remote_code)
+    check_unquantized(recipe.model.checkpoint, fields)
+    return fields
+
+
+def size_vocabulary(
+    recipe: Recipe, fields: dict[str, Any], tokenizer_vocab_size: int | None
+) -> tuple[dict[str, Any], str]:
+    """Like `find_model_fields`, for fields that `read_model_fields` has read."""
     if tokenizer_vocab_size is None:
         return fields, "vocab_size: as configured; the tokenizer is unknown until the data is prepared"
-    may_grow = bool(recipe.model.new_tokens) and recipe.model.checkpoint is not None
+    checkpoint = recipe.model.checkpoint
+    source = "model.config" if recipe.model.config is not None else f"model.checkpoint={checkpoint}"
+    may_grow = bool(recipe.model.new_tokens) and checkpoint is not None
     size, line = resolve_vocab_size(fields, tokenizer_vocab_size, source, may_grow)
     return {**fields, "vocab_size": size}, line
 
 
-def _find_vocab_size(recipe: Recipe) -> int | None:
-    """The tokenizer's size, if the recipe alone determines it."""
+def _find_vocab_size(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast | None") -> int | None:
+    """The size of the loaded tokenizer, or, without one, the size that the recipe alone determines; None if unknown."""
+    if tokenizer is not None:
+        from echelon.data.tokenizer import vocabulary_size
+
+        return vocabulary_size(tokenizer.backend_tokenizer)
     if recipe.tokenizer == "bytes":
         return 256
     if recipe.tokenizer is None or isinstance(recipe.tokenizer, str):
         return None
     return recipe.tokenizer.train.vocab_size
-
-
-def _load_vocab_size(recipe: Recipe) -> int:
-    from echelon.data.tokenizer import build_tokenizer, vocabulary_size
-
-    assert not isinstance(recipe.tokenizer, TrainedTokenizerConfig)
-    checkpoint = recipe.model.checkpoint and find_model_dir(recipe.model.checkpoint)
-    tokenizer = build_tokenizer(recipe.tokenizer, checkpoint, recipe.model.trust_remote_code)
-    return vocabulary_size(tokenizer.backend_tokenizer)
 
 
 def _read_floats(value: Any) -> Any:

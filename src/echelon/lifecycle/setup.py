@@ -5,14 +5,20 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
 
 from echelon.errors import ConfigError, EchelonError, PlanError
 from echelon.hardware.accelerators import Cluster
 from echelon.inference.evaluation_checks import check_evaluation
 from echelon.lifecycle.extension_checks import check_extensions
-from echelon.lifecycle.model_checks import check_model, check_weights, find_model_fields
+from echelon.lifecycle.model_checks import (
+    CheckedModel,
+    check_model,
+    check_weights,
+    read_model_fields,
+    size_vocabulary,
+)
 from echelon.logs import keep_console_in
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
@@ -45,6 +51,40 @@ class PreparedRun:
     plan: ParallelPlan
 
 
+@dataclass(frozen=True)
+class _LocalRecipe:
+    """A recipe with this machine's copies of hub files at `commits`; its model and tokenizer are read once.
+
+    `checked`: what the checks of a new run have read; None for a resumed run, which was checked at its start.
+    """
+
+    commits: Mapping[str, str]
+    recipe: Recipe
+    checked: CheckedModel | None = None
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """The HF config fields of the model."""
+        return read_model_fields(self.recipe) if self.checked is None else self.checked.fields
+
+    @cached_property
+    def obstacle(self) -> str | None:
+        """Why the model cannot keep the documents of a sequence apart; None if it can."""
+        from echelon.data.prepare import find_mask_obstacle
+
+        return find_mask_obstacle(self.recipe) if self.checked is None else self.checked.obstacle
+
+    def prepare_data(self, packing: bool | None) -> "PreparedData":
+        """Prepare or open the data. `packing` is the choice of `data.packing: auto` that a resumed run began with."""
+        from echelon.data.prepare import prepare, prepare_spec
+
+        spec = prepare_spec(self.recipe)
+        if packing is not None and spec.packing == "auto":
+            spec = replace(spec, packing=packing)
+        tokenizer = None if self.checked is None else self.checked.tokenizer
+        return prepare(spec, find_obstacle=lambda: self.obstacle, tokenizer=tokenizer)
+
+
 def prepare_run(
     recipe: Recipe,
     fresh: bool,
@@ -62,7 +102,6 @@ def prepare_run(
     """
     from echelon.checkpoint.remote_start import RemoteStart
     from echelon.data.mixture import describe_repeats
-    from echelon.data.prepare import prepare_data
     from echelon.model.hub import fetch_models, find_commits, read_commits, write_commits
 
     check_extensions(recipe)
@@ -70,14 +109,16 @@ def prepare_run(
     rate = find_price_here(recipe, variables)
     check_budget(recipe, rate)
     remote = RemoteStart(recipe)
-    commits: dict[str, str] = {}
+    checks: list[_LocalRecipe] = []
 
     def check() -> None:
-        commits.update(find_commits(recipe, {}))
+        commits = find_commits(recipe, {})
         check_weights(recipe.model.checkpoint)
-        checked = check_model(_with_small_copies(recipe, commits), weights=False)
+        here = _with_small_copies(recipe, commits)
+        checked = check_model(here, weights=False)
         resolve_plan(recipe, checked.shape, find_cluster())
         remote.reach()
+        checks.append(_LocalRecipe(commits, here, checked))
 
     opened = open_run(recipe, fresh, check, remote.bring_back, patience_seconds)
     folder = opened.folder
@@ -94,10 +135,11 @@ def prepare_run(
         refuse_used_up(recipe, folder, rate, find_cluster().num_nodes)
         began_with = {text.digest for text in folder.text.read_texts()} if opened.state == "resumed" else set()
         folder.rows.append_event("prepare")
-        commits = find_commits(recipe, commits | read_commits(folder))
+        known = dict(checks[0].commits) if checks else {}
+        commits = find_commits(recipe, known | read_commits(folder))
         announce(commits)
-        here = _with_small_copies(recipe, commits)
-        data = prepare_data(_keep_packing(here, folder if opened.state == "resumed" else None))
+        here = checks[0] if checks and commits == known else _LocalRecipe(commits, _with_small_copies(recipe, commits))
+        data = here.prepare_data(folder.text.read_packing() if opened.state == "resumed" else None)
         folder.rows.append_event("prepared")
         _refuse_other_text(folder, began_with, data.content_digest)
         num_steps = recipe.num_steps(data.train.num_samples)
@@ -119,19 +161,14 @@ def prepare_run(
     return PreparedRun(folder, plan)
 
 
-def _check_against_data(recipe: Recipe, here: Recipe, data: "PreparedData", num_steps: int) -> ModelShape:
-    """Make the checks that need the prepared data; returns the shape of the model, which depends on its vocabulary.
-
-    `here` is the recipe with this machine's copies of hub files.
-    """
-    from echelon.data.prepare import find_mask_obstacle
-
+def _check_against_data(recipe: Recipe, here: _LocalRecipe, data: "PreparedData", num_steps: int) -> ModelShape:
+    """Make the checks that need the prepared data; returns the shape of the model, which depends on its vocabulary."""
     if fault := find_fault(recipe.optim, num_steps, recipe.batches):
         raise ConfigError(fault)
     check_evaluation(recipe, data)
-    fields, line = find_model_fields(here, data.vocab_size)
+    fields, line = size_vocabulary(here.recipe, here.fields, data.vocab_size)
     logger.info(f"model: {line}")
-    obeys_masks = recipe.objective.name != "dpo" or find_mask_obstacle(here) is None
+    obeys_masks = recipe.objective.name != "dpo" or here.obstacle is None
     return replace(build_shape(fields), obeys_masks=obeys_masks)
 
 
@@ -230,14 +267,6 @@ def _describe_longer_run(recipe: Recipe, opened: OpenedRun, num_samples: int) ->
             f"optim.warmup_fraction={recipe.optim.warmup_fraction:g} applies to the longer run: the warm-up was "
             f"{warmups[0]:,} {recipe.optim.schedule_unit}, and is now {warmups[1]:,}"
         )
-
-
-def _keep_packing(recipe: Recipe, folder: RunFolder | None) -> Recipe:
-    """The recipe with the choice of `data.packing: auto` that a resumed run was started with."""
-    packing = None if folder is None else folder.text.read_packing()
-    if packing is None or recipe.data.packing != "auto":
-        return recipe
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"packing": packing})})
 
 
 def _refuse_other_text(folder: RunFolder, before: Collection[str | None], digest: str) -> None:
