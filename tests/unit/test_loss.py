@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import echelon.objectives.loss
 from echelon.data.loader import Microbatch
+from echelon.model.parts import HeadArithmetic
 from echelon.model.traits import find_traits
 from echelon.objectives.causal_lm import CausalLM
 from echelon.objectives.outputs import ObjectiveModule
@@ -71,10 +72,23 @@ def test_full_fp32_logits_never_exist(monkeypatch):
     weight = torch.randn(4096, 16, requires_grad=True)
     labels = torch.randint(0, 4096, (2, 256))
     with Watch() as watch:
-        echelon.objectives.loss.chunked_loss_sum(
-            hidden, labels, weight, None, echelon.objectives.loss.HeadArithmetic()
-        ).backward()
+        echelon.objectives.loss.chunked_loss_sum(hidden, labels, weight, None, HeadArithmetic()).backward()
     assert watch.largest == 64 * 4096
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arithmetic", [HeadArithmetic(), HeadArithmetic(0.5, 3.0)], ids=str)
+def test_compiled_it_is_that_of_the_whole_logits(arithmetic):
+    compiled = torch.compile(echelon.objectives.loss.loss_and_gradient, fullgraph=True)
+    logits = 3 * torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(64).where(torch.arange(64) % 3 > 0, -100)
+    loss, gradient = compiled(logits.bfloat16(), labels, arithmetic, 2.0)
+    whole = logits.bfloat16().double().requires_grad_()
+    expected = F.cross_entropy(arithmetic.apply(whole), labels, reduction="sum")
+    expected.backward()
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=2e-3)
+    assert gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(gradient.double(), 2 * whole.grad, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["frozen", "evaluating"])
@@ -85,9 +99,7 @@ def test_a_head_that_is_not_trained_gets_no_gradient(evaluates, monkeypatch):
     weight = torch.randn(512, 16, requires_grad=evaluates)
     labels = torch.randint(0, 512, (1, 8))
     with Watch() as watch, torch.set_grad_enabled(not evaluates):
-        loss = echelon.objectives.loss.chunked_loss_sum(
-            hidden, labels, weight, None, echelon.objectives.loss.HeadArithmetic()
-        )
+        loss = echelon.objectives.loss.chunked_loss_sum(hidden, labels, weight, None, HeadArithmetic())
     expected = F.cross_entropy(F.linear(hidden[0], weight), labels[0], reduction="sum")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     if not evaluates:

@@ -6,7 +6,7 @@ twice. For single tokens, whose upstream gradients are not known yet, the backwa
 method is that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989), in plain PyTorch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,8 +29,32 @@ def token_log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     return -F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="none")
 
 
+def loss_and_gradient(
+    logits: Tensor, labels: Tensor, arithmetic: HeadArithmetic, factor: float
+) -> tuple[Tensor, Tensor]:
+    """Return `token_loss_sum` of a head's raw logits, and `factor` times its gradient in their dtype.
+
+    Compiled, it reads the logits and writes the gradient, and keeps nothing of their size in fp32.
+    """
+
+    def enlarged(raw: Tensor) -> tuple[Tensor, Tensor]:
+        loss = token_loss_sum(arithmetic.apply(raw), labels)
+        return loss * factor, loss
+
+    gradient, loss = torch.func.grad(enlarged, has_aux=True)(logits)
+    return loss, gradient
+
+
+LossAndGradient = Callable[[Tensor, Tensor, HeadArithmetic, float], tuple[Tensor, Tensor]]
+
+
 def chunked_loss_sum(
-    hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: HeadArithmetic
+    hidden: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arithmetic: HeadArithmetic,
+    of_chunk: LossAndGradient = loss_and_gradient,
 ) -> Tensor:
     """Compute the sum of token cross-entropies from the last hidden states.
 
@@ -39,6 +63,7 @@ def chunked_loss_sum(
         labels: [batch, seq], already shifted, IGNORE if there is no target.
         weight: the head's weight, [vocabulary, hidden]; bias: [vocabulary] or None.
         arithmetic: the family's scaling and soft-capping of the logits.
+        of_chunk: `loss_and_gradient`, or the same compiled.
 
     Returns:
         A scalar in fp32. Under autocast the head's matmul runs in the autocast dtype.
@@ -48,7 +73,7 @@ def chunked_loss_sum(
         rows, weight, bias = rows.detach(), weight.detach(), None if bias is None else bias.detach()
     dtype = autocast_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _ChunkedLoss.apply(rows, targets, weight, bias, arithmetic, dtype)  # type: ignore[no-any-return,no-untyped-call]
+        return _ChunkedLoss.apply(rows, targets, weight, bias, arithmetic, dtype, of_chunk)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def chunked_log_probabilities(
@@ -82,6 +107,7 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         arithmetic: HeadArithmetic,
         dtype: torch.dtype,
+        of_chunk: LossAndGradient,
     ) -> Tensor:
         # A frozen head needs no gradient.
         wants_gradient, wants_head = any(ctx.needs_input_grad[:4]), any(ctx.needs_input_grad[2:4])
@@ -91,13 +117,16 @@ class _ChunkedLoss(torch.autograd.Function):
         head_gradient = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_head else []
         factor = gradient_factor(dtype, min(logits_chunk_tokens(weight.shape[0]), rows.shape[0]))
         for piece in _pieces(rows, weight):
-            inputs = rows[piece].detach().to(dtype).requires_grad_(wants_gradient)
-            with torch.set_grad_enabled(wants_gradient):
-                loss = token_loss_sum(arithmetic.apply(_head_logits(inputs, head, head_gradient)), targets[piece])
-                enlarged = loss * factor
-            total += loss.detach()
-            if row_gradient is not None:
-                [row_gradient[piece]] = torch.autograd.grad(enlarged, [inputs])
+            inputs = rows[piece].detach().to(dtype)
+            logits = F.linear(inputs, *head)
+            if row_gradient is None:
+                total += token_loss_sum(arithmetic.apply(logits), targets[piece])
+                continue
+            loss, gradient = of_chunk(logits, targets[piece], arithmetic, factor)
+            del logits
+            total += loss
+            row_gradient[piece] = gradient @ head[0]
+            _add_head_gradient(head_gradient, gradient, inputs)
         ctx.gradients, ctx.factor = (row_gradient, head_gradient), factor
         ctx.dtypes = [tensor.dtype for tensor in (weight, bias) if tensor is not None][: len(head_gradient)]
         return total
@@ -113,28 +142,22 @@ class _ChunkedLoss(torch.autograd.Function):
             for gradient, dtype in zip(head_gradient, ctx.dtypes, strict=True)
         ]
         weight, bias, *_ = [*head, None, None]
-        return rows, None, weight, bias, None, None
+        return rows, None, weight, bias, None, None, None
 
 
-def _head_logits(inputs: Tensor, head: list[Tensor], totals: list[Tensor]) -> Tensor:
-    """Return a chunk's raw logits [tokens, vocabulary]; their backward pass adds the head's gradients to `totals`.
+def _add_head_gradient(totals: list[Tensor], gradient: Tensor, inputs: Tensor) -> None:
+    """Add the head's gradients of a chunk to `totals`, given the chunk's gradient of the raw logits.
 
     `totals` is empty for a frozen head. The sums are fp32, so that many chunks lose no precision. An fp32 product is
     added in place; in another dtype it needs temporary memory.
     """
-    logits = F.linear(inputs, *head)
-
-    def accumulate(gradient: Tensor) -> None:
-        if gradient.dtype == totals[0].dtype:
-            totals[0].addmm_(gradient.T, inputs.detach())
+    for weight in totals[:1]:
+        if gradient.dtype == weight.dtype:
+            weight.addmm_(gradient.T, inputs)
         else:
-            totals[0].add_(gradient.T @ inputs.detach())
-        for bias in totals[1:]:
-            bias.add_(gradient.sum(0, dtype=bias.dtype))
-
-    if totals:
-        logits.register_hook(accumulate)  # type: ignore[no-untyped-call]
-    return logits
+            weight.add_(gradient.T @ inputs)
+    for bias in totals[1:]:
+        bias.add_(gradient.sum(0, dtype=bias.dtype))
 
 
 class _ChunkedLogProbabilities(torch.autograd.Function):
@@ -166,11 +189,13 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         totals = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_head else []
         row_gradient = torch.empty_like(rows)
         for piece in _pieces(rows, weight):
-            inputs = rows[piece].detach().to(ctx.dtype).requires_grad_()
+            inputs = rows[piece].detach().to(ctx.dtype)
+            logits = F.linear(inputs, *head).requires_grad_()
             with torch.enable_grad():
-                logits = ctx.arithmetic.apply(_head_logits(inputs, head, totals))
-                scores = token_log_probabilities(logits, targets[piece])
-            [row_gradient[piece]] = torch.autograd.grad(scores, [inputs], upstream[0][piece])
+                scores = token_log_probabilities(ctx.arithmetic.apply(logits), targets[piece])
+            [gradient] = torch.autograd.grad(scores, [logits], upstream[0][piece])
+            row_gradient[piece] = gradient @ head[0]
+            _add_head_gradient(totals, gradient, inputs)
         gradients: list[Tensor | None] = [
             total.to(tensor.dtype) for total, tensor in zip(totals, given[: len(totals)], strict=True)
         ]

@@ -16,8 +16,10 @@ from echelon.model.traits import Traits, find_traits
 from echelon.objectives.document_rows import DocumentRows, lay_out_rows
 from echelon.objectives.loss import (
     IGNORE,
+    LossAndGradient,
     chunked_log_probabilities,
     chunked_loss_sum,
+    loss_and_gradient,
     token_log_probabilities,
     token_loss_sum,
 )
@@ -38,10 +40,12 @@ class DecoderOutputs:
         reference: "ObjectiveModule | None" = None,
         tap: RouterTap | None = None,
         hidden: Callable[[], Tensor] | None = None,
+        of_chunk: LossAndGradient = loss_and_gradient,
     ) -> None:
         """`hidden`: returns the last hidden states after the final norm, [batch, seq, hidden]; None runs the backbone.
 
         It requires a model whose head's arithmetic is known, and a reference that is a separate copy of the model.
+        `of_chunk`: see `chunked_loss_sum`.
         """
         self._model = model
         self._traits = traits
@@ -51,6 +55,7 @@ class DecoderOutputs:
         self._reference = reference
         self._tap = tap
         self._given_hidden = hidden
+        self._of_chunk = of_chunk
         self._router_logits: list[Tensor] = []
 
     @cached_property
@@ -115,7 +120,8 @@ class DecoderOutputs:
         parts = self._parts
         if parts is None:
             return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
-        return chunked_loss_sum(self._hidden, labels, parts.head_weight, parts.head_bias, parts.arithmetic)
+        head = (parts.head_weight, parts.head_bias, parts.arithmetic)
+        return chunked_loss_sum(self._hidden, labels, *head, self._of_chunk)
 
     def log_probabilities(self, labels: Tensor) -> Tensor:
         """Return the log-probability of each label: [batch, seq], fp32, 0 for IGNORE."""
@@ -172,12 +178,17 @@ class ObjectiveModule(nn.Module):
         # In a tuple, so that it is not registered: a frozen reference must not be wrapped, stepped or saved with this
         # module's parameters.
         self._reference: tuple[ObjectiveModule | None] = (None,)
+        self._of_chunk: LossAndGradient = loss_and_gradient
 
     def refer_to(self, reference: "ObjectiveModule") -> None:
         """Set a frozen copy of the initial weights as the reference of the objective."""
         self._reference = (reference,)
 
+    def compile_loss(self, backend: str) -> None:
+        """Compile what lies between the head's logits and their gradient."""
+        self._of_chunk = torch.compile(loss_and_gradient, backend=backend, fullgraph=True)
+
     def forward(self, batch: Microbatch, read: Reading, hidden: Callable[[], Tensor] | None = None) -> Tensor:
         """Return the result of `read` on the forward pass of one microbatch. `hidden`: see DecoderOutputs."""
-        outputs = DecoderOutputs(self.model, self._traits, batch, self._reference[0], self._tap, hidden)
+        outputs = DecoderOutputs(self.model, self._traits, batch, self._reference[0], self._tap, hidden, self._of_chunk)
         return read(outputs, batch)

@@ -46,6 +46,8 @@ def shard_model(
     if tap is not None:
         tap.open_outside(layers)
     module = ObjectiveModule(model, tap, traits)
+    if plan.compile:
+        module.compile_loss(compile_backend)
     if plan.uses_fully_shard:
         apply_fully_shard(module, layers, plan, meshes)
     return module

@@ -1,4 +1,4 @@
-"""Compilation of decoder layers, in place and without renaming a parameter, and how often it was repeated."""
+"""Compilation of decoder layers, in place and without renaming a parameter, and how often anything was compiled."""
 
 import logging
 from collections.abc import Iterable
@@ -50,6 +50,6 @@ def describe_recompiles() -> str | None:
     if not count:
         return None
     return (
-        f"compile: layers were compiled {count} more time{'s' * (count > 1)} for other shapes of batches, or with and "
-        'without gradients; TORCH_LOGS="recompiles" shows the reasons in the logs of the ranks'
+        f"compile: layers and the loss were compiled {count} more time{'s' * (count > 1)} for other shapes of batches, "
+        'or with and without gradients; TORCH_LOGS="recompiles" shows the reasons in the logs of the ranks'
     )
