@@ -5,10 +5,13 @@ A message states the value given, the rule, and the change that fixes it, with t
 """
 
 import errno
+import re
 import traceback
 
 from echelon.redaction import redact_text
 
+# Messages of allocators that raise a RuntimeError: torch's on CPUs, and C++'s own.
+_NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|bad_alloc")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -86,6 +89,16 @@ def render_traceback(error: BaseException) -> str:
 def is_disk_full(error: BaseException) -> bool:
     """Whether a write failed because the disk or a quota is full."""
     return isinstance(error, OSError) and error.errno in _FULL
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in host memory or on a device."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & {"OutOfMemoryError", "MemoryError"} or (
+        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
+    ):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def explain_storage_error(error: BaseException, place: object) -> str | None:

@@ -38,11 +38,8 @@ def observe(rank, world_size, path, precision):
         gradients[storage.data_ptr()] = storage.nbytes()
 
     hook, data_parallel.sum_gradients = data_parallel.sum_gradients, note_bucket
-    try:
-        device, meshes = torch.device("cpu"), build_mesh(plan, "cpu")
-        engine = build_native_engine(recipe, load_config(small_config("llama")), plan, meshes, CausalLM(), device)
-    finally:
-        data_parallel.sum_gradients = hook
+    device, meshes = torch.device("cpu"), build_mesh(plan, "cpu")
+    engine = build_native_engine(recipe, load_config(small_config("llama")), plan, meshes, CausalLM(), device)
     trained = list(engine._trained().values())
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(note_gradient)
@@ -62,6 +59,7 @@ def observe(rank, world_size, path, precision):
         engine.clip(1.0)
         engine.step(1e-3, torch.tensor(True))
         steps.append((dict(buckets), dict(gradients)))
+    data_parallel.sum_gradients = hook
     return steps, sum(parameter.nbytes for parameter in trained)
 
 

@@ -63,11 +63,14 @@ class Engine(Replica, Protocol):
         """
         ...
 
-    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> None:
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> Sequence[int]:
         """Run a full step with copies of a microbatch without targets; the weights do not change.
 
-        Called once, before the first step: buffers get the same layout in a fresh start and in a resumed one, and an
-        out-of-memory error occurs here. An engine that runs microbatches one after the other may run a single one.
+        Called once, before the first step: buffers get the same layout in a fresh start and in a resumed one, and it is
+        known whether the memory suffices. An engine that runs microbatches one after the other may run only two.
+
+        Returns:
+            the ranks that ran out of memory, the same on every rank; the engine is unusable unless there are none.
         """
         ...
 

@@ -19,6 +19,7 @@ from echelon.distributed.mesh import Meshes
 from echelon.engines.engine import Finding
 from echelon.engines.kernels import choose_attention_kernel, choose_liger
 from echelon.engines.probe import Probe
+from echelon.errors import is_out_of_memory
 from echelon.model.adapters import apply_adapter, initialize_adapter, plain_name
 from echelon.model.attention import describe_document_mask
 from echelon.model.build import build_on_meta, materialize, persistent_buffers
@@ -53,12 +54,14 @@ class NativeEngine:
         objective: Objective,
         forward_backward: ForwardBackward,
         traits: Traits,
+        everyone: dist.ProcessGroup,
         loss_scale: LossScale | None = None,
         principal: PrincipalParts | None = None,
         lines: Sequence[str] = (),
         stages: dist.ProcessGroup | None = None,
     ) -> None:
-        """`lines`: the result of `describe`. `stages`: the group of pipeline stages, if any."""
+        """`everyone`: all ranks. `lines`: the result of `describe`. `stages`: the group of pipeline stages, if any."""
+        self._everyone = everyone
         self._stages = stages
         self._principal = principal or {}
         self._parallel = parallel
@@ -123,21 +126,49 @@ class NativeEngine:
             return self._lines
         return [describe_document_mask(self._decoder.config._attn_implementation, self._traits.mask), *self._lines]
 
-    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> None:
-        """See Engine. Microbatches run one after the other, so one of them needs as much memory as all.
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> Sequence[int]:
+        """See Engine. The second microbatch of a step needs the most memory: it finds the gradients of the first.
 
-        DDP rebuilds its buckets after the first backward pass, and sums depend on the bucket layout. After a rehearsal,
-        a fresh start and a resumed one add up in the same order. A step of several microbatches is rehearsed again with
+        The passes send nothing, so that a rank that runs out of memory leaves no peer waiting in a collective. DDP
+        rebuilds its buckets after the first backward pass, and sums depend on the bucket layout. After a rehearsal, a
+        fresh start and a resumed one add up in the same order. A step of several microbatches is rehearsed again with
         the new buckets: with the old ones, its first gradients would be allocated beside them.
         """
         masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
         one = torch.ones((), device=masked.labels.device)
-        for _ in range(self._parallel.num_rehearsals if num_microbatches > 1 else 1):
+        num_rehearsals = self._parallel.num_rehearsals if num_microbatches > 1 else 1
+        # DDP's buckets, which are the gradients, are there from the start.
+        num_passes = 1 if self._parallel.num_rehearsals > 1 else min(num_microbatches, 2)
+        suffices = self._try_memory([masked] * num_passes, one)
+        everyone: list[Any] = [None] * dist.get_world_size(self._everyone)
+        dist.all_gather_object(everyone, suffices, group=self._everyone)
+        if not all(everyone):
+            return [rank for rank, each in enumerate(everyone) if not each]
+        for parameter in self._trained().values():
+            if parameter.grad is None:  # HSDP has none before its all-reduce
+                parameter.grad = torch.zeros_like(parameter)
+        self._rehearse_update(one.device)
+        for _ in range(1, num_rehearsals):
             self.forward_backward(0, [masked], one)
-            self.clip(None)
-            self.step(0.0, commit=torch.zeros((), dtype=torch.bool, device=one.device))
+            self._rehearse_update(one.device)
         if self._loss_scale is not None:
             self._loss_scale.reset()
+        return ()
+
+    def _rehearse_update(self, device: torch.device) -> None:
+        self.clip(None)
+        self.step(0.0, commit=torch.zeros((), dtype=torch.bool, device=device))
+
+    def _try_memory(self, microbatches: Sequence[Microbatch], num_targets: Tensor) -> bool:
+        """Run microbatches without communication; return whether the memory of this rank sufficed."""
+        try:
+            with self._parallel.isolated():
+                self.forward_backward(0, microbatches, num_targets)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
 
     def weights(self) -> dict[str, Tensor]:
         """See Replica."""
@@ -304,4 +335,7 @@ def build_native_engine(
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
     steps = SingleStage(parallel, recipe.run.seed, None if router.loss is None else router.loss.strength)
     lines = [line for line in (attention, kernels, router.line) if line is not None]
-    return NativeEngine(parallel, model, optimizer, objective, steps, traits, loss_scale, principal, lines, meshes.pp)
+    everyone, stages = meshes.everyone, meshes.pp
+    return NativeEngine(
+        parallel, model, optimizer, objective, steps, traits, everyone, loss_scale, principal, lines, stages
+    )

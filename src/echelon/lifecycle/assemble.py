@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig
 
 from echelon.checkpoint.adapter_folder import write_adapter
 from echelon.checkpoint.carrier import Carrier
@@ -21,11 +20,12 @@ from echelon.data.mixture import build_order
 from echelon.data.prepared import PreparedData, open_prepared
 from echelon.distributed.mesh import Meshes, build_mesh
 from echelon.distributed.runtime import Runtime
-from echelon.engines import build_engine
+from echelon.engines import Engine, build_engine
 from echelon.errors import StoppedError
 from echelon.hardware.detection import describe_peak, find_peak_flops
 from echelon.inference.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
 from echelon.inference.sampler import PromptSampler
+from echelon.lifecycle.fitting import build_rehearsed, pin_plan
 from echelon.lifecycle.journaling import describe_end, describe_training, open_goodput, open_journal
 from echelon.model.adapters import find_new_tokens
 from echelon.model.build import resolve_config
@@ -33,6 +33,7 @@ from echelon.model.hub import read_commits, with_copies
 from echelon.model.model_folder import find_stops, write_model_folder
 from echelon.objectives.objective import Objective, build_objective
 from echelon.parallel.compilation import describe_recompiles
+from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
@@ -202,9 +203,14 @@ def build_trainer(
     if runtime.rank == 0:
         write_model_folder(folder.model_dir, config, data.tokenizer, data.manifest.stops)
     objective, new_tokens = build_objective(recipe.objective), find_new_tokens(recipe, data.tokenizer)
-    engine = build_engine(here, config, plan, meshes, objective, device, compile_backend, new_tokens)
-    first = _any_microbatch(data, plan, device)
-    engine.rehearse(first, plan.num_microbatches)
+
+    def build(fitting: ParallelPlan) -> Engine:
+        return build_engine(here, config, fitting, meshes, objective, device, compile_backend, new_tokens)
+
+    planned, shape = plan, build_shape(config.to_dict())
+    engine, plan = build_rehearsed(build, partial(_read_any, data, device), recipe, planned)
+    if runtime.rank == 0:
+        pin_plan(folder, planned, plan, shape, recipe.data.sequence_len, device)
     sync = build_synchronizer(recipe.sync, engine, meshes)
     contents = RunContents(engine, sync, StepJudge(recipe.fault, device))
     store, snapshots = build_store(recipe, folder), build_snapshots(recipe)
@@ -223,22 +229,19 @@ def build_trainer(
         recovery.loaded()
         goodput = open_goodput(folder, saved)
         store.upload_newest(state.step, state.best_step if recipe.checkpoint.keep_best else None)
-        text = {"prepared": str(data.path), "digest": data.content_digest, "packing": data.is_packed}
-        machine = {"host": platform.node(), "pids": dict(sorted(folder.read_pids().items()))}
-        name = "resume" if state.step else "start"
-        folder.rows.append_event(name, step=state.step, peak_flops=peak_flops, **machine, **text)
+        _record_beginning(folder, state.step, data, peak_flops)
         shows_mfu = device.type != "cpu" or logger.isEnabledFor(logging.DEBUG)
         journal = open_journal(recipe, folder, runtime, num_steps, state.step, recovery, shows_mfu)
         lines = describe_training(recipe, plan, config, data, stops)
         mfu_line = f"mfu: relative to {peak_flops / 1e12:.3g} TFLOP/s per process, {describe_peak(device)}"
         for line in (
             *lines,
-            *engine.describe(first.documents is not None),
+            *engine.describe(_read_any(data, device, 1).documents is not None),
             *(() if sampler is None else (sampler.describe(),)),
         ):
             logger.info(line)
         logger.log(logging.INFO if shows_mfu else logging.DEBUG, mfu_line)
-    find_mfu = _find_mfu(recipe, plan, config, meshes, peak_flops)
+    find_mfu = _find_mfu(recipe, plan, shape, meshes, peak_flops)
     accounting = Accounting(device, recipe.train.log_every, find_mfu, goodput, heart, journal, callbacks)
     interval = SaveInterval(recipe, num_samples, plan.world_size, state.step)
     saver = Saver(recipe, contents, store, snapshots, interval, accounting, meshes.everyone)
@@ -257,12 +260,18 @@ def build_trainer(
     return Trainer(num_steps, step, accounting, pauses, saver, recover, stop, state)
 
 
+def _record_beginning(folder: RunFolder, step: int, data: PreparedData, peak_flops: float) -> None:
+    text = {"prepared": str(data.path), "digest": data.content_digest, "packing": data.is_packed}
+    machine = {"host": platform.node(), "pids": dict(sorted(folder.read_pids().items()))}
+    folder.rows.append_event("resume" if step else "start", step=step, peak_flops=peak_flops, **machine, **text)
+
+
 def _find_mfu(
-    recipe: Recipe, plan: ParallelPlan, config: PretrainedConfig, meshes: Meshes, peak_flops: float
+    recipe: Recipe, plan: ParallelPlan, shape: ModelShape, meshes: Meshes, peak_flops: float
 ) -> Callable[[float], float]:
     """The model FLOPs utilization as a function of the tokens per second of all ranks."""
     return partial(
-        build_shape(config.to_dict()).mfu,
+        shape.mfu,
         num_devices=meshes.num_devices,
         peak_flops=peak_flops,
         sequence_len=recipe.data.sequence_len,
@@ -357,6 +366,6 @@ def build_sampler(
     return PromptSampler(wanted.prompts, wanted.prompt_tokens, data.tokenizer, stops, recipe.run.seed, device)
 
 
-def _any_microbatch(data: PreparedData, plan: ParallelPlan, device: torch.device) -> Microbatch:
+def _read_any(data: PreparedData, device: torch.device, num_sequences: int) -> Microbatch:
     stop = data.train.num_samples
-    return read_in_order(data.train, 0, plan.micro_batch_size, stop, Padding(is_equal=True)).to(device)
+    return read_in_order(data.train, 0, num_sequences, stop, Padding(is_equal=True)).to(device)

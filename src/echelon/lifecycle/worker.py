@@ -21,7 +21,7 @@ from echelon.distributed.runtime import (
     stop_runtime,
     use_deterministic_algorithms,
 )
-from echelon.errors import EchelonError, PlanError, explain_storage_error, render_traceback
+from echelon.errors import EchelonError, PlanError, explain_storage_error, is_out_of_memory, render_traceback
 from echelon.hardware.heap import keep_freed_memory
 from echelon.logs import log_as_rank
 from echelon.quiet_imports import garbage_kept
@@ -257,7 +257,7 @@ def explain_error(error: BaseException, rank: int, folder: RunFolder) -> str:
     where = f"see {folder.log_path(rank)}"
     if storage := explain_storage_error(error, folder.path):
         return f"rank {rank}: {storage}; {where}"
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return (
             f"rank {rank} ran out of memory; lower train.micro_batch_size, set train.activation_checkpointing: full, "
             f"or shard more (parallel: fsdp); {where}"

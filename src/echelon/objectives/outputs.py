@@ -180,6 +180,11 @@ class ObjectiveModule(nn.Module):
         self._reference: tuple[ObjectiveModule | None] = (None,)
         self._of_chunk: LossAndGradient = loss_and_gradient
 
+    @property
+    def reference(self) -> "ObjectiveModule | None":
+        """The frozen copy of the initial weights; None for an objective that needs none, or has an adapter to omit."""
+        return self._reference[0]
+
     def refer_to(self, reference: "ObjectiveModule") -> None:
         """Set a frozen copy of the initial weights as the reference of the objective."""
         self._reference = (reference,)

@@ -7,6 +7,7 @@ sum(loss) / (global number of targets), so ranks are summed and the loss rule is
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.distributed.mesh import Meshes
@@ -47,6 +49,14 @@ class DataParallel(Protocol):
         """Forget the gradients, so that the next backward pass begins a new sum."""
         ...
 
+    def isolated(self) -> AbstractContextManager[None]:
+        """Scope of microbatches that send nothing: the memory and the order of a real pass, with meaningless values.
+
+        A rank may fail in it without a peer that waits for it in a collective. After an error the module must be built
+        again.
+        """
+        ...
+
     def evaluation(self) -> AbstractContextManager[nn.Module]:
         """Scope of forward passes without gradients; leaves parameters as training expects them."""
         ...
@@ -56,7 +66,7 @@ def build_data_parallel(module: ObjectiveModule, plan: ParallelPlan, meshes: Mes
     """Wrap a materialised module. Collective where the plan replicates."""
     autocast = autocast_scope(plan, meshes.device_type)
     if plan.uses_fully_shard:
-        return FullyShard(module, plan)
+        return FullyShard(module, plan, meshes.device_type)
     if plan.dp_replicate > 1:
         return Replicated(module, meshes, autocast)
     return Alone(module, autocast)
@@ -98,11 +108,34 @@ class Alone:
         """See DataParallel. Frees their memory."""
         self.module.zero_grad(set_to_none=True)
 
+    def isolated(self) -> AbstractContextManager[None]:
+        """Nothing is sent in any case."""
+        return nullcontext()
+
     @contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
         """The module in evaluation mode."""
         with evaluation_mode(self.module), self._autocast():
             yield self.module
+
+
+@dataclass
+class _Reduction:
+    """How DDP's hook reduces: over a group, or not at all.
+
+    DDP's reducer holds it, and nothing that refers to DDP: such a cycle through C++ would never be freed.
+    """
+
+    group: dist.ProcessGroup
+    sends: bool = True
+
+
+def _reduce_bucket(reduction: _Reduction, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if reduction.sends:
+        return sum_gradients(reduction.group, bucket)
+    unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    unchanged.set_result(bucket.buffer())
+    return unchanged
 
 
 class Replicated:
@@ -122,7 +155,8 @@ class Replicated:
             bucket_cap_mb=GPU_BUCKET_MB if meshes.device_type == "cuda" else None,
             **BUFFERS_STAY_LOCAL,
         )
-        self._ddp.register_comm_hook(meshes.loss, sum_gradients)
+        self._reduction = _Reduction(meshes.loss)
+        self._ddp.register_comm_hook(self._reduction, _reduce_bucket)
         self.module: nn.Module = self._ddp
         self._autocast = autocast
         self._num_reduced = 0
@@ -142,6 +176,15 @@ class Replicated:
         self._ddp.zero_grad(set_to_none=self._num_reduced < self.num_rehearsals)
 
     @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Buckets keep the gradients of this rank."""
+        self._reduction.sends = False
+        try:
+            yield
+        finally:
+            self._reduction.sends = True
+
+    @contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
         """The copy of this rank, without DDP's hooks."""
         with evaluation_mode(self._inner), self._autocast():
@@ -157,16 +200,35 @@ def sum_gradients(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures
     return future.then(lambda done: buffer.copy_(done.value()[0]))
 
 
+class _OwnShard(DefaultAllGather):
+    """Fills the result of an all-gather with copies of this rank's shard. The arguments are torch's."""
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
+        for part in output_tensor.split(input_tensor.numel()):
+            if part.data_ptr() != input_tensor.data_ptr():  # the input may be a part of the output
+                part.copy_(input_tensor)
+
+
+class _NoSum(DefaultReduceScatter):
+    """Fills the result of a reduce-scatter with zeros, which HSDP may add to the sum of a later step."""
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        output_tensor.zero_()
+
+
 class FullyShard:
     """`fully_shard` (FSDP2): parameters, gradients and optimizer state are shards; layers are gathered as they run."""
 
     num_rehearsals = 1
 
-    def __init__(self, module: nn.Module, plan: ParallelPlan) -> None:
+    def __init__(self, module: ObjectiveModule, plan: ParallelPlan, device_type: str) -> None:
         assert isinstance(module, FSDPModule)
         self.module: nn.Module = module
+        self._reference = module.reference
         self._root: FSDPModule = module
         self._plan = plan
+        self._device_type = device_type
+        self._sends = True
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
@@ -176,7 +238,7 @@ class FullyShard:
         """
         reduce = is_last or self._plan.reduce_gradients == "each"
         self._root.set_requires_gradient_sync(reduce)
-        self._root.set_requires_all_reduce(is_last)
+        self._root.set_requires_all_reduce(is_last and self._sends)
         self._root.set_is_last_backward(is_last)
         # Without sharded forward passes the weights may stay whole between microbatches, but not past the last one:
         # the optimizer and the checkpoint must see shards.
@@ -186,6 +248,24 @@ class FullyShard:
     def clear_gradients(self) -> None:
         """See DataParallel. Frees their memory."""
         self.module.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Gathered parameters are copies of this rank's shard, and reduced gradients are 0."""
+        self._sends = False
+        self._communicate_by(_OwnShard(), _NoSum())
+        try:
+            yield
+        finally:
+            self._communicate_by(DefaultAllGather(), _build_reduce_scatter(self._device_type))
+            self._sends = True
+
+    def _communicate_by(self, gather: DefaultAllGather, reduce: Any) -> None:
+        for root in (self.module, self._reference):
+            for unit in () if root is None else root.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.set_custom_all_gather(gather)
+                    unit.set_custom_reduce_scatter(reduce)
 
     @contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
@@ -219,6 +299,10 @@ def _refuse_shared_weights(layers: Iterable[nn.Module]) -> None:
                     f"model: layers {owner} and {number} share the weight {name}, and `fully_shard` shards each layer "
                     "on its own; train with parallel: ddp, and evaluate or sample in one process (--nproc 1)."
                 )
+
+
+def _build_reduce_scatter(device_type: str) -> Any:
+    return ExchangeReduceScatter() if device_type == "cpu" else DefaultReduceScatter()
 
 
 def _set_prefetch(root: nn.Module, layers: list[nn.Module], count: int) -> None:
@@ -263,5 +347,4 @@ def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: Para
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            if meshes.device_type == "cpu":
-                unit.set_custom_reduce_scatter(ExchangeReduceScatter())  # type: ignore[arg-type]  # it is private
+            unit.set_custom_reduce_scatter(_build_reduce_scatter(meshes.device_type))

@@ -1,0 +1,137 @@
+"""A micro batch that does not fit in memory: real processes, one of them under a limit of its address space."""
+
+import json
+import re
+import resource
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import echelon.engines.native as native
+from echelon.distributed.runtime import Runtime
+from echelon.hardware.heap import return_freed_memory
+from echelon.lifecycle.assemble import build_trainer
+from echelon.planner.plan import load_plan
+from echelon.recipe import load_recipe
+from echelon.runs.run_folder import RunFolder
+from echelon.stored import write_json
+from families import small_config
+from training import LOSS, Row, hashes, losses_of, prepare, read_rows, weight_difference
+
+pytestmark = pytest.mark.dist
+
+# The MLPs of a sequence keep at least 24 MiB in the forward pass, three of [256, 4096] in each of 2 layers. So
+# 4 sequences need 96 MiB. 1 sequence needs less than 64 MiB, with weights and gradients of 6 MiB each.
+MODEL = {"config": {**small_config("llama"), "intermediate_size": 4096}}
+ROW = {"model": MODEL, "data": {"sequence_len": 256}, "optim": {"warmup_steps": 1}}
+MIB = 1 << 20
+STEPS, SHORT_RANK, SPARE = 2, 1, 80 * MIB
+FAILED = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+
+
+def limit_growth(num_bytes):
+    """Limit the address space of this process to this many bytes more than it has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + num_bytes, most))
+
+
+def take_freed_memory():
+    """What this process holds of freed memory, in any arena of the heap: it could be used below every limit."""
+    taken, failures = [], 0
+    while failures < 64:
+        try:
+            taken.append(torch.empty(MIB, dtype=torch.uint8))
+            failures = 0
+        except RuntimeError:
+            failures += 1
+    return taken
+
+
+@contextmanager
+def limited(num_bytes):
+    """A scope in which this process can allocate so many bytes in addition to what it uses."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit_growth(4 * MIB)
+    taken = take_freed_memory()
+    limit_growth(num_bytes)
+    try:
+        assert taken
+        with pytest.raises(RuntimeError, match=FAILED.pattern):
+            torch.empty(num_bytes + MIB, dtype=torch.uint8)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def train_limited(rank, world_size, path, plan, spare):
+    """Train; with `spare`, rehearsals of one rank are limited to this many bytes.
+
+    Returns the sizes that were rehearsed, and the messages of the allocations that failed in this process.
+    """
+    recipe, _ = load_recipe(Path(path))
+    runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
+    return_freed_memory()
+    rehearse, is_out_of_memory, tried, failures, decoders = (
+        native.NativeEngine.rehearse, native.is_out_of_memory, [], [], [],
+    )  # fmt: skip
+
+    def rehearse_limited(engine, microbatch, num_microbatches):
+        assert not any(each() for each in decoders), "the engine of an earlier attempt still takes memory"
+        decoders.append(weakref.ref(engine._decoder))
+        tried.append((len(microbatch.input_ids), num_microbatches))
+        if rank != SHORT_RANK or spare is None:
+            return rehearse(engine, microbatch, num_microbatches)
+        with limited(spare):
+            return rehearse(engine, microbatch, num_microbatches)
+
+    def note_failure(error):
+        failures.append(str(error))
+        return is_out_of_memory(error)
+
+    with (
+        mock.patch.object(native.NativeEngine, "rehearse", rehearse_limited),
+        mock.patch.object(native, "is_out_of_memory", note_failure),
+    ):
+        trainer = build_trainer(recipe, plan, RunFolder(Path(recipe.run.dir)), runtime)
+    trainer.fit()
+    trainer.train_step.loader.close()
+    trainer.saver.store.close()
+    if trainer.accounting.journal is not None:
+        trainer.accounting.journal.close()
+    return tried, failures
+
+
+@pytest.mark.parametrize(
+    "parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("zero1", marks=pytest.mark.slow)]
+)
+def test_every_rank_halves_and_the_losses_stay(workers, text, tmp_path, parallel):
+    row = Row(parallel, ranks=2, micro_batch="auto", changes=ROW)
+    runs = {name: tmp_path / name / "run" for name in ("free", "limited")}
+    endings = {}
+    # The free run comes first, so that nothing remains to be imported under the limit.
+    for name, spare in (("free", None), ("limited", SPARE)):
+        path, planned = prepare(row, tmp_path / name, text, STEPS)
+        write_json(runs[name] / "estimate.json", {"memory": {}, "schedule": {"steps": STEPS}})
+        endings[name] = workers.run(train_limited, 2, str(path), planned, spare)
+    assert endings["free"] == [([(4, 1)], [])] * 2
+    assert not (runs["free"] / "plan.json").exists()
+
+    (sizes, none), (same, failures) = endings["limited"]
+    assert sizes == same and sizes in ([(4, 1), (2, 2)], [(4, 1), (2, 2), (1, 4)])
+    assert none == [] and len(failures) == len(sizes) - 1
+    assert all(FAILED.search(failure) and int(FAILED.search(failure)[1]) >= MIB for failure in failures), failures
+    plan = load_plan(runs["limited"] / "plan.json")
+    assert (plan.micro_batch_size, plan.num_microbatches) == sizes[-1]
+    assert plan.why[-1].startswith(f"micro_batch_size auto: halved to {sizes[-1][0]}, because rank 1 ran out of memory")
+    estimate = json.loads((runs["limited"] / "estimate.json").read_text())
+    assert estimate["memory"]["activations"] > 0 and estimate["schedule"] == {"steps": STEPS}
+
+    free, halved = read_rows(runs["free"]), read_rows(runs["limited"])
+    assert hashes(halved) == hashes(free)
+    assert losses_of(halved) == pytest.approx(losses_of(free), rel=LOSS)
+    assert weight_difference(runs["limited"], runs["free"], STEPS) < 1e-5
