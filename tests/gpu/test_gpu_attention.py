@@ -1,4 +1,4 @@
-"""On a GPU, torch's flash kernels keep the documents of a sequence apart."""
+"""On a GPU, torch's flash kernels and flex attention keep the documents of a sequence apart."""
 
 import pytest
 import torch
@@ -16,20 +16,25 @@ pytestmark = pytest.mark.gpu
 CAPPED = {"attn_logit_softcapping": 0.5, "sliding_window": 4}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "gpt2"])
-def test_documents_have_the_loss_that_they_have_alone(gpu, family, dtype):
-    assert has_kernel(gpu.device, dtype, load_config(small_config(family)))
-    plain, kernel = (small_model(family, **FIELDS.get(family, {})).eval().to(gpu.device) for _ in range(2))
-    kernel.set_attn_implementation(VARLEN)
-    batch, changed = packed().to(gpu.device), packed(changed=(0, 1)).to(gpu.device)
-    with torch.autocast("cuda", dtype):
+def check_documents(plain, kernel, device, dtype):
+    """With the kernel each document has the loss that it has alone without it, and changes no other."""
+    batch, changed = packed().to(device), packed(changed=(0, 1)).to(device)
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
         found, after = losses(kernel, batch), losses(kernel, changed)
         for row, lengths in enumerate(LENGTHS):
             for number in range(len(lengths)):
                 expected = loss_alone(plain, batch, row, number)
                 torch.testing.assert_close(found[row, number], expected, rtol=0.02, atol=0.02)
     assert [place for place in found if not torch.equal(found[place], after[place])] == [(0, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "gpt2"])
+def test_documents_have_the_loss_that_they_have_alone(gpu, family, dtype):
+    assert has_kernel(gpu.device, dtype, load_config(small_config(family)))
+    plain, kernel = (small_model(family, **FIELDS.get(family, {})).eval().to(gpu.device) for _ in range(2))
+    kernel.set_attn_implementation(VARLEN)
+    check_documents(plain, kernel, gpu.device, dtype)
 
 
 def test_a_training_step_keeps_documents_apart_without_waiting(gpu):
@@ -54,14 +59,7 @@ def test_soft_capped_documents_have_the_loss_that_eager_attention_gives_them_alo
     assert has_flex(gpu.device, dtype, load_config(small_config("gemma2")))
     eager, flex = (small_model("gemma2", **CAPPED).eval().to(gpu.device) for _ in range(2))
     flex.set_attn_implementation(FLEX)
-    batch, changed = packed().to(gpu.device), packed(changed=(0, 1)).to(gpu.device)
-    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-        found, after = losses(flex, batch), losses(flex, changed)
-        for row, lengths in enumerate(LENGTHS):
-            for number in range(len(lengths)):
-                expected = loss_alone(eager, batch, row, number)
-                torch.testing.assert_close(found[row, number], expected, rtol=0.02, atol=0.02)
-    assert [place for place in found if not torch.equal(found[place], after[place])] == [(0, 1)]
+    check_documents(eager, flex, gpu.device, dtype)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])

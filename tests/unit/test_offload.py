@@ -177,6 +177,32 @@ def test_buffers_are_used_again_also_if_there_was_no_backward_pass():
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+def test_a_pass_that_is_abandoned_leaves_no_copy_behind():
+    """Neither one on its way to the host, nor one on its way back: both would use memory that is free again."""
+    side, plain = LateCopies(), build()
+    model = build(side=side)
+    layers = find_layers(model)
+    rotary = model.model.rotary_emb(torch.ones(1, 4, 64), torch.arange(4)[None])
+    for _ in range(2):
+        hidden = torch.ones(1, 4, 64, requires_grad=True)
+        for layer in layers[:2]:
+            hidden = layer(hidden, position_embeddings=rotary)
+    del hidden
+
+    def fail(gradient):
+        raise ValueError("in the middle")
+
+    module = ObjectiveModule(model)
+    handle = layers[2].register_forward_hook(lambda *parts: parts[-1].register_hook(fail) and None)
+    with pytest.raises(ValueError, match="in the middle"):
+        module(packed(), CausalLM().loss_sum).backward()
+    handle.remove()
+    model.zero_grad()
+    for each in (model, plain):
+        differentiate(each)
+    assert_same_gradients(model, plain)
+
+
 def test_nothing_moves_without_gradients():
     side = LateCopies()
     with torch.no_grad():
