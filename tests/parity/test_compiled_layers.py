@@ -76,6 +76,31 @@ def test_no_graph_break(workers, text, tmp_path, family, adapter, has_documents,
     assert 2 <= num_graphs <= 3
 
 
+def count_graphs_of_lion(rank, world_size, path, compiles):
+    """The number of graphs of a step, of two equal layers and of the optimizer."""
+    recipe, _ = load_recipe(Path(path))
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    plan = ParallelPlan("ddp", compile=compiles)
+    meshes, config = build_mesh(plan, "cpu"), load_config(small_config("llama"))
+    engine = build_native_engine(recipe, config, plan, meshes, CausalLM(), torch.device("cpu"), count)
+    engine.rehearse(build_batch(16, False), 1)
+    return len(graphs), compilation.describe_recompiles()
+
+
+@pytest.mark.slow
+def test_the_optimizer_is_compiled_with_the_layers(workers, text, tmp_path):
+    recipe = write_recipe(Row(optimizer="lion"), tmp_path, text, steps=4)
+    assert workers.run(count_graphs_of_lion, 1, str(recipe), True) == [(2, None)]
+    assert workers.run(count_graphs_of_lion, 1, str(recipe), False) == [(0, None)]
+
+
 def train_in_many_shapes(rank, world_size, path, config, max_graphs):
     """Train and evaluate with batches of many widths: the graph breaks, the line at the end, the warnings."""
     recipe, _ = load_recipe(Path(path))

@@ -9,7 +9,8 @@ from echelon.errors import ConfigError
 from echelon.model.sharding import local_places
 from echelon.optimizer.rounding import random_bits
 from echelon.optimizer.sharded_parameter import Layout
-from echelon.optimizer.stepper import Group, Optimizer, Slot, choose_rule
+from echelon.optimizer.slot import Slot
+from echelon.optimizer.stepper import Group, Optimizer, choose_rule
 from echelon.recipe import OptimConfig
 
 pytestmark = pytest.mark.dist

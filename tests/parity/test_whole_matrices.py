@@ -11,7 +11,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from echelon.model.sharding import whole
 from echelon.optimizer import muon, whole_matrices
 from echelon.optimizer.muon import Muon
-from echelon.optimizer.stepper import Group, Optimizer, Slot
+from echelon.optimizer.slot import Slot
+from echelon.optimizer.stepper import Group, Optimizer
 from echelon.optimizer.whole_matrices import assign_owners, plan_rounds
 
 pytestmark = pytest.mark.dist

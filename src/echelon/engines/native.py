@@ -278,14 +278,19 @@ def build_reference(
     return module.eval()
 
 
-def _find_copies(plan: ParallelPlan, meshes: Meshes) -> dist.ProcessGroup | None:
-    """Return the ranks with a copy of the model that may divide the work of an optimizer step.
+def _build_optimizer(
+    model: nn.Module, recipe: Recipe, plan: ParallelPlan, meshes: Meshes, compile_backend: str
+) -> Optimizer:
+    """Build the optimizer of a sharded model. Collective where it is sharded.
 
-    None on several machines: between them, results may take longer to send than to compute.
+    Ranks with a copy of the model divide the work of a step only on one machine: between machines, results may take
+    longer to send than to compute. Updates are compiled where layers are, and not on the host of a GPU.
     """
     place = find_place()
     is_one_machine = place.world_size == place.local_world_size
-    return meshes.loss if is_one_machine and not plan.uses_fully_shard else None
+    copies = meshes.loss if is_one_machine and not plan.uses_fully_shard else None
+    backend = compile_backend if plan.compile and not plan.cpu_offload else None
+    return build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed, copies, backend)
 
 
 def build_native_engine(
@@ -330,8 +335,7 @@ def build_native_engine(
         module.refer_to(build_reference(skeleton, recipe, plan, meshes, device, compile_backend, traits))
     module.train()
     parallel = parallelize(module, plan, meshes)
-    copies = _find_copies(plan, meshes)
-    optimizer = build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed, copies)
+    optimizer = _build_optimizer(model, recipe, plan, meshes, compile_backend)
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
     steps = SingleStage(parallel, recipe.run.seed, None if router.loss is None else router.loss.strength)
     lines = [line for line in (attention, kernels, router.line) if line is not None]

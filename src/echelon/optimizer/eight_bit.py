@@ -31,7 +31,7 @@ def code_values(signed: bool) -> tuple[float, ...]:
 
 
 @functools.cache
-def _code_table(signed: bool, device: torch.device) -> Tensor:
+def code_table(signed: bool, device: torch.device) -> Tensor:
     """The values on a device, sent there once."""
     return torch.tensor(code_values(signed), device=device)
 
@@ -41,25 +41,41 @@ def num_blocks(width: int) -> int:
     return -(-width // BLOCK)
 
 
-def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+def pack(values: Tensor, signed: bool, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes (uint8, the shape of `values` [..., width]) and scales (fp32 [..., blocks]) of a tensor.
+
+    `table`: the result of `code_table`, given by code that is compiled, which cannot look it up.
 
     An unsigned value above 0 is never rounded to 0. AdamW divides by the root of the second moment: with one rounded to
     0, a weight whose next gradient is 0, such as the embedding of a token that the batch lacks, would move by thousands
     of learning rates. The paper keeps the moments of embeddings in 32 bits for this reason.
     """
-    table = _code_table(signed, values.device)
+    table = code_table(signed, values.device) if table is None else table
     count = num_blocks(values.shape[-1])
     padded = F.pad(values, (0, count * BLOCK - values.shape[-1]))
     blocks = padded.reshape(*values.shape[:-1], count, BLOCK)
     scales = blocks.abs().amax(-1).clamp(min=SMALLEST)
-    nearest = torch.bucketize(blocks / scales.unsqueeze(-1), (table[:-1] + table[1:]) / 2, out_int32=True, right=True)
+    nearest = _count_below(blocks / scales.unsqueeze(-1), (table[:-1] + table[1:]) / 2)
     if not signed:
         nearest = torch.where(blocks > 0, nearest.clamp(min=1), nearest)
     return nearest.to(torch.uint8).flatten(-2)[..., : values.shape[-1]], scales
 
 
-def unpack(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """The fp32 values that codes and scales stand for."""
+def unpack(codes: Tensor, scales: Tensor, signed: bool, table: Tensor | None = None) -> Tensor:
+    """The fp32 values that codes and scales stand for. `table`: see `pack`."""
+    table = code_table(signed, codes.device) if table is None else table
     spread = scales.unsqueeze(-1).expand(*scales.shape, BLOCK).flatten(-2)[..., : codes.shape[-1]]
-    return _code_table(signed, codes.device)[codes.int()] * spread
+    return table[codes.int()] * spread
+
+
+def _count_below(values: Tensor, borders: Tensor) -> Tensor:
+    """How many of 255 ascending borders are at most each value.
+
+    A compiler for CPUs cannot put `bucketize` into one pass with what is around it, but a binary search of 8 look-ups.
+    """
+    if not torch.compiler.is_compiling():
+        return torch.bucketize(values, borders, out_int32=True, right=True)
+    count = torch.zeros_like(values, dtype=torch.int64)
+    for step in (128, 64, 32, 16, 8, 4, 2, 1):
+        count = torch.where(borders[count + (step - 1)] <= values, count + step, count)
+    return count

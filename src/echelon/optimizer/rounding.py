@@ -11,6 +11,10 @@ from echelon.model.seeds import derive_seed
 from echelon.model.sharding import Places
 
 _LOW_BITS = 0xFFFF
+_ALL_BITS = -1
+
+Lines = tuple[Tensor, Tensor]
+"""Random numbers, int32, of the leading places of a tensor, [..., 1], and of those along its last dim, [..., width]."""
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
@@ -22,17 +26,41 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
     return ((values.view(torch.int32) + bits) & ~_LOW_BITS).view(torch.float32).bfloat16()
 
 
+def round_to_nearest(values: Tensor) -> Tensor:
+    """fp32 values rounded to bf16 numbers, still fp32.
+
+    A compiler may leave out a cast to bf16 and back, and with it the rounding. So compiled code rounds the words, ties
+    to the even one.
+    """
+    if not torch.compiler.is_compiling():
+        return values.bfloat16().float()
+    words = values.view(torch.int32)
+    return ((words + (_LOW_BITS >> 1) + ((words >> 16) & 1)) & ~_LOW_BITS).view(torch.float32)
+
+
 def random_bits(part: Places, device: torch.device, name: str, seed: int, step: int) -> Tensor:
     """16 random bits, as int32, for each number of the parameter `name` that lies at the places of `part`."""
+    return spread_bits(random_lines(part, device, name, seed, step))
+
+
+def random_lines(part: Places, device: torch.device, name: str, seed: int, step: int) -> Lines:
+    """What `spread_bits` makes the random bits of: far fewer numbers."""
     key = derive_seed(seed, "rounding", step, name)
     words = (key & 0x7FFFFFFF, (key >> 31) & 0x7FFFFFFF)
-    bits = torch.zeros((), dtype=torch.int32, device=device)
+    bits, line = torch.zeros((), dtype=torch.int32, device=device), torch.zeros((), dtype=torch.int32, device=device)
     for dim, piece in enumerate(part):
         numbers = torch.arange(piece.start, piece.stop) if isinstance(piece, slice) else piece
         places = numbers.to(device, torch.int32)
         shape = [-1 if other == dim else 1 for other in range(len(part))]
-        bits = _mix(bits + (_mix(places ^ words[dim % 2]) + dim).view(shape))
-    return bits & _LOW_BITS
+        bits = spread_bits((bits, line), _ALL_BITS) if dim else bits
+        line = (_mix(places ^ words[dim % 2]) + dim).view(shape)
+    return bits, line
+
+
+def spread_bits(lines: Lines, mask: int = _LOW_BITS) -> Tensor:
+    """The random bits of each number, in the shape that `lines` broadcast to."""
+    bits, line = lines
+    return _mix(bits + line) & mask
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ A rule never asks the host whether a step counts: `commit` stays on the device, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -63,6 +63,42 @@ class PreconditioningRule(Rule, Protocol):
         ...
 
 
+@runtime_checkable
+class ElementwiseRule(Rule, Protocol):
+    """A rule whose update of a number depends on no other: compiled, it is one pass over memory with the storing.
+
+    Attributes:
+        has_kernel: whether `update` is a single pass over fp32 tensors already.
+    """
+
+    has_kernel: ClassVar[bool]
+
+    def begin(self, states: Sequence[dict[str, Tensor]], rate: float, weight_decay: float, commit: Tensor) -> Tensor:
+        """The coefficients of a step for each parameter, fp32 [parameters, coefficients], on their device.
+
+        Counts the step in those states that have a count, where `commit` is true.
+        """
+        ...
+
+    def move(
+        self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], coefficients: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The new weight and moments, by the formula of `update`. All tensors are fp32; none is changed.
+
+        A compiled graph serves all steps, so whatever may differ between calls must be among the coefficients.
+        """
+        ...
+
+
+def spread(values: Sequence[float | Tensor], count: int, device: torch.device) -> Tensor:
+    """Coefficients for `count` parameters from numbers, or fp64 tensors [count], without a copy from the host."""
+    columns = [
+        value if isinstance(value, Tensor) else torch.full((count,), value, dtype=torch.float64, device=device)
+        for value in values
+    ]
+    return torch.stack(columns, -1).float()
+
+
 def assign(target: Tensor, value: Tensor, commit: Tensor) -> None:
     """Put a value in place where `commit` is true."""
     target.copy_(torch.where(commit, value, target))
@@ -74,6 +110,7 @@ class AdamW:
 
     betas: tuple[float, float]
     eps: float
+    has_kernel: ClassVar[bool] = True
 
     def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
         """`step`, and the two moments."""
@@ -103,6 +140,25 @@ class AdamW:
             maximize=False,
         )
 
+    def begin(self, states: Sequence[dict[str, Tensor]], rate: float, weight_decay: float, commit: Tensor) -> Tensor:
+        """See ElementwiseRule."""
+        counts = [state["step"] for state in states]
+        steps = torch.stack(counts).double() + 1
+        torch._foreach_add_(counts, commit.float())
+        size, root = rate / (1 - self.betas[0] ** steps), (1 - self.betas[1] ** steps).sqrt()
+        fixed = (1 - rate * weight_decay, 1 - self.betas[0], self.betas[1], 1 - self.betas[1], self.eps)
+        return spread((size, root, *fixed), len(states), steps.device)
+
+    def move(
+        self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], coefficients: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See ElementwiseRule."""
+        size, root, shrink, new, kept, new_square, eps = coefficients.unbind()
+        exp_avg = state["exp_avg"] + (gradient - state["exp_avg"]) * new
+        exp_avg_sq = state["exp_avg_sq"] * kept + gradient.square() * new_square
+        moved = weight * shrink - size * exp_avg / (exp_avg_sq.sqrt() / root + eps)
+        return moved, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
 
 def build_adamw(config: OptimConfig, is_layer_matrix: bool) -> AdamW:
     """The rule of the recipe's section."""
@@ -114,6 +170,7 @@ class MomentumSGD:
     """SGD with momentum, b = momentum * b + g, w -= rate * b, by PyTorch's fused kernel; weight decay decoupled."""
 
     momentum: float
+    has_kernel: ClassVar[bool] = True
 
     def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
         """The momentum, which begins at zero: then the first step takes the gradient as it is."""
@@ -138,6 +195,18 @@ class MomentumSGD:
             maximize=False,
         )
 
+    def begin(self, states: Sequence[dict[str, Tensor]], rate: float, weight_decay: float, commit: Tensor) -> Tensor:
+        """See ElementwiseRule."""
+        return spread((1 - rate * weight_decay, rate, self.momentum), len(states), commit.device)
+
+    def move(
+        self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], coefficients: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See ElementwiseRule."""
+        shrink, rate, kept = coefficients.unbind()
+        momentum = state["momentum"] * kept + gradient
+        return weight * shrink - rate * momentum, {"momentum": momentum}
+
 
 def build_sgd(config: OptimConfig, is_layer_matrix: bool) -> MomentumSGD:
     """The rule of the recipe's section."""
@@ -149,6 +218,7 @@ class Lion:
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2)."""
 
     betas: tuple[float, float]
+    has_kernel: ClassVar[bool] = False
 
     def build_state(self, parameter: Tensor, layout: Layout) -> dict[str, Tensor]:
         """The momentum."""
@@ -161,6 +231,20 @@ class Lion:
             sign = momentum.lerp(item.gradient, 1 - self.betas[0]).sign_()
             assign(item.weight, item.weight * (1 - rate * weight_decay) - rate * sign, commit)
             assign(momentum, momentum.lerp(item.gradient, 1 - self.betas[1]), commit)
+
+    def begin(self, states: Sequence[dict[str, Tensor]], rate: float, weight_decay: float, commit: Tensor) -> Tensor:
+        """See ElementwiseRule."""
+        fixed = (1 - rate * weight_decay, rate, 1 - self.betas[0], 1 - self.betas[1])
+        return spread(fixed, len(states), commit.device)
+
+    def move(
+        self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], coefficients: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See ElementwiseRule."""
+        shrink, rate, mixed, new = coefficients.unbind()
+        difference = gradient - state["momentum"]
+        sign = (state["momentum"] + difference * mixed).sign()
+        return weight * shrink - rate * sign, {"momentum": state["momentum"] + difference * new}
 
 
 def build_lion(config: OptimConfig, is_layer_matrix: bool) -> Lion:

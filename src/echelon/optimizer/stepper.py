@@ -1,4 +1,4 @@
-"""The optimizer: rules over groups of parameters, and how weights and moments are stored between steps."""
+"""The optimizer: rules over groups of parameters."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,95 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.errors import ConfigError
 from echelon.extensions import build_named
-from echelon.model.sharding import local_part, local_places
-from echelon.optimizer.eight_bit import num_blocks, pack, unpack
+from echelon.optimizer.compiled_update import CompiledUpdate
 from echelon.optimizer.groups import find_members
-from echelon.optimizer.rounding import random_bits, round_stochastically
-from echelon.optimizer.rules import Gradient, Item, PreconditioningRule, Rule, assign
-from echelon.optimizer.sharded_parameter import Layout
+from echelon.optimizer.rules import PreconditioningRule, Rule
+from echelon.optimizer.slot import Slot
 from echelon.recipe import OptimConfig
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
-
-# The moments that `adamw_8bit` packs, and whether they have a sign. Vectors are small, and stay as they are.
-PACKED_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-
-
-class Slot:
-    """One parameter and its state as they are stored: moments in fp32 or packed, the weight in fp32 or in bf16.
-
-    A bf16 weight is rounded stochastically, or has what rounding left over beside it in `remainder` (Kahan summation:
-    Zamirai et al. 2021, "Revisiting BFloat16 Training", section 4).
-    """
-
-    def __init__(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        rule: Rule,
-        packs: bool,
-        keeps_remainder: bool,
-        copies: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.layout = Layout(parameter, copies)
-        self._places = local_places(parameter)
-        self.state = rule.build_state(parameter, self.layout)
-        self._packed = PACKED_MOMENTS if packs and parameter.ndim >= 2 else {}
-        for key in self._packed:
-            del self.state[key]
-            self.state[f"{key}.codes"] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
-            self.state[f"{key}.scales"] = self._build_scales()
-        if keeps_remainder:
-            self.state["remainder"] = torch.zeros_like(parameter, requires_grad=False)
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether a rule works on what is stored; else on fp32 copies, which are stored again afterwards."""
-        return self.parameter.dtype == torch.float32 and not self._packed
-
-    def gradient(self) -> Gradient:
-        """What a rule may replace before the update."""
-        assert self.parameter.grad is not None
-        state = {key: local_part(value) for key, value in self.state.items()}
-        return Gradient(local_part(self.parameter.grad), state, self.layout)
-
-    def open(self) -> Item:
-        """What a rule works on."""
-        assert self.parameter.grad is not None
-        state = {key: local_part(value) for key, value in self.state.items()}
-        weight = local_part(self.parameter.detach()).float()
-        if "remainder" in state:
-            weight = weight + state.pop("remainder").float()
-        for key, signed in self._packed.items():
-            state[key] = unpack(state.pop(f"{key}.codes"), state.pop(f"{key}.scales"), signed)
-        return Item(weight, local_part(self.parameter.grad).float(), state, self.layout)
-
-    def store(self, item: Item, commit: Tensor, seed: int, step: int) -> None:
-        """Put back what was copied, where the step commits."""
-        for key, signed in self._packed.items():
-            codes, scales = pack(item.state[key], signed)
-            assign(local_part(self.state[f"{key}.codes"]), codes, commit)
-            assign(local_part(self.state[f"{key}.scales"]), scales, commit)
-        weight = local_part(self.parameter.detach())
-        if weight.dtype == torch.float32:
-            return
-        if "remainder" in self.state:
-            rounded = item.weight.to(weight.dtype)
-            assign(local_part(self.state["remainder"]), (item.weight - rounded.float()).to(weight.dtype), commit)
-        else:
-            rounded = round_stochastically(item.weight, random_bits(self._places, weight.device, self.name, seed, step))
-        assign(weight, rounded, commit)
-
-    def _build_scales(self) -> Tensor:
-        if self.layout.splits(-1):
-            raise ConfigError(
-                f"optim.name=adamw_8bit packs blocks of rows, and this plan cuts the rows of {self.name}; use "
-                "optim.name=adamw."
-            )
-        return self.layout.zeros(-1, num_blocks(self.parameter.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -111,9 +29,11 @@ class Group:
 class Optimizer:
     """Steps every parameter that has a gradient. Its state is there from the start, under names no plan changes."""
 
-    def __init__(self, groups: list[Group], seed: int) -> None:
+    def __init__(self, groups: list[Group], seed: int, compiled: CompiledUpdate | None = None) -> None:
+        """`compiled`: steps what it can."""
         self.groups = groups
         self._seed = seed
+        self._compiled = compiled
 
     @torch.no_grad()
     def step(self, step: int, learning_rate: float, commit: Tensor) -> None:
@@ -129,6 +49,9 @@ class Optimizer:
             slots = [slot for slot in group.slots if slot.parameter.grad is not None]
             if isinstance(group.rule, PreconditioningRule):
                 group.rule.precondition([slot.gradient() for slot in slots], commit)
+            if self._compiled is not None:
+                arguments = (rate, group.weight_decay, commit, self._seed, step)
+                slots = self._compiled.step(group.rule, slots, *arguments)
             direct = [slot.open() for slot in slots if slot.is_direct]
             group.rule.update(direct, rate, group.weight_decay, commit)
             for slot in slots:  # one at a time, so that the copies of one parameter are there at once
@@ -151,12 +74,14 @@ def build_optimizer(
     master_weights: str,
     seed: int,
     copies: dist.ProcessGroup | None = None,
+    compile_backend: str | None = None,
 ) -> Optimizer:
     """The optimizer of a materialised, sharded model. Collective where it is sharded.
 
     Args:
         master_weights: `train.master_weights`; the parameters' dtype says whether they are bf16.
         copies: the ranks with a copy of the model, if it is not sharded and they may divide the work of a step.
+        compile_backend: compiles the updates that are many passes over memory; None: none.
     """
     groups: dict[tuple[Rule, float, float], list[Slot]] = {}
     packed = OPTIMIZERS.get(config.name, OPTIMIZER_FROM_OUTSIDE).packed
@@ -165,7 +90,8 @@ def build_optimizer(
         rule = rules[member.is_layer_matrix]
         slot = Slot(member.name, member.parameter, rule, packed, master_weights == "bf16_kahan", copies)
         groups.setdefault((rule, member.weight_decay, member.rate_factor), []).append(slot)
-    return Optimizer([Group(*key, slots) for key, slots in groups.items()], seed)
+    compiled = None if compile_backend is None else CompiledUpdate(compile_backend)
+    return Optimizer([Group(*key, slots) for key, slots in groups.items()], seed, compiled)
 
 
 def choose_rule(config: OptimConfig, is_layer_matrix: bool) -> Rule:

@@ -2,14 +2,19 @@
 
 import logging
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch._dynamo.utils import get_compilation_metrics
 
+from echelon.optimizer import compiled_update
+
 MAX_GRAPHS = 32
 """Graphs that Dynamo keeps for a layer; its default is 8, which LoRA reaches: three in training (for the first shape,
 for any, and for one sequence), twice because the first layer's input needs no gradient, and two in evaluation."""
+
+_OPTIMIZER = Path(compiled_update.__file__).parent  # its functions are compiled for several kinds of parameters
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +51,8 @@ def apply_compile(layers: Iterable[nn.Module], backend: str) -> None:
 
 def describe_recompiles() -> str | None:
     """Return a line about how often this process has compiled layers again; None if it never has."""
-    count = sum(bool(each.recompile_reason) for each in get_compilation_metrics())
+    done = get_compilation_metrics()
+    count = sum(bool(each.recompile_reason) and Path(each.co_filename or "").parent != _OPTIMIZER for each in done)
     if not count:
         return None
     return (
