@@ -17,7 +17,7 @@ from torch import nn
 
 from echelon.optimizer.compiled_update import CompiledUpdate
 from echelon.optimizer.slot import Slot
-from echelon.optimizer.stepper import Group, Optimizer, choose_rule
+from echelon.optimizer.stepper import Group, Optimizer, choose_rule, compile_rule
 from echelon.recipe import OptimConfig
 from measuring import describe_machine, measure_copy, spread, synchronize
 
@@ -39,6 +39,8 @@ def build(name: str, master_weights: str, num_layers: int, compiles: bool) -> Op
     """An optimizer of layers with random weights and gradients."""
     config = OptimConfig(name=name, learning_rate=1.0)
     rule = choose_rule(config, is_layer_matrix=True)
+    if compiles:
+        rule = compile_rule(rule, "inductor")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if master_weights == "fp32" else torch.bfloat16
     slots = []

@@ -6,7 +6,7 @@ import torch._dynamo.utils
 
 from echelon.optimizer.compiled_update import CompiledUpdate
 from echelon.optimizer.slot import Slot
-from echelon.optimizer.stepper import Group, Optimizer, choose_rule
+from echelon.optimizer.stepper import Group, Optimizer, choose_rule, compile_rule
 from echelon.recipe import OptimConfig
 
 # Rows of whole blocks of 8-bit moments, others, and vectors, the last as large as a matrix.
@@ -17,6 +17,8 @@ RATES = [1e-2, 5e-3, 1e-2, 2e-3]
 def build(config, master_weights, backend):
     """The optimizer of a parameter of each shape, and the parameters."""
     rule = choose_rule(config, is_layer_matrix=False)
+    if backend is not None:
+        rule = compile_rule(rule, backend)
     dtype = torch.float32 if master_weights == "fp32" else torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
@@ -52,6 +54,7 @@ CASES = {
     ("lion", "bf16_kahan"): 1,
     ("lion", "bf16_stochastic"): 3,  # a square, other matrices, vectors
     ("sgd", "bf16_kahan"): 1,
+    ("adafactor", "fp32"): 3 + 4 + 4,  # for each function: a square, matrices, three dims; vectors, which have no rows
     ("adamw_8bit", "fp32"): 2,  # rows of whole blocks, others
     ("adamw_8bit", "bf16_kahan"): 3,  # and vectors, which are not packed
 }

@@ -4,6 +4,7 @@ Without it, Lion, bf16 weights and 8-bit moments take some 10 to 60 operations, 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,16 @@ from echelon.optimizer.eight_bit import BLOCK, code_table
 from echelon.optimizer.rounding import Lines
 from echelon.optimizer.rules import ElementwiseRule, Rule, assign
 from echelon.optimizer.slot import PACKED_MOMENTS, Slot, read_moments, read_weight, store_moments, store_weight
+
+
+def compile_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """Compile a function of tensors, none of which shares memory with another; one graph for all sizes."""
+    compiled = torch.compile(function, backend=backend, dynamic=True, fullgraph=True)
+
+    def run(*tensors: Tensor) -> Any:
+        return compiled(*(tensor.data for tensor in tensors))  # a view would bring the sizes of its base into the graph
+
+    return run
 
 
 class CompiledUpdate:

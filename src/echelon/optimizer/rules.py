@@ -3,9 +3,9 @@
 A rule never asks the host whether a step counts: `commit` stays on the device, and where it is false nothing changes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -87,6 +87,15 @@ class ElementwiseRule(Rule, Protocol):
 
         A compiled graph serves all steps, so whatever may differ between calls must be among the coefficients.
         """
+        ...
+
+
+@runtime_checkable
+class CompilableRule(Rule, Protocol):
+    """A rule with functions of tensors that are worth compiling."""
+
+    def compiled(self, compile_function: Callable[..., Any]) -> Rule:
+        """The rule with its functions compiled by `compile_function`, which takes one and returns one like it."""
         ...
 
 

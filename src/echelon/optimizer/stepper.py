@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.extensions import build_named
-from echelon.optimizer.compiled_update import CompiledUpdate
+from echelon.optimizer.compiled_update import CompiledUpdate, compile_function
 from echelon.optimizer.groups import find_members
-from echelon.optimizer.rules import PreconditioningRule, Rule
+from echelon.optimizer.rules import CompilableRule, PreconditioningRule, Rule
 from echelon.optimizer.slot import Slot
 from echelon.recipe import OptimConfig
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
@@ -86,6 +87,8 @@ def build_optimizer(
     groups: dict[tuple[Rule, float, float], list[Slot]] = {}
     packed = OPTIMIZERS.get(config.name, OPTIMIZER_FROM_OUTSIDE).packed
     rules = {is_layer_matrix: choose_rule(config, is_layer_matrix) for is_layer_matrix in (True, False)}
+    if compile_backend is not None:
+        rules = {key: compile_rule(rule, compile_backend) for key, rule in rules.items()}
     for member in find_members(model, config):
         rule = rules[member.is_layer_matrix]
         slot = Slot(member.name, member.parameter, rule, packed, master_weights == "bf16_kahan", copies)
@@ -99,3 +102,8 @@ def choose_rule(config: OptimConfig, is_layer_matrix: bool) -> Rule:
     places = {name: row.place for name, row in OPTIMIZERS.items()}
     rule: Rule = build_named("optim.name", config.name, places, Rule, config, is_layer_matrix, options=config.options)
     return rule
+
+
+def compile_rule(rule: Rule, backend: str) -> Rule:
+    """The rule with its own functions compiled, if it has any."""
+    return rule.compiled(partial(compile_function, backend=backend)) if isinstance(rule, CompilableRule) else rule
