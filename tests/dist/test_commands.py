@@ -4,6 +4,7 @@ import json
 import math
 import os
 import stat
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from command import CommandLine, assert_no_orphan, read_lines, write_recipe
 from echelon.checkpoint.export import load_run_model
+from echelon.planner.memory import MemoryParts
 from echelon.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.dist
@@ -54,6 +56,8 @@ def test_from_text_to_a_model_that_transformers_loads(echelon, tmp_path):
         "best held-out loss ", "next: echelon eval runs/tiny\n", "next: echelon export runs/tiny tiny-exported\n",
     ):  # fmt: skip
         assert line in ending.out
+    table = ending.out[ending.out.index("\nmemory  ") :].splitlines()[1:9]
+    assert [line.split()[0] for line in table[1:]] == [*asdict(MemoryParts(0, 0, 0, 0, 0, 0)), "total"]
     assert "mfu" not in ending.out  # on a CPU
 
     check_record(run)
@@ -90,6 +94,8 @@ def check_record(run):
     assert [row["event"] for row in events[:3]] == ["prepare", "prepared", "start"]
     evaluations = [row["step"] for row in events if row["event"] in ("evaluation", "evaluated")]
     assert evaluations == [2, 2, 4, 4, 4, 4, 6, 6, 7, 7]
+    memory = [row for row in events if row["event"] == "memory"]
+    assert [row["step"] for row in memory] == [0, 3] and all(row["planned"]["weights"] > 0 for row in memory)
     first = next(row["seconds"] for row in events if row["event"] == "goodput")
     assert first["down"] == first["stopped"] == first["redone"] == 0 < min(first["training"], first["starting"])
     times = [row["time"] for row in events]

@@ -68,7 +68,7 @@ GATHERED = Case(Row(family="llama", micro_batch=4, precision="bf16"), around="fs
 
 
 def measure_steps(case, runtime, folder, text):
-    """The peak of allocated bytes during three steps, and the estimate."""
+    """The peak of allocated bytes during three steps, the estimate, and the parts measured in the rehearsal."""
     before = start_measuring()
     with trainer_on_gpu(case, runtime, folder, text, steps=3) as trainer:
         for step in range(3):
@@ -77,7 +77,8 @@ def measure_steps(case, runtime, folder, text):
         peak, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
         shape = build_shape(trainer.recipe.model.config)
         estimate = estimate_memory(shape, trainer.plan, trainer.recipe.data.sequence_len, "cuda")
-    return peak, reserved, estimate
+        [event] = [row for row in trainer.run_folder.rows.read_events() if row["event"] == "memory"]
+    return peak, reserved, estimate, event["measured"]
 
 
 @pytest.mark.parametrize(
@@ -86,13 +87,15 @@ def measure_steps(case, runtime, folder, text):
     ids=str,
 )
 def test_the_estimate_is_close(gpu, text, tmp_path, case, tolerance):
-    peak, reserved, estimate = measure_steps(case, gpu, tmp_path, text)
+    peak, reserved, estimate, measured = measure_steps(case, gpu, tmp_path, text)
     parts = {name: getattr(estimate, name) / 1e6 for name in (
         "parameters", "gradients", "optimizer", "activations", "logits", "buffers",
     )}  # fmt: skip
     print(f"{case}: measured {peak / 1e6:.0f} MB ({reserved / 1e6:.0f} MB reserved), estimated", end=" ")
     print(f"{estimate.total / 1e6:.0f} MB:", ", ".join(f"{name} {size:.0f}" for name, size in parts.items()))
     assert estimate.total == pytest.approx(peak, rel=tolerance)
+    print("measured by part:", measured)
+    assert sum(measured.values()) == pytest.approx(peak, rel=0.05)
 
 
 def test_offloading_keeps_the_training_state_on_the_host(gpu, text, tmp_path):

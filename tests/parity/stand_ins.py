@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.distributed.runtime import Runtime
-from echelon.engines import ENGINES, Finding
+from echelon.engines import ENGINES, Finding, Rehearsal
 from echelon.errors import EchelonError
 from echelon.lifecycle.assemble import run_training
 from echelon.parallel.step import StepSums
@@ -48,7 +48,7 @@ class Bigram:
     def rehearse(self, microbatch, num_microbatches):
         self.forward_backward(0, [microbatch] * num_microbatches, torch.ones(()))
         self._gradient.zero_()
-        return ()
+        return Rehearsal()
 
     def forward_backward(self, step, microbatches, num_targets):
         assert not self._gradient.any(), "the gradients of the step before were neither applied nor dropped"

@@ -30,7 +30,7 @@ MODEL = {"config": {**small_config("llama"), "intermediate_size": 4096}}
 ROW = {"model": MODEL, "data": {"sequence_len": 256}, "optim": {"warmup_steps": 1}}
 MIB = 1 << 20
 STEPS, SHORT_RANK, SPARE = 2, 1, 80 * MIB
-FAILED = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+FAILED = "can't allocate memory"
 
 
 def limit_growth(num_bytes):
@@ -61,7 +61,7 @@ def limited(num_bytes):
     limit_growth(num_bytes)
     try:
         assert taken
-        with pytest.raises(RuntimeError, match=FAILED.pattern):
+        with pytest.raises(RuntimeError, match=FAILED):
             torch.empty(num_bytes + MIB, dtype=torch.uint8)
         yield
     finally:
@@ -90,7 +90,7 @@ def train_limited(rank, world_size, path, plan, spare):
             return rehearse(engine, microbatch, num_microbatches)
 
     def note_failure(error):
-        failures.append(str(error))
+        failures.append(repr(error))
         return is_out_of_memory(error)
 
     with (
@@ -124,7 +124,7 @@ def test_every_rank_halves_and_the_losses_stay(workers, text, tmp_path, parallel
     (sizes, none), (same, failures) = endings["limited"]
     assert sizes == same and sizes in ([(4, 1), (2, 2)], [(4, 1), (2, 2), (1, 4)])
     assert none == [] and len(failures) == len(sizes) - 1
-    assert all(FAILED.search(failure) and int(FAILED.search(failure)[1]) >= MIB for failure in failures), failures
+    assert all(re.search(f"{FAILED}|bad_alloc|MemoryError", failure) for failure in failures), failures
     plan = load_plan(runs["limited"] / "plan.json")
     assert (plan.micro_batch_size, plan.num_microbatches) == sizes[-1]
     assert plan.why[-1].startswith(f"micro_batch_size auto: halved to {sizes[-1][0]}, because rank 1 ran out of memory")

@@ -5,12 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from echelon.engines import Rehearsal
 from echelon.errors import PlanError, is_out_of_memory
 from echelon.lifecycle.fitting import build_rehearsed
+from echelon.planner.memory import MemoryParts
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 
 PLAN = ParallelPlan("ddp", dp_replicate=8, micro_batch_size=6, num_microbatches=2, why=("chosen",))
+PARTS = MemoryParts(1, 2, 3, 4, 5, 6)
 
 
 def build_recipe(micro_batch_size="auto"):
@@ -27,18 +30,19 @@ def build_recipe(micro_batch_size="auto"):
 
 
 def fit(largest, short=(3,), micro_batch_size="auto", plan=PLAN):
-    """(the plan that is found, what was rehearsed); microbatches are represented by their size."""
+    """(the plan that is found, what was rehearsed). A microbatch is represented by its size."""
     tried = []
 
     def build(plan):
         def rehearse(microbatch, num_microbatches):
             assert microbatch == plan.micro_batch_size and num_microbatches == plan.num_microbatches
             tried.append((microbatch, num_microbatches))
-            return short if microbatch > largest else ()
+            return Rehearsal(short=short if microbatch > largest else (), memory=PARTS)
 
         return SimpleNamespace(plan=plan, rehearse=rehearse)
 
-    engine, found = build_rehearsed(build, lambda size: size, build_recipe(micro_batch_size), plan)
+    engine, found, memory = build_rehearsed(build, lambda size: size, build_recipe(micro_batch_size), plan)
+    assert memory is PARTS
     assert (engine.plan.micro_batch_size, engine.plan.num_microbatches) == tried[-1]
     return found, tried
 

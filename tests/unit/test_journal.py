@@ -7,6 +7,7 @@ import os
 import pytest
 
 from echelon.lifecycle.journaling import describe_end
+from echelon.planner.memory import MemoryParts
 from echelon.recipe.batches import BatchSchedule, constant_batch, ramp_batch
 from echelon.reporting import journal as journal_module
 from echelon.reporting.journal import Journal
@@ -83,6 +84,32 @@ def test_the_end_says_what_came_out_and_what_comes_next(tmp_path):
     ]
     first, *_ = describe_end(folder, TrainState(step=2), 75.0, None)
     assert first == "done: 2 steps in 1m15s; last training loss 2.5000"
+
+
+def test_the_memory_is_an_event_and_a_table(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    journal = Journal(folder, num_steps=9, log_every=9, batches=constant_batch(8, 64))
+    assert journal.memory_lines == []
+    mib = 2**20
+    planned, measured = MemoryParts(mib, mib, 2 * mib, 30 * mib, 6 * mib, 0), MemoryParts(mib, mib, 2 * mib, 33, 0, 512)
+    journal.memory(4, planned, measured)
+    journal.close()
+    assert journal.memory_lines == [
+        "memory           planned    measured",
+        "weights         1.00 MiB    1.00 MiB",
+        "gradients       1.00 MiB    1.00 MiB",
+        "optimizer       2.00 MiB    2.00 MiB",
+        "activations     30.0 MiB        33 B",
+        "loss            6.00 MiB         0 B",
+        "other                0 B       512 B",
+        "total           40.0 MiB    4.00 MiB",
+    ]
+    [event] = folder.rows.read_events()
+    assert (event["event"], event["step"], event["planned"]["loss"]) == ("memory", 4, 6 * mib)
+    assert event["measured"] == {
+        "weights": mib, "gradients": mib, "optimizer": 2 * mib, "activations": 33, "loss": 0, "other": 512,
+    }  # fmt: skip
 
 
 def test_rows_are_cut_and_the_file_continues(tmp_path):

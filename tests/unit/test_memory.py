@@ -2,7 +2,7 @@
 
 import re
 import weakref
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from echelon.model.attention import choose_attention
 from echelon.model.build import build_on_meta
 from echelon.optimizer import build_optimizer
 from echelon.planner.adapter_plan import build_adapter_plan
-from echelon.planner.memory import estimate_memory
+from echelon.planner.memory import estimate_memory, estimate_parts
 from echelon.planner.model_shape import logits_chunk_tokens
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
@@ -244,6 +244,35 @@ def test_states_by_hand(plan, parameters, gradients, optimizer):
     estimate = estimate_memory(build_shape(MODELS["llama"]), plan, SEQUENCE)
     assert (estimate.parameters, estimate.gradients, estimate.optimizer) == (parameters, gradients, optimizer)
     assert estimate.total == estimate.states + estimate.activations + estimate.logits
+    parts = estimate_parts(build_shape(MODELS["llama"]), plan, SEQUENCE)
+    assert sum(astuple(parts)) == estimate.total
+
+
+# Every plan below stores weights, gradients and moments in fp32.
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    ("plan", "shards", "cast", "gathered"),
+    [
+        (ParallelPlan("ddp", dp_replicate=4, precision=BF16), 1, 2 * (LLAMA_PARAMETERS - 6400), 0),
+        (ParallelPlan("zero2", dp_shard=4, reduce_gradients="each", precision=BF16), 4, 0, 2 * LLAMA_PARAMETERS),
+        # whole fp32 gradients in addition
+        (ParallelPlan("zero1", dp_shard=4, num_microbatches=2, precision=BF16), 4, 0, 6 * LLAMA_PARAMETERS),
+    ],
+    ids=lambda value: value.strategy if isinstance(value, ParallelPlan) else "",
+)
+def test_parts_by_hand(plan, shards, cast, gathered, checkpointing):
+    plan, shape = replace(plan, micro_batch_size=BATCH, activation_checkpointing=checkpointing), MODELS["llama"]
+    parts, estimate = (each(build_shape(shape), plan, SEQUENCE) for each in (estimate_parts, estimate_memory))
+    stored = 4 * LLAMA_PARAMETERS // shards
+    assert (parts.weights, parts.gradients, parts.optimizer) == (stored, stored, 2 * stored)
+    assert sum(astuple(parts)) == estimate.total
+    chunk = 3 * 4 * BATCH * SEQUENCE * 100  # three copies of fp32 logits
+    recomputed = parts.other - estimate.buffers - gathered
+    if checkpointing == "none":
+        assert recomputed == 0 and parts.activations == estimate.activations + cast
+    else:  # the recomputed layer needs more than the chunk of the loss, which is freed by then
+        assert recomputed > 0 and parts.loss == estimate.logits + chunk
+        assert parts.activations + recomputed + chunk == estimate.activations + cast
 
 
 def test_only_what_the_plan_uses_is_assumed():

@@ -6,13 +6,13 @@ import torch
 from transformers import PretrainedConfig
 
 from echelon.distributed.mesh import Meshes
-from echelon.engines.engine import Engine, Evaluation, Finding
+from echelon.engines.engine import Engine, Evaluation, Finding, Rehearsal
 from echelon.extensions import find_named
 from echelon.objectives.objective import Objective
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
 
-__all__ = ["ENGINES", "Engine", "Evaluation", "Finding", "build_engine"]
+__all__ = ["ENGINES", "Engine", "Evaluation", "Finding", "Rehearsal", "build_engine"]
 
 ENGINES: dict[str, str] = {"native": "echelon.engines.native:build_native_engine"}
 """The values of the recipe's `engine`. Each function is called with the arguments of `build_engine`."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from echelon.checkpoint.adapter_folder import AdapterContent
 from echelon.data.loader import Microbatch
 from echelon.parallel.step import StepSums
+from echelon.planner.memory import MemoryParts
 from echelon.sync.synchronizer import Fill, Replica
 
 
@@ -35,6 +36,19 @@ class Finding:
             f"the gradient of the output of {self.name}",
             f"the gradient of {self.name}",
         )[self.part]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The result of a rehearsed step, the same on every rank.
+
+    Attributes:
+        short: the ranks that ran out of memory; unless there are none, the engine is unusable.
+        memory: the memory that the step needed, by part, each the largest of all ranks; None if it is not known.
+    """
+
+    short: Sequence[int] = ()
+    memory: MemoryParts | None = None
 
 
 class Evaluation(Protocol):
@@ -63,14 +77,11 @@ class Engine(Replica, Protocol):
         """
         ...
 
-    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> Sequence[int]:
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> Rehearsal:
         """Run a full step with copies of a microbatch without targets; the weights do not change.
 
         Called once, before the first step: buffers get the same layout in a fresh start and in a resumed one, and it is
         known whether the memory suffices. An engine that runs microbatches one after the other may run only two.
-
-        Returns:
-            the ranks that ran out of memory, the same on every rank; the engine is unusable unless there are none.
         """
         ...
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
 from echelon.checkpoint.first_weights import open_weights
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import Meshes
-from echelon.engines.engine import Finding
+from echelon.engines.engine import Finding, Rehearsal
+from echelon.engines.footprint import Footprint
 from echelon.engines.kernels import choose_attention_kernel, choose_liger
 from echelon.engines.probe import Probe
 from echelon.errors import is_out_of_memory
@@ -25,6 +26,7 @@ from echelon.model.attention import describe_document_mask
 from echelon.model.build import build_on_meta, materialize, persistent_buffers
 from echelon.model.float8 import apply_float8
 from echelon.model.liger import apply_liger
+from echelon.model.parts import find_parts
 from echelon.model.pissa import PrincipalParts
 from echelon.model.quantization import Quantized
 from echelon.model.router import choose_router_loss
@@ -37,6 +39,7 @@ from echelon.optimizer import LossScale, Optimizer, build_optimizer, clip_gradie
 from echelon.parallel import parallelize, shard_model
 from echelon.parallel.data_parallel import DataParallel
 from echelon.parallel.step import ForwardBackward, SingleStage, StepSums
+from echelon.planner.memory import MemoryParts
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe import Recipe
 from echelon.supervise.launch_environment import find_place
@@ -126,7 +129,7 @@ class NativeEngine:
             return self._lines
         return [describe_document_mask(self._decoder.config._attn_implementation, self._traits.mask), *self._lines]
 
-    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> Sequence[int]:
+    def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> Rehearsal:
         """See Engine. The second microbatch of a step needs the most memory: it finds the gradients of the first.
 
         The passes send nothing, so that a rank that runs out of memory leaves no peer waiting in a collective. DDP
@@ -137,32 +140,46 @@ class NativeEngine:
         masked = replace(microbatch, labels=torch.full_like(microbatch.labels, IGNORE))
         one = torch.ones((), device=masked.labels.device)
         num_rehearsals = self._parallel.num_rehearsals if num_microbatches > 1 else 1
-        # DDP's buckets, which are the gradients, are there from the start.
-        num_passes = 1 if self._parallel.num_rehearsals > 1 else min(num_microbatches, 2)
-        suffices = self._try_memory([masked] * num_passes, one)
+        has_buckets = self._parallel.num_rehearsals > 1  # DDP's, which are the gradients
+        footprint = self._build_footprint(one.device)
+        suffices = self._try_memory([masked] * (1 if has_buckets else min(num_microbatches, 2)), one, footprint)
         everyone: list[Any] = [None] * dist.get_world_size(self._everyone)
         dist.all_gather_object(everyone, suffices, group=self._everyone)
         if not all(everyone):
-            return [rank for rank, each in enumerate(everyone) if not each]
+            return Rehearsal(short=[rank for rank, each in enumerate(everyone) if not each])
         for parameter in self._trained().values():
             if parameter.grad is None:  # HSDP has none before its all-reduce
                 parameter.grad = torch.zeros_like(parameter)
+        memory = self._find_largest(footprint.parts((each for _, each in self._optimizer.tensors()), has_buckets))
         self._rehearse_update(one.device)
         for _ in range(1, num_rehearsals):
             self.forward_backward(0, [masked], one)
             self._rehearse_update(one.device)
         if self._loss_scale is not None:
             self._loss_scale.reset()
-        return ()
+        return Rehearsal(memory=memory)
+
+    def _find_largest(self, parts: MemoryParts | None) -> MemoryParts | None:
+        """The largest parts of all ranks; None if any rank has none."""
+        everyone: list[Any] = [None] * dist.get_world_size(self._everyone)
+        dist.all_gather_object(everyone, parts, group=self._everyone)
+        if None in everyone:
+            return None
+        sizes = zip(*(astuple(each) for each in everyone), strict=True)
+        return MemoryParts(*(max(each) for each in sizes))
+
+    def _build_footprint(self, device: torch.device) -> Footprint:
+        parts = find_parts(self._decoder, self._traits.arithmetic)
+        return Footprint(self._decoder, self._decoder if parts is None else parts.backbone, device)
 
     def _rehearse_update(self, device: torch.device) -> None:
         self.clip(None)
         self.step(0.0, commit=torch.zeros((), dtype=torch.bool, device=device))
 
-    def _try_memory(self, microbatches: Sequence[Microbatch], num_targets: Tensor) -> bool:
-        """Run microbatches without communication; return whether the memory of this rank sufficed."""
+    def _try_memory(self, microbatches: Sequence[Microbatch], num_targets: Tensor, footprint: Footprint) -> bool:
+        """Run microbatches without communication, and measure them; return whether the memory of this rank sufficed."""
         try:
-            with self._parallel.isolated():
+            with self._parallel.isolated(), footprint:
                 self.forward_backward(0, microbatches, num_targets)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

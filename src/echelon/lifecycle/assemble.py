@@ -25,7 +25,7 @@ from echelon.errors import StoppedError
 from echelon.hardware.detection import describe_peak, find_peak_flops
 from echelon.inference.evaluate import DEFAULT_BATCHES, Evaluator, read_in_order
 from echelon.inference.sampler import PromptSampler
-from echelon.lifecycle.fitting import build_rehearsed, pin_plan
+from echelon.lifecycle.fitting import build_rehearsed, note_memory, pin_plan
 from echelon.lifecycle.journaling import describe_end, describe_training, open_goodput, open_journal
 from echelon.model.adapters import find_new_tokens
 from echelon.model.build import resolve_config
@@ -105,6 +105,8 @@ def run_training(
             summarize(trainer, journal, folder)
             if (recompiles := describe_recompiles()) is not None:
                 logger.info(recompiles)
+            for line in journal.memory_lines:
+                logger.info(line)
         done = True
         if runtime.rank == 0:
             finish(trainer, folder)
@@ -208,7 +210,7 @@ def build_trainer(
         return build_engine(here, config, fitting, meshes, objective, device, compile_backend, new_tokens)
 
     planned, shape = plan, build_shape(config.to_dict())
-    engine, plan = build_rehearsed(build, partial(_read_any, data, device), recipe, planned)
+    engine, plan, memory = build_rehearsed(build, partial(_read_any, data, device), recipe, planned)
     if runtime.rank == 0:
         pin_plan(folder, planned, plan, shape, recipe.data.sequence_len, device)
     sync = build_synchronizer(recipe.sync, engine, meshes)
@@ -232,10 +234,10 @@ def build_trainer(
         _record_beginning(folder, state.step, data, peak_flops)
         shows_mfu = device.type != "cpu" or logger.isEnabledFor(logging.DEBUG)
         journal = open_journal(recipe, folder, runtime, num_steps, state.step, recovery, shows_mfu)
-        lines = describe_training(recipe, plan, config, data, stops)
+        note_memory(journal, state.step, plan, shape, recipe.data.sequence_len, device, memory)
         mfu_line = f"mfu: relative to {peak_flops / 1e12:.3g} TFLOP/s per process, {describe_peak(device)}"
         for line in (
-            *lines,
+            *describe_training(recipe, plan, config, data, stops),
             *engine.describe(_read_any(data, device, 1).documents is not None),
             *(() if sampler is None else (sampler.describe(),)),
         ):

@@ -11,10 +11,12 @@ import torch
 from echelon.data.loader import Microbatch
 from echelon.engines import Engine
 from echelon.errors import PlanError
-from echelon.planner.memory import estimate_memory
+from echelon.hardware.accelerators import DeviceKind
+from echelon.planner.memory import MemoryParts, estimate_memory, estimate_parts
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
+from echelon.reporting.journal import Journal
 from echelon.runs.run_folder import RunFolder
 from echelon.stored import read_as, write_json
 
@@ -25,8 +27,10 @@ _NAMED_RANKS = 4
 
 def build_rehearsed(
     build: Callable[[ParallelPlan], Engine], read: Callable[[int], Microbatch], recipe: Recipe, plan: ParallelPlan
-) -> tuple[Engine, ParallelPlan]:
-    """Return a rehearsed engine and its plan: the given one, or with a smaller micro batch if that was chosen by auto.
+) -> tuple[Engine, ParallelPlan, MemoryParts | None]:
+    """Return a rehearsed engine, its plan, and the memory that was measured.
+
+    The plan is the given one, or has a smaller micro batch if that was chosen by auto.
 
     The engine is built anew for each size, because an error leaves `fully_shard` and DDP in an undefined state.
     Collective: all ranks try the same sizes.
@@ -39,8 +43,8 @@ def build_rehearsed(
         PlanError: a rank runs out of memory with 1 sequence, or with the micro batch that the recipe sets.
     """
     engine, fitting, first_short = build(plan), plan, ""
-    while short := engine.rehearse(read(fitting.micro_batch_size), fitting.num_microbatches):
-        first_short = first_short or _name_ranks(short, plan.world_size)
+    while (rehearsal := engine.rehearse(read(fitting.micro_batch_size), fitting.num_microbatches)).short:
+        first_short = first_short or _name_ranks(rehearsal.short, plan.world_size)
         if fitting.micro_batch_size == 1:
             raise PlanError(_advise(recipe, plan, first_short))
         del engine
@@ -48,7 +52,7 @@ def build_rehearsed(
         fitting = _halve(fitting)
         engine = build(fitting)
     if fitting is plan:
-        return engine, plan
+        return engine, plan, rehearsal.memory
     tried, found = plan.micro_batch_size, fitting.micro_batch_size
     if recipe.train.micro_batch_size != "auto":
         raise PlanError(
@@ -60,7 +64,7 @@ def build_rehearsed(
         f"rehearsal of a step; a step has {fitting.num_microbatches} microbatches now"
     )
     logger.warning(line)
-    return engine, replace(fitting, why=(*plan.why, line))
+    return engine, replace(fitting, why=(*plan.why, line)), rehearsal.memory
 
 
 def pin_plan(
@@ -74,10 +78,28 @@ def pin_plan(
     """Write the plan and its estimate into the run folder if the rehearsal changed it. On rank 0."""
     if plan == planned:
         return
-    estimate = estimate_memory(shape, plan, sequence_len, "cuda" if device.type == "cuda" else "cpu")
+    estimate = estimate_memory(shape, plan, sequence_len, _kind_of(device))
     stored = read_as(folder.estimate_path, dict[str, Any])
     write_json(folder.estimate_path, stored | {"memory": asdict(estimate)})
     write_json(folder.plan_path, plan.to_dict())
+
+
+def note_memory(
+    journal: Journal,
+    step: int,
+    plan: ParallelPlan,
+    shape: ModelShape,
+    sequence_len: int,
+    device: torch.device,
+    measured: MemoryParts | None,
+) -> None:
+    """Write the measured memory to the journal, if it is known, with what was planned. On rank 0."""
+    if measured is not None:
+        journal.memory(step, estimate_parts(shape, plan, sequence_len, _kind_of(device)), measured)
+
+
+def _kind_of(device: torch.device) -> DeviceKind:
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def _halve(plan: ParallelPlan) -> ParallelPlan:

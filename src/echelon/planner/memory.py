@@ -60,24 +60,65 @@ class MemoryEstimate:
         return self.states + self.activations + self.logits
 
 
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes on the device of one rank, by part: planned, or measured with each part at its largest.
+
+    Attributes:
+        weights: parameters and buffers, as they are stored between steps.
+        gradients: as they are stored before the update.
+        optimizer: the state of the optimizer.
+        activations: what the forward pass of a microbatch keeps, including weights that autocast casts.
+        loss: what the head and the loss need in addition.
+        other: what the peak of a step needs in addition: gathered weights, gradients before their reduction, buffers
+            of communication, recomputed layers, workspace.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    other: int
+
+
 def estimate_memory(
     shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind = "cuda"
 ) -> MemoryEstimate:
     """Estimate of one rank's peak bytes, for sequences of `sequence_len` tokens on a device of this kind."""
-    tokens = plan.micro_batch_size * sequence_len
-    parameters, gradients, optimizer, buffers = _states(shape, plan)
+    states = _states(shape, plan)
     kept, redone, moved = _activations(shape, plan, sequence_len, kind)
-    chunk, head = _logits(shape, plan, tokens)
+    chunk, head = _logits(shape, plan, plan.micro_batch_size * sequence_len)
     return MemoryEstimate(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=optimizer,
+        parameters=states.parameters + states.cast + states.gathered,
+        gradients=states.gradients + states.unreduced,
+        optimizer=states.optimizer,
         activations=kept + redone if redone > chunk else kept,
         logits=head if redone > chunk else chunk + head,
-        buffers=buffers + 2 * sequence_len * shape.head_dim * FP32_BYTES,
+        buffers=states.buffers + _rotary_bytes(shape, sequence_len),
         host=moved + (sum(_shard_states(shape, plan)) if plan.cpu_offload else 0),
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
     )
+
+
+def estimate_parts(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind = "cuda") -> MemoryParts:
+    """The total of `estimate_memory`, divided into parts that can be measured."""
+    states = _states(shape, plan)
+    kept, redone, _ = _activations(shape, plan, sequence_len, kind)
+    chunk, head = _logits(shape, plan, plan.micro_batch_size * sequence_len)
+    rotary = _rotary_bytes(shape, sequence_len)
+    return MemoryParts(
+        weights=states.parameters,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=kept + states.cast,
+        loss=chunk + head,
+        other=states.gathered + states.unreduced + states.buffers + rotary + max(0, redone - chunk),
+    )
+
+
+def _rotary_bytes(shape: ModelShape, sequence_len: int) -> int:
+    return 2 * sequence_len * shape.head_dim * FP32_BYTES
 
 
 def _list_assumptions(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> Iterator[str]:
@@ -129,8 +170,24 @@ def _num_trained(shape: ModelShape, plan: ParallelPlan) -> int:
     return shape.num_parameters if plan.adapter is None else plan.adapter.num_trained_parameters
 
 
-def _states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int, int]:
-    """(parameters, gradients, optimizer, communication buffers) in bytes."""
+@dataclass(frozen=True)
+class _States:
+    """Bytes that do not depend on the microbatch: stored between steps, and in addition during one.
+
+    cast: copies of weights by autocast. gathered: whole weights of layers that are sharded. unreduced: whole gradients
+    that are added up before they are reduced. buffers: of communication, and for dequantized weights.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    cast: int = 0
+    gathered: int = 0
+    unreduced: int = 0
+
+
+def _states(shape: ModelShape, plan: ParallelPlan) -> _States:
     policy, trained = plan.precision, _num_trained(shape, plan)
     layer, outside = _parts(shape, plan)
     frozen = shape.num_layers * layer.frozen_bytes + outside.frozen_bytes
@@ -141,20 +198,16 @@ def _states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int, int]:
         # autocast keeps a cast copy of every trained matrix until its backward is done
         matrices = trained - plan.adapter.num_looked_up if plan.adapter else shape.num_matmul_parameters
         copies = matrices * compute if plan.uses_autocast else 0
-        return frozen + trained * number + copies, trained * number, moments, whole
+        return _States(frozen + trained * number, trained * number, moments, whole, cast=copies)
 
     # With resharding the running layer and those fetched ahead, by default one, are gathered; the rest stays gathered.
     num_gathered = min(1 + (plan.prefetch or 1), shape.num_layers) if plan.reshard_after_forward else shape.num_layers
     gathered = outside.gathered(compute) + num_gathered * layer.gathered(compute)
     whole_gradients = trained * reduced if plan.reduce_gradients == "last" and plan.num_microbatches > 1 else 0
     shards = (0, 0, 0) if plan.cpu_offload else _shard_states(shape, plan)
-    return (
-        shards[0] + gathered,
-        shards[1] + whole_gradients,
-        shards[2],
-        # all-gather input, reduce-scatter input
-        whole + max(part.gathered(compute) + part.trained * reduced for part in (layer, outside)),
-    )
+    # all-gather input, reduce-scatter input
+    buffers = whole + max(part.gathered(compute) + part.trained * reduced for part in (layer, outside))
+    return _States(*shards, buffers, gathered=gathered, unreduced=whole_gradients)
 
 
 def _shard_states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int]:

@@ -1,6 +1,10 @@
 """Console output during training: one line per logged step."""
 
+from dataclasses import astuple, fields
 from typing import Any
+
+from echelon.planner.memory import MemoryParts
+from echelon.sizes import render_bytes
 
 _SAMPLE_WIDTH = 100
 # Figures of a train row that are averaged by time, and those that are summed.
@@ -65,6 +69,14 @@ def render_evaluation(row: dict[str, Any]) -> list[str]:
     if len(row["sets"]) > 1:
         lines += [f"  {name}: {_losses(values)}" for name, values in row["sets"].items()]
     return lines
+
+
+def render_memory(planned: MemoryParts, measured: MemoryParts) -> list[str]:
+    """Return the lines of a table of the memory by part, with the sums of both columns."""
+    names = [*(field.name for field in fields(MemoryParts)), "total"]
+    left, right = ([*astuple(parts), sum(astuple(parts))] for parts in (planned, measured))
+    rows = [(name, render_bytes(one), render_bytes(other)) for name, one, other in zip(names, left, right, strict=True)]
+    return [f"{name:<12}  {plan:>10}  {found:>10}" for name, plan, found in (("memory", "planned", "measured"), *rows)]
 
 
 def _losses(values: dict[str, Any]) -> str:

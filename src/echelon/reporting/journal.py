@@ -6,13 +6,15 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from echelon.errors import is_disk_full
 from echelon.logs import EMPHASIZED, ON_PROGRESS_BAR
+from echelon.planner.memory import MemoryParts
 from echelon.recipe.batches import BatchSchedule
 from echelon.reporting.budget import CostMeter
-from echelon.reporting.console import StepAverages, render_evaluation, render_sample_line, render_step
+from echelon.reporting.console import StepAverages, render_evaluation, render_memory, render_sample_line, render_step
 from echelon.reporting.progress_bar import find_progress_bar
 from echelon.reporting.recovery import RecoveryWatch
 from echelon.reporting.trackers import MetricsForwarder
@@ -45,6 +47,8 @@ class Journal:
         self._recovery: RecoveryWatch | None = None
         self.meter: CostMeter | None = None
         """Counts the run's time and money, if set."""
+        self.memory_lines: list[str] = []
+        """The memory by part that `memory` was given, as a table."""
 
     def add_forwarders(self, forwarders: list[MetricsForwarder]) -> None:
         """Let these forwarders send the rows to their trackers; `close` waits for them."""
@@ -82,6 +86,11 @@ class Journal:
         """Append a line to events.jsonl; errors are ignored."""
         with suppress(OSError):
             self.event(event, step=step)
+
+    def memory(self, step: int, planned: MemoryParts, measured: MemoryParts) -> None:
+        """Write the memory of a step, by part, to events.jsonl, and keep it for the end of the run."""
+        self.event("memory", step=step, planned=asdict(planned), measured=asdict(measured))
+        self.memory_lines = render_memory(planned, measured)
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Write the samples of an evaluation to samples.jsonl, and log one line for each."""

@@ -1,0 +1,82 @@
+"""The memory of a step by part, measured in the rehearsal, compared with values by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.data.loader import Microbatch
+from echelon.distributed.mesh import build_mesh
+from echelon.engines.native import build_native_engine
+from echelon.model.build import load_config
+from echelon.objectives.causal_lm import CausalLM
+from echelon.planner.memory import estimate_parts
+from echelon.planner.plan import ParallelPlan
+from echelon.planner.shape import build_shape
+from echelon.recipe import load_recipe
+from families import small_config
+from training import Row, write_recipe
+
+pytestmark = pytest.mark.dist
+
+CONFIG = small_config("llama")
+# Width 64, keys and values 32, MLP 128, 2 layers, 256 tokens in the vocabulary: 7 matrices and 2 norms in a layer.
+LAYER = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+PARAMETERS, TENSORS = 2 * LAYER + 2 * 256 * 64 + 64, 2 * 9 + 3
+BATCH, LENGTH = 4, 64
+TOKENS = BATCH * LENGTH
+# A norm keeps its input, the normed input, and its output. Attention keeps query, key, value, output, and a number per
+# head. The MLP keeps gate, its activation, up, and their product. All in fp32, as are the tables of positions.
+NORM = 4 * 3 * 64
+KEPT = 2 * NORM + 4 * (2 * 64 + 2 * 32 + 4) + 4 * 4 * 128
+POSITIONS = 2 * LENGTH * 16 * 4
+# The logits, their log-softmax, and the gradients of both; the gradient of the hidden states; that of the head.
+LOSS = 4 * 4 * TOKENS * 256 + 4 * TOKENS * 64 + 4 * 256 * 64
+
+
+def measure(rank, world_size, path, plan):
+    """The measured parts, and those of the planner."""
+    recipe, _ = load_recipe(Path(path))
+    device, meshes = torch.device("cpu"), build_mesh(plan, "cpu")
+    engine = build_native_engine(recipe, load_config(CONFIG), plan, meshes, CausalLM(), device)
+    tokens = torch.randint(0, 256, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    places = np.arange(BATCH)
+    rehearsal = engine.rehearse(Microbatch(tokens, tokens, places, places), plan.num_microbatches)
+    return rehearsal.memory, estimate_parts(build_shape(CONFIG), plan, LENGTH, "cpu")
+
+
+def measure_both(workers, text, tmp_path, plan):
+    recipe = write_recipe(Row(), tmp_path, text, steps=4)
+    plan = replace(plan, micro_batch_size=BATCH, num_microbatches=2)
+    first, second = workers.run(measure, 2, str(recipe), plan)
+    assert first == second, "every rank knows the largest of all"
+    return first
+
+
+DDP = ParallelPlan("ddp", dp_replicate=2)
+FSDP = ParallelPlan("fsdp", dp_shard=2, reshard_after_forward=True, reduce_gradients="each")
+
+
+@pytest.mark.parametrize(("plan", "share"), [(DDP, 1), (FSDP, 2)], ids=["ddp", "fsdp"])
+def test_parts_by_hand(workers, text, tmp_path, plan, share):
+    measured, planned = measure_both(workers, text, tmp_path, plan)
+    tables = 2 * 8 * 4  # the frequencies of rotary positions, twice
+    assert (measured.weights, measured.gradients) == (4 * PARAMETERS // share + tables, 4 * PARAMETERS // share)
+    assert measured.optimizer == 8 * PARAMETERS // share + 4 * TENSORS  # each tensor counts its steps
+    assert measured.activations == pytest.approx(TOKENS * (2 * KEPT + NORM) + POSITIONS, rel=0.05)
+    assert measured.loss == pytest.approx(LOSS, rel=0.05)
+
+    assert measured.weights == planned.weights + tables and measured.gradients == planned.gradients
+    assert measured.optimizer == planned.optimizer + 4 * TENSORS
+    assert measured.activations == pytest.approx(planned.activations, rel=0.1)
+    assert measured.loss == pytest.approx(planned.loss, rel=0.25)  # which counts three copies of the logits
+
+
+def test_checkpointed_layers_keep_their_inputs(workers, text, tmp_path):
+    measured, _ = measure_both(workers, text, tmp_path, replace(DDP, activation_checkpointing="full"))
+    by_hand = TOKENS * (2 * 4 * 64 + NORM) + POSITIONS
+    assert measured.activations == pytest.approx(by_hand, rel=0.05)
+    # Backward recomputes a layer, which needs more than the loss, which is over by then.
+    assert 0 < measured.other < TOKENS * KEPT
