@@ -56,7 +56,7 @@ def packed_samples(kind: str) -> AbstractContextManager[Any]:
         return nullcontext()
     opened = assemble.open_prepared
 
-    return mock.patch.object(assemble, "open_prepared", lambda *args: pack(opened(*args), kind))
+    return mock.patch.object(assemble, "open_prepared", lambda *args, **options: pack(opened(*args, **options), kind))
 
 
 def train_packed(rank: int, world_size: int, path: str, plan: ParallelPlan, stop_at: int | None, kind: str) -> None:
