@@ -30,7 +30,7 @@ from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.recipe import load_recipe
 from measuring import describe_machine, spread
-from traffic import expect_traffic, plan_strategies, read_sent_bytes
+from traffic import count_sent_bytes, expect_traffic, plan_strategies, read_sent_bytes
 
 SIZES = {"full": (256, 4, 128, 4), "tiny": (64, 2, 16, 1)}  # width, layers, tokens, micro batch
 VOCABULARY, WARMUP_STEPS, TOLERANCE = 8192, 2, 0.02
@@ -78,7 +78,7 @@ def train(rank, processes, folder, size, plan, num_steps):
         engine.step(1e-4, torch.tensor(True))
         seconds.append(time.perf_counter() - started)
         dist.barrier()  # the others have received what this rank sent
-        sent.append(read_sent_bytes() - before)
+        sent.append(count_sent_bytes(before))
     measured = {"seconds": seconds[WARMUP_STEPS:], "sent": sent[WARMUP_STEPS:]}
     (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(measured))
     dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """What a plan sends in one step: the formulas of docs/strategies.md, to be held against what the ranks really send."""
 
+import contextlib
 import os
 import socket
 import stat
@@ -89,9 +90,12 @@ class TrafficCounter(TorchDispatchMode):
         return Traffic(**{known[name]: count for name, count in self.bytes.items()})
 
 
-def read_sent_bytes() -> int:
-    """The bytes that this process has sent through its open TCP sockets, headers excluded. Linux only: tcp(7)."""
-    total = 0
+def read_sent_bytes() -> dict[tuple[Any, Any], int]:
+    """The bytes that this process has sent through each TCP connection, by its two addresses, headers excluded.
+
+    Linux only: tcp(7).
+    """
+    sent = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -101,8 +105,15 @@ def read_sent_bytes() -> int:
         with socket.socket(fileno=os.dup(int(name))) as each:
             if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
                 information = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT_AT + 8)
-                total += struct.unpack_from("Q", information, _BYTES_SENT_AT)[0]
-    return total
+                with contextlib.suppress(OSError):  # a listening socket has no peer, and sends nothing
+                    addresses = each.getsockname(), each.getpeername()
+                    sent[addresses] = struct.unpack_from("Q", information, _BYTES_SENT_AT)[0]
+    return sent
+
+
+def count_sent_bytes(before: dict[tuple[Any, Any], int]) -> int:
+    """The bytes sent since `before`, a result of `read_sent_bytes`, without those of connections closed meanwhile."""
+    return sum(sent - before.get(addresses, 0) for addresses, sent in read_sent_bytes().items())
 
 
 def _tensors(value: Any) -> list[Any]:

@@ -110,7 +110,7 @@ REFUSALS = [
     (["model.attn_implementation=flish"], ["model.attn_implementation", "flish"]),
     (["data.sequence_len=128"], ["data.sequence_len=128", "max_position_embeddings=64", "64 or less"]),
     (["model.config={model_type: gpt2}", "data.sequence_len=2048"], ["data.sequence_len=2048", "1024", "or less"]),
-    (["train.precision=fp8"], ["train.precision=fp8", "cpu does not multiply", "use train.precision=bf16"]),
+    (["train.precision=fp8"], ["train.precision=fp8", "use train.precision=bf16"]),  # no GPU, or no torchao either
     (["train.master_weights=bf16_kahan"], ["train.master_weights=bf16_kahan", "fp32", "set train.precision=bf16"]),
     (["optim.learning_rate_multipliers={'*embed_token.*': 2}"], ["'*embed_token.*'", "model.embed_tokens.weight"]),
     (
