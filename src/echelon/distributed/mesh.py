@@ -3,12 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from echelon.planner.plan import ParallelPlan
+
+T = TypeVar("T")
 
 AXES = ("replica", "pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("replica", "dp_replicate", "dp_shard")
@@ -162,3 +165,10 @@ def _find_group(grid: Grid, axes: Sequence[str], world: DeviceMesh | None) -> di
     mine: dist.ProcessGroup
     mine, _ = dist.new_subgroups_by_enumeration(peers, group_desc="_".join(axes))  # type: ignore[no-untyped-call]
     return mine
+
+
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """Return the value of each rank of a group, by rank. Collective over `group`; values are pickled."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from echelon.distributed.mesh import Meshes
+from echelon.distributed.mesh import Meshes, gather_objects
 from echelon.model.flex_attention import FLEX, get_softcap, has_flex
 from echelon.model.liger import find_obstacle, is_installed
 from echelon.model.traits import Traits, apply_plain_causal, computes_as_eager, find_traits
@@ -63,9 +63,8 @@ def choose_liger(
     if not _agree(is_eager and is_half and is_installed(), meshes):
         return False, None
     num_tokens = min(plan.micro_batch_size * recipe.data.sequence_len, _MOST_TOKENS)
-    obstacles: list[str | None] = [None] * dist.get_world_size(meshes.everyone)
     here = find_obstacle(skeleton, device, getattr(torch, plan.precision.compute), num_tokens)
-    dist.all_gather_object(obstacles, here, group=meshes.everyone)
+    obstacles = gather_objects(here, meshes.everyone)
     why = next((each for each in obstacles if each is not None), None)
     return why is None, _LIGER if why is None else f"kernels: PyTorch's, because {why}"
 
@@ -80,6 +79,4 @@ def _agree_on_traits(skeleton: PreTrainedModel, sequence_len: int, meshes: Meshe
 
 def _agree(here: bool, meshes: Meshes) -> bool:
     """Whether all ranks say yes. Collective."""
-    answers = [False] * dist.get_world_size(meshes.everyone)
-    dist.all_gather_object(answers, here, group=meshes.everyone)
-    return all(answers)
+    return all(gather_objects(here, meshes.everyone))

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
 from echelon.checkpoint.first_weights import open_weights
 from echelon.data.loader import Microbatch
-from echelon.distributed.mesh import Meshes
+from echelon.distributed.mesh import Meshes, gather_objects
 from echelon.engines.engine import Finding, Rehearsal
 from echelon.engines.footprint import Footprint
 from echelon.engines.kernels import choose_attention_kernel, choose_liger
@@ -143,8 +143,7 @@ class NativeEngine:
         has_buckets = self._parallel.num_rehearsals > 1  # DDP's, which are the gradients
         footprint = self._build_footprint(one.device)
         suffices = self._try_memory([masked] * (1 if has_buckets else min(num_microbatches, 2)), one, footprint)
-        everyone: list[Any] = [None] * dist.get_world_size(self._everyone)
-        dist.all_gather_object(everyone, suffices, group=self._everyone)
+        everyone = gather_objects(suffices, self._everyone)
         if not all(everyone):
             return Rehearsal(short=[rank for rank, each in enumerate(everyone) if not each])
         for parameter in self._trained().values():
@@ -161,11 +160,10 @@ class NativeEngine:
 
     def _find_largest(self, parts: MemoryParts | None) -> MemoryParts | None:
         """The largest parts of all ranks; None if any rank has none."""
-        everyone: list[Any] = [None] * dist.get_world_size(self._everyone)
-        dist.all_gather_object(everyone, parts, group=self._everyone)
-        if None in everyone:
+        known = [each for each in gather_objects(parts, self._everyone) if each is not None]
+        if len(known) < dist.get_world_size(self._everyone):
             return None
-        sizes = zip(*(astuple(each) for each in everyone), strict=True)
+        sizes = zip(*(astuple(each) for each in known), strict=True)
         return MemoryParts(*(max(each) for each in sizes))
 
     def _build_footprint(self, device: torch.device) -> Footprint:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.data.loader import StepBatch
+from echelon.distributed.mesh import gather_objects
 from echelon.engines.engine import Engine, Finding
 
 MAX_SAMPLES = 16
@@ -65,9 +66,7 @@ def diagnose(engine: Engine, batch: StepBatch, num_targets: Tensor, group: dist.
     for microbatch in batch.microbatches:
         finding = engine.find_nonfinite(batch.step, microbatch, num_targets)
         found.append((finding, microbatch.sample_ids.tolist()))
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, found, group=group)
-    return _merge(everyone)
+    return _merge(gather_objects(found, group))
 
 
 def _merge(everyone: list[list[tuple[Finding | None, list[int]]]]) -> Diagnosis:
