@@ -1,8 +1,17 @@
-"""The results of benchmarks/peers.py as a table and as a picture, and the comparison of the losses."""
+"""The results of benchmarks/peers.py as a table and as a picture, and the comparison of the losses.
 
+    python benchmarks/peer_report.py RESULTS.json ... --out benchmarks/results/peers-cpu
+
+writes one table and one picture of several results of the same work, for example of each mode, or of a group that
+another program had disturbed and that was measured again. Nothing is left out.
+"""
+
+import argparse
 import html
+import json
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 
 from measuring import spread
 
@@ -48,9 +57,19 @@ def find_differences(results, remarks):
 
 
 def measure_rates(results, name):
-    """Tokens per second of a side in each round, from the median step."""
-    steps = [statistics.median(run["seconds"][results["warmup"] :]) for run in results["runs"][name]]
-    return [results["tokens"] / step for step in steps]
+    """Tokens per second of a side in each turn, from the median step."""
+    turns = [turn for run in results["runs"][name] for turn in run["turns"]]
+    return [results["tokens"] / statistics.median(turn) for turn in turns]
+
+
+def measure_ratios(results, side):
+    """The speed of echelon with its defaults over that of a side, in each turn of the side."""
+    reference = {run["group"]: run["turns"] for run in results["runs"].get(f"echelon, {side['mode']}, usual", ())}
+    return [
+        statistics.median(theirs) / statistics.median(ours)
+        for run in results["runs"][side["name"]]
+        for theirs, ours in zip(run["turns"], reference.get(run["group"], ()), strict=False)
+    ]
 
 
 def render_table(results, differences):
@@ -59,23 +78,27 @@ def render_table(results, differences):
     lines = [
         "# Pretraining beside other trainers, on CPUs", "",
         "`make bench-peers`. " + results["machine"] + ".", "",
-        f"A Llama with {results['work']}, bf16: {len(results['limits'])} interleaved rounds. Tokens/s are those of the "
-        "median step of a round: the median over the rounds and the range. p50 and p90 are percentiles of all counted "
-        "steps. *Limit*: the share of the speed at which the cores would do the model's FLOPs as one square bf16 "
-        f"product, {spread(results['limits'], ',.0f')} tokens/s. *Start*: from the command to the end of the first "
-        "step. *Usual*: as its users run it, in bf16, compiled, with the default attention; of echelon, the recipe's "
-        "defaults. *Best*: the fastest setting of a search.", "",
-        "| Side | Settings | Tokens/s | Limit | p50, s | p90, s | Peak of a rank, MiB | Start, s | Loss difference |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"A Llama with {results['work']}, bf16. The sides run in {results['turns']} turns of a few seconds, while the "
+        "others are stopped. Tokens/s are those of the median step of a turn: the median over the turns and the range. "
+        "*echelon*: how many times as fast echelon was with its defaults, in the same turns. p10, p50 and p90 are "
+        "percentiles of all counted steps. *Limit*: the share of the speed at which the cores would do the model's "
+        f"FLOPs as one square bf16 product, {spread(results['limits'], ',.0f')} tokens/s. *Start*: from the command to "
+        "the end of the first step. *Usual*: as its users run it, in bf16, compiled, with the default attention; of "
+        "echelon, the recipe's defaults. *Best*: the fastest setting of a search.", "",
+        "| Side | Settings | Tokens/s | echelon | Limit | p10, s | p50, s | p90, s | Peak of a rank, MiB | Start, s "
+        "| Loss difference |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for side in results["sides"]:
         runs, rates = results["runs"][side["name"]], measure_rates(results, side["name"])
-        seconds = sorted(each for run in runs for each in run["seconds"][results["warmup"] :])
-        high = seconds[round(0.9 * (len(seconds) - 1))]
+        ratios = measure_ratios(results, side)
+        seconds = sorted(each for run in runs for turn in run["turns"] for each in turn)
+        low, high = (seconds[round(share * (len(seconds) - 1))] for share in (0.1, 0.9))
         peak = max(run["peak"] for run in runs) / 2**20
         lines.append(
-            f"| {side['name']} | {side['words']} | {spread(rates, ',.0f')} | {statistics.median(rates) / limit:.0%} | "
-            f"{statistics.median(seconds):.3f} | {high:.3f} | {peak:,.0f} | "
+            f"| {side['name']} | {side['words']} | {spread(rates, ',.0f')} | "
+            f"{spread(ratios, '.2f') if ratios else '-'} | {statistics.median(rates) / limit:.0%} | "
+            f"{low:.3f} | {statistics.median(seconds):.3f} | {high:.3f} | {peak:,.0f} | "
             f"{spread([run['start'] for run in runs], '.1f')} | {differences[side['name']].largest:.4f} |"
         )
     steps = max((len(run["losses"]) for runs in results["runs"].values() for run in runs), default=0)
@@ -94,7 +117,7 @@ def render_table(results, differences):
 
 
 def render_picture(results):
-    """The tokens per second as bars with the range over the rounds, and the limit of the matmuls as a line: SVG."""
+    """The tokens per second as bars with the range over the turns, and the limit of the matmuls as a line: SVG."""
     limit = statistics.median(results["limits"])
     rates = {side["name"]: measure_rates(results, side["name"]) for side in results["sides"]}
     top = max(limit, *(max(each) for each in rates.values()))
@@ -119,7 +142,50 @@ def render_picture(results):
     parts.append(
         f'<path d="M{x:.1f} {ROW_HEIGHT}V{height - ROW_HEIGHT}" stroke="#b03030" stroke-dasharray="4 3"/>'
         f'<text x="{x:.1f}" y="{ROW_HEIGHT - 8}" text-anchor="end">limit of the matmuls: {limit:,.0f}</text>'
-        f'<text x="{LABEL_WIDTH}" y="{height - 8}">tokens per second, with the range over the rounds</text>'
+        f'<text x="{LABEL_WIDTH}" y="{height - 8}">tokens per second, with the range over the turns</text>'
         "</svg>\n"
     )
     return "\n".join(parts)
+
+
+def merge_results(parts):
+    """The results of several runs of peers.py as one; the first decides the machine's line. Raises ValueError."""
+    merged = {**parts[0], "limits": [], "search": {}, "remarks": [], "sides": [], "runs": {}}
+    num_groups = 0
+    for part in parts:
+        if (part["work"], part["tokens"]) != (merged["work"], merged["tokens"]):
+            raise ValueError(f"the results are of different work: {merged['work']}; {part['work']}")
+        merged["limits"] += part["limits"]
+        merged["search"] |= part["search"]
+        merged["remarks"] += [each for each in part["remarks"] if each not in merged["remarks"]]
+        known = [side["name"] for side in merged["sides"]]
+        merged["sides"] += [side for side in part["sides"] if side["name"] not in known]
+        for name, runs in part["runs"].items():
+            merged["runs"].setdefault(name, []).extend(run | {"group": run["group"] + num_groups} for run in runs)
+        num_groups += 1 + max(run["group"] for runs in part["runs"].values() for run in runs)
+    engines = list(dict.fromkeys(side["engine"] for side in merged["sides"]))
+    merged["sides"].sort(key=lambda side: (engines.index(side["engine"]), side["mode"], side["variant"] == "best"))
+    return merged
+
+
+def write_report(results, out):
+    """Compare the losses, and write FILE.json, FILE.md and FILE.svg if `out` is given; return the table."""
+    differences, results["remarks"] = find_differences(results, results["remarks"])
+    text = render_table(results, differences)
+    if out:
+        out.with_suffix(".json").write_text(json.dumps(results) + "\n")
+        out.with_suffix(".md").write_text(text)
+        out.with_suffix(".svg").write_text(render_picture(results))
+    return text
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, help="the report, without its suffixes")
+    arguments = parser.parse_args()
+    print(write_report(merge_results([json.loads(path.read_text()) for path in arguments.results]), arguments.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,8 @@
 
 Nothing of echelon is imported here. Every side gets the same rows of tokens in the same order: step s trains on the
 rows from s x ranks x micro_batch on. Labels are shifted in advance (`shift_labels`, which the losses of transformers
-accept), so that every row has as many targets as tokens. Writes `rank-N.json`, and `first-step` after the first step.
+accept), so that every row has as many targets as tokens. Appends to `rank-N.jsonl` as it trains: the id of the process,
+then the seconds and the peak memory of each step, and its loss.
 """
 
 import json
@@ -37,31 +38,33 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Record:
-    """The seconds and the losses of the steps of this rank."""
+    """The file of this rank: a line for the process, for each step and for each loss."""
 
     def __init__(self, work):
-        self._folder, self._steps = Path(work["folder"]), work["steps"]
-        self._seconds, self.losses, self._mark = [], [], None
+        self._steps, self._done, self._mark = work["steps"], 0, None
+        self._file = (Path(work["folder"]) / f"rank-{os.environ['RANK']}.jsonl").open("w", buffering=1)
+        self._write(pid=os.getpid())
 
     def start(self):
         """Start the clock of the first step."""
         self._mark = time.perf_counter()
 
     def end_step(self, loss=None):
-        """Take the time of a step that has ended; return whether it was the last."""
+        """Record a step that has ended; return whether it was the last."""
         now = time.perf_counter()
-        self._seconds.append(now - self._mark)
-        self._mark = now
         if loss is not None:
-            self.losses.append(loss)
-        if len(self._seconds) == 1:
-            (self._folder / "first-step").touch()
-        return len(self._seconds) == self._steps
+            self.add_loss(loss)
+        self._write(seconds=now - self._mark, peak=resident_bytes("VmHWM"))
+        self._mark = now
+        self._done += 1
+        return self._done == self._steps
 
-    def write(self):
-        """Write the record of this rank."""
-        record = {"seconds": self._seconds, "losses": self.losses, "peak": resident_bytes("VmHWM")}
-        (self._folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(record))
+    def add_loss(self, loss):
+        """Record the loss of the next step without one."""
+        self._write(loss=loss)
+
+    def _write(self, **values):
+        self._file.write(json.dumps(values) + "\n")
 
 
 def load_model(work):
@@ -142,6 +145,10 @@ def train_hf_trainer(work, record):
         def on_step_end(self, args, state, control, **kwargs):
             record.end_step()
 
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if "loss" in logs:
+                record.add_loss(logs["loss"])
+
     compiles = work["setting"]["compiles"]
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(compiles == "layers").lower()
     sharded = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
@@ -175,7 +182,6 @@ def train_hf_trainer(work, record):
         callbacks=[Steps()],
     )
     trainer.train()
-    record.losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 def train_accelerate(work, record):
@@ -274,9 +280,7 @@ ENGINES = {
 
 def main():
     work = json.loads(Path(sys.argv[1]).read_text())
-    record = Record(work)
-    ENGINES[work["engine"]](work, record)
-    record.write()
+    ENGINES[work["engine"]](work, Record(work))
 
 
 if __name__ == "__main__":

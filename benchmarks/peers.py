@@ -1,17 +1,19 @@
 """Pretraining by echelon and its peers: speed, step times, memory and start-up of the same work on CPUs.
 
-    python benchmarks/peers.py [--rounds 3] [--steps 20] [--loss-steps 200] [--sides hf-trainer ...] [--modes ddp fsdp]
-        [--search-steps 8 | --settings RESULTS.json] [--out benchmarks/results/peers-cpu]
+    python benchmarks/peers.py [--turns 6] [--steps 4] [--loss-steps 200] [--sides hf-trainer ...] [--modes ddp fsdp]
+        [--search-turns 2 | --settings RESULTS.json] [--together 5] [--out benchmarks/results/peers-cpu]
 
 A Llama of 34 M parameters, sequences of 512 tokens, micro batch 4, bf16, AdamW with clipping, on processes with one
 core each. Every side starts from the same weights and trains on the same batches; a side whose losses differ fails the
-run. A side is measured with the settings of its users, and with the fastest of CANDIDATES, found by a search
-before the rounds. Sides run one after the other in every round, in alternating order; nothing else should run.
+run. A side is measured with the settings of its users, and with the fastest of CANDIDATES, found by a search before.
 
-*start-up* is the time from the command to the end of the first step, with a warm compilation cache after the first
-round. *peak* is the largest resident memory of a rank until its last step. *limit* is the speed at which the cores
-would do the model's FLOPs at the rate of a square bf16 product, measured by all processes at once before each round.
-Writes FILE.json, FILE.md and FILE.svg.
+The sides of a group are all started, and then run in turns of a few seconds (paused_runs.py), because a machine's speed
+changes over minutes by more than what is measured. Every group contains echelon with its defaults, and each side is
+compared with it turn by turn. Nothing else should run.
+
+*start-up* is the time from the command to the end of the first step. *peak* is the largest resident memory of a rank.
+*limit* is the speed at which the cores would do the model's FLOPs at the rate of a square bf16 product, measured by all
+processes at once before each round of turns. Writes FILE.json, FILE.md and FILE.svg.
 """
 
 import argparse
@@ -23,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,13 +33,13 @@ import numpy as np
 
 from finetuning import SEED, TINY, Size, write_base
 from measuring import NotHere, describe_machine, measure_matmul
-from peer_report import find_differences, render_picture, render_table
+from paused_runs import SETTLING_STEPS, EchelonRecords, PausedRun, PeerRecords
+from peer_report import write_report
 
 FULL = Size(512, 8, 8, 8, 1408, 8192, 512, 4)
-RATE, NEVER, WARMUP_STEPS = 3e-4, 1_000_000, 3
-STOPPED = 3  # the exit code of `echelon train` after a signal
+RATE, NEVER, WARMUP_STEPS = 3e-4, 1_000_000, 4
 LONG_STEPS = 20_000  # hours of training: the length of the run decides whether `compile: auto` compiles
-TIMEOUT_SECONDS = 3600
+PAUSE_SECONDS = 1800  # what a collective may take, because a rank that is stopped in it waits for its next turn
 PACKAGES = {"hf-trainer": "accelerate", "accelerate": "accelerate", "fabric": "lightning", "deepspeed": "deepspeed"}
 ENGINES = ("echelon", "hf-trainer", "accelerate", "fabric", "deepspeed", "expert")
 
@@ -99,6 +100,7 @@ class Inputs:
     scratch: Path
     size: Size
     processes: int
+    num_steps: int
 
     @property
     def base(self):
@@ -117,11 +119,11 @@ def write_inputs(scratch, size, processes, num_steps):
     from echelon.lifecycle.setup import prepare_run
     from echelon.recipe import load_recipe
 
-    inputs = Inputs(scratch, size, processes)
+    inputs = Inputs(scratch, size, processes, num_steps)
     write_base(scratch, size, "fp32")
     sources = sorted(Path(inspect.__file__).parent.glob("*.py"))
     (scratch / "all.txt").write_text("\n".join(path.read_text(errors="ignore") for path in sources))
-    path = write_recipe(inputs, scratch / "first", USUAL["echelon"], "ddp", num_steps, is_usual=True)
+    path = write_recipe(inputs, scratch / "first", Side("echelon", "ddp", "usual", USUAL["echelon"]))
     recipe, _ = load_recipe(path)
     run = prepare_run(recipe, False, lambda: detect_cluster(processes), {})
     data = open_prepared(run.folder.text.read_prepared_path(), size.sequence_len).train
@@ -135,18 +137,15 @@ def write_inputs(scratch, size, processes, num_steps):
     return inputs
 
 
-def write_recipe(inputs, folder, setting, mode, num_steps, is_usual):
-    """Write echelon's recipe: the defaults, except for the work itself; `setting` changes them for the best.
-
-    With the defaults, the recipe is that of a long run, which `run_side` stops.
-    """
+def write_recipe(inputs, folder, side):
+    """Write echelon's recipe: the defaults, except for the work itself; the setting changes them for the best."""
     folder.mkdir(parents=True)
     train = {
-        "steps": LONG_STEPS if is_usual else num_steps,
-        "global_batch_size": inputs.size.micro_batch * inputs.processes, "eval_every": NEVER,
+        "steps": LONG_STEPS, "global_batch_size": inputs.size.micro_batch * inputs.processes, "eval_every": NEVER,
     }  # fmt: skip
     model = {"checkpoint": str(inputs.base)}
-    if not is_usual:
+    setting = side.setting
+    if side.variant == "best":
         compiles = {"yes": True, "no": False}.get(setting.compiles, "auto")
         train |= {"precision": "bf16", "micro_batch_size": inputs.size.micro_batch, "compile": compiles}
         model |= {"attn_implementation": setting.attention} if setting.attention else {}
@@ -159,16 +158,17 @@ def write_recipe(inputs, folder, setting, mode, num_steps, is_usual):
         },
         "train": train,
         "optim": {"learning_rate": RATE, "schedule": "constant"},
-        "parallel": mode,
+        "parallel": side.mode,
         "checkpoint": {"every_steps": NEVER},
+        "fault": {"hang_seconds": PAUSE_SECONDS},
     }  # fmt: skip
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe))
     return path
 
 
-def run_side(inputs, side, num_steps, folder):
-    """Run a side in processes of its own; return its measurements. Raises NotHere with the end of its output."""
+def start_side(inputs, side, folder):
+    """Start a side in processes of its own."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(inputs.scratch / "compiled"),
@@ -177,67 +177,67 @@ def run_side(inputs, side, num_steps, folder):
     }
     environment |= KEEP_MEMORY if side.setting.keeps else {}
     if side.engine == "echelon":
-        recipe = write_recipe(inputs, folder, side.setting, side.mode, num_steps, side.variant == "usual")
-        command = ["-m", "echelon", "train", recipe, "--nproc", inputs.processes]
-        marker = folder / "run" / "metrics.jsonl"
+        command = ["-m", "echelon", "train", write_recipe(inputs, folder, side), "--nproc", inputs.processes]
+        records = EchelonRecords(folder / "run")
     else:
         folder.mkdir(parents=True)
         work = {
             "engine": side.engine, "mode": side.mode, "setting": asdict(side.setting), "base": str(inputs.base),
-            "rows": str(inputs.rows), "micro_batch": inputs.size.micro_batch, "steps": num_steps, "rate": RATE,
+            "rows": str(inputs.rows), "micro_batch": inputs.size.micro_batch, "steps": inputs.num_steps, "rate": RATE,
             "folder": str(folder),
         }  # fmt: skip
         (folder / "work.json").write_text(json.dumps(work))
         ranks = ["--standalone", "--nproc-per-node", inputs.processes]
         sides = Path(__file__).with_name("peer_sides.py")
         command = ["-m", "torch.distributed.run", *ranks, sides, folder / "work.json"]
-        marker = folder / "first-step"
-    stops = side.engine == "echelon" and side.variant == "usual"
-    start = launch(command, environment, folder / "log", marker, num_steps if stops else None)
-    seconds, losses, peak = read_echelon(folder, num_steps) if side.engine == "echelon" else read_peer(folder)
-    return {"seconds": seconds, "losses": losses, "peak": peak, "start": start}
+        records = PeerRecords(folder, inputs.processes)
+    return PausedRun(command, environment, folder / "log", records)
 
 
-def launch(command, environment, log, marker, num_rows=None):
-    """Run a Python command to its end; return the seconds until the file `marker` had content or was made.
+def run_in_turns(inputs, sides, folder, num_turns, num_steps, loss_steps=0, limits=None):
+    """Run sides in turns, in alternating order: ({side: its run}, {side that failed: why}).
 
-    `num_rows`: stop it by SIGTERM when the file has so many rows of training steps.
+    A run has `turns`, the seconds of the counted steps of each; `losses`, of at least `loss_steps` steps; `peak`, in
+    bytes; and `start`, in seconds. `limits`: a list for the limit before each round.
     """
-    started, first, stopped = time.monotonic(), None, False
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            while process.poll() is None and time.monotonic() - started < TIMEOUT_SECONDS:
-                if first is None and marker.exists() and (marker.stat().st_size or marker.name == "first-step"):
-                    first = time.monotonic() - started
-                if first and num_rows and not stopped and marker.read_text().count('"train"') >= num_rows:
-                    process.terminate()
-                    stopped = True
-                time.sleep(0.02 if first is None else 0.5)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if process.returncode != (STOPPED if stopped else 0) or first is None:
-        raise NotHere(f"exit code {process.returncode}: {log.read_text()[-3000:]}")
-    return first
+    started, failed, turns = {}, {}, {}
+    try:
+        for place, side in enumerate(sides):
+            started[side] = start_side(inputs, side, folder / str(place))
+            attempt(failed, side, started[side].warm_up, WARMUP_STEPS)
+        for number in range(num_turns):
+            if limits is not None:
+                limits.append(measure_limit(inputs))
+            running = [side for side in sides if side not in failed]
+            for side in reversed(running) if number % 2 else running:
+                turns.setdefault(side, []).append(attempt(failed, side, started[side].take_turn, num_steps))
+        for side in sides:
+            if side not in failed and len(started[side].read()[1]) < loss_steps:
+                attempt(failed, side, started[side].run_until, loss_steps)
+        runs = {}
+        for side in sides:
+            if side not in failed:
+                _, losses, peak = started[side].read()
+                runs[side] = {
+                    "turns": turns[side],
+                    "losses": losses,
+                    "peak": peak,
+                    "start": started[side].start_seconds,
+                }
+        return runs, failed
+    finally:
+        for run in started.values():
+            run.end()
 
 
-def read_echelon(folder, num_steps):
-    """(seconds, losses, peak bytes) of the first steps of echelon's run, from its metrics."""
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["kind"] == "train"][:num_steps]
-    return [row["step_seconds"] for row in rows], [row["loss"] for row in rows], rows[-1]["memory_peak_bytes"]
-
-
-def read_peer(folder):
-    """(seconds, losses, peak bytes) of a peer: the losses are the mean over its ranks, which have as many targets."""
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
-    losses = [statistics.fmean(each) for each in zip(*(record["losses"] for record in records), strict=True)]
-    return records[0]["seconds"], losses, max(record["peak"] for record in records)
+def attempt(failed, side, act, *arguments):
+    """Return the result of an action of a side; if it fails, note the reason in `failed`."""
+    try:
+        return act(*arguments)
+    except NotHere as reason:
+        print(f"{side.name}, {side.setting}: {reason}", file=sys.stderr, flush=True)
+        failed[side] = str(reason).strip().splitlines()[-1]
+        return None
 
 
 def measure_limit(inputs):
@@ -255,25 +255,39 @@ def measure_limit(inputs):
     return flops / shape.flops_per_token(inputs.size.sequence_len)
 
 
-def find_best(inputs, engine, mode, num_steps):
-    """Try the usual and the candidate settings of a side for a few steps each; return the fastest and all results."""
-    found = {}
-    variants = [("usual", USUAL[engine]), *(("best", each) for each in CANDIDATES[engine])]
-    for number, (variant, setting) in enumerate(variants):
-        folder = inputs.scratch / "search" / f"{engine}-{mode}-{number}"
-        try:
-            run = run_side(inputs, Side(engine, mode, variant, setting), num_steps, folder)
-        except NotHere as reason:
-            print(f"search: {engine}, {mode}, {setting}: {str(reason).splitlines()[-1]}", flush=True)
-            continue
-        found[setting] = statistics.median(run["seconds"][WARMUP_STEPS:])
-        print(f"search: {engine}, {mode}, {setting}: {found[setting]:.3f} s a step", flush=True)
-    return (min(found, key=found.get) if found else None), {str(key): value for key, value in found.items()}
+def find_best(inputs, engine, mode, arguments):
+    """Try the usual and the candidate settings of a side in turns: the fastest, and the seconds of a step of each.
+
+    If there are more than run together, the fastest so far runs with the next ones.
+    """
+    left = [
+        Side(engine, mode, "usual", USUAL[engine]),
+        *(Side(engine, mode, "best", each) for each in CANDIDATES[engine]),
+    ]
+    best, found = [], {}
+    while left:
+        taken = arguments.together - len(best)
+        group, left = [*best, *left[:taken]], left[taken:]
+        folder = inputs.scratch / "search" / f"{engine}-{mode}-{len(left)}"
+        runs, failed = run_in_turns(inputs, group, folder, arguments.search_turns, arguments.steps)
+        for side, reason in failed.items():
+            print(f"search: {engine}, {mode}, {side.setting}: {reason}", flush=True)
+        steps = {side: statistics.median(map(statistics.median, run["turns"])) for side, run in runs.items()}
+        for side, seconds in steps.items():
+            print(f"search: {engine}, {mode}, {side.setting}: {seconds:.3f} s a step", flush=True)
+            found[str(side.setting)] = seconds
+        best = [min(steps, key=steps.get)] if steps else []
+    return (best[0].setting if best else None), found
 
 
 def choose_sides(arguments, inputs, remarks):
     """The sides to measure, and the search's results."""
     sides, searched, kept = [], {}, {}
+    if "fsdp" in arguments.modes:
+        remarks.append(
+            "fsdp: HF Trainer and Accelerate add up gradients in bf16 there, echelon and the expert's loop in fp32, "
+            "which sends twice as many bytes in the backward pass"
+        )
     if arguments.settings:
         known = json.loads(arguments.settings.read_text())["sides"]
         kept = {
@@ -293,39 +307,50 @@ def choose_sides(arguments, inputs, remarks):
                 continue
             sides.append(Side(engine, mode, "usual", USUAL[engine]))
             best = kept.get((engine, mode))
-            if arguments.search_steps and best is None:
-                best, searched[f"{engine}, {mode}"] = find_best(inputs, engine, mode, arguments.search_steps)
+            if arguments.search_turns and best is None:
+                best, searched[f"{engine}, {mode}"] = find_best(inputs, engine, mode, arguments)
             if best is not None:
                 sides.append(Side(engine, mode, "best", best))
     return sides, searched
 
 
+def form_groups(sides, together):
+    """The sides that run together: of one mode, with echelon's defaults first, and the usual before the best."""
+    groups = []
+    for mode in dict.fromkeys(side.mode for side in sides):
+        others = sorted((side for side in sides if side.mode == mode), key=lambda side: side.variant == "best")
+        reference = [side for side in others if side == Side("echelon", mode, "usual", USUAL["echelon"])]
+        others = [side for side in others if side not in reference]
+        taken = together - len(reference)
+        groups += [reference + others[first : first + taken] for first in range(0, len(others), taken)]
+    return groups
+
+
 def measure(arguments, inputs, sides, remarks):
-    """Run every side in every round: the runs of each side by its name, and the limit of each round."""
+    """Run all groups: the runs of each side by its name, each with the number of its group, and all limits."""
     runs, limits = {side.name: [] for side in sides}, []
-    for number in range(arguments.rounds):
-        limits.append(measure_limit(inputs))
-        print(f"round {number + 1}: limit {limits[-1]:,.0f} tokens/s", flush=True)
-        num_steps = max(arguments.steps, arguments.loss_steps) if number == 0 else arguments.steps
-        for place, side in enumerate(reversed(sides) if number % 2 else sides):
-            try:
-                run = run_side(inputs, side, num_steps, inputs.scratch / f"round-{number}" / str(place))
-            except NotHere as reason:
-                remarks.append(f"{side.name}: failed in round {number + 1}, {str(reason).splitlines()[-1]}")
-                print(f"{side.name}: {reason}", file=sys.stderr, flush=True)
-                continue
-            runs[side.name].append(run)
-            step = statistics.median(run["seconds"][WARMUP_STEPS:])
-            print(f"round {number + 1}: {side.name}: {step:.3f} s a step, loss {run['losses'][-1]:.4f}", flush=True)
+    for number, group in enumerate(form_groups(sides, arguments.together)):
+        folder = inputs.scratch / f"group-{number}"
+        options = (arguments.turns, arguments.steps, arguments.loss_steps, limits)
+        found, failed = run_in_turns(inputs, group, folder, *options)
+        remarks += [f"{side.name}: failed, {reason}" for side, reason in failed.items()]
+        for side, run in found.items():
+            runs[side.name].append(run | {"group": number})
+            steps = " ".join(f"{statistics.median(turn):.3f}" for turn in run["turns"])
+            print(f"group {number + 1}: {side.name}: {steps} s a step, loss {run['losses'][-1]:.4f}", flush=True)
+    print("limits: " + " ".join(f"{limit:,.0f}" for limit in limits) + " tokens/s", flush=True)
     return runs, limits
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20, help=f"per side and round; {WARMUP_STEPS} are not counted")
-    parser.add_argument("--loss-steps", type=int, default=200, help="of the first round, which compares the losses")
-    parser.add_argument("--search-steps", type=int, default=8, help="of each setting tried; 0: only the usual settings")
+    parser.add_argument("--turns", type=int, default=6, help="of each side")
+    parser.add_argument(
+        "--steps", type=int, default=4, help=f"of a turn that count, after {SETTLING_STEPS} that do not"
+    )
+    parser.add_argument("--loss-steps", type=int, default=200, help="steps at least whose losses are compared")
+    parser.add_argument("--search-turns", type=int, default=2, help="of each setting; 0: only the usual settings")
+    parser.add_argument("--together", type=int, default=5, help="sides in memory at once, about 4 GB each")
     parser.add_argument("--settings", type=Path, help="take the best settings from this result, without a search")
     parser.add_argument("--sides", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--modes", nargs="+", choices=["ddp", "fsdp"], default=["ddp", "fsdp"])
@@ -333,15 +358,12 @@ def parse_arguments():
     parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny: a test of this program")
     parser.add_argument("--out", type=Path, help="the results, without their suffixes")
     parser.add_argument("--matmul", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if min(arguments.steps, arguments.search_steps or arguments.steps) <= WARMUP_STEPS:
-        parser.error(f"--steps and --search-steps must be above {WARMUP_STEPS}, the steps that are not counted")
-    return arguments
+    return parser.parse_args()
 
 
 def main():
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # `launch` then ends its processes
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # `run_in_turns` ends its processes
     if arguments.matmul:
         print(max(measure_matmul() for _ in range(20)))
         return
@@ -349,7 +371,9 @@ def main():
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.processes])
     remarks = []
     with tempfile.TemporaryDirectory() as scratch:
-        num_steps = max(arguments.steps, arguments.loss_steps, arguments.search_steps)
+        # A side that is to be stopped may run a few steps more.
+        turns = max(arguments.turns, arguments.search_turns) * (arguments.steps + SETTLING_STEPS + 2)
+        num_steps = WARMUP_STEPS + turns + arguments.loss_steps + 10
         size = TINY if arguments.size == "tiny" else FULL
         inputs = write_inputs(Path(scratch), size, arguments.processes, num_steps)
         sides, searched = choose_sides(arguments, inputs, remarks)
@@ -360,17 +384,11 @@ def main():
         "machine": describe_machine(*dict.fromkeys(packages)),
         "work": f"{size.sequence_len} tokens, micro batch {size.micro_batch}, {arguments.processes} processes",
         "tokens": size.sequence_len * size.micro_batch * arguments.processes,
-        "warmup": WARMUP_STEPS, "limits": limits, "search": searched, "remarks": remarks,
+        "turns": arguments.turns, "limits": limits, "search": searched, "remarks": remarks,
         "sides": [asdict(side) | {"name": side.name, "words": str(side.setting)} for side in sides],
         "runs": runs,
     }  # fmt: skip
-    differences, results["remarks"] = find_differences(results, remarks)
-    text = render_table(results, differences)
-    print(text)
-    if arguments.out:
-        arguments.out.with_suffix(".json").write_text(json.dumps(results) + "\n")
-        arguments.out.with_suffix(".md").write_text(text)
-        arguments.out.with_suffix(".svg").write_text(render_picture(results))
+    print(write_report(results, arguments.out))
     failed = [remark for remark in results["remarks"] if "failed" in remark]
     sys.exit("\n".join(failed) if failed else 0)
 

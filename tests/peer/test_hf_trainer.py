@@ -67,7 +67,8 @@ def run_echelon(workers, row, folder, text):
     return [each for each in read_rows(run.path) if each["kind"] == "train"][:STEPS], groups, data.path
 
 
-def run_peer(folder, prepared, adapter=None, family="llama"):
+def write_peer_config(folder, prepared, adapter, family):
+    """The config of HF Trainer for the data, and for an adapter folder if there is one; its path."""
     data = open_prepared(prepared, SEQUENCE_LEN)
     (shard,) = data.manifest.shards("train")
     order = SampleOrder(data.train.num_samples, SEED).sample_ids(0, STEPS * GLOBAL_BATCH)
@@ -78,30 +79,46 @@ def run_peer(folder, prepared, adapter=None, family="llama"):
         "order": order.tolist(), "model": str(folder / "model"), "output_dir": str(folder / "out"), "steps": STEPS,
         "adapter": adapter,
     }  # fmt: skip
-    (folder / "peer.json").write_text(json.dumps(config))
-    script = Path(__file__).with_name("hf_trainer.py")
+    path = folder / "peer.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def run_peer(paths):
+    """What HF Trainer does with each of the configs, in one process."""
+    command = [sys.executable, str(Path(__file__).with_name("hf_trainer.py")), *map(str, paths)]
     alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder / "peer.json")], capture_output=True, text=True, env=alone, timeout=120
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=alone, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
 @pytest.mark.parametrize(
-    ("adapter", "family"),
+    ("adapters", "family"),
     [
-        ("full", "llama"), ("lora", "llama"), pytest.param("dora", "llama", marks=pytest.mark.slow),
-        pytest.param("experts", "mixtral", marks=pytest.mark.slow),
+        (("full", "lora"), "llama"), pytest.param(("dora",), "llama", marks=pytest.mark.slow),
+        pytest.param(("experts",), "mixtral", marks=pytest.mark.slow),
     ],
+    ids=str,
 )  # fmt: skip
-def test_losses_agree_step_by_step(workers, text, tmp_path, adapter, family):
-    ours, our_groups, prepared = run_echelon(workers, Row(adapter=adapter, family=family), tmp_path / "one", text)
-    row = with_ranks(Row("fsdp", adapter=adapter, family=family), 2, micro_batch=2)
-    two, _, _ = run_echelon(workers, row, tmp_path / "two", text)
-    first = None if adapter == "full" else str(tmp_path / "one" / "run" / "first")
-    peer = run_peer(tmp_path, prepared, first, family)
+def test_losses_agree_step_by_step(workers, text, tmp_path, adapters, family):
+    found, configs = [], []
+    for adapter in adapters:
+        folder = tmp_path / adapter
+        ours, groups, prepared = run_echelon(workers, Row(adapter=adapter, family=family), folder / "one", text)
+        row = with_ranks(Row("fsdp", adapter=adapter, family=family), 2, micro_batch=2)
+        two, _, _ = run_echelon(workers, row, folder / "two", text)
+        found.append((ours, two, groups))
+        first = None if adapter == "full" else str(folder / "one" / "run" / "first")
+        configs.append(write_peer_config(folder, prepared, first, family))
+    assert small_config(family)["vocab_size"] == 256
+    for (ours, two, groups), peer in zip(found, run_peer(configs), strict=True):
+        check_equal(ours, two, groups, peer)
+
+
+def check_equal(ours, two, our_groups, peer):
+    """Check that one process and two of FSDP have the peer's optimizer and its losses, step by step."""
     print("echelon AdamW:", [{**group, "names": len(group["names"])} for group in our_groups])
     print(f"HF Trainer {peer['optimizer']}:", [{**group, "names": len(group["names"])} for group in peer["groups"]])
     by_decay = [
@@ -109,7 +126,6 @@ def test_losses_agree_step_by_step(workers, text, tmp_path, adapter, family):
         for groups in (our_groups, peer["groups"])
     ]
     assert by_decay[0] == by_decay[1], "the same parameters decay"
-    assert small_config(family)["vocab_size"] == 256
     for mine, fsdp, theirs in zip(ours, two, peer["rows"], strict=True):
         assert mine["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-6)
         assert mine["loss"] == pytest.approx(float(theirs["loss"]), abs=2e-5)
