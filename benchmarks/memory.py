@@ -19,7 +19,7 @@ import torch
 from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import build_mesh
 from echelon.distributed.runtime import start_runtime, stop_runtime
-from echelon.engines.native import build_native_engine
+from echelon.engines.native import NativeEngine, build_native_engine
 from echelon.model.build import load_config
 from echelon.objectives.causal_lm import CausalLM
 from echelon.planner.memory import MemoryEstimate, estimate_memory
@@ -76,10 +76,7 @@ CASES = {
 }  # fmt: skip
 
 
-def measure(case: Case) -> tuple[int, MemoryEstimate]:
-    """(the peak of allocated bytes, the estimate) of two steps in this process."""
-    runtime = start_runtime()
-    config, plan = load_config(case.model()), case.plan()
+def build_engine(case: Case, plan: ParallelPlan, device: torch.device) -> NativeEngine:
     recipe = Recipe.model_validate(
         {
             "run": {"name": "memory"},
@@ -90,19 +87,31 @@ def measure(case: Case) -> tuple[int, MemoryEstimate]:
             "optim": {"learning_rate": 1e-3},
         }
     )
-    recorder = Recorder(runtime.device)
+    meshes = build_mesh(plan, device.type)
+    return build_native_engine(recipe, load_config(case.model()), plan, meshes, CausalLM(), device)
+
+
+def train_step(engine: NativeEngine, case: Case, step: int, device: torch.device) -> None:
+    """Two microbatches of random tokens, and an update."""
+    shape, numbers = (case.micro_batch_size, case.sequence_len), np.arange(case.micro_batch_size)
+    tokens = [torch.randint(case.vocab_size, shape, device=device) for _ in range(2)]
+    batch = [Microbatch(each, each, numbers, numbers) for each in tokens]
+    engine.forward_backward(step, batch, torch.tensor(2.0 * tokens[0].numel(), device=device))
+    engine.clip(1.0)
+    engine.step(1e-3, torch.ones((), dtype=torch.bool, device=device))
+
+
+def measure(case: Case) -> tuple[int, MemoryEstimate]:
+    """(the peak of allocated bytes, the estimate) of two steps in this process."""
+    runtime = start_runtime()
+    plan, device = case.plan(), runtime.device
+    recorder = Recorder(device)
     with recorder:
-        meshes = build_mesh(plan, runtime.device.type)
-        engine = build_native_engine(recipe, config, plan, meshes, CausalLM(), runtime.device)
+        engine = build_engine(case, plan, device)
         for step in range(2):
-            shape, numbers = (case.micro_batch_size, case.sequence_len), np.arange(case.micro_batch_size)
-            tokens = [torch.randint(case.vocab_size, shape, device=runtime.device) for _ in range(2)]
-            batch = [Microbatch(each, each, numbers, numbers) for each in tokens]
-            engine.forward_backward(step, batch, torch.tensor(2.0 * tokens[0].numel(), device=runtime.device))
-            engine.clip(1.0)
-            engine.step(1e-3, torch.ones((), dtype=torch.bool, device=runtime.device))
+            train_step(engine, case, step, device)
     stop_runtime()
-    return recorder.peak_bytes, estimate_memory(build_shape(case.model()), plan, case.sequence_len, runtime.device.type)
+    return recorder.peak_bytes, estimate_memory(build_shape(case.model()), plan, case.sequence_len, device.type)
 
 
 class Recorder:

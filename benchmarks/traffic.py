@@ -6,9 +6,13 @@ import socket
 import stat
 import struct
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import ScriptObject
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.planner.model_shape import ModelShape
@@ -45,6 +49,36 @@ def expect_traffic(plan: ParallelPlan, shape: ModelShape) -> Traffic:
     return Traffic(compute * gathered, reductions * reduce * whole, reduce * shard)
 
 
+@dataclass(frozen=True)
+class Sent:
+    """The collectives of one kind over one axis: their number, and the bytes of the tensors, whole."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+def expect_tensor_traffic(plan: ParallelPlan, shape: ModelShape, num_tokens: int) -> dict[str, Sent]:
+    """The table of docs/tensor-parallelism.md: the collectives of one microbatch over the axis `tp`, by kind.
+
+    For models with RMS norms, whose loss is computed in one chunk.
+    """
+    layers, compute = shape.num_layers, DTYPE_BYTES[plan.precision.compute]
+    stream = num_tokens * shape.hidden_size * compute
+    loss = Sent(2, 3 * 4 * num_tokens)
+    head_norms = 2 * layers * shape.parts.head_norms
+    norms = Sent(head_norms, head_norms * shape.head_dim * compute)
+    if not plan.sequence_parallel:
+        sums = 4 * layers + 2
+        return {"all_reduce": Sent(sums + loss.calls + norms.calls, sums * stream + loss.bytes + norms.bytes)}
+    gathers, scatters, others = 4 * layers + 2, 4 * layers + 1, shape.parts.num_norms * layers + 1
+    sent = others * shape.hidden_size * compute + norms.bytes
+    return {
+        "all_gather": Sent(gathers, gathers * stream),
+        "reduce_scatter": Sent(scatters, scatters * stream),
+        "all_reduce": Sent(1 + loss.calls + others + norms.calls, stream + loss.bytes + sent),
+    }
+
+
 def expect_muon_bytes(plan: ParallelPlan, shape: ModelShape) -> float:
     """Bytes that each rank sends on average in a step of Muon, on one machine: docs/strategies.md."""
     numbers = sum(each.count * each.size for each in shape.linears)
@@ -68,17 +102,45 @@ def plan_strategies(ranks: int, **options: Any) -> list[ParallelPlan]:
     return plans
 
 
+# Collectives as c10d and DTensor call them.
+_KINDS = {
+    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
+    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
+}  # fmt: skip
+
+
 class TrafficCounter(TorchDispatchMode):
     """Counts the payload of every collective inside its block."""
 
-    def __init__(self) -> None:
+    def __init__(self, axes: Mapping[str, str] | None = None) -> None:
+        """`axes`: names of the axes by the names of their process groups, for `by_axis`."""
         super().__init__()
         self.bytes: Counter[str] = Counter()
+        self.by_axis: dict[tuple[str, str], Sent] = {}
+        self._axes = axes or {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # DTensor runs first, on local tensors, and calls the collectives
+        name = function.__name__.split(".")[0]
         if function.namespace == "c10d":
-            self.bytes[function.__name__.split(".")[0]] += max(map(_size, _tensors(args)))
+            size = max(map(_size, _tensors(args)))
+            self.bytes[name] += size
+            group = next(each for each in args if isinstance(each, ScriptObject))  # before the operation, if any
+            self._count(name, ProcessGroup.unbox(group).group_name, size)
+        elif function.namespace == "_c10d_functional" and name != "wait_tensor":
+            # A gather is given the part of a rank, and the number of ranks.
+            size = _size(args[0]) * (args[1] if name == "all_gather_into_tensor" else 1)
+            self._count(name, args[-1], size)
         return function(*args, **(kwargs or {}))
+
+    def _count(self, name: str, group: str, size: int) -> None:
+        if (axis := self._axes.get(group)) is not None:
+            kind = _KINDS[name]
+            before = self.by_axis.get((axis, kind), Sent())
+            self.by_axis[axis, kind] = Sent(before.calls + 1, before.bytes + size)
 
     @property
     def traffic(self) -> Traffic:

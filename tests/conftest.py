@@ -13,6 +13,10 @@ import pytest
 
 from workers import WorkerPool
 
+# The tests' models are so small that a second thread only waits for the first. Set before torch is imported, also for
+# the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # `make test &` in a shell ignores SIGINT, and nohup ignores SIGHUP; child processes would inherit that.
 # Processes that a test starts handle signals as a user's do; pytest itself still survives its terminal under nohup.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,7 +1,8 @@
 """A pool of worker processes for tests that need real ranks. torch is imported once, not in every test.
 
 Each task gets a fresh gloo group over a fresh file store. A task that fails or hangs costs the pool, which is started
-anew for the next one: no state of a broken test reaches another.
+anew for the next one: no state of a broken test reaches another. Workers are forked from a process that has imported
+torch and echelon and nothing else has run in, so that neither the four of them nor a new pool import anything again.
 """
 
 import multiprocessing
@@ -10,10 +11,21 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT_SECONDS = 120.0
+
+WARM: Any = multiprocessing.get_context("forkserver")
+"""Forks processes that have imported what training, and the commands in tests/docs, import."""
+WARM.set_forkserver_preload(
+    [
+        "echelon.cli", "echelon.lifecycle.assemble", "echelon.inference.evaluate",
+        "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+        "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+    ]
+)  # fmt: skip
 
 
 class WorkerFailure(AssertionError):
@@ -25,6 +37,7 @@ def serve(connection: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.uname().sysname == "Linux" else "lo0")
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -39,6 +52,7 @@ def serve(connection: Connection) -> None:
             result = function(rank, world_size, *arguments)
             dist.barrier()
             dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # it holds meshes, whose groups are gone
             connection.send(("ok", result))
         except BaseException:
             connection.send(("error", traceback.format_exc()))
@@ -49,8 +63,8 @@ class WorkerPool:
     """Up to `size` worker processes; `run` calls a function on the first `world_size` of them, as ranks."""
 
     def __init__(self, size: int) -> None:
+        forkserver.ensure_running()  # in the environment and folder of the session, not of the first test
         self._size = size
-        self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -58,7 +72,7 @@ class WorkerPool:
 
         `function` must be importable by name. Raises WorkerFailure with the first traceback.
         """
-        self._start()
+        self._start(world_size)
         with tempfile.TemporaryDirectory() as folder:
             connections = [connection for _, connection in self._workers[:world_size]]
             for rank, connection in enumerate(connections):
@@ -73,10 +87,11 @@ class WorkerPool:
             process.join()
         self._workers = []
 
-    def _start(self) -> None:
-        while len(self._workers) < self._size:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=serve, args=(theirs,), daemon=True)
+    def _start(self, world_size: int) -> None:
+        assert world_size <= self._size
+        while len(self._workers) < world_size:
+            ours, theirs = WARM.Pipe()
+            process = WARM.Process(target=serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

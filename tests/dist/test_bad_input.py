@@ -270,6 +270,7 @@ def test_non_finite_loss(echelon, run):
     assert echelon("export", run.path, "out").code == 0
 
 
+@pytest.mark.slow
 def test_full_disk(echelon, run):
     disk = Path("disk")
     big = Path("big.txt")

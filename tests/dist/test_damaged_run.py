@@ -140,6 +140,7 @@ def remove(run: RunFolder) -> None:
     shutil.rmtree(aside, ignore_errors=True)  # an open file may be created again
 
 
+@pytest.mark.slow
 def test_removing_the_run_folder_ends_the_run_immediately(echelon, tmp_path):
     write_recipe(tmp_path, train={"steps": 100_000, "log_every": 1000}, checkpoint={"every_steps": 10})
     run = RunFolder(tmp_path / "runs" / "tiny")

@@ -238,6 +238,7 @@ def check_refusals(echelon, run, folder):
     shutil.move(folder / "elsewhere", folder / "base")
 
 
+@pytest.mark.slow
 def test_qlora_merges_onto_the_dequantized_weights(echelon, tmp_path):
     """Input and output embeddings are untied; both get rows for the new tokens."""
     base = write_base(tmp_path, tied=False, width=64)

@@ -38,6 +38,7 @@ def run_ranks(mode, directories):
     return [rank.returncode for rank in ranks], [out for out, _ in results], [err for _, err in results]
 
 
+@pytest.mark.slow
 def test_others_wait_for_rank_zero(tmp_path):
     codes, outputs, errors = run_ranks("train", [tmp_path, tmp_path])
     assert codes == [0, 0], errors
@@ -45,6 +46,7 @@ def test_others_wait_for_rank_zero(tmp_path):
     assert (tmp_path / "run" / "logs" / "rank-00001.log").read_text().endswith("rank 1: 2 ranks trained tiny\n")
 
 
+@pytest.mark.slow
 def test_refusal_is_printed_once_and_ends_every_rank(tmp_path):
     codes, _, errors = run_ranks("refuse", [tmp_path, tmp_path])
     assert codes == [2, 2]

@@ -82,7 +82,7 @@ def test_killed_rank_is_named(tmp_path):
     assert message.endswith(f"see {tmp_path / 'logs' / 'rank-00001.log'}")
 
 
-@pytest.mark.parametrize("group", ["none", "of one machine"])
+@pytest.mark.parametrize("group", ["none", pytest.param("of one machine", marks=pytest.mark.slow)])
 def test_killed_rank_is_restarted_without_waiting_for_a_hanging_peer(tmp_path, monkeypatch, group):
     """A single machine and a group of one behave the same; neither opens the rendezvous port, which is in use here."""
     monkeypatch.setenv("STUB_KILLED", str(tmp_path / "killed"))
@@ -100,6 +100,7 @@ def test_killed_rank_is_restarted_without_waiting_for_a_hanging_peer(tmp_path, m
     assert 1 < events[1]["detection_seconds"] < 15
 
 
+@pytest.mark.slow
 def test_refusals_and_recurring_failures_are_not_restarted(tmp_path):
     code, lines, _ = run_job(tmp_path / "a", "refuse", restarts=3)
     assert code == 2 and not [line for line in lines if line.startswith("restart")]
@@ -112,7 +113,7 @@ def test_refusals_and_recurring_failures_are_not_restarted(tmp_path):
     assert message.endswith("the same failure occurred again without a new checkpoint, 3 times in a row")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_stopping_the_parent_stops_the_workers(tmp_path, number):
     job = start_job(tmp_path, "work")
     pids = await_workers(tmp_path)

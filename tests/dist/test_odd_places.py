@@ -56,6 +56,7 @@ def test_paths_work_in_a_locale_without_utf8(tmp_path):
     assert done.returncode == 0 and b"vocab_size 256" in done.stdout, done
 
 
+@pytest.mark.slow
 def test_best_is_refused_without_a_recorded_best_checkpoint(echelon, tmp_path):
     write_recipe(tmp_path, data={"train": "text.txt", "sequence_len": 32, "validation_fraction": 0})
     assert echelon("train", "recipe.json", "--nproc", "1").code == 0

@@ -13,7 +13,6 @@ another tool. `<!-- test: KEY=VALUE ... -->` adds overrides to the block's `eche
 """
 
 import doctest
-import multiprocessing
 import os
 import re
 import shlex
@@ -32,6 +31,7 @@ import yaml
 from echelon.recipe import Recipe, load_recipe, render_starter
 from echelon.recipe.keys import recipe_keys
 from hub_server import HubServer, push_model
+from workers import WARM
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "echelon"
@@ -69,10 +69,6 @@ def read_commands(text: str) -> Iterator[tuple[str, str]]:
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, output = re.sub(r"\\\n", " ", part).partition("\n")
         yield command, output.strip()
-
-
-WARM: Any = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["echelon.cli", "echelon.lifecycle.assemble", "echelon.inference.evaluate"])
 
 
 def run_command(
@@ -186,8 +182,8 @@ class Session:
 
 # Pages whose content other tests also run: only `make slow` runs these.
 SLOW_PAGES = {
-    "adapters.md", "checkpoints.md", "evaluation.md", "fine-tuning.md", "hub.md", "optimization.md", "python.md",
-    "schedules.md", "tracking.md",
+    "adapters.md", "checkpoints.md", "evaluation.md", "fine-tuning.md", "hub.md", "launching.md", "logging.md",
+    "optimization.md", "python.md", "schedules.md", "tracking.md",
 }  # fmt: skip
 # Pages whose commands take minutes: tests/docs/test_tutorials.py runs them.
 TUTORIALS = {"tutorial-chat.md", "tutorial-text.md"}

@@ -39,7 +39,7 @@ GONE_SECONDS = 10.0
 RECIPE = "story.json"
 STEPS = 180
 SECTIONS = {
-    "train": {"steps": STEPS, "global_batch_size": 12, "log_every": 90, "eval_every": 20},
+    "train": {"global_batch_size": 12, "log_every": 90, "eval_every": 20},
     "checkpoint": {"every_steps": 20, "keep_last": 2},
     "evaluate": {"batches": 12},
     "fault": {"max_restarts": 20},
@@ -65,18 +65,19 @@ class Kill:
 
 @dataclass
 class Story:
-    """A run of `ranks` under `parallel`, the kills that it must survive, and the seed of their moments."""
+    """A run of `steps` on `ranks` under `parallel`, the kills that it must survive, and the seed of their moments."""
 
     ranks: int
     parallel: str
     kills: list[tuple[str, str, str]]
     seed: int
+    steps: int = STEPS
     done: list[Kill] = field(default_factory=list)
 
     @property
     def kind(self):
         """The key of the uninterrupted run to compare with."""
-        return self.ranks, self.parallel
+        return self.ranks, self.parallel, self.steps
 
 
 class Teller:
@@ -88,7 +89,7 @@ class Teller:
         self._events: list[dict] = []
         self._read_bytes = 0
         self.run = RunFolder(folder / "runs" / "tiny")
-        write_faulty_recipe(folder, story.parallel)
+        write_faulty_recipe(folder, story.parallel, story.steps)
 
     def tell(self):
         """Run, kill and resume until the end. Asserts that the job succeeds and leaves no process after any kill."""
@@ -204,31 +205,33 @@ def is_up(row):
     return row["event"] in ("start", "resume")
 
 
-def write_faulty_recipe(folder, parallel):
+def write_faulty_recipe(folder, parallel, steps):
     """Write the recipe of all stories; its text is large enough that preparation takes some time."""
     model = {"model": {"config": MODEL}}
     data = {"prepare_workers": 2, "validation_fraction": 0.002}
-    recipe = write_recipe(folder, **model, parallel=parallel, data=data, **copy.deepcopy(SECTIONS))
+    sections = copy.deepcopy(SECTIONS)
+    sections["train"]["steps"] = steps
+    recipe = write_recipe(folder, **model, parallel=parallel, data=data, **sections)
     recipe.rename(folder / RECIPE)
     (folder / "text.txt").write_text(TEXT * 150)
 
 
-def train_uninterrupted(folder, ranks, parallel):
+def train_uninterrupted(folder, ranks, parallel, steps):
     """Train the same recipe without kills and without the slowed disk."""
-    write_faulty_recipe(folder, parallel)
+    write_faulty_recipe(folder, parallel, steps)
     ending = finish(start("train", RECIPE, "--nproc", str(ranks), cwd=folder, OMP_NUM_THREADS="1"), 300)
     assert ending.code == 0, ending
     return RunFolder(folder / "runs" / "tiny")
 
 
-def assert_same(run, whole):
-    """The metrics columns and the final weights and moments are equal bit for bit."""
+def assert_same(run, whole, steps):
+    """The metrics columns and the weights and moments after the last step are equal bit for bit."""
     ours, theirs = (
         [[row[key] for key in EXACT] for row in read_lines(each.metrics_path) if row["kind"] == "train"]
         for each in (run, whole)
     )
     assert ours == theirs
-    assert equal_tensors(tensors_of(run.path, STEPS), tensors_of(whole.path, STEPS))
+    assert equal_tensors(tensors_of(run.path, steps), tensors_of(whole.path, steps))
     losses = [
         [(row["step"], row["loss"]) for row in read_lines(each.metrics_path) if row["kind"] == "eval"]
         for each in (run, whole)

@@ -53,10 +53,10 @@ def uninterrupted(tmp_path_factory):
     """The uninterrupted run of each kind, trained once."""
     runs = {}
 
-    def train(ranks, parallel):
-        if (ranks, parallel) not in runs:
-            runs[ranks, parallel] = train_uninterrupted(tmp_path_factory.mktemp("whole"), ranks, parallel)
-        return runs[ranks, parallel]
+    def train(*kind):
+        if kind not in runs:
+            runs[kind] = train_uninterrupted(tmp_path_factory.mktemp("whole"), *kind)
+        return runs[kind]
 
     return train
 
@@ -69,14 +69,14 @@ def tell(tmp_path, monkeypatch, uninterrupted):
     def run(story):
         teller = Teller(tmp_path, story)
         teller.tell()
-        assert_same(teller.run, uninterrupted(*story.kind))
+        assert_same(teller.run, uninterrupted(*story.kind), story.steps)
 
     return run
 
 
 def test_a_run_with_two_kills_equals_an_uninterrupted_one(tell):
     """Kills the agent and a rank: the run continues by itself, or after the same command."""
-    story = Story(2, "ddp", [("publish", "SIGKILL", "rank 0"), ("step", "SIGTERM", "agent")], SEED)
+    story = Story(2, "ddp", [("publish", "SIGKILL", "rank 0"), ("step", "SIGTERM", "agent")], SEED, steps=80)
     tell(story)
     assert len(story.done) == 2
     print(json.dumps([asdict(kill) for kill in story.done], indent=1))

@@ -31,11 +31,12 @@ def cover_pairs() -> list[Row]:
         for i in range(len(OPTIONS[a]))
         for j in range(len(OPTIONS[b]))
     }
-    points = list(itertools.product(*(range(len(OPTIONS[name])) for name in names)))
+    points = itertools.product(*(range(len(OPTIONS[name])) for name in names))
+    pairs = {point: pairs_of(names, point) for point in points}
     chosen = []
     while missing:
-        best = max(points, key=lambda point: len(missing & pairs_of(names, point)))
-        missing -= pairs_of(names, best)
+        best = max(pairs, key=lambda point: len(missing & pairs[point]))
+        missing -= pairs[best]
         chosen.append(build_row(*(OPTIONS[name][index] for name, index in zip(names, best, strict=True))))
     return chosen
 

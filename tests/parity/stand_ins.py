@@ -101,6 +101,9 @@ class Bigram:
     def next_token_logits(self, input_ids, places):
         return self._table[input_ids[torch.arange(len(places)), places]].float()
 
+    def describe_end(self):
+        return ()
+
     def describe_adapter(self):
         raise NotImplementedError
 

@@ -15,20 +15,17 @@ pytestmark = pytest.mark.dist
 ROWS = [
     with_ranks(Row(parallel=parallel, adapter=adapter), ranks)
     for adapter, ranks, parallel in (
-        ("lora", 2, "ddp"), ("lora", 2, "zero1"), ("lora", 4, "fsdp"),
-        ("qlora", 2, "ddp"), ("qlora", 4, "zero1"), ("qlora", 2, "fsdp"),
-        ("dora", 4, "ddp"), ("dora", 2, "zero1"), ("dora", 2, "fsdp"),
+        ("lora", 2, "ddp"), ("lora", 2, "zero1"), ("lora", 4, "fsdp"), ("qlora", 2, "ddp"), ("qlora", 2, "fsdp"),
+        ("dora", 2, "zero1"), ("dora", 2, "fsdp"),
         ("pissa", 2, "fsdp"), ("rslora", 2, "ddp"), ("whole", 2, "ddp"), ("qlora whole", 2, "fsdp"),
     )
 ]  # fmt: skip
 OPTIONS = [
-    with_ranks(Row("fsdp", adapter="lora", checkpointing="full", compile=True), 2, micro_batch=2),
     with_ranks(Row("ddp", adapter="qlora", checkpointing="selective"), 2, micro_batch=2),
     with_ranks(Row("ddp", adapter="lora", family="gpt2", tied=True, precision="bf16"), 2),
     with_ranks(Row("zero2", adapter="qlora fp4", family="gemma2", tied=True, optimizer="lion"), 2, micro_batch=1),
     with_ranks(Row("hsdp", adapter="dora", family="qwen3", precision="bf16"), 4),
     with_ranks(Row("fsdp", adapter="lora", family="stablelm"), 2),
-    with_ranks(Row("zero1", adapter="whole", tied=True), 4, micro_batch=1),
     with_ranks(Row("fsdp", adapter="experts", family="qwen3_moe", checkpointing="full"), 2, micro_batch=2),
 ]
 PRODUCT = [
@@ -38,6 +35,8 @@ PRODUCT = [
     for ranks in (1, 2, 4)
 ]
 SLOW = [
+    with_ranks(Row("fsdp", adapter="lora", checkpointing="full", compile=True), 2, micro_batch=2),
+    with_ranks(Row("zero1", adapter="whole", tied=True), 4, micro_batch=1),
     with_ranks(Row("fsdp", adapter="qlora", checkpointing="full", compile=True, precision="bf16"), 2),
     with_ranks(Row("fsdp", adapter="whole", tied=True, checkpointing="full", compile=True, precision="bf16"), 2),
     with_ranks(Row("ddp", adapter="experts", family="mixtral", precision="bf16"), 2),
@@ -61,7 +60,7 @@ def test_equals_one_process(workers, references, text, tmp_path, row):
 RESUMED = [
     with_ranks(Row("ddp", adapter="lora"), 2),
     with_ranks(Row("fsdp", adapter="qlora", precision="bf16"), 2),
-    with_ranks(Row("zero1", adapter="dora"), 2),
+    pytest.param(with_ranks(Row("zero1", adapter="dora"), 2), marks=pytest.mark.slow),
     with_ranks(Row("fsdp", adapter="pissa"), 2),
     pytest.param(with_ranks(Row("fsdp", adapter="experts", family="mixtral"), 2), marks=pytest.mark.slow),
 ]
@@ -82,9 +81,15 @@ def test_what_is_trained_whole_resumes_bit_for_bit(workers, text, tmp_path):
 
 MOVES = [
     (with_ranks(Row("ddp", adapter="whole"), 2), with_ranks(Row("fsdp", adapter="whole"), 4)),
-    (with_ranks(Row("ddp", adapter="lora"), 2), with_ranks(Row("fsdp", adapter="lora"), 4)),
     (with_ranks(Row("fsdp", adapter="qlora"), 4), Row("ddp", adapter="qlora")),
-    (with_ranks(Row("zero1", adapter="dora"), 2), with_ranks(Row("fsdp", adapter="dora"), 4)),
+    *(
+        pytest.param(
+            with_ranks(Row(first, adapter=adapter), 2),
+            with_ranks(Row("fsdp", adapter=adapter), 4),
+            marks=pytest.mark.slow,
+        )
+        for first, adapter in (("ddp", "lora"), ("zero1", "dora"))
+    ),
     pytest.param(
         Row(adapter="experts", family="mixtral"),
         with_ranks(Row("fsdp", adapter="experts", family="mixtral"), 2),

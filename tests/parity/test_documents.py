@@ -17,12 +17,12 @@ STEPS = 4
 
 ROWS = [
     ("packed", with_ranks(Row("ddp", checkpointing="selective"), 2, micro_batch=2)),
-    ("packed", with_ranks(Row("zero1", compile=True), 2)),
+    pytest.param("packed", with_ranks(Row("zero1", compile=True), 2), marks=pytest.mark.slow),
     ("packed", with_ranks(Row("fsdp", family="gemma2", tied=True, checkpointing="full"), 2, micro_batch=2)),
     ("pairs", with_ranks(Row("ddp"), 2, micro_batch=2)),
-    ("pairs", with_ranks(Row("zero1", checkpointing="full"), 2, micro_batch=2)),
+    pytest.param("pairs", with_ranks(Row("zero1", checkpointing="full"), 2, micro_batch=2), marks=pytest.mark.slow),
     ("pairs", with_ranks(Row("fsdp", precision="bf16"), 2)),
-    ("pairs", with_ranks(Row("ddp", adapter="lora"), 2, micro_batch=2)),
+    pytest.param("pairs", with_ranks(Row("ddp", adapter="lora"), 2, micro_batch=2), marks=pytest.mark.slow),
     ("pairs", with_ranks(Row("fsdp", adapter="dora", checkpointing="full"), 2)),
 ]
 PLANS = [("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4)]
@@ -112,7 +112,7 @@ def test_the_command_reports_what_training_did(workers, text, tmp_path, monkeypa
     assert "perplexity" not in found and found["tokens"] == rows[-1]["target_tokens"]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_resumed_run_compares_with_the_same_reference(workers, text, tmp_path, parallel):
     """The reference is in no checkpoint: it is made again. Bit for bit, also from 2 processes to 2."""
     row = with_ranks(Row(parallel), 2)

@@ -97,7 +97,7 @@ def test_samples_are_those_of_generate(alone):
 ROWS = [
     with_ranks(Row("ddp"), 2, micro_batch=2),
     with_ranks(Row("zero1"), 2),
-    with_ranks(Row("fsdp"), 4, micro_batch=1),
+    pytest.param(with_ranks(Row("fsdp"), 4, micro_batch=1), marks=pytest.mark.slow),
     with_ranks(Row("hsdp"), 4),
 ]
 

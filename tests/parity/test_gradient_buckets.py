@@ -19,14 +19,14 @@ from training import Row, write_recipe
 
 pytestmark = pytest.mark.dist
 
-NUM_MICROBATCHES, NUM_STEPS = 3, 3
+NUM_STEPS = 3
 
 
-def observe(rank, world_size, path, precision):
-    """The storages of buckets and of accumulated gradients in each step, and the bytes of both."""
+def observe(rank, world_size, path, precision, num_microbatches):
+    """In each step, the storages of buckets and of gradients, and whether backward passes found gradients; bytes."""
     recipe, _ = load_recipe(Path(path))
-    plan = ParallelPlan("ddp", dp_replicate=2, num_microbatches=NUM_MICROBATCHES, precision=precision)
-    buckets, gradients = {}, {}
+    plan = ParallelPlan("ddp", dp_replicate=2, num_microbatches=num_microbatches, precision=precision)
+    buckets, gradients, found = {}, {}, []
 
     def note_bucket(group, bucket):
         storage = bucket.buffer().untyped_storage()
@@ -41,8 +41,9 @@ def observe(rank, world_size, path, precision):
     device, meshes = torch.device("cpu"), build_mesh(plan, "cpu")
     engine = build_native_engine(recipe, load_config(small_config("llama")), plan, meshes, CausalLM(), device)
     trained = list(engine._trained().values())
-    for parameter in trained:
+    for parameter in trained if num_microbatches > 1 else ():
         parameter.register_post_accumulate_grad_hook(note_gradient)
+    engine._decoder.base_model.register_forward_pre_hook(lambda *_: found.append(trained[0].grad is not None))
     generator = torch.Generator().manual_seed(rank)
     places = np.zeros(1, dtype=np.int64)
 
@@ -50,27 +51,36 @@ def observe(rank, world_size, path, precision):
         tokens = torch.randint(0, 256, (1, 8), generator=generator)
         return Microbatch(tokens, tokens, places, places)
 
-    engine.rehearse(build(), NUM_MICROBATCHES)
+    engine.rehearse(build(), num_microbatches)
     steps = []
     for step in range(NUM_STEPS):
-        buckets.clear()
-        gradients.clear()
-        engine.forward_backward(step, [build() for _ in range(NUM_MICROBATCHES)], torch.tensor(48.0))
+        for each in (buckets, gradients, found):
+            each.clear()
+        engine.forward_backward(step, [build() for _ in range(num_microbatches)], torch.tensor(48.0))
+        for parameter in trained:
+            note_gradient(parameter)
         engine.clip(1.0)
         engine.step(1e-3, torch.tensor(True))
-        steps.append((dict(buckets), dict(gradients)))
+        steps.append((dict(buckets), dict(gradients), list(found)))
     data_parallel.sum_gradients = hook
     return steps, sum(parameter.nbytes for parameter in trained)
 
 
-@pytest.mark.parametrize("precision", [Precision(), Precision(compute="bfloat16")], ids=["fp32", "bf16"])
-def test_gradients_of_every_microbatch_are_in_the_buckets(workers, text, tmp_path, precision):
+@pytest.mark.parametrize(
+    ("precision", "num_microbatches"),
+    [(Precision(), 3), (Precision(compute="bfloat16"), 3), (Precision(), 1)],
+    ids=["fp32", "bf16", "one microbatch"],
+)
+def test_gradients_of_every_microbatch_are_in_the_buckets(workers, text, tmp_path, precision, num_microbatches):
+    """One of several finds those before it, the first one zeros; an only one finds none, and nothing is cleared."""
     recipe = write_recipe(Row(), tmp_path, text, steps=4)
-    for steps, num_bytes in workers.run(observe, 2, str(recipe), precision):
-        first, _ = steps[0]
+    for steps, num_bytes in workers.run(observe, 2, str(recipe), precision, num_microbatches):
+        first, *_ = steps[-1]
         assert sum(first.values()) == num_bytes
-        for buckets, gradients in steps:
+        # with one microbatch a step there is one rehearsal, and DDP's final buckets come with the second backward pass
+        for buckets, gradients, found in steps if num_microbatches > 1 else steps[1:]:
             assert gradients == buckets == first
+            assert found == [num_microbatches > 1] * num_microbatches
 
 
 def count_graphs(rank, world_size, path):

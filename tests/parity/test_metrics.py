@@ -21,10 +21,14 @@ class Share:
     hash: int
     loss: float
     targets: int
+    experts: list[float]
 
 
 # The second reads another number of targets, so that a mean of means would be wrong. Together the hash is 5.
-SHARES = [Share(100, 7, loss=30.0, targets=10), Share(80, 2**64 - 2, loss=10.0, targets=30)]
+SHARES = [
+    Share(100, 7, loss=30.0, targets=10, experts=[4.0, 1.0]),
+    Share(80, 2**64 - 2, loss=10.0, targets=30, experts=[2.0, 1.0]),
+]
 PLANS = {
     "dp": ParallelPlan("ddp", dp_replicate=2),
     "dp x tp": ParallelPlan("mapping", dp_replicate=2, tp=2),
@@ -40,6 +44,9 @@ def report(rank, world_size, plan):
     meshes = build_mesh(plan, "cpu")
     share = SHARES[meshes.data_rank]
     knows_loss = meshes.place["pp"] == plan.pp - 1
+    counts = torch.tensor([share.experts, [3.0, 3.0]]) / plan.cp
+    if plan.pp > 1:  # each stage has one of two routers
+        counts[1 - meshes.place["pp"]] = 0
     own = torch.tensor(share.targets // plan.cp)
     shared = torch.tensor(share.targets if plan.num_replicas > 1 else sum(each.targets for each in SHARES))
     good = torch.ones((), dtype=torch.bool)
@@ -47,6 +54,7 @@ def report(rank, world_size, plan):
         step=3,
         loss_sum=torch.tensor(share.loss / plan.cp if knows_loss else 0.0),
         router_sum=torch.tensor(2 * share.loss / plan.cp if knows_loss else 0.0),
+        expert_tokens=counts,
         targets=Targets(own, shared),
         grad_norm=torch.tensor(1.5),
         verdict=Verdict(good, torch.tensor(rank == world_size - 1), torch.tensor(0)),
@@ -67,6 +75,7 @@ def test_every_plan_reports_the_same_step(workers, plan):
     assert len(set(map(repr, found))) == 1, "ranks read different metrics"
     metrics = found[0]
     assert metrics.loss == 1.0 and metrics.router_loss == 2.0, "of all targets, not a mean of each replica's mean"
+    assert metrics.expert_load == 1.5, "6 and 2 tokens of two experts, on all ranks"
     assert (metrics.tokens, metrics.target_tokens, metrics.batch_hash) == (180, 40, f"{5:016x}")
     assert metrics.data_wait_seconds == (plan.world_size - 1) / 2
     assert metrics.memory_peak_bytes == 1000 + plan.world_size - 1

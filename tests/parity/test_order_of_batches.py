@@ -38,7 +38,9 @@ def uninterrupted(workers, text, tmp_path_factory, mixture):
     return train(workers, Row(micro_batch=4, changes=mixture), folder, text, STEPS), folder
 
 
-@pytest.mark.parametrize(("parallel", "ranks", "micro"), [("ddp", 2, 2), ("zero1", 4, 1)])
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "micro"), [("ddp", 2, 2), pytest.param("zero1", 4, 1, marks=pytest.mark.slow)]
+)
 def test_ranks_make_no_difference(workers, text, tmp_path, mixture, uninterrupted, parallel, ranks, micro):
     rows = train(workers, Row(parallel, ranks, micro, changes=mixture), tmp_path, text, STEPS)
     losses, norms = difference(rows, uninterrupted[0])

@@ -57,6 +57,7 @@ NAMED = [
     (with_ranks(Row("ddp"), 2, micro_batch=2), 1, [0, 1], [0, 1]),  # of two nobody knows which one is right
     (with_ranks(Row("ddp"), 4), 2, [2], [0, 1, 2, 3]),
     (with_ranks(Row("hsdp"), 4), 3, [1, 3], [1, 3]),
+    pytest.param(Row({"pp": 2, "dp_replicate": 2}, 4, micro_batch=1), 1, [0, 1], [0, 1], marks=pytest.mark.slow),
 ]
 
 

@@ -10,7 +10,7 @@ from training import Row, bounds, check_exact_resume, difference, hashes, train,
 
 pytestmark = pytest.mark.dist
 
-LONG = pytest.mark.slow  # what takes longest: fp16 on CPUs, and plans that others here are much like
+LONG = pytest.mark.slow  # what takes longest: four ranks, and plans that others here are much like
 PLANS = [
     Row(),
     with_ranks(Row("ddp"), 2, micro_batch=2),
@@ -24,7 +24,10 @@ PLANS = [
     pytest.param(with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1), 4), marks=LONG),
     Row(family="gpt2", tied=True, dropout=0.1, precision="bf16"),
     with_ranks(Row("ddp", family="gpt2", tied=True, dropout=0.1, precision="bf16", checkpointing="full"), 2),
-    with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1, precision="bf16"), 4, micro_batch=1),
+    with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1, precision="bf16"), 2, micro_batch=2),
+    pytest.param(
+        with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1, precision="bf16"), 4, micro_batch=1), marks=LONG
+    ),
     with_ranks(Row("fsdp", optimizer="muon"), 2),
     with_ranks(Row("ddp", optimizer="adamw_8bit", precision="bf16", master_weights="bf16_kahan"), 2),
     with_ranks(Row("zero1", optimizer="adafactor", precision="fp16"), 2),
@@ -46,11 +49,11 @@ def uninterrupted(workers, text, tmp_path_factory):
 
 SECOND_HALVES = [
     (with_ranks(Row("ddp"), 2), with_ranks(Row("fsdp"), 4)),
-    (with_ranks(Row("fsdp"), 4), Row("ddp")),
+    pytest.param(with_ranks(Row("fsdp"), 4), Row("ddp"), marks=LONG),
     pytest.param(with_ranks(Row("ddp"), 2), with_ranks(Row("fsdp"), 2), marks=LONG),
     (with_ranks(Row("zero1"), 2), with_ranks(Row("hsdp"), 4)),
     (with_ranks(Row("hsdp"), 4), with_ranks(Row("zero2"), 2)),
-    (Row("fsdp"), with_ranks(Row("zero1"), 4)),
+    pytest.param(Row("fsdp"), with_ranks(Row("zero1"), 4), marks=LONG),
 ]
 
 
@@ -104,7 +107,7 @@ def test_a_run_that_moves_again_and_again(workers, text, tmp_path, uninterrupted
     assert hashes(rows) == hashes(uninterrupted)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=LONG), "fsdp"])
 def test_three_ranks_that_cannot_share_the_batch_evenly(workers, text, tmp_path, uninterrupted, parallel):
     """8 sequences over 3 ranks of 3: the last place is filled with a sequence without targets."""
     train(workers, with_ranks(Row("ddp"), 2), tmp_path, text, steps=10, stop_at=4)

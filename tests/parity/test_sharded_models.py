@@ -66,7 +66,9 @@ def trained(workers, row, folder, text):
     return run
 
 
-@pytest.mark.parametrize("kind", ["full", "qlora", pytest.param("dora", marks=pytest.mark.slow), "bf16 folder"])
+@pytest.mark.parametrize(
+    "kind", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qlora", "dora")), "bf16 folder"]
+)
 def test_several_processes_measure_what_one_does(workers, text, tmp_path, kind):
     run = trained(workers, Row(adapter="full" if "folder" in kind else kind), tmp_path, text)
     target, data = run, None

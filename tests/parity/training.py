@@ -11,8 +11,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from echelon.data.loader import BatchLoader
+from echelon.data.loader import BatchLoader, choose_padding, find_cut
 from echelon.data.mixture import build_order
 from echelon.data.order import DataOrder, SampleOrder
 from echelon.data.prepare import prepare_data
@@ -21,7 +22,10 @@ from echelon.distributed.mesh import Meshes
 from echelon.distributed.runtime import Runtime
 from echelon.hardware.accelerators import Accelerator, Cluster
 from echelon.lifecycle.assemble import build_trainer
+from echelon.model.context_attention import divided_inputs
 from echelon.model.router import RouterLoss
+from echelon.objectives import outputs
+from echelon.parallel.pipeline import Pipeline
 from echelon.planner.choose import resolve_plan
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.shape import build_shape
@@ -83,6 +87,8 @@ class Row:
     optimizer: str = "adamw"
     master_weights: str = "fp32"
     adapter: str = "full"
+    fields: tuple[tuple[str, Any], ...] = ()
+    """Fields of the model's config that differ, and their values."""
     changes: Any = None
     """Keys of the recipe that differ, by section."""
 
@@ -97,21 +103,25 @@ class Row:
         extras += [self.optimizer] if self.optimizer != "adamw" else []
         extras += [self.master_weights] if self.master_weights != "fp32" else []
         extras += [self.adapter] if self.adapter != "full" else []
+        extras += [f"{name} {value}" for name, value in self.fields]
         return " ".join([name, *extras])
 
     def reference(self) -> "Row":
         """The same training in one process, whole batch at once, nothing switched on."""
-        return Row(
-            family=self.family, tied=self.tied, dropout=self.dropout, optimizer=self.optimizer, adapter=self.adapter
-        )
+        kept = ("family", "tied", "dropout", "optimizer", "adapter", "fields")
+        return Row(**{name: getattr(self, name) for name in kept})
+
+    def config(self) -> dict[str, Any]:
+        """The model's config."""
+        dropout = {"attn_pdrop": self.dropout, "resid_pdrop": self.dropout} if self.family == "gpt2" else {}
+        return small_config(self.family, self.tied, **dropout, **dict(self.fields))
 
 
 def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
     """The row as a recipe file, the run folder beside it."""
-    dropout = {"attn_pdrop": row.dropout, "resid_pdrop": row.dropout} if row.family == "gpt2" else {}
     overrides = {
         "run": {"name": "row", "dir": str(folder / "run"), "seed": 3},
-        "model": {"config": small_config(row.family, row.tied, **dropout)},
+        "model": {"config": row.config()},
         "tokenizer": "bytes",
         "data": {
             "train": [{"path": str(text)}], "validation_fraction": 0.05, "sequence_len": SEQUENCE_LEN,
@@ -140,7 +150,7 @@ def write_recipe(row: Row, folder: Path, text: Path, steps: int) -> Path:
 def resolve(row: Row, recipe: Any, num_samples: int) -> ParallelPlan:
     """The plan that the real planner makes of the row on this many processes of one machine."""
     cluster = Cluster(MACHINE, num_devices=row.ranks, devices_per_node=row.ranks, kind="cpu")
-    shape = build_shape(small_config(row.family, row.tied))
+    shape = build_shape(row.config())
     return resolve_plan(recipe, shape, cluster, num_samples=num_samples, fill=True)
 
 
@@ -152,16 +162,9 @@ def train(
     steps: int = 4,
     stop_at: int | None = None,
     mutation: str = "",
-    copies: int = 1,
 ) -> list[dict[str, Any]]:
-    """Train (or go on training) a row in real processes; the rows of metrics.jsonl.
-
-    Args:
-        copies: how many ranks compute the same, side by side, for each of the row's: tensor parallelism of a model of
-            which no tensor is divided.
-    """
+    """Train (or go on training) a row in real processes; the rows of metrics.jsonl."""
     path, plan = prepare(row, folder, text, steps)
-    plan = replace(plan, tp=copies)
     run = RunFolder(folder / "run")
     write_json(run.plan_path, plan.to_dict())
     workers.run(train_rank, plan.world_size, str(path), plan, stop_at, mutation)
@@ -222,6 +225,8 @@ def masked_trainer(rank: int, world_size: int, path: str, plan: ParallelPlan, mu
         trainer.train_step.meshes.data_rank,
         trainer.train_step.meshes.data_size,
         trainer.state.step,
+        padding=choose_padding(plan),
+        cut=find_cut(trainer.train_step.meshes.sequence_part),
     )
     yield trainer
     trainer.train_step.loader.close()
@@ -280,12 +285,46 @@ def mutations(name: str, world_size: int) -> list[Any]:
         from echelon.optimizer.sharded_parameter import Layout
 
         return [mock.patch.object(Layout, "add_up", lambda self, partial, dim=None: partial)]
+    if name == "tied gradient not summed":
+        return [mock.patch.object(Pipeline, "_sum_shared", lambda self: None)]
+    if name == "tied gradient counted twice":
+        nothing = property(lambda self: frozenset(), lambda self, names: None)
+        return [mock.patch.object(Pipeline, "counted_elsewhere", nothing, create=True)]
+    if name == "local positions":
+        return [mock.patch.object(outputs, "divided_inputs", with_local_positions)]
     if name == "peer counted twice":
         return [mock.patch.object(Meshes, "counts_data", True)]
+    if name == "gradients of experts counted twice":
+        from echelon.parallel.expert import ExpertGroup, _Exchange
+
+        def twice(ctx: Any, gradient: torch.Tensor) -> Any:
+            group, sent, received = ctx.way
+            return ExpertGroup.exchange(group, gradient, received, sent) * group.size, None, None, None
+
+        return [mock.patch.object(_Exchange, "backward", twice)]
+    if name == "plain norms of heads":
+        from echelon.parallel import tensor
+
+        kept = {"replicated_with_grad_allreduce": lambda stream: Untouched()}
+        return [mock.patch.dict(tensor.STYLES, kept)]
     if name == "a router loss of every rank":
         strength = RouterLoss.strength.fget
         return [mock.patch.object(RouterLoss, "strength", property(lambda self: strength(self) * world_size))]
     return []
+
+
+def with_local_positions(*args: Any) -> dict[str, Any]:
+    """The mistake of context parallelism: each rank counts the positions of its part from 0."""
+    inputs = divided_inputs(*args)
+    part = torch.arange(inputs["position_ids"].shape[1])
+    return inputs | {"position_ids": part.expand_as(inputs["position_ids"])}
+
+
+class Untouched(ParallelStyle):
+    """Leaves a module as it is."""
+
+    def _apply(self, module: Any, device_mesh: Any) -> Any:
+        return module
 
 
 def difference(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> tuple[float, float]:

@@ -1,5 +1,7 @@
 """Attention in blocks computes what torch's attention computes, with gradients, masks, and under every wrapper."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -120,8 +122,13 @@ def run_model(model, input_ids, labels, dtype):
     return loss.item(), torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
 
 
-@pytest.mark.parametrize("change", ["eager", "compiled", "selective", "full"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        *itertools.product(("llama", "gpt2"), ("eager", "selective", "full")), ("llama", "compiled"),
+        pytest.param("gpt2", "compiled", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_a_model_in_bf16_trains_with_it(family, change, monkeypatch):
     """Its gradients are as close to those in fp32 as with torch's attention; in fp32 torch's attention is used."""
     input_ids, labels = random_batch(length=200)

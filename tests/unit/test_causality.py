@@ -1,13 +1,12 @@
 """Non-causal models are detected by a test run and refused; causal models pass."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import echelon.model.causality as causality
+from command import CommandLine
 from echelon.errors import ConfigError
 from echelon.model.build import load_config
 from echelon.model.causality import check_is_causal
@@ -92,7 +91,8 @@ def test_a_model_whose_forward_pass_fails_is_refused_with_a_message():
         check_is_causal(config)
 
 
-def test_an_encoder_is_refused_before_anything_is_written(tmp_path):
+def test_an_encoder_is_refused_before_anything_is_written(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 200)
     recipe = {
         "run": {"name": "encoder"},
@@ -103,10 +103,9 @@ def test_an_encoder_is_refused_before_anything_is_written(tmp_path):
         "optim": {"learning_rate": 1e-3},
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
-    command = [sys.executable, "-m", "echelon", "train", "recipe.yaml", "--nproc", "1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "set is_decoder: true in model.config" in done.stderr
+    ending = CommandLine(capfd, monkeypatch)("train", "recipe.yaml", "--nproc", "1")
+    assert ending.code == 2 and "Traceback" not in ending.err
+    assert "set is_decoder: true in model.config" in ending.err
     assert not (tmp_path / "runs").exists()
 
 

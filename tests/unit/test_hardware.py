@@ -1,6 +1,8 @@
+import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from echelon.errors import PlanError
 from echelon.hardware import detection
@@ -116,3 +118,24 @@ def test_a_gpu_that_cannot_be_measured_has_no_rates(monkeypatch, caplog):
     accelerator = detection.detect_cluster(1).accelerator
     assert accelerator.bf16_flops is None and accelerator.fp32_flops is None
     assert "the speed of the GPU could not be measured" in caplog.text
+
+
+def test_a_cpu_that_emulates_a_type_is_measured_with_small_matmuls_once(monkeypatch):
+    """A large matmul in fp16 takes 5 s on one core of such a CPU, and each process of a run measures."""
+    slow, sizes, multiply = torch.float16, [], torch.mm
+
+    def emulated(left, right):
+        sizes.append((left.dtype, len(left)))
+        time.sleep(0.02 if left.dtype == slow else 0)
+        return multiply(left, right)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(torch, "mm", emulated)
+    detection.measure_matmul_flops.cache_clear()
+    rates = {name: detection.measure_matmul_flops(name) for name in ("float16", "float32")}
+    assert 0 < rates["float16"] <= 2 * 256**3 / 0.02
+    assert {size for dtype, size in sizes if dtype == slow} == {256}
+    assert {size for dtype, size in sizes if dtype != slow} == {256, 1024}
+    count = len(sizes)
+    assert rates == {name: detection.measure_matmul_flops(name) for name in rates} and len(sizes) == count
+    detection.measure_matmul_flops.cache_clear()

@@ -37,6 +37,14 @@ MODELS = {
     "gemma": {"model_type": "gemma", **LLAMA_LIKE},
     "gemma2": {"model_type": "gemma2", **LLAMA_LIKE},
     "gemma3_text": {"model_type": "gemma3_text", **LLAMA_LIKE},
+    "mixtral": {"model_type": "mixtral", **LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **LLAMA_LIKE,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+    },
     "gpt2": {**GPT2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "gpt2-dropout": GPT2,
 }
@@ -266,7 +274,7 @@ def test_parts_by_hand(plan, shards, cast, gathered, checkpointing):
     stored = 4 * LLAMA_PARAMETERS // shards
     assert (parts.weights, parts.gradients, parts.optimizer) == (stored, stored, 2 * stored)
     assert sum(astuple(parts)) == estimate.total
-    chunk = 3 * 4 * BATCH * SEQUENCE * 100  # three copies of fp32 logits
+    chunk = (4 + 4 + 2) * BATCH * SEQUENCE * 100  # two copies of fp32 logits, and those in bf16
     recomputed = parts.other - estimate.buffers - gathered
     if checkpointing == "none":
         assert recomputed == 0 and parts.activations == estimate.activations + cast
@@ -353,12 +361,29 @@ def test_a_chunk_of_the_loss_fills_tiles(vocab_size, rows):
     assert logits_chunk_tokens(vocab_size) == rows
 
 
-def test_logits_never_exceed_three_chunks():
+def test_logits_never_exceed_two_chunks():
     shape = replace(build_shape(MODELS["llama"]), vocab_size=128256, hidden_size=0)
     plan = ParallelPlan("ddp", micro_batch_size=8)
     # 256 MiB / (4 * 128256) = 523 tokens, in multiples of 256; a short batch is smaller than a chunk
-    assert estimate_memory(shape, plan, 8192).logits == 3 * 512 * 128256 * 4
-    assert estimate_memory(shape, replace(plan, micro_batch_size=1), 100).logits == 3 * 100 * 128256 * 4
+    assert estimate_memory(shape, plan, 8192).logits == 2 * 512 * 128256 * 4
+    assert estimate_memory(shape, replace(plan, micro_batch_size=1), 100).logits == 2 * 100 * 128256 * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "plan", "each"),
+    [
+        ("llama", "cuda", {}, 4 + 4),
+        ("llama", "cuda", {"precision": BF16}, 4 + 4 + 2),  # the logits are cast before the softmax
+        ("llama", "cpu", {"precision": BF16}, 4 + 4 + 2),
+        ("gemma2", "cuda", {}, 4 + 4 + 4),  # the derivative of the cap
+        ("gemma2", "cuda", {"precision": BF16}, 4 + 4 + 2),
+        ("gemma2", "cuda", {"precision": BF16, "compile": True}, 2 + 2),
+        ("llama", "cpu", {"compile": True}, 4 + 4),
+    ],
+)
+def test_bytes_of_each_logit(family, kind, plan, each):
+    shape = replace(build_shape(MODELS[family]), hidden_size=0)
+    assert estimate_memory(shape, ParallelPlan("ddp", micro_batch_size=1, **plan), 10, kind).logits == 10 * 100 * each
 
 
 @pytest.mark.parametrize("vocab_size", [100, 128256])
@@ -376,7 +401,7 @@ def test_the_peak_is_the_loss_or_the_first_recomputed_layer(vocab_size):
         layer = (none.activations - inputs + 100 * 4 * 64 * 4) // 4
         assert (estimate.activations, estimate.logits) == (inputs + layer, head)
     else:
-        assert (estimate.activations, estimate.logits) == (inputs, head + 3 * 100 * vocab_size * 4)
+        assert (estimate.activations, estimate.logits) == (inputs, head + 2 * 100 * vocab_size * 4)
 
 
 def test_offloaded_activations_are_on_the_device_for_two_layers():
@@ -387,3 +412,25 @@ def test_offloaded_activations_are_on_the_device_for_two_layers():
     assert here.activations - moved.activations == 2 * 100 * 64 * 4
     assert (here.host, moved.host) == (0, 3 * 100 * 64 * 4)
     assert here.total - moved.total == here.activations - moved.activations
+    for horizon, layers in ((0, 2), (1, 2), (2, 3), (9, 4)):
+        ahead = estimate_memory(
+            shape, replace(plan, activation_offloading=True, activation_loading_horizon=horizon), 100
+        )
+        assert here.activations - ahead.activations == (4 - layers) * 100 * 64 * 4
+        assert ahead.host == moved.host
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallelism_divides_matrices_activations_and_logits(sequence_parallel):
+    """By hand, for 2 ranks: 100 tokens, width 64, 4 layers, queries of 4 x 16, keys of 1 x 16, an MLP of 88."""
+    shape = build_shape(MODELS["llama"])
+    plan = ParallelPlan("tp", tp=2, sequence_parallel=sequence_parallel)
+    parts = estimate_parts(shape, plan, 100)
+    layer = (2 * 64 * 128 + 2 * 64 * 32 + 3 * 64 * 176) // 2 + 2 * 64
+    weights = 4 * layer + 2 * 100 * 64 // 2 + 64
+    assert parts.weights == parts.gradients == parts.optimizer / 2 == 4 * weights
+    norm = (2 * 64 * 4 + 4) / (2 if sequence_parallel else 1)
+    kept = 2 * 64 * 4 + 4 * 4 * 88 + 2 * norm + 2 * 4 * (64 + 16) + 4 * 4
+    assert parts.activations == 100 * (4 * kept + norm + 8) + 2 * 100 * 16 * 4
+    # the logits and the head of half of the vocabulary
+    assert parts.loss == estimate_parts(replace(shape, vocab_size=50), ParallelPlan("ddp"), 100).loss

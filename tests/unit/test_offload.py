@@ -20,7 +20,7 @@ DEPTH = 4
 DROPOUT = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "n_layer": DEPTH}
 
 
-def build(family="llama", side=None, checkpointing="none", compiles=False, smallest=1, **fields):
+def build(family="llama", side=None, checkpointing="none", compiles=False, smallest=1, horizon=1, **fields):
     """A small model, offloaded if `side` is given."""
     depth = {} if family == "gpt2" else {"num_hidden_layers": DEPTH}
     model = small_model(family, **depth, **fields).train()
@@ -29,7 +29,7 @@ def build(family="llama", side=None, checkpointing="none", compiles=False, small
     if compiles:
         apply_compile(layers, "aot_eager")
     if side is not None:
-        apply_activation_offloading(layers, side, smallest)
+        apply_activation_offloading(layers, side, smallest, horizon)
     return model
 
 
@@ -119,6 +119,25 @@ def test_copies_run_beside_the_next_layer_and_come_back_one_layer_ahead():
         "backward 1", "wait", "load",
         "backward 0", "wait",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("horizon", "backward"),
+    [
+        (0, ["backward 3", "backward 2", "load", "wait", "backward 1", "load", "wait", "backward 0", "load", "wait"]),
+        (2, ["backward 3", "load", "load", "backward 2", "wait", "load", "backward 1", "wait", "backward 0", "wait"]),
+        (9, ["backward 3", "load", "load", "load", "backward 2", "wait", "backward 1", "wait", "backward 0", "wait"]),
+    ],
+)
+def test_layers_come_back_as_far_ahead_as_the_horizon(horizon, backward):
+    """With full checkpointing a layer saves one tensor, and the last one, which comes first, keeps it on the device."""
+    side, plain = LateCopies(), build(checkpointing="full")
+    model = build(side=side, checkpointing="full", horizon=horizon)
+    watch(model, side)
+    differentiate(model)
+    differentiate(plain)
+    assert side.diary[side.diary.index("backward 3") :] == backward
+    assert_same_gradients(model, plain)
 
 
 def test_the_device_holds_what_the_running_layer_saved_and_no_more():

@@ -11,12 +11,15 @@ from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
 from echelon.recipe import AdapterConfig, BatchRampConfig
 from echelon.recipe.batches import constant_batch, ramp_batch
+from echelon.recipe.training import ParallelConfig
+from families import small_config
 
 FULL = AdapterConfig()
-TINY = build_shape(
-    {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-     "num_attention_heads": 4}
-)  # fmt: skip
+TINY_CONFIG = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # fmt: skip
+TINY = build_shape(TINY_CONFIG)
 LLAMA_8B = build_shape(
     {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
      "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -30,9 +33,7 @@ LLAMA_13B = build_shape(
 def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None, adapter=FULL, **train):
     """The parts of a Recipe that determine a plan."""
     if isinstance(parallel, dict):
-        mapping = {"dp_replicate": None, "dp_shard": None, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "cpu_offload": False}
-        mapping |= {"reshard_after_forward": None, "reduce_gradients": None, "prefetch": None}
-        parallel = SimpleNamespace(**{**mapping, **parallel})
+        parallel = ParallelConfig.model_validate(parallel)
     batch = batch_tokens // sequence_len if batch_tokens else batch
     defaults = {
         "micro_batch_size": "auto",
@@ -41,6 +42,7 @@ def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None,
         "compile": "auto",
         "activation_checkpointing": "none",
         "activation_offloading": False,
+        "activation_loading_horizon": 1,
         "master_weights": "fp32",
     }
     return SimpleNamespace(
@@ -51,6 +53,7 @@ def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None,
         optim=SimpleNamespace(name="adamw"),
         adapter=adapter,
         model=SimpleNamespace(new_tokens=()),
+        objective=SimpleNamespace(name="causal_lm"),
         train=SimpleNamespace(global_batch_tokens=batch_tokens, **{"epochs": None, **defaults, **train}),
         num_steps=lambda num_samples: 1000,
     )
@@ -110,6 +113,112 @@ def test_mapping(mapping, expected):
     assert switches(resolve_plan(build_recipe(mapping), TINY, cpus(8))) == expected
 
 
+def degrees(plan):
+    return plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp, plan.ep
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected", "strategy"),
+    [
+        ({"tp": 2}, (4, 1, 1, 2, 1, 1), "ddp+tp"),
+        ({"tp": 4, "cp": 2}, (1, 1, 2, 4, 1, 1), "cp+tp"),
+        ({"tp": 2, "dp_shard": 4}, (1, 4, 1, 2, 1, 1), "fsdp+tp"),
+        ({"tp": 2, "dp_shard": "auto"}, (1, 4, 1, 2, 1, 1), "fsdp+tp"),
+        ({"pp": 2, "tp": 2, "dp_replicate": 2}, (2, 1, 1, 2, 2, 1), "pp+ddp+tp"),
+        ({"cp": 2, "dp_shard": 2, "dp_replicate": 2}, (2, 2, 2, 1, 1, 1), "hsdp+cp"),
+        ({"dp_shard": 4, "ep": 2, "dp_replicate": 2}, (2, 4, 1, 1, 1, 2), "hsdp+ep"),
+        ({"dp_shard": 2, "cp": 4, "ep": 8}, (1, 2, 4, 1, 1, 8), "fsdp+ep+cp"),
+    ],
+)
+def test_degrees_of_model_parallelism(mapping, expected, strategy):
+    shape = build_shape(small_config("mixtral", num_local_experts=8)) if "ep" in mapping else TINY
+    plan = resolve_plan(build_recipe(mapping), shape, cpus(8))
+    assert degrees(plan) == expected and plan.strategy == strategy
+    assert plan.world_size == 8 and plan.global_batch_size == 64
+    assert plan.uses_fully_shard and not plan.uses_autocast
+
+
+def test_options_of_model_parallelism():
+    defaults = resolve_plan(build_recipe({"tp": 2, "cp": 2, "pp": 2}), TINY, cpus(8))
+    assert not defaults.sequence_parallel and (defaults.cp_method, defaults.schedule) == ("allgather", "1f1b")
+    assert (defaults.stages, defaults.order) == ((1, 1), ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    given = {"sequence_parallel": True, "cp_method": "ulysses", "schedule": "gpipe", "stages": [1, 1]}
+    plan = resolve_plan(build_recipe({"tp": 2, "cp": 2, "pp": 2, **given, "placement": "spread"}), TINY, cpus(8))
+    assert (plan.sequence_parallel, plan.cp_method, plan.schedule, plan.stages) == (True, "ulysses", "gpipe", (1, 1))
+    assert plan.order == ("tp", "pp", "dp_replicate", "dp_shard", "cp")
+    assert (
+        "(dp_replicate 1 x dp_shard 1 x pp 2 (gpipe) x cp 2 (ulysses) x tp 2 (sequence parallel))"
+        in (plan.describe()[0])
+    )
+    assert "64 sequences = 1 data-parallel ranks x" in plan.describe()[2]
+    assert ParallelPlan.from_dict(plan.to_dict()) == plan
+    # A pipeline runs each layer once for each microbatch: gathering it every time would cost too much.
+    assert (plan.reshard_after_forward, plan.reduce_gradients) == (False, "last")
+    own = resolve_plan(build_recipe({"dp_shard": 4, "tp": 2, "order": ["tp", "dp_shard"]}), TINY, cpus(8))
+    assert own.order == ("pp", "dp_replicate", "cp", "tp", "dp_shard")
+    several = {"pp": 2, "schedule": "interleaved", "stages": [1, 1, 1, 1]}
+    deep = build_shape({**TINY_CONFIG, "num_hidden_layers": 4})
+    assert resolve_plan(build_recipe(several), deep, cpus(2)).stages == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "mapping", "words"),
+    [
+        (PlanError, {"tp": 3}, ("tp 3 needs a multiple of 3 processes, but there are 8; run 6 or 9", "1, 2, 4 or 8")),
+        (PlanError, {"tp": 16}, ("run 16 processes, or use tp = 4 or 8",)),
+        (PlanError, {"tp": 3, "pp": 2}, ("pp 2 x tp 3 needs a multiple of 6", "product is 2, 4 or 8")),
+        (PlanError, {"tp": 2, "dp_shard": 8}, ("dp_replicate 1 x dp_shard 8 x tp 2 needs 16", "2 x 2 or 1 x 4")),
+        (PlanError, {"tp": 2, "dp_replicate": 3, "dp_shard": "auto"}, ("4 processes that tp 2 leaves of 8; use 1, 2",)),
+        (ConfigError, {"ep": 2}, ("parallel.ep=2 needs parallel.dp_shard", "dp_shard: 2")),
+        (PlanError, {"dp_shard": 8, "ep": 3}, ("parallel.ep=3 does not divide dp_shard 8 x cp 1 = 8", "1, 2, 4 or 8")),
+        (ConfigError, {"sequence_parallel": True}, ("sequence_parallel=true has an effect only with parallel.tp",)),
+        (ConfigError, {"cp_method": "ulysses"}, ("cp_method=ulysses has an effect only with parallel.cp",)),
+        (ConfigError, {"schedule": "1f1b"}, ("schedule=1f1b has an effect only with parallel.pp", "remove schedule")),
+        (ConfigError, {"stages": [1, 1]}, ("stages=[1, 1] has an effect only with parallel.pp",)),
+        (ConfigError, {"microbatches": 4}, ("microbatches=4 has an effect only with parallel.pp",)),
+        (ConfigError, {"pp": 4}, ("parallel.pp=4 is more than the 2 decoder layers",)),
+        (ConfigError, {"pp": 2, "stages": [1, 2]}, ("stages=[1, 2] has 3 layers, but the model has 2",)),
+        (ConfigError, {"pp": 2, "stages": [2]}, ("has 1 stages for parallel.pp=2; give 2 of them, or a multiple",)),
+        (ConfigError, {"order": ["tp", "tp"]}, ("order=[tp, tp] names an axis twice",)),
+        (ConfigError, {"tp": 2, "order": ["tp"]}, ("leaves out dp_replicate",)),
+        (ConfigError, {"tp": 2, "order": ["tp", "dp_replicate"], "placement": "spread"}, ("both arrange the axes",)),
+    ],
+)  # fmt: skip
+def test_degrees_and_options_that_contradict_are_refused(error, mapping, words):
+    refusal(error, *words, parallel=mapping, cluster=cpus(8))
+
+
+def test_what_tensor_parallelism_cannot_divide_is_refused():
+    wide = {**TINY_CONFIG, "num_attention_heads": 8, "num_key_value_heads": 2}
+    refused = [
+        ({}, wide, ("parallel.tp=4 does not divide num_key_value_heads=2; use tp = 1 or 2",)),
+        ({}, {**TINY_CONFIG, "vocab_size": 258}, ("does not divide vocab_size=258; use tp = 1 or 2 or set",)),
+        ({"sequence_parallel": True}, TINY_CONFIG, ("does not divide data.sequence_len=130; use tp = 1 or 2",)),
+    ]
+    for options, config, words in refused:
+        parallel = {"tp": 4, **options}
+        refusal(PlanError, *words, parallel=parallel, cluster=cpus(4), shape=build_shape(config), sequence_len=130)
+    dropping = build_shape({**TINY_CONFIG, "attention_dropout": 0.1})
+    refusal(ConfigError, "parallel.tp=2 does not work with a model with attention", parallel={"tp": 2}, shape=dropping)
+    for adapter, word in (
+        ({"method": "qlora"}, "adapter.method=qlora"), ({"method": "lora", "dropout": 0.1}, "adapter.dropout=0.1"),
+        ({"method": "lora", "init": "pissa"}, "adapter.init=pissa"),
+        ({"method": "lora", "modules_to_save": ["lm_head"]}, "adapter.modules_to_save"),
+    ):  # fmt: skip
+        refusal(
+            ConfigError, f"parallel.tp=2 does not work with {word}", "or use tp=1",
+            parallel={"tp": 2}, adapter=AdapterConfig.model_validate({"r": 4, **adapter}),
+        )  # fmt: skip
+
+
+def test_processes_that_fit_a_batch_count_those_that_share_a_sequence():
+    refusal(
+        PlanError, "global_batch_size=10 does not divide by the 4 data-parallel ranks", "or 2, 4, 10 or 20 processes",
+        batch=10, parallel={"tp": 2}, cluster=cpus(8),
+    )  # fmt: skip
+    refusal(PlanError, "3 samples", "at most 6 processes", num_samples=3, parallel={"tp": 2}, cluster=cpus(8))
+
+
 def test_prefetch_is_in_the_plan_and_said():
     plan = resolve_plan(build_recipe({"dp_shard": 8, "prefetch": 3}), TINY, cpus(8))
     assert plan.prefetch == 3 and "; 3 layers gathered ahead" in plan.describe()[0]
@@ -131,8 +240,6 @@ def test_layouts_that_do_not_fit_the_processes():
         PlanError, "dp_replicate=3 does not divide the 8", "1, 2, 4 or 8",
         parallel={"dp_replicate": 3, "dp_shard": "auto"}, cluster=cpus(8),
     )  # fmt: skip
-    for degree in ("cp", "tp", "pp", "ep"):
-        refusal(ConfigError, f"parallel.{degree}=2", "not built yet", parallel={degree: 2})
     refusal(PlanError, "parallel.cpu_offload=true", "omit it", parallel={"dp_shard": 2, "cpu_offload": True})
     refusal(PlanError, "train.activation_offloading=true", "omit it", activation_offloading=True)
     for way in ({"activation_checkpointing": "selective"}, {"compile": True}, {"precision": "fp8"}):
@@ -220,6 +327,46 @@ def test_micro_batch_auto_obeys_the_cap_and_the_memory():
 
 def auto_strategy(devices, **recipe):
     return resolve_plan(build_recipe(sequence_len=4096, **recipe), LLAMA_8B, parse_devices(devices))
+
+
+def kept(every=None, memory_budget=None):
+    return {"activation_checkpointing": SimpleNamespace(every=every, memory_budget=memory_budget)}
+
+
+def test_layers_are_recomputed_in_part():
+    plan = resolve_plan(build_recipe("ddp", **kept(every=2)), TINY, cpus(2))
+    assert (plan.activation_checkpointing, plan.checkpoint_every) == ("full", 2)
+    assert "activation checkpointing of 1 in 2 layers;" in plan.describe()[0]
+    refusal(ConfigError, "every=3 is more than the 2 layers", "use 2 or less", **kept(every=3))
+    gpus = parse_devices("8xH100")
+    alone = resolve_plan(build_recipe("fsdp", activation_offloading=True, **kept(every=2)), TINY, gpus)
+    assert not alone.compile  # half of the layers keep what a compiled graph would not give away
+    refusal(ConfigError, "train.compile=true", cluster=gpus, activation_offloading=True, compile=True, **kept(every=2))
+
+
+def test_a_memory_budget_needs_the_compiler():
+    gpus = parse_devices("8xH100")
+    for recipe in ({"compile": "auto"}, {"compile": True}):
+        plan = resolve_plan(build_recipe("fsdp", **kept(memory_budget=0.5), **recipe), TINY, gpus)
+        assert (plan.activation_checkpointing, plan.activation_memory_budget, plan.compile) == ("none", 0.5, True)
+        assert "within a memory budget of 0.5; compile on" in plan.describe()[0]
+    budget = "train.activation_checkpointing.memory_budget"
+    refusal(ConfigError, f"{budget}=0.5 is kept by the compiler", "train.compile=true", compile=False, cluster=gpus,
+            **kept(memory_budget=0.5))  # fmt: skip
+    refusal(
+        PlanError, budget, "no C++ compiler", cluster=replace(cpus(2), can_compile=False), **kept(memory_budget=0.5)
+    )
+    refusal(ConfigError, f"does not work with {budget}", cluster=gpus, activation_offloading=True,
+            **kept(memory_budget=0.5))  # fmt: skip
+    experts = AdapterConfig(method="lora", target_parameters=["experts"])
+    refusal(ConfigError, budget, "an adapter replaces", adapter=experts, **kept(memory_budget=0.5))
+
+
+def test_the_loading_horizon_is_in_the_plan_and_said():
+    recipe = build_recipe("fsdp", activation_offloading=True, activation_loading_horizon=3)
+    plan = resolve_plan(recipe, TINY, parse_devices("8xH100"))
+    assert plan.activation_loading_horizon == 3
+    assert "; activations in host memory, loaded 3 layers ahead;" in plan.describe()[0]
 
 
 def test_offloaded_layers_are_compiled_only_if_they_are_checkpointed():

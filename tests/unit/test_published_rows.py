@@ -1,16 +1,14 @@
 """The results of `make parity-table`: a killed run resumes, parts are disjoint, and the page shows the results."""
 
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+import parity_table
 from published_rows import Difference, Measured, append, begin, choose_rows, parse_part, read_measured
 from training import Row
 
-ROOT = Path(__file__).parents[2]
 NAMES = [f"row {number}" for number in range(10)]
 MACHINE = {"date": "2026-01-02", "python": "3", "echelon": "0", "torch": "2", "transformers": "5", "processor": "one",
            "cores": 2, "source": "abc"}  # fmt: skip
@@ -57,7 +55,7 @@ def test_an_invalid_part_is_refused(text):
         parse_part(text)
 
 
-def test_the_page_has_the_largest_difference_of_each_group(tmp_path):
+def test_the_page_has_the_largest_difference_of_each_group(tmp_path, monkeypatch, capsys):
     begin(tmp_path / "rows.jsonl", MACHINE)
     for family, loss in (("llama", 1e-7), ("qwen3", 9e-7)):
         row, difference = Row(family=family), Difference(1e-6, loss, 3e-5, 4e-4)
@@ -66,9 +64,10 @@ def test_the_page_has_the_largest_difference_of_each_group(tmp_path):
     begin(tmp_path / "old.jsonl", {**MACHINE, "source": "older"})
     append(tmp_path / "old.jsonl", replace(MEASURED, row=Row("zero1", ranks=4)))
     files = [str(tmp_path / name) for name in ("old.jsonl", "rows.jsonl")]
-    command = [sys.executable, "benchmarks/parity_table.py", *files, "--out", str(tmp_path / "page.md")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "skipped 1 rows measured with other source" in done.stdout and "3 rows, 2 of them equal" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["parity_table.py", *files, "--out", str(tmp_path / "page.md")])
+    parity_table.main()
+    told = capsys.readouterr().out
+    assert "skipped 1 rows measured with other source" in told and "3 rows, 2 of them equal" in told
     page = (tmp_path / "page.md").read_text()
     assert "| DDP | 1 | fp32 | 2 | 9.0e-07 | 3.0e-05 | 4.0e-04 |" in page
     assert "| FSDP | 2 | fp32 | 1 | 2.0e-07 |" in page and "ZeRO-1" not in page

@@ -134,6 +134,14 @@ def test_a_rendered_recipe_loads_as_an_equal_recipe(tmp_path: Path, override: st
         ("steps: 100", "steps: 100\n  tokens: 5",
          "line 9: train.steps=100 and train.tokens=5 are both given, but only one of train.steps, train.tokens and "
          "train.epochs can set how long to train; keep one."),
+        ("steps: 100", "steps: 100\n  activation_checkpointing: {every: 2, memory_budget: 0.5}",
+         "line 10: train.activation_checkpointing takes one of every and memory_budget, for example {every: 2} or "
+         "{memory_budget: 0.5}; both are given."),
+        ("steps: 100", "steps: 100\n  activation_checkpointing: {memory_budget: 2}",
+         "line 10: train.activation_checkpointing.memory_budget=2 must be at most 1."),
+        ("steps: 100", "steps: 100\n  activation_loading_horizon: 2",
+         "line 10: train.activation_loading_horizon=2 is for activations in host memory; set "
+         "train.activation_offloading=true"),
         ("  global_batch_size: 8\n", "", "line 8: one of train.global_batch_tokens and train.global_batch_size "
          "must set the global batch; add one."),
         ("global_batch_size: 8", "global_batch_tokens: 100", "line 10: train.global_batch_tokens=100 is "

@@ -11,14 +11,6 @@ from echelon.recipe.unbuilt import UNBUILT, Unbuilt
 from recipe_samples import SMALL, load_text
 
 REFUSED = {
-    "parallel.cp": "parallel.cp=2",
-    "parallel.tp": "parallel.tp=2",
-    "parallel.pp": "parallel.pp=2",
-    "parallel.ep": "parallel.ep=2",
-    "parallel.schedule": "parallel.schedule=1f1b",
-    "parallel.microbatches": "parallel.microbatches=4",
-    "parallel.placement": "parallel.placement=tp",
-    "parallel.order": "parallel.order=[tp, dp_shard]",
     "sync.name": "sync.name=diloco",
     "engine": "engine=deepspeed",
     "profile": "profile.steps=2",
@@ -31,8 +23,12 @@ BUILT = [
     "train.precision=fp8", "optim.name=muon", "optim.no_decay=[]", "optim.learning_rate_multipliers={x: 2}",
     "train.compile=true", "train.activation_checkpointing=selective",
     "train.activation_checkpointing=full", "train.activation_offloading=true",
+    "train.activation_checkpointing={every: 2}", "train.activation_checkpointing.memory_budget=0.5",
+    "train={steps: 1, global_batch_size: 8, activation_offloading: true, activation_loading_horizon: 2}",
     "train.micro_batch_size=2", "parallel=hsdp", "parallel.cpu_offload=true",
-    "parallel={dp_shard: auto, prefetch: 2}",
+    "parallel={dp_shard: auto, prefetch: 2}", "parallel={cp: 2, cp_method: ulysses}",
+    "parallel={tp: 2, sequence_parallel: true}",
+    "parallel={dp_replicate: 2, dp_shard: 2, placement: spread}", "parallel.order=[dp_shard, dp_replicate]",
     "parallel={dp_replicate: 2, dp_shard: auto, reshard_after_forward: false, reduce_gradients: last}",
     "checkpoint={every_steps: 7, keep_last: 1, async: false}", "checkpoint.every_steps=auto",
     "fault.mean_hours_between_failures=8", "evaluate.batches=3",
@@ -66,8 +62,8 @@ def test_each_row_refuses_a_value(tmp_path: Path, row: Unbuilt) -> None:
 
 def test_the_message_states_key_value_and_alternatives(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_text(tmp_path, SMALL, "parallel.tp=2")
-    assert str(caught.value) == "parallel.tp=2 is not built yet; possible now: dp_replicate and dp_shard."
+        load_text(tmp_path, SMALL, "engine=deepspeed")
+    assert str(caught.value) == "engine=deepspeed is not built yet; possible now: native, or smp for SMP's keys."
 
 
 @pytest.mark.parametrize("override", BUILT)

@@ -36,14 +36,12 @@ SMDDP = {"smdistributed": {"dataparallel": {"enabled": True}}}
         ({"torch_distributed": {"enabled": True}, "mpi": {"enabled": False}}, "auto"),
         ({"pytorchddp": {"enabled": True}}, "ddp"),
         (smp(V2), "auto"),
-        (smp(V2, hybrid_shard_degree=0), "fsdp"),
-        (smp(V2, hybrid_shard_degree=1), "ddp"),
-        (smp(V2, hybrid_shard_degree=8, tensor_parallel_degree=1), "fsdp"),
-        (smp(V2, hybrid_shard_degree=4), {"dp_replicate": 2, "dp_shard": 4}),
+        (smp(V2, hybrid_shard_degree=0), {"dp_replicate": None, "dp_shard": "auto"}),
+        (smp(V2, hybrid_shard_degree=1), {"dp_replicate": "auto", "dp_shard": None}),
+        (smp(V2, hybrid_shard_degree=4), {"dp_replicate": "auto", "dp_shard": 4}),
         (smp(V2, sm_activation_offloading=False, fsdp_cache_flush_warnings=True), "auto"),
-        (smp(V1, sharded_data_parallel_degree=2, ddp=True), {"dp_replicate": 4, "dp_shard": 2}),
-        (smp(V1, partitions=1, microbatches=1, optimize="memory", placement_strategy="cluster"), "ddp"),
-        (smp(V1, shard_optimizer_state=True, ddp=True), "zero1"),
+        (smp(V1, sharded_data_parallel_degree=2, ddp=True), {"dp_replicate": "auto", "dp_shard": 2}),
+        (smp(V1, partitions=2, microbatches=2, placement_strategy="cluster"), {"pp": 2, "microbatches": 2}),
         (smp(V1, sdp_reduce_bucket_size=5e8, sdp_max_live_parameters=10**9), "auto"),
     ],
 )
@@ -52,7 +50,6 @@ def test_the_resulting_plan(tmp_path, distribution, parallel):
     plan = submit(tmp_path, distribution, "launch.nodes=2").staging.recipe.parallel
     if isinstance(parallel, dict):
         assert {name: getattr(plan, name) for name in parallel} == parallel
-        assert (plan.tp, plan.pp, plan.cp, plan.ep) == (1, 1, 1, 1)
     else:
         assert plan == parallel
 
@@ -62,16 +59,15 @@ def test_settings_of_the_library_are_keys_of_the_recipe(tmp_path):
     assert recipe.run.seed == 7
     recipe = submit(tmp_path, smp(V1, fp16=True, sdp_gradient_clipping=0.5)).staging.recipe
     assert (recipe.train.precision, recipe.optim.max_grad_norm) == ("fp16", 0.5)
-    for version, name in ((V2, "sm_activation_offloading"), (V1, "offload_activations")):
-        offloaded = submit(tmp_path, smp(version, **{name: True, "activation_loading_horizon": 1})).staging.recipe
-        assert offloaded.train.activation_offloading
+    train = submit(tmp_path, smp(V2, sm_activation_offloading=True, activation_loading_horizon=3)).staging.recipe.train
+    assert train.activation_offloading and train.activation_loading_horizon == 2
 
 
 def test_each_parameter_has_a_message(tmp_path):
     parameters = {"hybrid_shard_degree": 4, "random_seed": 7, "allow_empty_shards": True}
     lines = submit(tmp_path, smp(V2, **parameters)).lines
     assert [sum(f"{name}" in line for line in lines) for name in parameters] == [1, 1, 1]
-    assert any("hybrid_shard_degree=4 -> parallel=fsdp" in line for line in lines)
+    assert any("hybrid_shard_degree=4 -> parallel.dp_replicate=auto, parallel.dp_shard=4" in line for line in lines)
 
 
 def test_mpi_sets_processes_and_variables(tmp_path):
@@ -95,8 +91,7 @@ REFUSED = [
     ({"torch_distributed": {"enabled": True}, "mpi": {"enabled": True}}, [], "one distribution"),
     ({"smdistributed": {"dataparallel": {"enabled": True}, "modelparallel": {"enabled": True}}}, [], "one distr"),
     ({"smdistributed": {"modelparallel": {"enabled": True}}}, [], "its launcher: torch_distributed: {enabled: true} f"),
-    (smp(V2, random_seed=1.5), [], "distribution: run.seed=1.5 must be a whole number"),
-    (smp(V1, fp16=True, bf16=True), [], "another parameter sets train.precision=fp16"),
+    (smp(V2, random_seed=1.5), [], "parameters: run.seed=1.5 must be a whole number"),
     ({"smdistributed": {"debugger": {"enabled": True}}}, [], "smdistributed.debugger is unknown; known: dataparallel"),
     ({"mpi": {"enabled": True, "processes_per_host": 0}}, [], "processes_per_host=0 must be"),
     ({"mpi": {"enabled": True, "processes_per_host": 8}}, [], "launch.nproc_per_node=8 is more than the 4 GPUs"),
@@ -109,26 +104,11 @@ REFUSED = [
     ({"smdistributed_dataparallel": {"enabled": True}}, [], "spells it smdistributed: {dataparallel: {enabled: true}}"),
     ({"smdistributed_modelparallel": {"enabled": True}}, [], "spells it smdistributed: {modelparallel: {enabled: true"),
     ({"pytorchx": {"enabled": True}}, [], "no such entry; PyTorch's own launcher is torch_distributed: {enabled"),
-    (smp(V2, tensor_parallel_degree=2), [], "tensor_parallel_degree=2 is parallel.tp=2, which is not built yet"),
-    (smp(V2, context_parallel_degree=2), [], "context_parallel_degree=2 is parallel.cp=2, which is not built yet"),
-    (smp(V2, expert_parallel_degree=2), [], "expert_parallel_degree=2 is parallel.ep=2, which is not built yet"),
-    (smp(V1, pipeline_parallel_degree=2), [], "pipeline_parallel_degree=2 is parallel.pp=2, which is not built yet"),
-    (smp(V1, partitions=2), [], "partitions=2 is parallel.pp=2, which is not built yet"),
-    (smp(V2, hybrid_shard_degree=3), [], "do not divide the 4 processes"),
-    (smp(V2, hybrid_shard_degree=True), [], "hybrid_shard_degree=True must be a whole number"),
-    (smp(V2, sm_activation_offloading=1), [], "sm_activation_offloading=1 is neither true nor false"),
-    (smp(V2, activation_loading_horizon=2), [], "activation_loading_horizon=2: activations come back one layer ahead"),
     (smp(V2, microbatches=4), [], "microbatches belongs to version 1 of the library, which runs under mpi"),
     (smp(V1, hybrid_shard_degree=4), [], "hybrid_shard_degree belongs to version 2 of the library"),
-    (smp(V1, microbatches=4), [], "microbatches=4: it belongs to the pipeline"),
-    (smp(V1, optimize="speed"), [], "optimize=speed: it belongs to the pipeline"),
-    (smp(V1, placement_strategy="spread"), [], "placement_strategy=spread: echelon puts dp_shard inside"),
-    (smp(V1, horovod=True), [], "horovod=true: it is for TensorFlow"),
-    (smp(V1, fp16=1), [], "fp16=1 is neither true nor false"),
     (smp(V1, fp16=True), ["train.precision=bf16"], "fp16 sets train.precision=fp16, but the recipe has"),
-    (smp(V2, degree=2), [], "parameters.degree is not a known parameter"),
-    (smp(V2, hybrid_shard_degree=4), ["parallel=ddp"], "parallel and launch.sagemaker.distribution"),
-    (smp(V1, shard_optimizer_state=True, sharded_data_parallel_degree=4), [], "exclude each other"),
+    (smp(V2, hybrid_shard_degree=4), ["parallel=ddp"], "hybrid_shard_degree sets parallel={dp_replicate: auto"),
+    (smp(V1, auto_partition=False), [], "modelparallel.parameters.auto_partition=false: code does not assign"),
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from command import CommandLine
 from echelon.data import limits
 from echelon.data.conversation import Conversation
 from echelon.data.limits import LimitError, run_limited
@@ -116,7 +117,7 @@ def test_chat_names_the_model(patient, tmp_path):
         Chat().encode(tmp_path, tokenizer, "hello")
 
 
-def test_the_command_refuses_it_by_key_and_place(tmp_path):
+def test_the_command_refuses_it_by_key_and_place(tmp_path, monkeypatch, capfd):
     """Also if only a late record, in a tokenizing process, exceeds the limit."""
     greedy = "{% if messages[0].content == 'now' %}{{ messages[0].content * 10**10 }}{% endif %}"
     (tmp_path / "recipe.yaml").write_text(RECIPE)
@@ -124,12 +125,12 @@ def test_the_command_refuses_it_by_key_and_place(tmp_path):
     lines = [json.dumps({"messages": list(TALK.messages)})] * 20
     lines[10] = lines[10].replace("One?", "now")
     (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "echelon", "prepare", "recipe.yaml"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 2
+    monkeypatch.chdir(tmp_path)
+    ending = CommandLine(capfd, monkeypatch)("prepare", "recipe.yaml")
+    assert ending.code == 2
     assert re.match(
         r"echelon: \S*data\.jsonl:11: data\.chat_template=t\.jinja takes more than 512 MiB of memory",
-        ended.stderr.splitlines()[-1],
+        ending.err.splitlines()[-1],
     )
 
 

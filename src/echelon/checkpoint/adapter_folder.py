@@ -3,7 +3,7 @@
 import copy
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,15 @@ def describe_adapter(model: nn.Module, tensors: Mapping[str, Tensor], principal:
     content = {name: tensor.contiguous().cpu() for name, tensor in named.items()}
     content |= {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in saved.items()}
     return AdapterContent(config, {f"{_PREFIX}{name}": tensor for name, tensor in content.items()})
+
+
+def join_adapters(parts: Sequence[AdapterContent]) -> AdapterContent:
+    """Return the adapter of a model whose pipeline stages have these parts."""
+    config = copy.deepcopy(parts[0].config)
+    saved = {name for part in parts for name in part.config.modules_to_save or ()}
+    config.modules_to_save = sorted(saved) or None
+    config.ensure_weight_tying = any(part.config.ensure_weight_tying for part in parts)
+    return AdapterContent(config, {name: tensor for part in parts for name, tensor in part.tensors.items()})
 
 
 def _find_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,9 @@ import torch
 
 from echelon.data.order import DataOrder, Words, mix
 from echelon.data.shards import NO_LABEL, Dataset, Samples
+from echelon.distributed.sequence_part import SequencePart
 from echelon.errors import DataError
+from echelon.planner.plan import ParallelPlan
 from echelon.recipe.batches import BatchSchedule
 
 _PREFETCH = 2
@@ -34,7 +36,8 @@ class Microbatch:
     fills the batch has no target and the sample id -1. `documents` (see Samples) and `position_ids`, which restart
     with each document, int64 `[batch, seq]`, are None without a document mask. `filled`, boolean `[batch, seq]`, marks
     the positions other than padding; None if exactly the positions without a target are padding. `document_shape`: the
-    most documents of a sequence, and a width that every document fits in; None without a document mask.
+    most documents of a sequence, and a width that every document fits in; None without a document mask. `part`: what
+    input_ids, labels and `filled` hold of each sequence; None for all of it.
     """
 
     input_ids: torch.Tensor
@@ -45,6 +48,17 @@ class Microbatch:
     position_ids: torch.Tensor | None = None
     filled: torch.Tensor | None = None
     document_shape: tuple[int, int] | None = None
+    part: SequencePart | None = None
+
+    def cut(self, part: SequencePart) -> "Microbatch":
+        """Return this rank's part of every sequence. Documents and positions stay those of whole sequences."""
+        return replace(
+            self,
+            input_ids=part.take(self.input_ids),
+            labels=part.take(self.labels),
+            filled=None if self.filled is None else part.take(self.filled),
+            part=part,
+        )
 
     def to(self, device: torch.device) -> "Microbatch":
         """Return the same microbatch with its tensors on a device."""
@@ -115,6 +129,27 @@ class Padding:
 
 LONGEST = Padding()
 
+Cut = Callable[[Microbatch], Microbatch]
+
+
+def keep_whole(microbatch: Microbatch) -> Microbatch:
+    """The cut of a rank that shares its sequences with no other."""
+    return microbatch
+
+
+def find_cut(part: SequencePart) -> Cut:
+    """Return the cut of a rank that holds this part of every sequence."""
+    return keep_whole if part.size == 1 else lambda microbatch: microbatch.cut(part)
+
+
+def choose_padding(plan: ParallelPlan) -> Padding:
+    """The width of microbatches that the ranks of a plan can divide.
+
+    It is always the same where the schedule of a pipeline is for one shape, or ranks send each other rows for experts.
+    """
+    multiple = (2 * plan.cp if plan.cp > 1 else 1) * (plan.tp if plan.sequence_parallel else 1)
+    return Padding(is_equal=plan.pp > 1 or plan.ep > 1, multiple=multiple)
+
 
 class BatchLoader(Iterator[StepBatch]):
     """An endless iterator over the batches of one data-parallel rank, from `start_step` on.
@@ -124,7 +159,8 @@ class BatchLoader(Iterator[StepBatch]):
     the longest first, to reduce padding. Indices from B on are filled with sequences without targets; the loss is a sum
     over targets, so they do not change it. The loader has no state, so it can start at any step at no cost. A
     background thread prefetches two steps; `next` raises its errors. Use it as a context manager or call `close`.
-    `pin_memory` puts tensors in pinned memory for asynchronous copies; `padding` sets their width.
+    `pin_memory` puts tensors in pinned memory for asynchronous copies; `padding` sets their width, and `cut` keeps this
+    rank's part of each sequence: hash and counts are those of whole sequences.
     """
 
     def __init__(
@@ -138,6 +174,7 @@ class BatchLoader(Iterator[StepBatch]):
         start_step: int = 0,
         pin_memory: bool = False,
         padding: Padding = LONGEST,
+        cut: Cut = keep_whole,
     ) -> None:
         """Raises DataError for a dataset without samples."""
         if dataset.num_samples == 0:
@@ -152,7 +189,7 @@ class BatchLoader(Iterator[StepBatch]):
         self._micro_batch_size = micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._pin_memory = pin_memory
-        self._padding = padding
+        self._padding, self._cut = padding, cut
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch-loader")
         self._ready: deque[Future[StepBatch]] = deque()
         self.wait_seconds = 0.0
@@ -217,8 +254,10 @@ class BatchLoader(Iterator[StepBatch]):
         by_length = order_by_length(samples)
         for first in range(0, count, self._micro_batch_size):
             rows = by_length[first : first + self._micro_batch_size]
-            microbatch = build_microbatch(
-                set_width(samples, rows, self._padding), sample_ids[rows], batch_indices[rows], self._padding
+            microbatch = self._cut(
+                build_microbatch(
+                    set_width(samples, rows, self._padding), sample_ids[rows], batch_indices[rows], self._padding
+                )
             )
             microbatches.append(microbatch.pin_memory() if self._pin_memory else microbatch)
         return StepBatch(step, microbatches, digest, num_fed(samples), int((samples.labels != NO_LABEL).sum()))

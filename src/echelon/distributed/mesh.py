@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from echelon.distributed.sequence_part import SequencePart
 from echelon.planner.plan import ParallelPlan
 
 T = TypeVar("T")
@@ -28,13 +30,18 @@ MESH_AXES = {
 
 
 class Grid:
-    """The ranks of a plan as an array with one dimension per axis of AXES, outermost first. No communication."""
+    """The ranks of a plan as an array with one dimension per axis of AXES. No communication.
+
+    Neighbouring ranks differ along the last axis of the plan's `order`; replicas are outermost.
+    """
 
     def __init__(self, plan: ParallelPlan) -> None:
         sizes = (plan.num_replicas, plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp)
         self.sizes: Mapping[str, int] = dict(zip(AXES, sizes, strict=True))
         """The size of every axis, including those of size 1."""
-        self._ranks = np.arange(math.prod(sizes)).reshape(sizes)
+        order = ("replica", *plan.order)
+        arranged = np.arange(math.prod(sizes)).reshape([self.sizes[axis] for axis in order])
+        self._ranks = arranged.transpose([order.index(axis) for axis in AXES])
 
     def size(self, axes: Sequence[str]) -> int:
         """Return the number of ranks that differ only along these axes."""
@@ -42,7 +49,12 @@ class Grid:
 
     def place(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank on every axis."""
-        return dict(zip(AXES, map(int, np.unravel_index(rank, self._ranks.shape)), strict=True))
+        [coordinate] = np.argwhere(self._ranks == rank).tolist()
+        return dict(zip(AXES, coordinate, strict=True))
+
+    def table(self, sizes: Sequence[int]) -> torch.Tensor:
+        """Return the ranks in the order of AXES, as a tensor of these sizes."""
+        return torch.from_numpy(self._ranks.reshape(sizes).copy())
 
     def peers(self, axes: Sequence[str]) -> list[list[int]]:
         """Return all ranks, grouped into lists of ranks that differ only along these axes."""
@@ -63,12 +75,16 @@ class Meshes:
         shard: the mesh for `fully_shard`: [shard], or [dp_replicate, shard] for hybrid sharding, where shard is
             dp_shard and cp together. None if the plan does not shard parameters.
         tp: the mesh for tensor parallelism, a slice of the same mesh as `shard`; None without it.
+        experts: the mesh [efsdp, ep] of the ranks of the axis `shard`, behind dp_replicate if there are replicas: those
+            of ep, which are neighbours, share the experts, and those of efsdp shard each share. None without expert
+            parallelism.
         loss: the ranks over which losses and target counts are summed: dp x cp at this rank's pp and tp, in one
             replica.
         everyone: all ranks, for metrics and stop requests. With several replicas it uses gloo, so that a slow replica
             does not block the CUDA streams of another.
         outer: the ranks of all replicas with the same coordinates in their replica; None with one replica.
         pp: the stages of this rank's pipeline; None without one.
+        cp: the ranks that share this rank's sequences; None if each sequence is on one rank.
     """
 
     device_type: str
@@ -76,10 +92,12 @@ class Meshes:
     place: Mapping[str, int]
     shard: DeviceMesh | None
     tp: DeviceMesh | None
+    experts: DeviceMesh | None
     loss: dist.ProcessGroup
     everyone: dist.ProcessGroup
     outer: dist.ProcessGroup | None
     pp: dist.ProcessGroup | None
+    cp: dist.ProcessGroup | None
 
     @property
     def data_size(self) -> int:
@@ -102,6 +120,11 @@ class Meshes:
         return self.place["dp_replicate"] * self.grid.sizes["dp_shard"] + self.place["dp_shard"]
 
     @property
+    def sequence_part(self) -> SequencePart:
+        """What this rank holds of each sequence that it reads: all of it without context parallelism."""
+        return SequencePart(self.place["cp"], self.grid.sizes["cp"])
+
+    @property
     def num_devices(self) -> int:
         """The number of ranks of the run."""
         return self.grid.size(AXES)
@@ -110,6 +133,11 @@ class Meshes:
     def counts_data(self) -> bool:
         """Whether this rank reports tokens, labels and batch hash for the peers that read the same sequences."""
         return self.place["tp"] == self.place["cp"] == self.place["pp"] == 0
+
+    @property
+    def counts_routers(self) -> bool:
+        """Whether this rank reports the tokens of the routers of its stage: one of its tp peers."""
+        return self.place["tp"] == 0
 
     @property
     def counts_loss(self) -> bool:
@@ -133,10 +161,12 @@ def build_mesh(plan: ParallelPlan, device_type: str) -> Meshes:
         place=grid.place(dist.get_rank()),
         shard=None if world is None else world["dp_replicate", "shard"] if plan.dp_replicate > 1 else world["shard"],
         tp=world["tp"] if world is not None and plan.tp > 1 else None,
+        experts=None if world is None else _divide_shards(world, plan),
         loss=_find_group(grid, LOSS_AXES, world),
         everyone=dist.new_group(backend="gloo", group_desc="everyone") if needs_hosts else dist.group.WORLD,
         outer=_find_group(grid, ("replica",), world) if several else None,
         pp=_find_group(grid, ("pp",), world) if plan.pp > 1 else None,
+        cp=_find_group(grid, ("cp",), world) if plan.cp > 1 else None,
     )
 
 
@@ -145,11 +175,20 @@ def _init_world(plan: ParallelPlan, grid: Grid, device_type: str) -> DeviceMesh 
 
     Every axis of size 1 would create a group per rank.
     """
-    if not plan.uses_fully_shard and plan.tp == 1:
+    if not plan.uses_fully_shard:
         return None
     sizes = {name: grid.size(axes) for name, axes in MESH_AXES.items()}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    return DeviceMesh(device_type, grid.table(tuple(kept.values())), mesh_dim_names=tuple(kept))
+
+
+def _divide_shards(world: DeviceMesh, plan: ParallelPlan) -> DeviceMesh | None:
+    """Divide the axis `shard` into [efsdp, ep], behind dp_replicate. All DTensors have the root mesh in common."""
+    if plan.ep == 1:
+        return None
+    sizes = (world["shard"].size() // plan.ep, plan.ep)
+    replicate = ("dp_replicate",) if plan.dp_replicate > 1 else ()
+    return world._unflatten("shard", sizes, ("efsdp", "ep"))[(*replicate, "efsdp", "ep")]
 
 
 def _find_group(grid: Grid, axes: Sequence[str], world: DeviceMesh | None) -> dist.ProcessGroup:

@@ -20,7 +20,7 @@ class Finding:
 
     Attributes:
         part: 0 a module's output, 1 the loss, 2 the gradient of a module's output, 3 that of a parameter.
-        place: its index among the values of that part.
+        place: where it is among the values of that part, over all pipeline stages.
         name: of the module or parameter, as in `transformers`.
     """
 
@@ -104,6 +104,10 @@ class Engine(Replica, Protocol):
 
     def evaluation(self) -> AbstractContextManager["Evaluation"]:
         """Return a scope of forward passes without gradients or dropout; gathered weights stay gathered in it."""
+        ...
+
+    def describe_end(self) -> Sequence[str]:
+        """Return lines for the user, printed at the end of a run, about what was measured in its last step."""
         ...
 
     def describe_adapter(self) -> AdapterContent:

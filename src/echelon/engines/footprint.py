@@ -133,26 +133,30 @@ class Footprint:
     def parts(self, optimizer: Iterable[Tensor], has_buckets: bool) -> MemoryParts | None:
         """Return the parts, each at its largest, on this rank. Called after the block, before gradients are cleared.
 
-        None for a model that does not run its backbone once in each forward pass.
+        None for a model that does not run its backbone once in each forward pass. The activations of a pipeline stage
+        are those of all microbatches that it keeps at once.
 
         Args:
             optimizer: the state of the optimizer.
             has_buckets: whether memory for gradients was there before the block.
         """
         moments = self._allocations.moments
-        num_microbatches = len(moments) // len(_MOMENTS)
-        if [moment.name for moment in moments] != [*_MOMENTS * num_microbatches, _END] or not num_microbatches:
+        names = [moment.name for moment in moments]
+        end = len(names) - 1
+        # Microbatches whose activations were there at once: the marks between the last hidden states and the end.
+        count = end - 1 - max((place for place, name in enumerate(names) if name == _HIDDEN), default=end)
+        begin, hidden, loss = end - 3 * count, end - count - 1, end - count
+        at_once = [*(_BEGIN, _HIDDEN) * count, *(_LOSS,) * count, _END]
+        if count < 1 or names[begin:] != at_once or names.count(_BEGIN) != names.count(_LOSS):
             return None
         weights = self._count((*self._decoder.parameters(), *self._decoder.buffers()))
         gradients = self._count(each.grad for each in self._decoder.parameters() if each.grad is not None)
         state = self._count(optimizer)
-        # The last microbatch, which finds the gradients of those before.
-        begin, hidden, loss, end = moments[-1 - len(_MOMENTS) :]
-        gathered = self._gathered[-len(_MOMENTS) :]
-        kept = hidden.held - begin.held - (gathered[1] - gathered[0])
-        added = loss.peak - hidden.held
+        # The last microbatches, which find the gradients of those before.
+        kept = moments[hidden].held - moments[begin].held - (self._gathered[hidden] - self._gathered[begin])
+        added = moments[loss].peak - moments[hidden].held
         before = weights + state + self._gathered[0] + (gradients if has_buckets else 0)
-        peak = before + max(loss.peak, end.peak) - moments[0].held
+        peak = before + max(each.peak for each in moments[loss:]) - moments[0].held
         other = max(0, peak - (weights + gradients + state + kept + added))
         return MemoryParts(weights, gradients, state, kept, added, other)
 

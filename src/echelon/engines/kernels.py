@@ -28,7 +28,9 @@ def choose_attention_kernel(
         The model's traits, and a line for the user about soft-capped attention on a GPU.
     """
     length, dtype = recipe.data.sequence_len, getattr(torch, plan.precision.compute)
-    default = skeleton.config._attn_implementation if recipe.model.attn_implementation is None else None
+    # Gathered keys and values need masks of a part of the queries, which the kernels below do not take.
+    is_free = recipe.model.attn_implementation is None and plan.cp_method != "allgather"
+    default = skeleton.config._attn_implementation if is_free else None
     if default == "sdpa" and _agree(has_kernel(device, dtype, skeleton.config), meshes):
         skeleton.set_attn_implementation(VARLEN)
         traits = _agree_on_traits(skeleton, length, meshes)
@@ -52,13 +54,13 @@ def choose_liger(
 ) -> tuple[bool, str | None]:
     """Choose whether the layers of a model get Liger's kernels, which they do not yet. Collective.
 
-    They may be used for adapters on GPUs in half precision, in layers that are not compiled, if the package is
-    installed: with frozen weights, elementwise operations are a large part of a step.
+    They may be used for adapters on GPUs in half precision, in layers that are neither compiled nor divided, if the
+    package is installed: with frozen weights, elementwise operations are a large part of a step.
 
     Returns:
         Whether to call `apply_liger`, and a line for the user if there is a choice.
     """
-    is_eager = recipe.adapter.is_adapter and not plan.compile and not recipe.train.deterministic
+    is_eager = recipe.adapter.is_adapter and not plan.compile and not recipe.train.deterministic and plan.tp == 1
     is_half = device.type == "cuda" and plan.precision.compute != "float32"
     if not _agree(is_eager and is_half and is_installed(), meshes):
         return False, None

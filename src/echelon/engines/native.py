@@ -1,7 +1,7 @@
 """The native Engine, built on PyTorch's DDP, `fully_shard` and fused optimizers."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import Any
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter
+from echelon.checkpoint.adapter_folder import AdapterContent, describe_adapter, join_adapters
 from echelon.checkpoint.first_weights import open_weights
-from echelon.data.loader import Microbatch
+from echelon.data.loader import LONGEST, Microbatch, Padding, choose_padding
 from echelon.distributed.mesh import Meshes, gather_objects
 from echelon.engines.engine import Finding, Rehearsal
 from echelon.engines.footprint import Footprint
@@ -24,6 +24,8 @@ from echelon.errors import is_out_of_memory
 from echelon.model.adapters import apply_adapter, initialize_adapter, plain_name
 from echelon.model.attention import describe_document_mask
 from echelon.model.build import build_on_meta, materialize, persistent_buffers
+from echelon.model.context_attention import find_attention
+from echelon.model.divided_copy import check_divides
 from echelon.model.float8 import apply_float8
 from echelon.model.liger import apply_liger
 from echelon.model.parts import find_parts
@@ -34,11 +36,11 @@ from echelon.model.sharding import local_part, whole
 from echelon.model.traits import Traits
 from echelon.objectives.loss import IGNORE
 from echelon.objectives.objective import Objective
-from echelon.objectives.outputs import ObjectiveModule
+from echelon.objectives.outputs import ObjectiveModule, Reading
 from echelon.optimizer import LossScale, Optimizer, build_optimizer, clip_gradients, global_norm
-from echelon.parallel import parallelize, shard_model
-from echelon.parallel.data_parallel import DataParallel
-from echelon.parallel.step import ForwardBackward, SingleStage, StepSums
+from echelon.parallel import connect_stages, shard_model, shard_stages
+from echelon.parallel.data_parallel import Parallel
+from echelon.parallel.step import ForwardBackward, StepSums
 from echelon.planner.memory import MemoryParts
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.recipe import Recipe
@@ -51,7 +53,7 @@ class NativeEngine:
 
     def __init__(
         self,
-        parallel: DataParallel,
+        parallel: Parallel,
         decoder: Any,
         optimizer: Optimizer,
         objective: Objective,
@@ -62,8 +64,13 @@ class NativeEngine:
         principal: PrincipalParts | None = None,
         lines: Sequence[str] = (),
         stages: dist.ProcessGroup | None = None,
+        padding: Padding = LONGEST,
     ) -> None:
-        """`everyone`: all ranks. `lines`: the result of `describe`. `stages`: the group of pipeline stages, if any."""
+        """`everyone`: all ranks. `lines`: the result of `describe`. `stages`: the group of pipeline stages, if any.
+
+        `padding`: the width that forward passes need.
+        """
+        self._padding = padding
         self._everyone = everyone
         self._stages = stages
         self._principal = principal or {}
@@ -92,13 +99,14 @@ class NativeEngine:
 
     def clip(self, max_norm: float | None) -> Tensor:
         """See Engine."""
-        gradients = [parameter.grad for parameter in self._decoder.parameters() if parameter.grad is not None]
+        found = {name: each.grad for name, each in self._decoder.named_parameters() if each.grad is not None}
         if self._loss_scale is not None:
-            self._loss_scale.unscale(local_part(gradient) for gradient in gradients)
-        norm = global_norm(gradients, self._stages)
+            self._loss_scale.unscale(local_part(gradient) for gradient in found.values())
+        elsewhere = self._parallel.counted_elsewhere
+        norm = global_norm([gradient for name, gradient in found.items() if name not in elsewhere], self._stages)
         self._is_finite = torch.isfinite(norm)
         if max_norm is not None:
-            clip_gradients(gradients, max_norm, norm)
+            clip_gradients(list(found.values()), max_norm, norm)
         return norm
 
     def step(self, learning_rate: float, commit: Tensor) -> None:
@@ -111,7 +119,7 @@ class NativeEngine:
 
     def find_nonfinite(self, step: int, microbatch: Microbatch, num_targets: Tensor) -> Finding | None:
         """See Engine."""
-        with Probe(self._decoder) as probe:
+        with Probe(self._decoder, self._parallel.stage_of) as probe:
             sums = self.forward_backward(step, [microbatch], num_targets)
         finding = probe.find(sums.loss)
         self._parallel.clear_gradients()
@@ -121,16 +129,27 @@ class NativeEngine:
     def evaluation(self) -> Iterator["ModuleEvaluation"]:
         """See Engine."""
         with self._parallel.evaluation() as module:
-            yield ModuleEvaluation(module, self._objective)
+            yield ModuleEvaluation(module, self._objective, self._padding)
+
+    def describe_end(self) -> Sequence[str]:
+        """See Engine."""
+        waiting = self._parallel.waiting()
+        if waiting is None:
+            return ()
+        measured = [each.measured for each in gather_objects(waiting, self._everyone) if each is not None]
+        return (
+            f"pipeline: the processes waited for other stages in {sum(measured) / len(measured):.1%} of the last step "
+            f"({waiting.predicted:.1%} predicted)",
+        )
 
     def describe(self, has_documents: bool) -> Sequence[str]:
         """See Engine."""
         if not has_documents:
             return self._lines
-        return [describe_document_mask(self._decoder.config._attn_implementation, self._traits.mask), *self._lines]
+        return [describe_document_mask(find_attention(self._decoder), self._traits.mask), *self._lines]
 
     def rehearse(self, microbatch: Microbatch, num_microbatches: int) -> Rehearsal:
-        """See Engine. The second microbatch of a step needs the most memory: it finds the gradients of the first.
+        """See Engine. Of a step of many microbatches, as many are run as need the most memory.
 
         The passes send nothing, so that a rank that runs out of memory leaves no peer waiting in a collective. DDP
         rebuilds its buckets after the first backward pass, and sums depend on the bucket layout. After a rehearsal, a
@@ -142,7 +161,8 @@ class NativeEngine:
         num_rehearsals = self._parallel.num_rehearsals if num_microbatches > 1 else 1
         has_buckets = self._parallel.num_rehearsals > 1  # DDP's, which are the gradients
         footprint = self._build_footprint(one.device)
-        suffices = self._try_memory([masked] * (1 if has_buckets else min(num_microbatches, 2)), one, footprint)
+        num_tried = min(num_microbatches, self._parallel.num_rehearsed)
+        suffices = self._try_memory([masked] * num_tried, one, footprint)
         everyone = gather_objects(suffices, self._everyone)
         if not all(everyone):
             return Rehearsal(short=[rank for rank, each in enumerate(everyone) if not each])
@@ -201,7 +221,8 @@ class NativeEngine:
     def describe_adapter(self) -> AdapterContent:
         """See Engine."""
         tensors = {name: whole(parameter.detach()).cpu() for name, parameter in self._trained().items()}
-        return describe_adapter(self._decoder, tensors, self._principal)
+        content = describe_adapter(self._decoder, tensors, self._principal)
+        return content if self._stages is None else join_adapters(gather_objects(content, self._stages))
 
     def load(self, fill: Fill) -> None:
         """See Engine."""
@@ -229,21 +250,25 @@ class NativeEngine:
 class ModuleEvaluation:
     """See Evaluation."""
 
-    def __init__(self, module: nn.Module, objective: Objective) -> None:
+    def __init__(
+        self, module: Callable[[Microbatch, Reading], Tensor], objective: Objective, padding: Padding = LONGEST
+    ) -> None:
+        """`padding`: the width that forward passes need."""
         self._module = module
         self._objective = objective
+        self._padding = padding
 
     def sums(self, microbatch: Microbatch) -> Tensor:
         """See Evaluation."""
-        sums: Tensor = self._module(microbatch, self._objective.evaluation_sums)
-        return sums
+        return self._module(microbatch, self._objective.evaluation_sums)
 
     def next_token_logits(self, input_ids: Tensor, places: Tensor) -> Tensor:
         """See Evaluation."""
+        # Right padding: attention is causal, so no token sees it.
+        input_ids = nn.functional.pad(input_ids, (0, -input_ids.shape[1] % self._padding.multiple))
         ids = np.arange(len(input_ids))
         microbatch = Microbatch(input_ids, input_ids, ids, ids)
-        logits: Tensor = self._module(microbatch, lambda outputs, _: outputs.logits_at(places))
-        return logits
+        return self._module(microbatch, lambda outputs, _: outputs.logits_at(places))
 
 
 def store_parameters(model: nn.Module, precision: Precision) -> None:
@@ -308,6 +333,27 @@ def _build_optimizer(
     return build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed, copies, backend)
 
 
+def _prepare_layers(
+    skeleton: PreTrainedModel,
+    recipe: Recipe,
+    plan: ParallelPlan,
+    device_type: str,
+    uses_liger: bool,
+    new_token_ids: Sequence[int],
+) -> PreTrainedModel:
+    """Copy a model on meta, with the kernels, the adapter and the dtypes that it trains with."""
+    model = copy.deepcopy(skeleton)
+    if uses_liger:
+        apply_liger(model, device_type)
+    if recipe.adapter.is_adapter:
+        apply_adapter(model, recipe.adapter, new_token_ids)
+    if plan.precision.float8:
+        apply_float8(model, emulate=device_type != "cuda")
+    frozen_dtype = plan.precision.compute if recipe.adapter.is_adapter else plan.precision.param
+    store_parameters(model, replace(plan.precision, compute=frozen_dtype))
+    return model
+
+
 def build_native_engine(
     recipe: Recipe,
     config: PretrainedConfig,
@@ -327,34 +373,31 @@ def build_native_engine(
     """
     skeleton = build_on_meta(config, recipe.model.attn_implementation, recipe.model.trust_remote_code)
     traits, attention = choose_attention_kernel(skeleton, recipe, plan, meshes, device)
+    if plan.cp_method is not None:
+        check_divides(skeleton, plan.cp_method, traits, recipe.data.sequence_len)
     uses_liger, kernels = choose_liger(skeleton, recipe, plan, meshes, device)
-    model = copy.deepcopy(skeleton)
-    if uses_liger:
-        apply_liger(model, device.type)
-    if recipe.adapter.is_adapter:
-        apply_adapter(model, recipe.adapter, new_token_ids)
-    if plan.precision.float8:
-        apply_float8(model, emulate=device.type != "cuda")
-    frozen_dtype = plan.precision.compute if recipe.adapter.is_adapter else plan.precision.param
-    store_parameters(model, replace(plan.precision, compute=frozen_dtype))
+    model = _prepare_layers(skeleton, recipe, plan, device.type, uses_liger, new_token_ids)
     router = choose_router_loss(skeleton, model, recipe.objective.router_loss)
     routers = () if router.loss is None else router.loss.routers
-    module = shard_model(model, plan, meshes, compile_backend, traits, routers)
-    materialize(module, "cpu" if plan.cpu_offload else device)
+    stages = shard_stages(model, skeleton, plan, meshes, compile_backend, traits, routers)
+    for module in stages.modules:
+        materialize(module, "cpu" if plan.cpu_offload else device)
     place_buffers(model, device)
     open_weights(skeleton, recipe)(model)
     principal = None
     if recipe.adapter.is_adapter:
         principal = initialize_adapter(model, recipe.adapter, recipe.run.seed)
     if objective.needs_reference and not recipe.adapter.is_adapter:
+        [module] = stages.modules
         module.refer_to(build_reference(skeleton, recipe, plan, meshes, device, compile_backend, traits))
-    module.train()
-    parallel = parallelize(module, plan, meshes)
+    for module in stages.modules:
+        module.train()
+    hidden_size = config.get_text_config().hidden_size
+    parallel, steps = connect_stages(stages, plan, meshes, hidden_size, device, recipe.run.seed, router.loss)
     optimizer = _build_optimizer(model, recipe, plan, meshes, compile_backend)
     loss_scale = LossScale(device) if plan.precision.compute == "float16" else None
-    steps = SingleStage(parallel, recipe.run.seed, None if router.loss is None else router.loss.strength)
     lines = [line for line in (attention, kernels, router.line) if line is not None]
-    everyone, stages = meshes.everyone, meshes.pp
+    everyone, padding = meshes.everyone, choose_padding(plan)
     return NativeEngine(
-        parallel, model, optimizer, objective, steps, traits, everyone, loss_scale, principal, lines, stages
+        parallel, model, optimizer, objective, steps, traits, everyone, loss_scale, principal, lines, meshes.pp, padding
     )

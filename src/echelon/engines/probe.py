@@ -1,6 +1,6 @@
 """Finds the layer of a decoder that first produces a non-finite value."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 from echelon.engines.engine import Finding
 from echelon.model.sharding import local_part
 
+_MAX_VALUES = 2**32  # more than a stage has values
+
 
 class Probe:
     """A scope that checks every module's output, and its gradient, for non-finite values, on the device.
@@ -20,8 +22,10 @@ class Probe:
     inside a compiled layer would not be called. Submodules finish before their parent, so the innermost one is found.
     """
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, decoder: Any, stage_of: Mapping[str, int] | None = None) -> None:
+        """`stage_of`: the index of the pipeline stage of each module, by name; None or empty without a pipeline."""
         self._decoder = decoder
+        self._stage_of = stage_of or {}
         self._outputs: list[tuple[str, Tensor]] = []
         self._gradients: list[tuple[str, Tensor]] = []
         self._scope = ExitStack()
@@ -40,16 +44,21 @@ class Probe:
     def find(self, loss: Tensor) -> Finding | None:
         """Return the first non-finite value in the passes of the scope. `loss`: their loss."""
         for place, name in _not_finite(self._outputs):
-            return Finding(0, place, name)
+            return Finding(0, self._number(name, place), name)
         if not bool(torch.isfinite(loss)):
             return Finding(1, 0, self._name_head())
         for place, name in _not_finite(self._gradients):
-            return Finding(2, place, name)
+            return Finding(2, self._number(name, place, is_backward=True), name)
         gradients = {name: each.grad for name, each in self._decoder.named_parameters() if each.grad is not None}
         flags = [(name, _is_finite(local_part(gradient))) for name, gradient in gradients.items()]
         for place, name in _not_finite(flags):
-            return Finding(3, place, name)
+            return Finding(3, self._number(name.rpartition(".")[0], place), name)
         return None
+
+    def _number(self, module: str, place: int, is_backward: bool = False) -> int:
+        """Return the place of a value in the passes of all stages, given that on this rank."""
+        stage = self._stage_of.get(module, 0)
+        return (-stage if is_backward else stage) * _MAX_VALUES + place
 
     def _look(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
@@ -69,7 +78,7 @@ class Probe:
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
-    return torch.isfinite(tensor).all()
+    return torch.isfinite(local_part(tensor)).all()
 
 
 def _not_finite(flags: list[tuple[str, Tensor]]) -> Iterator[tuple[int, str]]:

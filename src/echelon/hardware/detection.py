@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TURNS = 4
+_LONG_MATMUL_SECONDS = 0.5
 
 
 def detect_cluster(num_processes: int) -> Cluster:
@@ -170,13 +171,28 @@ def machine_memory_bytes() -> int:
     return total
 
 
+@cache
 def measure_matmul_flops(dtype_name: str, budget_seconds: float = 0.15) -> float:
-    """FLOP/s of the best of a few square matmuls on this machine's device, with torch's current threads."""
+    """FLOP/s of the best of a few square matmuls on this machine's device, with torch's threads at the first call.
+
+    A CPU that emulates the type, as many do fp16, would compute for seconds: its figure is that of small matmuls.
+    """
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = 8192 if device.type == "cuda" else 1024
-    left = torch.ones(size, size, dtype=getattr(torch, dtype_name), device=device)
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    if device.type == "cuda":
+        return _time_matmuls(8192, dtype, device, budget_seconds)
+    small = _time_matmuls(256, dtype, device, budget_seconds / 10)
+    emulated = 2.0 * 1024**3 / small > _LONG_MATMUL_SECONDS
+    return small if emulated else _time_matmuls(1024, dtype, device, budget_seconds)
+
+
+def _time_matmuls(size: int, dtype: "torch.dtype", device: "torch.device", budget_seconds: float) -> float:
+    """FLOP/s of the best of the square matmuls of this size that begin within the budget, and of one at least."""
+    import torch
+
+    left = torch.ones(size, size, dtype=dtype, device=device)
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     best = float("inf")
     deadline = time.perf_counter() + budget_seconds

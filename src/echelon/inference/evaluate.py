@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from echelon.checkpoint.adapted import read_run_recipe
 from echelon.checkpoint.export import TRAINING
-from echelon.data.loader import LONGEST, Microbatch, Padding, build_microbatch, set_width
+from echelon.data.loader import LONGEST, Microbatch, Padding, build_microbatch, find_cut, set_width
 from echelon.data.prepared import ValidationSet
 from echelon.data.shards import Dataset, unigram_entropy
 from echelon.data.source import PYTHON_STDLIB
@@ -153,8 +153,9 @@ class Evaluator:
         micro_batch_size: int,
         meshes: Meshes,
         device: torch.device,
+        padding: Padding = LONGEST,
     ) -> None:
-        """`num_sequences`: the maximum per set."""
+        """`num_sequences`: the maximum per set. `padding`: the width of microbatches."""
         self.stopped_by: str | None = None
         """The signal that interrupted an evaluation."""
         self._sets = sets
@@ -163,6 +164,7 @@ class Evaluator:
         self._micro_batch_size = micro_batch_size
         self._meshes = meshes
         self._device = device
+        self._padding = padding
 
     def run(
         self, evaluation: Evaluation, stop: StopRequest, beat: Callable[[], None] = lambda: None
@@ -199,9 +201,11 @@ class Evaluator:
     def _microbatches(self, dataset: Dataset) -> Iterator[Microbatch]:
         per_round = self._micro_batch_size * self._meshes.evaluation_size
         stop = min(self._num_sequences, dataset.num_samples)
+        cut = find_cut(self._meshes.sequence_part)
         for first in range(0, stop, per_round):
             start = first + self._meshes.evaluation_rank * self._micro_batch_size
-            yield read_in_order(dataset, start, self._micro_batch_size, stop).to(self._device)
+            whole = read_in_order(dataset, start, self._micro_batch_size, stop, self._padding)
+            yield cut(whole).to(self._device)
 
 
 def read_in_order(dataset: Dataset, start: int, count: int, stop: int, padding: Padding = LONGEST) -> Microbatch:

@@ -4,6 +4,7 @@ import logging
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from echelon.checkpoint.model_card import render_card
 from echelon.checkpoint.snapshot import Snapshots
 from echelon.checkpoint.store import CheckpointStore
 from echelon.checkpoint.upload import Uploader
-from echelon.data.loader import BatchLoader, Microbatch, Padding
+from echelon.data.loader import BatchLoader, Microbatch, choose_padding, find_cut
 from echelon.data.mixture import build_order
 from echelon.data.prepared import PreparedData, open_prepared
 from echelon.distributed.mesh import Meshes, build_mesh
@@ -97,6 +98,7 @@ def run_training(
         state = trainer.fit()
         if recipe.adapter.is_adapter:
             export_trained(trainer, recipe, folder)
+        measured = trainer.train_step.engine.describe_end()
         heart.stop()
         trainer.saver.snapshots.close()
         store.close(time_left)
@@ -105,7 +107,7 @@ def run_training(
             summarize(trainer, journal, folder)
             if (recompiles := describe_recompiles()) is not None:
                 logger.info(recompiles)
-            for line in journal.memory_lines:
+            for line in (*journal.memory_lines, *measured):
                 logger.info(line)
         done = True
         if runtime.rank == 0:
@@ -210,7 +212,7 @@ def build_trainer(
         return build_engine(here, config, fitting, meshes, objective, device, compile_backend, new_tokens)
 
     planned, shape = plan, build_shape(config.to_dict())
-    engine, plan, memory = build_rehearsed(build, partial(_read_any, data, device), recipe, planned)
+    engine, plan, memory = build_rehearsed(build, partial(_read_any, data, plan, meshes, device), recipe, planned)
     if runtime.rank == 0:
         pin_plan(folder, planned, plan, shape, recipe.data.sequence_len, device)
     sync = build_synchronizer(recipe.sync, engine, meshes)
@@ -238,7 +240,7 @@ def build_trainer(
         mfu_line = f"mfu: relative to {peak_flops / 1e12:.3g} TFLOP/s per process, {describe_peak(device)}"
         for line in (
             *describe_training(recipe, plan, config, data, stops),
-            *engine.describe(_read_any(data, device, 1).documents is not None),
+            *engine.describe(_read_any(data, plan, meshes, device, 1).documents is not None),
             *(() if sampler is None else (sampler.describe(),)),
         ):
             logger.info(line)
@@ -340,6 +342,8 @@ def build_loader(
         dp_size=meshes.data_size,
         start_step=start_step,
         pin_memory=meshes.device_type == "cuda",
+        padding=choose_padding(plan),
+        cut=find_cut(meshes.sequence_part),
     )
 
 
@@ -355,7 +359,8 @@ def build_evaluator(
     if not data.validation:
         return None
     num_sequences = (recipe.evaluate.batches or DEFAULT_BATCHES) * recipe.global_batch_size
-    return Evaluator(data.validation, objective, num_sequences, plan.micro_batch_size, meshes, device)
+    padding = choose_padding(plan)
+    return Evaluator(data.validation, objective, num_sequences, plan.micro_batch_size, meshes, device, padding)
 
 
 def build_sampler(
@@ -368,6 +373,8 @@ def build_sampler(
     return PromptSampler(wanted.prompts, wanted.prompt_tokens, data.tokenizer, stops, recipe.run.seed, device)
 
 
-def _read_any(data: PreparedData, device: torch.device, num_sequences: int) -> Microbatch:
-    stop = data.train.num_samples
-    return read_in_order(data.train, 0, num_sequences, stop, Padding(is_equal=True)).to(device)
+def _read_any(
+    data: PreparedData, plan: ParallelPlan, meshes: Meshes, device: torch.device, num_sequences: int
+) -> Microbatch:
+    stop, padding = data.train.num_samples, replace(choose_padding(plan), is_equal=True)
+    return find_cut(meshes.sequence_part)(read_in_order(data.train, 0, num_sequences, stop, padding)).to(device)

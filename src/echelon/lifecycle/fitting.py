@@ -133,7 +133,7 @@ def _advise(recipe: Recipe, plan: ParallelPlan, who: str) -> str:
 
 
 def _find_ways(plan: ParallelPlan) -> Iterator[str]:
-    if plan.activation_checkpointing != "full":
+    if plan.activation_checkpointing != "full" or plan.checkpoint_every > 1:
         yield "set train.activation_checkpointing=full"
     if not plan.uses_fully_shard:
         yield "shard the parameters with parallel=fsdp"

@@ -156,29 +156,53 @@ def _check_built(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: 
             build_config(fields)
         left += [f"{check} ({why})" for check in _list_built_checks(recipe)]
         return None
-    from echelon.model.build import build_on_meta, load_config, parameter_names
+    from echelon.model.build import parameter_names
     from echelon.model.causality import check_is_causal
+    from echelon.model.divided_copy import check_divides
     from echelon.model.router import check_routers
     from echelon.model.traits import describe_obstacle, find_traits
     from echelon.optimizer import check_groups
 
+    model, config = _build_on_meta(recipe, fields, elsewhere, left)
+    check_routers(model)
+    check_is_causal(config, recipe.model.trust_remote_code)
+    traits = find_traits(model, recipe.data.sequence_len)
+    obstacle = describe_obstacle(traits, config)
+    if not isinstance(recipe.parallel, str) and recipe.parallel.cp > 1:
+        check_divides(model, recipe.parallel.cp_method or "allgather", traits, recipe.data.sequence_len)
+    _check_float8(model, recipe, elsewhere, left)
+    _check_divisible(model, recipe)
+    if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
+        check_groups((name for name, each in parameter_names(model).items() if each.requires_grad), recipe.optim)
+    return obstacle
+
+
+def _build_on_meta(recipe: Recipe, fields: dict[str, Any], elsewhere: bool, left: list[str]) -> tuple[Any, Any]:
+    """Build the recipe's model on meta; return it and its config."""
+    from echelon.model.build import build_on_meta, load_config
+
     attention, trusted = recipe.model.attn_implementation, recipe.model.trust_remote_code
     config = load_config(recipe.model.checkpoint or fields, trusted)
     try:
-        model = build_on_meta(config, attention, trusted)
+        return build_on_meta(config, attention, trusted), config
     except ConfigError as error:
         if not elsewhere or not isinstance(error.__cause__, ImportError):
             raise
         left.append(f"model.attn_implementation: the package of {attention} (it is not installed here)")
         config = load_config(recipe.model.checkpoint or fields, trusted)  # the first one was given that attention
-        model = build_on_meta(config, None, trusted)
-    check_routers(model)
-    check_is_causal(config, trusted)
-    obstacle = describe_obstacle(find_traits(model, recipe.data.sequence_len), config)
-    _check_float8(model, recipe, elsewhere, left)
-    if not recipe.adapter.is_adapter or _try_adapter(model, recipe.adapter, elsewhere, left):
-        check_groups((name for name, each in parameter_names(model).items() if each.requires_grad), recipe.optim)
-    return obstacle
+        return build_on_meta(config, None, trusted), config
+
+
+def _tensor_degree(recipe: Recipe) -> int:
+    return 1 if isinstance(recipe.parallel, str) else recipe.parallel.tp
+
+
+def _check_divisible(model: Any, recipe: Recipe) -> None:
+    """Refuse tensor parallelism of a model without a plan for it."""
+    if _tensor_degree(recipe) > 1:
+        from echelon.parallel.tensor import find_divided
+
+        find_divided(model)
 
 
 def _check_float8(model: Any, recipe: Recipe, elsewhere: bool, left: list[str]) -> None:
@@ -214,7 +238,7 @@ def _try_adapter(model: Any, adapter: AdapterConfig, elsewhere: bool, left: list
 def _is_counted(recipe: Recipe, fields: dict[str, Any]) -> bool:
     """Whether counting the model's parameters by formula has checked all of the recipe's model keys."""
     asks_more = bool(recipe.model.attn_implementation or recipe.optim.learning_rate_multipliers)
-    asks_more |= recipe.adapter.is_adapter or recipe.train.precision == "fp8"
+    asks_more |= recipe.adapter.is_adapter or recipe.train.precision == "fp8" or _tensor_degree(recipe) > 1
     if recipe.model.config is None or asks_more or fields["model_type"] not in FAMILIES:
         return False
     return all(
@@ -234,6 +258,8 @@ def _list_built_checks(recipe: Recipe) -> Iterator[str]:
         yield f"model.attn_implementation: whether {recipe.model.attn_implementation} can run it"
     if recipe.adapter.is_adapter:
         yield f"adapter: whether the model has layers for {recipe.adapter.method}, and its packages"
+    if _tensor_degree(recipe) > 1:
+        yield "parallel.tp: whether the model can be divided"
     if recipe.optim.learning_rate_multipliers:
         yield "optim.learning_rate_multipliers: whether each matches a parameter"
 

@@ -4,6 +4,8 @@ Which form of mask a model obeys is found by `traits`. Nothing here synchronises
 `positions`, from which `transformers` finds the number of documents.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -86,7 +88,14 @@ def describe_document_mask(attention: str, form: MaskForm | None) -> str:
 
 
 def document_inputs(
-    model: PreTrainedModel, form: MaskForm, documents: Tensor, position_ids: Tensor, most: int | None = None
+    model: PreTrainedModel,
+    form: MaskForm,
+    documents: Tensor,
+    position_ids: Tensor,
+    most: int | None = None,
+    dtype: torch.dtype | None = None,
+    attention: str | None = None,
+    queries: Tensor | None = None,
 ) -> dict[str, Any]:
     """Return the forward arguments, other than `input_ids`, that keep tokens from attending to other documents.
 
@@ -95,6 +104,9 @@ def document_inputs(
         documents: [batch, seq], the same number for all tokens of a document, which are contiguous.
         position_ids: [batch, seq], int64, from 0 in each document.
         most: at least the number of documents of a sequence, without padding; None if it is not known.
+        dtype: of the hidden states; None for that of the input embedding.
+        attention: the implementation for which masks are built; None for the model's own.
+        queries: the positions of the queries of a mask, of which there may be fewer than keys; None for all.
 
     Returns:
         Positions, and a mask (4-dimensional, or flex attention's block mask), or one for each kind of layer, or the
@@ -108,22 +120,34 @@ def document_inputs(
     if form == "lengths":
         room = None if most is None else len(position_ids) * count_starts(most + 1)  # padding is a document
         return {"position_ids": position_ids, **find_starts(position_ids, room)}
-    config, attention = model.config.get_text_config(), model.config._attn_implementation
+    config, attention = model.config.get_text_config(), attention or model.config._attn_implementation
+    chosen: Callable[[Any], Any] = (lambda function: function) if queries is None else partial(_choose_queries, queries)
     build = ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if attention == PLAIN_CAUSAL else attention]
     masks = {
         kind: build(
             batch_size=documents.shape[0],
-            q_length=documents.shape[1],
+            q_length=documents.shape[1] if queries is None else len(queries),
             kv_length=documents.shape[1],
-            mask_function=and_masks(packed_sequence_mask_function(documents), _reach(config, kind, position_ids)),
+            mask_function=chosen(
+                and_masks(packed_sequence_mask_function(documents), _reach(config, kind, position_ids))
+            ),
             allow_is_causal_skip=False,
-            dtype=unwrapped(model.get_input_embeddings()).weight.dtype,
+            dtype=unwrapped(model.get_input_embeddings()).weight.dtype if dtype is None else dtype,
             config=config,
             device=documents.device,
         )
         for kind in _layer_kinds(config, form)
     }
     return {"position_ids": position_ids, "attention_mask": masks if form == "by_layer" else next(iter(masks.values()))}
+
+
+def _choose_queries(queries: Tensor, mask_function: Any) -> Any:
+    """Return the mask function of some positions: query i of the result is position queries[i]."""
+
+    def of_position(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Any:
+        return mask_function(batch, head, queries[query], key)
+
+    return of_position
 
 
 def _layer_kinds(config: PretrainedConfig, form: MaskForm) -> list[str]:

@@ -22,6 +22,21 @@ class HeadArithmetic:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    def differentiate(self, factor: Tensor, logits: Tensor) -> Tensor:
+        """Return `factor` times the derivative of `apply`, given its result; the derivative of tanh is 1 - tanh^2.
+
+        Args:
+            factor: fp32, [tokens, 1].
+            logits: what `apply` returned, [tokens, vocabulary].
+
+        Returns:
+            fp32; [tokens, 1] if the derivative is the same for the whole vocabulary.
+        """
+        factor = factor * self.scale
+        if self.softcap is None:
+            return factor
+        return logits.to(torch.float32, copy=True).div_(self.softcap).square_().neg_().add_(1.0).mul_(factor)
+
 
 @dataclass(frozen=True)
 class DecoderParts:

@@ -28,6 +28,7 @@ from echelon.errors import ConfigError
 from echelon.planner.experts import EXPERT_COUNTS, count_experts, find_recorded_routers
 
 Scores = Callable[[Tensor], Tensor]
+AddUp = Callable[[Tensor], Tensor]
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -57,43 +58,66 @@ class Router:
     scores: Scores
 
 
+def keep_own(values: Tensor) -> Tensor:
+    """Return the values of sequences that this rank does not share."""
+    return values
+
+
 @dataclass(frozen=True)
 class Sequences:
     """The sequences of a microbatch, for the router loss.
 
     Per position, [batch * seq]: `places` is the index of its sequence; `fed` is 1 for a token and 0 for padding. Per
     sequence, [sequences]: `weights` is the sum of its token weights, `lengths` its number of tokens. All fp32, except
-    `places`.
+    `places`. `add_up`: see number_sequences.
     """
 
     places: Tensor
     fed: Tensor
     weights: Tensor
     lengths: Tensor
+    add_up: AddUp
 
 
-def number_sequences(fed: Tensor, token_weights: Tensor, documents: Tensor | None) -> Sequences:
+def number_sequences(
+    fed: Tensor, token_weights: Tensor, documents: Tensor | None, most: int = 0, add_up: AddUp = keep_own
+) -> Sequences:
     """Number the sequences of a microbatch: each row is one, or each document of a row with a document mask.
 
     Args:
         fed: [batch, seq], boolean, False for padding.
         token_weights: [batch, seq], fp32.
         documents: [batch, seq], the index of each position's document in its row; None without a document mask.
+        most: at least the number of documents of a row, if that may be more than seq.
+        add_up: adds up values of sequences over the ranks that share them; collective if there are several.
     """
     num_rows, length = fed.shape
-    width = 1 if documents is None else length
+    width = 1 if documents is None else max(length, most)
     rows = torch.arange(num_rows, device=fed.device)[:, None] * width
     inside: Tensor | int = 0 if documents is None else documents.clamp(min=0)
     places = (rows + inside).expand(num_rows, length).flatten()
     tokens = fed.flatten().float()
     empty = tokens.new_zeros(num_rows * width)
-    return Sequences(
-        places, tokens, empty.index_add(0, places, token_weights.flatten()), empty.index_add(0, places, tokens)
-    )
+    weights, lengths = (empty.index_add(0, places, each) for each in (token_weights.flatten(), tokens))
+    return Sequences(places, tokens, add_up(weights), add_up(lengths), add_up)
+
+
+def count_chosen(logits: Tensor, router: Router, sequences: Sequences) -> Tensor:
+    """Count the tokens that have each expert among their K best scores: fp32, [experts]. Padding is excluded.
+
+    Args:
+        logits: [batch * seq, experts], optionally with further leading dims.
+    """
+    logits = logits.detach().flatten(0, -2)
+    chosen = logits.topk(router.num_chosen, dim=-1).indices
+    ones = sequences.fed[:, None].expand_as(chosen)
+    return sequences.fed.new_zeros(logits.shape[-1]).scatter_add_(0, chosen.flatten(), ones.flatten())
 
 
 def balance_sum(logits: Tensor, router: Router, sequences: Sequences) -> Tensor:
     """Return the weighted sum of one router's balance losses over the sequences, an fp32 scalar.
+
+    It is the term of the positions that this rank holds. Collective where sequences are shared.
 
     Args:
         logits: [batch * seq, experts], optionally with further leading dims.
@@ -108,6 +132,7 @@ def balance_sum(logits: Tensor, router: Router, sequences: Sequences) -> Tensor:
         cells = (sequences.places * num_experts)[:, None] + chosen
         ones = sequences.fed[:, None].expand_as(chosen)
         counts.scatter_add_(0, cells.flatten(), ones.flatten())
+        counts = sequences.add_up(counts)
         scale = num_experts / router.num_chosen * sequences.weights / sequences.lengths.clamp(min=1).square()
         factors = (counts.view(-1, num_experts) * scale[:, None])[sequences.places] * sequences.fed[:, None]
     return (shares * factors).sum()
@@ -121,10 +146,17 @@ class RouterTap:
     after.
     """
 
-    def __init__(self, model: nn.Module, routers: Sequence[Router]) -> None:
-        self.routers = tuple(routers)
-        self._modules = {router.name: model.get_submodule(router.name) for router in routers}
+    def __init__(self, model: Any, routers: Sequence[Router]) -> None:
+        """`model`: the whole model, or a pipeline stage with some of the routers."""
+        modules = dict(model.named_modules())
+        self._places = [place for place, router in enumerate(routers) if router.name in modules]
+        self.routers = tuple(routers[place] for place in self._places)
+        self.num_routers = len(routers)
+        """Those of the whole model."""
+        self._modules = {router.name: modules[router.name] for router in self.routers}
         self._collected: list[Tensor] | None = None
+        self._num_experts = count_experts(model.config.get_text_config()) or 1
+        self._expert_tokens: Tensor | None = None
 
     def open_inside(self, layers: Iterable[nn.Module]) -> None:
         """Make each layer's forward return (its output, its routers' logits)."""
@@ -157,6 +189,25 @@ class RouterTap:
             yield collected
         finally:
             self._collected = None
+
+    def count_tokens(self, logits: Sequence[Tensor], sequences: Sequences) -> None:
+        """Add the tokens of a microbatch to those that `take_expert_tokens` returns.
+
+        Args:
+            logits: of each router here, [batch * seq, experts].
+        """
+        counts = sequences.fed.new_zeros(self.num_routers, self._num_experts)
+        for place, router, each in zip(self._places, self.routers, logits, strict=True):
+            counts[place] = count_chosen(each, router, sequences)
+        self._expert_tokens = counts if self._expert_tokens is None else self._expert_tokens + counts
+
+    def take_expert_tokens(self, device: torch.device) -> Tensor:
+        """Return the tokens of each router's experts since the last call, [routers of the whole model, experts], fp32.
+
+        The counts of a router that is on another pipeline stage are 0.
+        """
+        counts, self._expert_tokens = self._expert_tokens, None
+        return torch.zeros(self.num_routers, self._num_experts, device=device) if counts is None else counts
 
 
 def _record(forward: Callable[..., Any], index: int, held: list[Tensor], *args: Any, **kwargs: Any) -> Any:

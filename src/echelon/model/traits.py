@@ -100,13 +100,13 @@ def computes_as_eager(model: PreTrainedModel, attention: str, sequence_len: int 
     """
     config = copy.deepcopy(model.config)
     config.get_text_config().attn_logit_softcapping = _SHORT_CAP
-    with _quiet():
+    with undisturbed():
         try:
-            small = _build_copies(type(model), config, "eager", sequence_len)[0]
+            small = build_copies(type(model), config, "eager", sequence_len)[0]
             tokens = random_tokens(small, 2, _LENGTH)
-            expected = _logits(small, tokens)
+            expected = run_copy(small, tokens)
             small.set_attn_implementation(attention)
-            return _is_close(_logits(small, tokens), expected)
+            return is_close(run_copy(small, tokens), expected)
         except Exception:  # a family may fail in any way
             return False
 
@@ -121,11 +121,13 @@ def describe_obstacle(traits: Traits, config: PretrainedConfig) -> str | None:
 @lru_cache(maxsize=64)
 def _find_traits(key: ConfigKey) -> Traits:
     model_class, attention, sequence_len = key.others
-    with _quiet():
+    with undisturbed():
         try:
-            copies = _build_copies(model_class, key.config, attention, sequence_len)
+            copies = build_copies(model_class, key.config, attention, sequence_len)
         except Exception as error:  # a family may fail in any way as it is built
-            return Traits(None, f"there is no proof, as no small copy of it runs ({_describe(error)})", None, False)
+            return Traits(
+                None, f"there is no proof, as no small copy of it runs ({describe_error(error)})", None, False
+            )
         mask, obstacle = _find_mask(copies[0], attention)
         skips = attention in ("sdpa", VARLEN) and _is_same_without_mask(copies[0], attention)
         found = [_find_arithmetic(each, key.config) for each in copies]
@@ -133,7 +135,7 @@ def _find_traits(key: ConfigKey) -> Traits:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Silence warnings, which concern the copy, and keep the random state. Flex attention is not compiled."""
     stance = torch.compiler.set_stance("force_eager")
     with (
@@ -147,7 +149,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _build_copies(
+def build_copies(
     model_class: type[PreTrainedModel], config: PretrainedConfig, attention: str | None, sequence_len: int | None
 ) -> list[PreTrainedModel]:
     """Build the model as it is if it is small, else two reduced copies of different width and depth.
@@ -206,7 +208,7 @@ def _build_first(
         try:
             if _count_built(model_class, config) <= MAX_PARAMETERS:
                 model = _build(model_class, config, attention)
-                _logits(model, random_tokens(model, 1, _LENGTH))
+                run_copy(model, random_tokens(model, 1, _LENGTH))
                 return model
         except Exception as error:  # a reduced config may break a family's own assumptions in any way
             failure = error
@@ -228,17 +230,19 @@ def _build(model_class: type[PreTrainedModel], config: PretrainedConfig, attenti
     return model
 
 
-def _logits(model: PreTrainedModel, tokens: Tensor, **inputs: Any) -> Tensor:
+def run_copy(model: PreTrainedModel, tokens: Tensor, **inputs: Any) -> Tensor:
+    """Return the logits of a copy, [batch, seq, vocabulary]. `inputs`: further arguments of its forward."""
     logits: Tensor = model(input_ids=tokens, use_cache=False, **inputs).logits
     return logits
 
 
-def _describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """Return the type and the beginning of an error's message, for a sentence about a model."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
 
 
 @dataclass(frozen=True)
-class _Packed:
+class Packed:
     """Two sequences of documents: their tokens, the same with other tokens in some documents, and the number and the
     positions of each document. All [2, _LENGTH]."""
 
@@ -256,7 +260,8 @@ class _Packed:
         }
 
 
-def _pack(model: PreTrainedModel) -> _Packed:
+def pack_documents(model: PreTrainedModel) -> Packed:
+    """Return two sequences of documents with random tokens. Sets the global seed."""
     torch.manual_seed(1)
     tokens = random_tokens(model, 2, _LENGTH)
     documents = torch.full((2, _LENGTH), -1)
@@ -267,16 +272,16 @@ def _pack(model: PreTrainedModel) -> _Packed:
     for row, number in _CHANGED:
         where = documents[row] == number
         changed[row, where] = other_tokens(model, tokens[row, where])
-    return _Packed(tokens, changed, documents, positions)
+    return Packed(tokens, changed, documents, positions)
 
 
 def _find_mask(model: PreTrainedModel, attention: str | None) -> tuple[MaskForm | None, str]:
     """Return the first form of mask that the model obeys; or None and the reason."""
-    packed, faults = _pack(model), list[tuple[int, str]]()
+    packed, faults = pack_documents(model), list[tuple[int, str]]()
     try:
-        alone = {place: _logits(model, tokens[None])[0] for place, tokens in packed.cut(packed.tokens).items()}
+        alone = {place: run_copy(model, tokens[None])[0] for place, tokens in packed.cut(packed.tokens).items()}
     except Exception as error:  # transformers raises many types of exception
-        return None, f"its forward pass fails ({_describe(error)})"
+        return None, f"its forward pass fails ({describe_error(error)})"
     for form in find_forms(attention):
         fault = _find_fault(model, form, packed, alone)
         if fault is None:
@@ -288,22 +293,23 @@ def _find_mask(model: PreTrainedModel, attention: str | None) -> tuple[MaskForm 
 
 
 def _find_fault(
-    model: PreTrainedModel, form: MaskForm, packed: _Packed, alone: dict[tuple[int, int], Tensor]
+    model: PreTrainedModel, form: MaskForm, packed: Packed, alone: dict[tuple[int, int], Tensor]
 ) -> tuple[int, str] | None:
     """Return what is wrong with a form of mask, with how far it came; None if the model obeys it."""
     try:
         inputs = document_inputs(model, form, packed.documents, packed.positions)
-        before, after = (packed.cut(_logits(model, each, **inputs)) for each in (packed.tokens, packed.changed))
+        before, after = (packed.cut(run_copy(model, each, **inputs)) for each in (packed.tokens, packed.changed))
     except Exception as error:  # a model may refuse a mask in any way
-        return 0, f"its forward pass takes no such mask ({_describe(error)})"
+        return 0, f"its forward pass takes no such mask ({describe_error(error)})"
     if not all(torch.equal(before[place], after[place]) for place in alone if place not in _CHANGED):
         return 1, "a document changes what the model computes for the documents after it, whatever the mask"
-    if not all(_is_close(before[place], alone[place]) for place in alone):
+    if not all(is_close(before[place], alone[place]) for place in alone):
         return 2, "after another document it does not compute what it computes for the document alone"
     return None
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Return whether two tensors are equal but for rounding, relative to the largest expected value."""
     return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
@@ -312,12 +318,12 @@ def _is_same_without_mask(model: PreTrainedModel, attention: str) -> bool:
     tokens = random_tokens(model, 2, _LENGTH)
     try:
         model.set_attn_implementation("sdpa")
-        expected = _logits(model, tokens)
+        expected = run_copy(model, tokens)
         if attention != "sdpa":
             model.set_attn_implementation(attention)
-            return _is_close(_logits(model, tokens), expected)
+            return is_close(run_copy(model, tokens), expected)
         model.set_attn_implementation(PLAIN_CAUSAL)
-        return torch.equal(_logits(model, tokens), expected)
+        return torch.equal(run_copy(model, tokens), expected)
     except Exception:  # then the mask stays
         return False
     finally:
@@ -338,14 +344,14 @@ def _find_arithmetic(model: PreTrainedModel, config: PretrainedConfig) -> HeadAr
     try:
         tokens = random_tokens(model, 2, _LENGTH)
         torch.manual_seed(2)
-        expected = _logits(model, tokens)
+        expected = run_copy(model, tokens)
         torch.manual_seed(2)
         raw = head(backbone(input_ids=tokens, use_cache=False).last_hidden_state)
     except Exception:  # a backbone with other outputs
         return None
     if raw.shape != expected.shape:
         return None
-    found = (each for each in _arithmetics(model.config, config) if _is_close(each.apply(raw), expected))
+    found = (each for each in _arithmetics(model.config, config) if is_close(each.apply(raw), expected))
     return next(found, None)
 
 

@@ -21,8 +21,11 @@ class DocumentRows:
     places: Tensor
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return values [batch, seq] in rows, [batch * count, width]; padding has the value of the first position."""
-        return values.flatten()[self.sources]
+        """Return values [batch, seq, ...] in rows, [batch * count, width, ...].
+
+        Padding has the value of the first position.
+        """
+        return values.flatten(0, 1)[self.sources]
 
     def collect(self, values: Tensor) -> Tensor:
         """Return the values [batch * count, width, dim] of each position, [batch, seq, dim]; any for padding."""

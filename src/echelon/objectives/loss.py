@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.model.parts import HeadArithmetic, autocast_dtype
+from echelon.objectives.vocabulary import VocabularyShard
 from echelon.planner.model_shape import logits_chunk_tokens
 
 IGNORE = -100
@@ -30,22 +31,35 @@ def token_log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def loss_and_gradient(
-    logits: Tensor, labels: Tensor, arithmetic: HeadArithmetic, factor: float
+    logits: Tensor, labels: Tensor, arithmetic: HeadArithmetic, factor: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return `token_loss_sum` of a head's raw logits, and `factor` times its gradient in their dtype.
 
-    Compiled, it reads the logits and writes the gradient, and keeps nothing of their size in fp32.
+    The gradient of a token's loss is its probabilities, less one at the label, times the derivative of the arithmetic.
+    Two tensors of the logits' size exist in fp32 at most, three with soft-capping. Compiled, it reads the logits and
+    writes the gradient, and keeps nothing of their size in fp32. Logits that are not finite make the result not finite.
+
+    Args:
+        logits: [tokens, vocabulary]; to save memory, the caller keeps no reference to them.
+        labels: [tokens].
+        factor: one number, or one for each token, fp32 [tokens].
     """
+    dtype, counts = logits.dtype, labels != IGNORE
+    places, factors = labels.where(counts, 0).unsqueeze(-1), (counts * factor).unsqueeze(-1)
+    # At the labels everything is computed from few numbers, so that the rest is one pass when it is compiled.
+    at_label = arithmetic.apply(logits.gather(-1, places))
+    logits = arithmetic.apply(logits)
+    total = torch.logsumexp(logits.float(), -1, keepdim=True)
+    scores = at_label.float() - total
+    gradient = (logits - total).exp_().mul_(arithmetic.differentiate(factors, logits)).to(dtype)
+    at_label = scores.expm1() * arithmetic.differentiate(factors, at_label)
+    rows = torch.arange(len(labels), device=labels.device)
+    # Not scatter_, which on CPUs copies a bf16 tensor to fp32 and back.
+    gradient.index_put_((rows, places.squeeze(-1)), at_label.squeeze(-1).to(dtype))
+    return (-scores).squeeze(-1).where(counts, 0.0).sum(), gradient
 
-    def enlarged(raw: Tensor) -> tuple[Tensor, Tensor]:
-        loss = token_loss_sum(arithmetic.apply(raw), labels)
-        return loss * factor, loss
 
-    gradient, loss = torch.func.grad(enlarged, has_aux=True)(logits)
-    return loss, gradient
-
-
-LossAndGradient = Callable[[Tensor, Tensor, HeadArithmetic, float], tuple[Tensor, Tensor]]
+LossAndGradient = Callable[[Tensor, Tensor, HeadArithmetic, float | Tensor], tuple[Tensor, Tensor]]
 
 
 def chunked_loss_sum(
@@ -55,6 +69,7 @@ def chunked_loss_sum(
     bias: Tensor | None,
     arithmetic: HeadArithmetic,
     of_chunk: LossAndGradient = loss_and_gradient,
+    vocabulary: VocabularyShard | None = None,
 ) -> Tensor:
     """Compute the sum of token cross-entropies from the last hidden states.
 
@@ -64,6 +79,8 @@ def chunked_loss_sum(
         weight: the head's weight, [vocabulary, hidden]; bias: [vocabulary] or None.
         arithmetic: the family's scaling and soft-capping of the logits.
         of_chunk: `loss_and_gradient`, or the same compiled.
+        vocabulary: the part of the vocabulary that weight and bias are of; None: all of it. With a part, this is
+            collective over its group, and the gradient of `hidden` is the part that this rank's tokens contribute.
 
     Returns:
         A scalar in fp32. Under autocast the head's matmul runs in the autocast dtype.
@@ -73,17 +90,23 @@ def chunked_loss_sum(
         rows, weight, bias = rows.detach(), weight.detach(), None if bias is None else bias.detach()
     dtype = autocast_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _ChunkedLoss.apply(rows, targets, weight, bias, arithmetic, dtype, of_chunk)  # type: ignore[no-any-return,no-untyped-call]
+        of_chunk = of_chunk if vocabulary is None else vocabulary.loss_and_gradient
+        return _ChunkedLoss.apply(rows, targets, weight, bias, arithmetic, dtype, of_chunk, vocabulary)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def chunked_log_probabilities(
-    hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: HeadArithmetic
+    hidden: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arithmetic: HeadArithmetic,
+    vocabulary: VocabularyShard | None = None,
 ) -> Tensor:
     """Return the log-probability of each label, [batch, seq], fp32, 0 for IGNORE. Arguments: see `chunked_loss_sum`."""
     rows, targets = hidden.flatten(0, -2), labels.flatten()
     dtype = autocast_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        scores: Tensor = _ChunkedLogProbabilities.apply(rows, targets, weight, bias, arithmetic, dtype)  # type: ignore[no-untyped-call]
+        scores: Tensor = _ChunkedLogProbabilities.apply(rows, targets, weight, bias, arithmetic, dtype, vocabulary)  # type: ignore[no-untyped-call]
     return scores.view_as(labels)
 
 
@@ -108,6 +131,7 @@ class _ChunkedLoss(torch.autograd.Function):
         arithmetic: HeadArithmetic,
         dtype: torch.dtype,
         of_chunk: LossAndGradient,
+        vocabulary: VocabularyShard | None,
     ) -> Tensor:
         # A frozen head needs no gradient.
         wants_gradient, wants_head = any(ctx.needs_input_grad[:4]), any(ctx.needs_input_grad[2:4])
@@ -118,15 +142,14 @@ class _ChunkedLoss(torch.autograd.Function):
         factor = gradient_factor(dtype, min(logits_chunk_tokens(weight.shape[0]), rows.shape[0]))
         for piece in _pieces(rows, weight):
             inputs = rows[piece].detach().to(dtype)
-            logits = F.linear(inputs, *head)
             if row_gradient is None:
-                total += token_loss_sum(arithmetic.apply(logits), targets[piece])
+                total -= _scores(arithmetic.apply(F.linear(inputs, *head)), targets[piece], vocabulary).sum()
                 continue
-            loss, gradient = of_chunk(logits, targets[piece], arithmetic, factor)
-            del logits
+            loss, gradient = of_chunk(F.linear(inputs, *head), targets[piece], arithmetic, factor)
             total += loss
             row_gradient[piece] = gradient @ head[0]
             _add_head_gradient(head_gradient, gradient, inputs)
+            del gradient  # before the logits of the next chunk
         ctx.gradients, ctx.factor = (row_gradient, head_gradient), factor
         ctx.dtypes = [tensor.dtype for tensor in (weight, bias) if tensor is not None][: len(head_gradient)]
         return total
@@ -134,7 +157,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         row_gradient, head_gradient = ctx.gradients
-        ctx.gradients = None
+        # A pipeline may ask for the gradient of the rows first, and keeps the graph for that of the head.
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            row_gradient, head_gradient = row_gradient.clone(), [each.clone() for each in head_gradient]
+        else:
+            ctx.gradients = None
         remaining = upstream[0] / ctx.factor
         rows = row_gradient.mul_(remaining.to(row_gradient.dtype))
         head: list[Tensor | None] = [
@@ -142,7 +169,12 @@ class _ChunkedLoss(torch.autograd.Function):
             for gradient, dtype in zip(head_gradient, ctx.dtypes, strict=True)
         ]
         weight, bias, *_ = [*head, None, None]
-        return rows, None, weight, bias, None, None, None
+        return rows, None, weight, bias, None, None, None, None
+
+
+def _scores(logits: Tensor, labels: Tensor, vocabulary: VocabularyShard | None) -> Tensor:
+    """The log-probability of each label, [tokens], of logits for all of the vocabulary or a part."""
+    return token_log_probabilities(logits, labels) if vocabulary is None else vocabulary.scores(logits, labels)
 
 
 def _add_head_gradient(totals: list[Tensor], gradient: Tensor, inputs: Tensor) -> None:
@@ -170,14 +202,15 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         bias: Tensor | None,
         arithmetic: HeadArithmetic,
         dtype: torch.dtype,
+        vocabulary: VocabularyShard | None,
     ) -> Tensor:
         head = [tensor.to(dtype) for tensor in (weight, bias) if tensor is not None]
         scores = torch.empty(rows.shape[0], dtype=torch.float32, device=rows.device)
         for piece in _pieces(rows, weight):
-            logits = arithmetic.apply(F.linear(rows[piece].to(dtype), *head))
-            scores[piece] = token_log_probabilities(logits, targets[piece])
+            inputs = rows[piece].to(dtype)
+            scores[piece] = _scores(arithmetic.apply(F.linear(inputs, *head)), targets[piece], vocabulary)
         ctx.save_for_backward(rows, targets, weight, bias)
-        ctx.arithmetic, ctx.dtype = arithmetic, dtype
+        ctx.arithmetic, ctx.dtype, ctx.vocabulary = arithmetic, dtype, vocabulary
         return scores
 
     @staticmethod
@@ -186,21 +219,21 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         given = [tensor for tensor in (weight, bias) if tensor is not None]
         head = [tensor.detach().to(ctx.dtype) for tensor in given]
         wants_head = any(ctx.needs_input_grad[2:4])
+        of_chunk = loss_and_gradient if ctx.vocabulary is None else ctx.vocabulary.loss_and_gradient
         totals = [torch.zeros_like(each, dtype=torch.float32) for each in head] if wants_head else []
         row_gradient = torch.empty_like(rows)
         for piece in _pieces(rows, weight):
             inputs = rows[piece].detach().to(ctx.dtype)
-            logits = F.linear(inputs, *head).requires_grad_()
-            with torch.enable_grad():
-                scores = token_log_probabilities(ctx.arithmetic.apply(logits), targets[piece])
-            [gradient] = torch.autograd.grad(scores, [logits], upstream[0][piece])
+            weights = -upstream[0][piece]  # the loss is the negative sum of what is returned
+            _, gradient = of_chunk(F.linear(inputs, *head), targets[piece], ctx.arithmetic, weights)
             row_gradient[piece] = gradient @ head[0]
             _add_head_gradient(totals, gradient, inputs)
+            del gradient
         gradients: list[Tensor | None] = [
             total.to(tensor.dtype) for total, tensor in zip(totals, given[: len(totals)], strict=True)
         ]
         weight_gradient, bias_gradient, *_ = [*gradients, None, None]
-        return row_gradient, None, weight_gradient, bias_gradient, None, None
+        return row_gradient, None, weight_gradient, bias_gradient, None, None, None
 
 
 def _pieces(rows: Tensor, weight: Tensor) -> Iterator[slice]:

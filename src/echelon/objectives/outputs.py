@@ -1,17 +1,22 @@
 """The forward pass of a decoder as objectives use it, and the module that runs it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.data.loader import Microbatch
 from echelon.model.adapters import disabled_adapter
 from echelon.model.attention import document_inputs
+from echelon.model.context_attention import Context, divided_inputs
 from echelon.model.parts import find_parts
-from echelon.model.router import RouterTap, balance_sum, number_sequences
+from echelon.model.router import RouterTap, Sequences, balance_sum, number_sequences
+from echelon.model.sharding import local_part
+from echelon.model.stage import Inflow, find_inlet, run_stage
 from echelon.model.traits import Traits, find_traits
 from echelon.objectives.document_rows import DocumentRows, lay_out_rows
 from echelon.objectives.loss import (
@@ -23,13 +28,14 @@ from echelon.objectives.loss import (
     token_log_probabilities,
     token_loss_sum,
 )
+from echelon.objectives.vocabulary import VocabularyShard
 
 
 class DecoderOutputs:
     """One forward pass of a decoder, run at first use, that provides losses, log-probabilities or logits.
 
     Must be used inside the forward of the module that data parallelism wraps, where the head's weight is unsharded.
-    If the layers run elsewhere, as with pipeline stages, `hidden` provides their result.
+    In a pipeline stage the pass goes on from the hidden states of the stage before, its `inflow`.
     """
 
     def __init__(
@@ -39,34 +45,44 @@ class DecoderOutputs:
         batch: Microbatch,
         reference: "ObjectiveModule | None" = None,
         tap: RouterTap | None = None,
-        hidden: Callable[[], Tensor] | None = None,
+        inflow: Inflow | None = None,
         of_chunk: LossAndGradient = loss_and_gradient,
+        context: Context | None = None,
+        vocabulary_ranks: dist.ProcessGroup | None = None,
     ) -> None:
-        """`hidden`: returns the last hidden states after the final norm, [batch, seq, hidden]; None runs the backbone.
+        """`inflow`: what the stage goes on from; None for a whole model and the first stage.
 
-        It requires a model whose head's arithmetic is known, and a reference that is a separate copy of the model.
-        `of_chunk`: see `chunked_loss_sum`.
+        `of_chunk`: see `chunked_loss_sum`. `context`: how the model's attention is divided, if it is. A microbatch that
+        is not cut then runs whole on each rank. `vocabulary_ranks`: the ranks that divide the head, in equal parts.
         """
         self._model = model
         self._traits = traits
         self._parts = find_parts(model, traits.arithmetic)
-        assert hidden is None or self._parts is not None, "hidden states need a head that is known"
         self._batch = batch
         self._reference = reference
         self._tap = tap
-        self._given_hidden = hidden
+        self._inflow = inflow
         self._of_chunk = of_chunk
+        self._context = context
+        self._vocabulary_ranks = vocabulary_ranks
         self._router_logits: list[Tensor] = []
 
     @cached_property
     def _inputs(self) -> dict[str, Any]:
         batch, inputs = self._batch, {"input_ids": self._batch.input_ids, "use_cache": False}
+        dtype = None if self._inflow is None else self._inflow.hidden.dtype
+        rows = (batch.documents, batch.position_ids, self._most_documents, dtype)
+        if self._context is not None:
+            return inputs | divided_inputs(self._model, self._context, self._traits, batch.input_ids, batch.part, *rows)
         if self._rows is not None:
             return inputs | {"input_ids": self._rows.spread(batch.input_ids)}
         if batch.documents is None or batch.position_ids is None or self._traits.mask is None:
             return inputs
-        most = None if batch.document_shape is None else batch.document_shape[0]
-        return inputs | document_inputs(self._model, self._traits.mask, batch.documents, batch.position_ids, most)
+        return inputs | document_inputs(self._model, self._traits.mask, batch.documents, batch.position_ids, *rows[2:])
+
+    @property
+    def _most_documents(self) -> int | None:
+        return None if self._batch.document_shape is None else self._batch.document_shape[0]
 
     @cached_property
     def _rows(self) -> DocumentRows | None:
@@ -74,61 +90,86 @@ class DecoderOutputs:
         return lay_out_rows(self._batch) if self._batch.documents is not None and self._traits.mask is None else None
 
     @cached_property
-    def _hidden(self) -> Tensor:
-        if self._given_hidden is not None:
-            return self._given_hidden()
-        assert self._parts is not None
-        return self._collect(self._run(self._parts.backbone).last_hidden_state)
+    def hidden(self) -> Tensor:
+        """The hidden states after the last layer that is here, [batch, seq, hidden]; after the final norm if it is."""
+        return self._collect(self._run(self._model.base_model).last_hidden_state)
 
     @cached_property
     def _logits(self) -> Tensor:
         return self._collect(self._run(self._model).logits)
 
+    @property
+    def _head(self) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
+        """The weight and the bias of the head on this rank, and the part of the vocabulary that they are of."""
+        assert self._parts is not None
+        weight, bias = (
+            None if each is None else local_part(each) for each in (self._parts.head_weight, self._parts.head_bias)
+        )
+        assert weight is not None
+        if self._vocabulary_ranks is None:
+            return weight, bias, None
+        return weight, bias, VocabularyShard(len(weight) * self._vocabulary_ranks.rank(), self._vocabulary_ranks)
+
     def _collect(self, values: Tensor) -> Tensor:
         """Return outputs of the model, [rows, width, dim], for each position of the microbatch, [batch, seq, dim]."""
         return values if self._rows is None else self._rows.collect(values)
 
+    @cached_property
+    def _rows_inflow(self) -> Inflow | None:
+        if self._inflow is None or self._rows is None:
+            return self._inflow
+        return Inflow(self._inflow.inlet, self._rows.spread(self._inflow.hidden))
+
     def _run(self, module: nn.Module) -> Any:
-        if self._tap is None:
-            return module(**self._inputs)
-        with self._tap.collecting() as self._router_logits:
-            return module(**self._inputs)
+        context = self._context if self._batch.part is None else None
+        with nullcontext() if context is None else context.whole():
+            if self._tap is None:
+                return run_stage(module, self._rows_inflow, **self._inputs)
+            with self._tap.collecting() as self._router_logits:
+                return run_stage(module, self._rows_inflow, **self._inputs)
 
     def router_loss_sum(self, token_weights: Tensor) -> Tensor:
         """Return the weighted sum of the sequences' balance losses, averaged over routers: an fp32 scalar.
 
-        Must be called after the pass has run. 0 for a model without a router loss.
+        Must be called after the pass has run. 0 for a model without a router loss. In a stage, it is the share of the
+        routers that are there: the shares of all stages add up to the average.
 
         Args:
             token_weights: [batch, seq], fp32; the weight of a sequence is their sum.
         """
-        if self._tap is None:
+        if self._tap is None or not self._tap.routers:
             return token_weights.new_zeros(())
-        routers, batch = self._tap.routers, self._batch
+        sequences = self._number_sequences(token_weights)
+        self._tap.count_tokens(self._router_logits, sequences)
+        pairs = zip(self._router_logits, self._tap.routers, strict=True)
+        sums = torch.stack([balance_sum(logits, router, sequences) for logits, router in pairs])
+        return sums.sum() / self._tap.num_routers
+
+    def _number_sequences(self, token_weights: Tensor) -> Sequences:
+        batch = self._batch
         filled = batch.labels != IGNORE if batch.filled is None else batch.filled
+        if self._context is not None and (part := batch.part) is not None:
+            own = None if batch.documents is None else part.take(batch.documents)
+            return number_sequences(filled, token_weights, own, filled.shape[1] * part.size, self._context.peers.add_up)
         if (rows := self._rows) is None:
-            sequences = number_sequences(filled, token_weights, batch.documents)
-        else:
-            sequences = number_sequences(
-                rows.spread(filled) & rows.filled, rows.spread(token_weights) * rows.filled, None
-            )
-        pairs = zip(self._router_logits, routers, strict=True)
-        return torch.stack([balance_sum(logits, router, sequences) for logits, router in pairs]).mean()
+            return number_sequences(filled, token_weights, batch.documents)
+        return number_sequences(rows.spread(filled) & rows.filled, rows.spread(token_weights) * rows.filled, None)
 
     def token_loss_sum(self, labels: Tensor) -> Tensor:
         """Return the sum of token cross-entropies for shifted labels [batch, seq]: an fp32 scalar."""
         parts = self._parts
         if parts is None:
             return token_loss_sum(self._logits.flatten(0, -2), labels.flatten())
-        head = (parts.head_weight, parts.head_bias, parts.arithmetic)
-        return chunked_loss_sum(self._hidden, labels, *head, self._of_chunk)
+        weight, bias, vocabulary = self._head
+        return chunked_loss_sum(self.hidden, labels, weight, bias, parts.arithmetic, self._of_chunk, vocabulary)
 
     def log_probabilities(self, labels: Tensor) -> Tensor:
         """Return the log-probability of each label: [batch, seq], fp32, 0 for IGNORE."""
         parts = self._parts
         if parts is None:
             return token_log_probabilities(self._logits.flatten(0, -2), labels.flatten()).view_as(labels)
-        return chunked_log_probabilities(self._hidden, labels, parts.head_weight, parts.head_bias, parts.arithmetic)
+        weight, bias, vocabulary = self._head
+        return chunked_log_probabilities(self.hidden, labels, weight, bias, parts.arithmetic, vocabulary)
 
     def reference_log_probabilities(self, labels: Tensor) -> Tensor:
         """Return the log-probabilities under the initial weights, without dropout and gradient.
@@ -140,12 +181,14 @@ class DecoderOutputs:
             with torch.no_grad():
                 scores: Tensor = self._reference(self._batch, lambda outputs, _: outputs.log_probabilities(labels))
             return scores
-        assert self._given_hidden is None, "a pass without the adapter needs all layers here"
+        assert self._inflow is None, "a pass without the adapter needs all layers here"
         trains = self._model.training
         self._model.eval()
         try:
             with torch.no_grad(), disabled_adapter(self._model):
-                return DecoderOutputs(self._model, self._traits, self._batch).log_probabilities(labels)
+                ranks = self._vocabulary_ranks
+                outputs = DecoderOutputs(self._model, self._traits, self._batch, vocabulary_ranks=ranks)
+                return outputs.log_probabilities(labels)
         finally:
             self._model.train(trains)
 
@@ -155,7 +198,7 @@ class DecoderOutputs:
         parts = self._parts
         if parts is None:
             return self._logits[rows, places].float()
-        return parts.arithmetic.apply(parts.head(self._hidden[rows, places])).float()
+        return parts.arithmetic.apply(parts.head(self.hidden[rows, places])).float()
 
 
 Reading = Callable[[DecoderOutputs, Microbatch], Tensor]
@@ -169,21 +212,40 @@ class ObjectiveModule(nn.Module):
     reduce gradients. The decoder's parameter names have the prefix `model.` here.
     """
 
-    def __init__(self, model: Any, tap: RouterTap | None = None, traits: Traits | None = None) -> None:
-        """`tap`: the router tap, if a router loss is trained. `traits`: those of the model; None finds them."""
+    def __init__(
+        self,
+        model: Any,
+        tap: RouterTap | None = None,
+        traits: Traits | None = None,
+        context: Context | None = None,
+        vocabulary_ranks: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`tap`: the router tap, if a router loss is trained. `traits`: those of the model; None finds them.
+
+        `context`: how its attention is divided, if it is. `vocabulary_ranks`: the ranks that divide the head, in equal
+        parts; None if each has all of it.
+        """
         super().__init__()
         self.model = model
-        self._tap = tap
+        self.tap = tap
+        self._context = context
         self._traits = find_traits(model) if traits is None else traits
         # In a tuple, so that it is not registered: a frozen reference must not be wrapped, stepped or saved with this
         # module's parameters.
         self._reference: tuple[ObjectiveModule | None] = (None,)
         self._of_chunk: LossAndGradient = loss_and_gradient
+        self._inlet = find_inlet(model)
+        self._vocabulary_ranks = vocabulary_ranks
 
     @property
     def reference(self) -> "ObjectiveModule | None":
         """The frozen copy of the initial weights; None for an objective that needs none, or has an adapter to omit."""
         return self._reference[0]
+
+    @property
+    def context(self) -> Context | None:
+        """How the attention of the model is divided; None if it is not."""
+        return self._context
 
     def refer_to(self, reference: "ObjectiveModule") -> None:
         """Set a frozen copy of the initial weights as the reference of the objective."""
@@ -193,7 +255,12 @@ class ObjectiveModule(nn.Module):
         """Compile what lies between the head's logits and their gradient."""
         self._of_chunk = torch.compile(loss_and_gradient, backend=backend, fullgraph=True)
 
-    def forward(self, batch: Microbatch, read: Reading, hidden: Callable[[], Tensor] | None = None) -> Tensor:
-        """Return the result of `read` on the forward pass of one microbatch. `hidden`: see DecoderOutputs."""
-        outputs = DecoderOutputs(self.model, self._traits, batch, self._reference[0], self._tap, hidden, self._of_chunk)
-        return read(outputs, batch)
+    def forward(self, batch: Microbatch, read: Reading, received: Tensor | None = None) -> Tensor:
+        """Return the result of `read` on the forward pass of one microbatch.
+
+        Args:
+            received: for a later pipeline stage, the hidden states of the stage before, [batch, seq, hidden].
+        """
+        inflow = None if self._inlet is None or received is None else Inflow(self._inlet, received)
+        options = (self._reference[0], self.tap, inflow, self._of_chunk, self._context, self._vocabulary_ranks)
+        return read(DecoderOutputs(self.model, self._traits, batch, *options), batch)

@@ -1,18 +1,27 @@
 """Applying a plan to a model: the order of the transforms, from the inside out."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from echelon.distributed.mesh import Meshes
 from echelon.model.parts import find_layers
-from echelon.model.router import Router, RouterTap
+from echelon.model.router import Router, RouterLoss, RouterTap
+from echelon.model.stage import StageRange, cut, find_ends, find_shared, own_layers, stage_ranges, view_stage
 from echelon.model.traits import Traits
 from echelon.objectives.outputs import ObjectiveModule
 from echelon.parallel.activation import apply_activation_checkpointing
 from echelon.parallel.compilation import apply_compile
-from echelon.parallel.data_parallel import DataParallel, apply_fully_shard, build_data_parallel
+from echelon.parallel.context import apply_context
+from echelon.parallel.data_parallel import DataParallel, Parallel, apply_fully_shard, build_data_parallel
+from echelon.parallel.expert import apply_expert_parallel
 from echelon.parallel.offload import apply_activation_offloading
+from echelon.parallel.pipeline import Pipeline, StagePart
+from echelon.parallel.step import ForwardBackward, SingleStage
+from echelon.parallel.tensor import apply_tensor_parallel
 from echelon.planner.plan import ParallelPlan
 
 
@@ -24,33 +33,108 @@ def shard_model(
     traits: Traits,
     routers: Sequence[Router] = (),
 ) -> ObjectiveModule:
-    """Everything that may happen on meta: checkpointing, compilation, offloading and sharding of each decoder layer.
+    """Divide the model, then checkpoint, compile, offload and shard each decoder layer. All of it may happen on meta.
 
-    Checkpointing is innermost, so that a compiled layer recomputes inside its own graph; offloading is around both,
-    because it takes what they keep; sharding is outermost, so that its hooks stay outside every graph. Parameter names
-    stay those of `transformers` throughout.
+    Division comes first, from the outside in: the pipeline stage, tensors, experts, then the sequence. Checkpointing is
+    around it, so that a compiled layer recomputes inside its own graph; offloading is around both, because it takes
+    what they keep; sharding is outermost, so that its hooks stay outside every graph. Parameter names stay those of
+    `transformers` throughout.
 
     Args:
+        model: the whole model, or a pipeline stage of it.
         traits: those of the model, the same on every rank.
         routers: whose loss is trained; none for a model without one.
     """
-    layers = find_layers(model)
+    if plan.tp > 1:
+        apply_tensor_parallel(model, plan, meshes)
+    if plan.ep > 1:
+        apply_expert_parallel(model, meshes)
+    layers = own_layers(model)
+    context = apply_context(model, plan, meshes)
     tap = RouterTap(model, routers) if routers else None
     if tap is not None:
         tap.open_inside(layers)
-    apply_activation_checkpointing(layers, plan.activation_checkpointing)
+    apply_activation_checkpointing(layers, plan.activation_checkpointing, plan.checkpoint_every)
     if plan.compile:
-        apply_compile(layers, compile_backend)
+        apply_compile(layers, compile_backend, plan.activation_memory_budget)
     if plan.activation_offloading:
-        apply_activation_offloading(layers)
+        apply_activation_offloading(find_layers(model), horizon=plan.activation_loading_horizon)
     if tap is not None:
         tap.open_outside(layers)
-    module = ObjectiveModule(model, tap, traits)
+    vocabulary_ranks = None if meshes.tp is None else meshes.tp.get_group()
+    module = ObjectiveModule(model, tap, traits, context, vocabulary_ranks)
     if plan.compile:
         module.compile_loss(compile_backend)
     if plan.uses_fully_shard:
         apply_fully_shard(module, layers, plan, meshes)
     return module
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline stages of a rank after their transforms.
+
+    Attributes:
+        places: where they are in the pipeline; empty without one.
+        modules: one for each; without a pipeline, one for the whole model.
+        shared: names of the weights that both the first and the last stage have.
+    """
+
+    places: Sequence[StageRange]
+    modules: Sequence[ObjectiveModule]
+    shared: tuple[str, ...] = ()
+
+
+def shard_stages(
+    model: PreTrainedModel,
+    skeleton: PreTrainedModel,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    compile_backend: str,
+    traits: Traits,
+    routers: Sequence[Router] = (),
+) -> Stages:
+    """Remove from a model on meta what other ranks of its pipeline have, and apply `shard_model` to each stage here.
+
+    Args:
+        skeleton: the same model without any transform.
+
+    Raises:
+        ConfigError: the model cannot be cut into stages.
+    """
+    if plan.pp == 1:
+        return Stages((), [shard_model(model, plan, meshes, compile_backend, traits, routers)])
+    ends = find_ends(skeleton)
+    places, shared = stage_ranges(plan.stages)[meshes.place["pp"] :: plan.pp], find_shared(model, ends)
+    cut(model, places, ends)
+    views = [view_stage(model, place, ends) for place in places]
+    return Stages(places, [shard_model(view, plan, meshes, compile_backend, traits, routers) for view in views], shared)
+
+
+def connect_stages(
+    stages: Stages,
+    plan: ParallelPlan,
+    meshes: Meshes,
+    hidden_size: int,
+    device: torch.device,
+    seed: int,
+    router: RouterLoss | None = None,
+) -> tuple[Parallel, ForwardBackward]:
+    """Return the parallelism around materialised stages, and what runs the microbatches of a step. Collective.
+
+    Args:
+        seed: of dropout.
+        router: the router loss that is trained.
+    """
+    parallels = [parallelize(module, plan, meshes) for module in stages.modules]
+    strength = None if router is None else router.strength
+    if plan.pp == 1:
+        [parallel] = parallels
+        return parallel, SingleStage(parallel, seed, strength, stages.modules[0].tap)
+    assert meshes.pp is not None
+    parts = [StagePart(*part) for part in zip(stages.places, stages.modules, parallels, strict=True)]
+    pipeline = Pipeline(parts, plan, meshes.pp, hidden_size, device, seed, strength, stages.shared)
+    return pipeline, pipeline
 
 
 def parallelize(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes) -> DataParallel:

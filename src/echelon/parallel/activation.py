@@ -1,7 +1,7 @@
 """Activation checkpointing of decoder layers, in place and without renaming a parameter."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,19 +25,20 @@ KEPT_OPERATIONS = {
 }
 
 
-def apply_activation_checkpointing(layers: Iterable[nn.Module], policy: str) -> None:
-    """Make each decoder layer recompute its activations in the backward pass.
+def apply_activation_checkpointing(layers: Sequence[nn.Module] | nn.ModuleList, policy: str, every: int = 1) -> None:
+    """Make decoder layers recompute their activations in the backward pass.
 
     Args:
         policy: `none`; `full` keeps a layer's input alone (Chen et al. 2016); `selective` also keeps matrix products
             and attention (Korthikanti et al. 2022).
+        every: only layers whose number, from 1, this divides.
     """
     if policy == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if policy == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _selective_policy)
-    for layer in layers:
+    for layer in layers[every - 1 :: every]:
         layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 from torch import nn
 from torch._dynamo.utils import get_compilation_metrics
 
@@ -35,13 +36,19 @@ class _LimitWatch(logging.Handler):
 _WATCH = _LimitWatch()
 
 
-def apply_compile(layers: Iterable[nn.Module], backend: str) -> None:
+def apply_compile(layers: Iterable[nn.Module], backend: str, memory_budget: float | None = None) -> None:
     """Compile each decoder layer's forward. Equal layers share one compilation.
 
     The forward is compiled rather than the module: hooks of FSDP stay outside the graph, and names stay as they are.
     Dynamo's option for DDP, which cuts graphs at the borders of buckets so that reduction can begin inside a graph, is
     switched off: a layer is small enough to be reduced whole.
+
+    Args:
+        memory_budget: the share of a layer's activations that is kept, from 0 (its inputs alone) to 1 (what the
+            compiler keeps by itself), the default. It recomputes what takes the fewest FLOPs.
     """
+    # Read when a layer is compiled, at its first call; one process has one budget.
+    torch._functorch.config.activation_memory_budget = 1.0 if memory_budget is None else memory_budget
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = MAX_GRAPHS
     logging.getLogger("torch._dynamo.convert_frame").addHandler(_WATCH)

@@ -5,22 +5,25 @@ sum(loss) / (global number of targets), so ranks are summed and the loss rule is
 """
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from echelon.data.loader import Microbatch
 from echelon.distributed.mesh import Meshes
 from echelon.errors import ConfigError
-from echelon.objectives.outputs import ObjectiveModule
+from echelon.objectives.outputs import ObjectiveModule, Reading
+from echelon.parallel.expert import find_dispatches, find_experts
 from echelon.parallel.gloo_scatter import ExchangeReduceScatter
 from echelon.planner.plan import ParallelPlan
 
@@ -32,18 +35,29 @@ BUFFERS_STAY_LOCAL: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "b
 GPU_BUCKET_MB = 128
 
 
-class DataParallel(Protocol):
-    """A module made parallel over the data axes.
+@dataclass(frozen=True)
+class Waiting:
+    """The share of a step in which a rank waits for other pipeline stages: measured, and by the schedule's formula."""
 
-    `num_rehearsals`: the number of steps with reduced gradients until memory for gradients is where it will stay.
+    measured: float
+    predicted: float
+
+
+class Parallel(Protocol):
+    """A model made parallel over some ranks.
+
+    Attributes:
+        num_rehearsals: the number of steps with reduced gradients until memory for gradients is where it will stay.
+        num_rehearsed: microbatches that need as much memory as a step of many: the second one finds the gradients of
+            the first, and a pipeline keeps the activations of several.
+        stage_of: the index of the pipeline stage of each module, by its name in the decoder; empty without a pipeline.
+        counted_elsewhere: names of parameters whose gradients another stage counts in the global norm.
     """
 
-    module: nn.Module
     num_rehearsals: int
-
-    def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Scope of one forward and backward pass; gradients are final after the one with `is_last`."""
-        ...
+    num_rehearsed: int
+    stage_of: Mapping[str, int]
+    counted_elsewhere: frozenset[str]
 
     def clear_gradients(self) -> None:
         """Forget the gradients, so that the next backward pass begins a new sum."""
@@ -57,8 +71,36 @@ class DataParallel(Protocol):
         """
         ...
 
-    def evaluation(self) -> AbstractContextManager[nn.Module]:
-        """Scope of forward passes without gradients; leaves parameters as training expects them."""
+    def evaluation(self) -> AbstractContextManager[Callable[[Microbatch, Reading], Tensor]]:
+        """Scope of forward passes without gradients; leaves parameters as training expects them.
+
+        The passes are collective where the model is divided; every rank gets the result of the reading.
+        """
+        ...
+
+    def waiting(self) -> Waiting | None:
+        """Return how long this rank waited for other stages in the last step; None without a pipeline."""
+        ...
+
+
+class _Undivided:
+    """What holds for every parallelism in which each rank runs all layers. See Parallel."""
+
+    stage_of: Mapping[str, int] = {}
+    counted_elsewhere: frozenset[str] = frozenset()
+
+    def waiting(self) -> Waiting | None:
+        """See Parallel."""
+        return None
+
+
+class DataParallel(Parallel, Protocol):
+    """A module made parallel over the data axes."""
+
+    module: nn.Module
+
+    def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Scope of one forward and backward pass; gradients are final after the one with `is_last`."""
         ...
 
 
@@ -89,10 +131,10 @@ def autocast_scope(plan: ParallelPlan, device_type: str) -> Autocast:
     return Autocast(device_type, getattr(torch, plan.precision.compute) if plan.uses_autocast else None)
 
 
-class Alone:
+class Alone(_Undivided):
     """One process with the whole model."""
 
-    num_rehearsals = 1
+    num_rehearsals, num_rehearsed = 1, 2
 
     def __init__(self, module: nn.Module, autocast: Autocast) -> None:
         self.module = module
@@ -138,13 +180,14 @@ def _reduce_bucket(reduction: _Reduction, bucket: GradBucket) -> torch.futures.F
     return unchanged
 
 
-class Replicated:
+class Replicated(_Undivided):
     """DistributedDataParallel: a whole copy on every rank, gradients summed in buckets that overlap the backward.
 
     Gradients are views of the buckets, also those of microbatches that are not sent, so there is no second copy.
     """
 
     num_rehearsals = 2  # DDP allocates its final buckets at the second one
+    num_rehearsed = 1  # the buckets, which are the gradients, are there before the first
 
     def __init__(self, module: nn.Module, meshes: Meshes, autocast: Autocast) -> None:
         self._inner = module
@@ -160,20 +203,27 @@ class Replicated:
         self.module: nn.Module = self._ddp
         self._autocast = autocast
         self._num_reduced = 0
+        self._forgets = False
 
     @contextmanager
     def microbatch(self, is_last: bool) -> Iterator[None]:
-        """Gradients stay local until the last microbatch."""
+        """Gradients stay local until the last microbatch.
+
+        The first one of several finds zeros in the buckets: autograd would allocate new tensors for None, and keep them
+        until the last one. Those of an only one DDP copies to its buckets as they come, which takes less time than to
+        clear the buckets and to add. The first buckets are freed in any case: as long as a gradient is a view of them,
+        they take memory.
+        """
+        if self._forgets:
+            self._ddp.zero_grad(set_to_none=is_last or self._num_reduced < self.num_rehearsals)
+            self._forgets = False
         with nullcontext() if is_last else self._ddp.no_sync(), self._autocast():
             yield
         self._num_reduced += is_last
 
     def clear_gradients(self) -> None:
-        """See DataParallel. In place: autograd would allocate new tensors for None, and DDP copy them to its buckets.
-
-        The first buckets are freed instead: as long as a gradient is a view of them, they take memory.
-        """
-        self._ddp.zero_grad(set_to_none=self._num_reduced < self.num_rehearsals)
+        """See DataParallel. When the next microbatch begins: how it is done depends on how many follow."""
+        self._forgets = True
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -216,15 +266,16 @@ class _NoSum(DefaultReduceScatter):
         output_tensor.zero_()
 
 
-class FullyShard:
+class FullyShard(_Undivided):
     """`fully_shard` (FSDP2): parameters, gradients and optimizer state are shards; layers are gathered as they run."""
 
-    num_rehearsals = 1
+    num_rehearsals, num_rehearsed = 1, 2
 
     def __init__(self, module: ObjectiveModule, plan: ParallelPlan, device_type: str) -> None:
         assert isinstance(module, FSDPModule)
         self.module: nn.Module = module
         self._reference = module.reference
+        self._context = module.context
         self._root: FSDPModule = module
         self._plan = plan
         self._device_type = device_type
@@ -251,14 +302,25 @@ class FullyShard:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Gathered parameters are copies of this rank's shard, and reduced gradients are 0."""
-        self._sends = False
+        """Gathered parameters are copies of this rank's shard, and reduced gradients are 0.
+
+        Attention exchanges nothing with the ranks that share sequences.
+        """
+        self._set_sending(False)
         self._communicate_by(_OwnShard(), _NoSum())
+        context = self._context
         try:
-            yield
+            with nullcontext() if context is None else context.peers.isolated():
+                yield
         finally:
             self._communicate_by(DefaultAllGather(), _build_reduce_scatter(self._device_type))
-            self._sends = True
+            self._set_sending(True)
+
+    def _set_sending(self, sends: bool) -> None:
+        self._sends = sends
+        for root in (self.module, self._reference):
+            for dispatch in () if root is None else find_dispatches(root):
+                dispatch.group.sends = sends
 
     def _communicate_by(self, gather: DefaultAllGather, reduce: Any) -> None:
         for root in (self.module, self._reference):
@@ -336,6 +398,16 @@ def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: Para
     )
     offload = CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": meshes.shard, "mp_policy": policy, "offload_policy": offload}
+    if meshes.experts is not None:
+        *data, _ = meshes.experts.mesh_dim_names or ()
+        for experts in find_experts(module).values():
+            # Along the second dim: the first one is divided over ep.
+            fully_shard(
+                experts,
+                reshard_after_forward=plan.reshard_after_forward,
+                shard_placement_fn=lambda _: Shard(1),
+                **options | {"mesh": meshes.experts[tuple(data)]},
+            )
     for layer in layers:
         fully_shard(layer, reshard_after_forward=plan.reshard_after_forward, **options)
     # What is never trained has no backward pass to free it again.

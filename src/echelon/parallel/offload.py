@@ -2,7 +2,8 @@
 
 While a layer runs, a side stream copies what autograd saves to pinned host memory. The next layer still computes when
 the last of these copies ends; then the device memory is free again. In the backward pass the tensors of a layer come
-back while the layer after it is differentiated. At most two layers have their activations on the device.
+back while layers after it are differentiated, `horizon` layers ahead. At most one layer more has its activations on the
+device, and at least two have.
 
 Device memory is allocated on the stream that computes, in both directions, and given back to it only after it waited
 for the copies. So the allocator needs no record of other streams, and the peak does not depend on timing.
@@ -11,8 +12,9 @@ for the copies. So the allocator needs no record of other streams, and the peak 
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -106,7 +108,13 @@ class _Shelf:
     """
 
     def __init__(
-        self, side: SideStream, buffers: _Buffers, kept: frozenset[int] | None, smallest: int, before: "_Shelf | None"
+        self,
+        side: SideStream,
+        buffers: _Buffers,
+        kept: frozenset[int] | None,
+        smallest: int,
+        before: "_Shelf | None",
+        horizon: int,
     ) -> None:
         """`kept`: addresses of storages that stay on the device; None if all do. `before`: the previous layer's."""
         self._side = side
@@ -114,6 +122,7 @@ class _Shelf:
         self._kept = kept
         self._smallest = smallest
         self._before = None if before is None else weakref.ref(before)
+        self._horizon = horizon
         self._storages: dict[int, _Storage] = {}
         self._taken: list[Tensor] = []
         self._leaving: list[tuple[Tensor, int]] = []
@@ -161,17 +170,24 @@ class _Shelf:
             )
 
     def unpack(self, packed: Tensor | _View) -> Tensor:
-        """Return a saved tensor in the backward pass. The first call makes what the previous layer saved come back."""
+        """Return a saved tensor in the backward pass. The first call makes what earlier layers saved come back."""
         if not self._is_open:
             self._is_open = True
             self._load()
             if self._comes_back:
                 self._side.wait(self._last)
                 self._comes_back = False
-            before = None if self._before is None else self._before()
-            if before is not None:
-                before._load()
+            for shelf in islice(self._earlier(), self._horizon):
+                shelf._load()
         return packed if isinstance(packed, Tensor) else packed.restore()
+
+    def _earlier(self) -> Iterator["_Shelf"]:
+        """The shelves of the layers before this one, the nearest first."""
+        shelf: _Shelf | None = self
+        while shelf is not None:
+            shelf = None if shelf._before is None else shelf._before()
+            if shelf is not None:
+                yield shelf
 
     def _load(self) -> None:
         self.release()
@@ -198,8 +214,9 @@ def _is_cast_weight(tensor: Tensor) -> bool:
 class _Offloading:
     """Offloads what the layers of a decoder save, the last one excepted: its backward pass comes first."""
 
-    def __init__(self, side: SideStream, num_layers: int, smallest: int) -> None:
+    def __init__(self, side: SideStream, num_layers: int, smallest: int, horizon: int) -> None:
         self._side = side
+        self._horizon = horizon
         self._buffers = _Buffers(side)
         self._num_layers = num_layers
         self._smallest = smallest
@@ -211,7 +228,7 @@ class _Offloading:
             return forward(*args, **kwargs)
         before = None if index == 0 or self._newest is None else self._newest()
         kept = None if index == self._num_layers - 1 else _find_kept(layer, args, kwargs)
-        shelf = _Shelf(self._side, self._buffers, kept, self._smallest, before)
+        shelf = _Shelf(self._side, self._buffers, kept, self._smallest, before, self._horizon)
         with saved_tensors_hooks(shelf.pack, shelf.unpack):
             output = forward(*args, **kwargs)
         self._newest = weakref.ref(shelf)
@@ -228,7 +245,7 @@ def _find_kept(layer: nn.Module, args: Sequence[Any], kwargs: Any) -> frozenset[
 
 
 def apply_activation_offloading(
-    layers: nn.ModuleList, side: SideStream | None = None, smallest: int = SMALLEST
+    layers: nn.ModuleList, side: SideStream | None = None, smallest: int = SMALLEST, horizon: int = 1
 ) -> None:
     """Make decoder layers keep what their backward pass needs in host memory, in place.
 
@@ -239,7 +256,9 @@ def apply_activation_offloading(
         layers: in the order in which they run; their first argument is the hidden states.
         side: what copies; None copies from the GPU of this process.
         smallest: bytes of the smallest storage that moves.
+        horizon: layers whose tensors are loaded ahead of the one that is differentiated; 0 loads a layer's own when
+            they are needed, and waits.
     """
-    offloading = _Offloading(side or SideStream(), len(layers), smallest)
+    offloading = _Offloading(side or SideStream(), len(layers), smallest, horizon)
     for index, layer in enumerate(layers):
         layer.forward = functools.partial(offloading.run, index, layer, layer.forward)

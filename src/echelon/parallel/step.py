@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.loader import Microbatch
+from echelon.model.router import RouterTap
 from echelon.model.seeds import derive_seed
 from echelon.objectives.objective import Objective, training_sums
 from echelon.parallel.data_parallel import DataParallel
@@ -18,11 +19,13 @@ class StepSums:
     """What a step's microbatches add up to on this rank: fp64 scalars on the device.
 
     `loss` is the objective's alone. `router`: the balance losses of sequences, each times its targets; None where no
-    router loss is trained.
+    router loss is trained. `expert_tokens`: the tokens of each router's experts, [routers, experts]; None likewise. A
+    router is counted where its pipeline stage is.
     """
 
     loss: Tensor
     router: Tensor | None = None
+    expert_tokens: Tensor | None = None
 
 
 class ForwardBackward(Protocol):
@@ -38,11 +41,14 @@ class ForwardBackward(Protocol):
 class SingleStage:
     """Every rank runs the whole depth of the model, one microbatch after the other."""
 
-    def __init__(self, parallel: DataParallel, seed: int, router_strength: float | None = None) -> None:
-        """`router_strength`: the factor on the router loss; None where none is trained."""
+    def __init__(
+        self, parallel: DataParallel, seed: int, router_strength: float | None = None, tap: RouterTap | None = None
+    ) -> None:
+        """`router_strength`: the factor on the router loss, whose logits `tap` delivers; None where none is trained."""
         self._parallel = parallel
         self._seed = seed
         self._router_strength = router_strength
+        self._tap = tap
 
     def __call__(
         self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor, objective: Objective
@@ -54,11 +60,15 @@ class SingleStage:
         read = training_sums(objective)
         for index, microbatch in enumerate(microbatches):
             # Random state is not saved but derived, so that dropout is the same after a resume.
-            torch.manual_seed(derive_seed(self._seed, step, int(microbatch.batch_indices[0])))
+            # Ranks that share a sequence hold other positions of it.
+            place = () if microbatch.part is None else (microbatch.part.rank,)
+            torch.manual_seed(derive_seed(self._seed, step, int(microbatch.batch_indices[0]), *place))
             with self._parallel.microbatch(is_last=index == len(microbatches) - 1):
                 sums = self._parallel.module(microbatch, read)
             # 0 * loss is 0, or NaN for a loss that is not finite: then every gradient is NaN, and so is the norm that
             # all ranks see, which is what keeps such a step from being applied.
             sums.backward((factors + 0 * sums.detach()) / num_targets)
             total += sums.detach()
-        return StepSums(total[0], None if self._router_strength is None else total[1])
+        if self._tap is None:
+            return StepSums(total[0])
+        return StepSums(total[0], total[1], self._tap.take_expert_tokens(total.device))

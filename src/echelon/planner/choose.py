@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import CPU_BF16_MARGIN, Cluster
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
+from echelon.planner.expert_limits import check_expert_parallel
+from echelon.planner.kept_activations import KeptActivations, check_activations, read_activations
 from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
 from echelon.planner.memory import MemoryEstimate, estimate_memory
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, Rounding
+from echelon.planner.sequence_limits import check_context
+from echelon.planner.stages import check_pipeline, choose_stages, describe_pipeline, pipeline_sizes
+from echelon.planner.tensor_limits import check_tensor_parallel
 from echelon.sizes import render_bytes
 
 if TYPE_CHECKING:
@@ -38,6 +43,7 @@ class _Request:
     precision: Precision
     adapter: AdapterPlan | None
     compile: bool
+    kept: KeptActivations
     fill: bool
 
     @property
@@ -65,16 +71,23 @@ def resolve_plan(
     ConfigError if the recipe is wrong on any cluster, with the values that would fit.
     """
     _check_positions(recipe, shape)
-    _check_offloading(recipe, cluster)
+    kept = read_activations(recipe.train)
+    check_activations(recipe, kept, shape, cluster)
     precision, precision_why = _choose_precision(recipe, cluster)
     seconds = _estimate_seconds(recipe, shape, cluster, precision, num_samples)
-    compile_model, compile_why = _choose_compile(recipe, cluster, seconds)
+    compile_model, compile_why = _choose_compile(recipe, cluster, kept, seconds)
     adapter = build_adapter_plan(recipe.adapter, shape, len(recipe.model.new_tokens))
-    request = _Request(recipe, shape, cluster, num_samples, precision, adapter, compile_model, fill)
+    request = _Request(recipe, shape, cluster, num_samples, precision, adapter, compile_model, kept, fill)
     if recipe.parallel == "auto":
         plan, plan_why = _choose_strategy(request)
     else:
-        plan, plan_why = _build_requested(request, build_layout(recipe.parallel, cluster))
+        layout = build_layout(recipe.parallel, cluster, shape.num_layers)
+        check_pipeline(recipe, layout)
+        check_tensor_parallel(recipe, shape, layout)
+        check_expert_parallel(recipe, shape, layout)
+        check_context(recipe, layout, shape)
+        plan, plan_why = _build_requested(request, layout)
+        plan_why = [*plan_why, *describe_pipeline(plan)]
     reach = None if adapter is None else describe_reach(adapter, shape)
     return replace(plan, why=(*plan_why, *precision_why, *compile_why, *([] if reach is None else [reach])))
 
@@ -86,27 +99,6 @@ def _check_positions(recipe: "Recipe", shape: ModelShape) -> None:
         raise ConfigError(
             f"data.sequence_len={length} is longer than the {positions} learned positions of the model; "
             f"use {positions} or less, or a model with more positions."
-        )
-
-
-def _check_offloading(recipe: "Recipe", cluster: Cluster) -> None:
-    """Refuse activation offloading on CPUs, and where PyTorch does not hand out the tensors that a layer keeps."""
-    train = recipe.train
-    if not train.activation_offloading:
-        return
-    if cluster.kind == "cpu":
-        raise PlanError("train.activation_offloading=true: on CPUs everything is in host memory already; omit it.")
-    if train.activation_checkpointing == "selective":
-        raise ConfigError(
-            "train.activation_offloading=true does not work with train.activation_checkpointing=selective, which keeps "
-            "its tensors where no other code can move them; use full or none."
-        )
-    compiles = "train.compile=true" if train.compile is True else "train.precision=fp8, which is compiled"
-    if train.activation_checkpointing == "none" and (train.compile is True or train.precision == "fp8"):
-        raise ConfigError(
-            f"train.activation_offloading=true does not work with {compiles}: a compiled layer keeps its tensors where "
-            "no other code can move them; set train.activation_checkpointing=full, whose layer inputs can be moved, "
-            "or do not compile."
         )
 
 
@@ -185,7 +177,9 @@ def _estimate_seconds(
     return flops / (cluster.num_devices * peak * _EAGER_MFU)
 
 
-def _choose_compile(recipe: "Recipe", cluster: Cluster, seconds: float | None) -> tuple[bool, list[str]]:
+def _choose_compile(
+    recipe: "Recipe", cluster: Cluster, kept: KeptActivations, seconds: float | None
+) -> tuple[bool, list[str]]:
     """Decide whether to compile a model that trains for `seconds`, if known.
 
     Raises ConfigError for an adapter whose layers replace weights in each forward pass; PEFT advises against it.
@@ -199,9 +193,13 @@ def _choose_compile(recipe: "Recipe", cluster: Cluster, seconds: float | None) -
         )
     if isinstance(wanted, bool):
         return wanted, []
+    if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
+        return False, ["compile auto: off, PyTorch cannot split the backward pass of compiled layers (zero_bubble)"]
+    if kept.memory_budget is not None:
+        return True, ["compile auto: on, the compiler keeps activations within the memory budget"]
     if key is not None:
         return False, [f"compile auto: off, with adapter.{key} the weights of experts change in each forward pass"]
-    if recipe.train.activation_offloading and recipe.train.activation_checkpointing == "none":
+    if recipe.train.activation_offloading and not kept.is_input_alone:
         return False, ["compile auto: off, the activations of compiled layers cannot be offloaded"]
     if cluster.kind == "cuda":
         return True, ["compile auto: on, fused kernels are faster on a GPU"]
@@ -247,7 +245,7 @@ def _auto_layouts(request: _Request) -> Iterator[Layout]:
         names = ["zero2", "fsdp"] if casts else ["ddp"]
     else:
         names = [*([] if casts else ["ddp"]), "zero1", "zero2", *(["hsdp"] if cluster.num_nodes > 1 else []), "fsdp"]
-    return (build_layout(name, cluster) for name in names)
+    return (build_layout(name, cluster, request.shape.num_layers) for name in names)
 
 
 def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
@@ -287,11 +285,13 @@ def _check_host_memory(request: _Request, layout: Layout, needs: MemoryEstimate)
 def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
     """The plan with the largest micro batch up to the cap that fits, or with the smallest if none fits."""
     recipe, cap = request.recipe, MICRO_BATCH_TOKENS[request.cluster.kind]
-    per_rank = check_batch(recipe, layout.dp_size, request.num_samples, request.fill)
+    per_rank = check_batch(recipe, layout, request.num_samples, request.fill)
     sizes = micro_batch_sizes(recipe, layout.dp_size, request.fill)
+    if layout.pp > 1:
+        sizes = pipeline_sizes(recipe, layout, sizes, request.fill)
     automatic, length = recipe.train.micro_batch_size == "auto", recipe.data.sequence_len
-    if automatic:
-        sizes = [size for size in sizes if size * length <= cap or size == 1]
+    if automatic and layout.microbatches is None:
+        sizes = [size for size in sizes if size * length <= cap] or sizes[-1:]
     plans = [_build_plan(request, layout, size, per_rank // size) for size in sizes]
     plan = next((candidate for candidate in plans if request.fits(request.estimate(candidate))), plans[-1])
     if not automatic:
@@ -307,6 +307,10 @@ def _choose_micro_batch(request: _Request, layout: Layout) -> tuple[ParallelPlan
 
 
 def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_microbatches: int) -> ParallelPlan:
+    stages: tuple[int, ...] = ()
+    if layout.schedule is not None:
+        length = request.recipe.data.sequence_len
+        stages = choose_stages(request.shape, layout.pp, layout.schedule, length, layout.stages)
     return ParallelPlan(
         strategy=layout.strategy,
         dp_replicate=layout.dp_replicate,
@@ -315,12 +319,24 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
         reduce_gradients=layout.reduce_gradients,
         cpu_offload=layout.cpu_offload,
         prefetch=layout.prefetch,
+        cp=layout.cp,
+        tp=layout.tp,
+        pp=layout.pp,
+        ep=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+        cp_method=layout.cp_method,
+        schedule=layout.schedule,
+        stages=stages,
+        order=layout.order,
         micro_batch_size=micro_batch_size,
         num_microbatches=num_microbatches,
         num_fill=layout.dp_size * num_microbatches * micro_batch_size - request.recipe.global_batch_size,
         rows_per_sequence=1 if request.shape.obeys_masks or request.recipe.objective.name != "dpo" else 2,
-        activation_checkpointing=request.recipe.train.activation_checkpointing,
+        activation_checkpointing=request.kept.policy,
+        checkpoint_every=request.kept.every,
+        activation_memory_budget=request.kept.memory_budget,
         activation_offloading=request.recipe.train.activation_offloading,
+        activation_loading_horizon=request.recipe.train.activation_loading_horizon,
         compile=request.compile,
         precision=request.precision,
         optimizer=request.recipe.optim.name,
@@ -339,9 +355,10 @@ def _needs(request: _Request, layout: Layout, plan: ParallelPlan, needs: MemoryE
 
 def _advice(request: _Request, plan: ParallelPlan) -> str:
     """Changes that would help; those that can be evaluated are named only if they fit, with the memory they need."""
-    fsdp = build_layout("fsdp", request.cluster)
+    fsdp = build_layout("fsdp", request.cluster, request.shape.num_layers)
+    full = replace(plan, activation_checkpointing="full", checkpoint_every=1, activation_memory_budget=None)
     trials = {
-        "set train.activation_checkpointing=full": replace(plan, activation_checkpointing="full"),
+        "set train.activation_checkpointing=full": full,
         "set parallel=fsdp": _build_plan(request, fsdp, plan.micro_batch_size, plan.num_microbatches),
     }
     needs = {way: request.estimate(trial) for way, trial in trials.items() if trial != plan}

@@ -1,4 +1,4 @@
-"""Degrees of data parallelism from `parallel`, a name or a mapping, and the batch arithmetic over them."""
+"""The layout of a strategy from `parallel`, a name or a mapping of degrees, and the batch arithmetic over it."""
 
 import math
 from dataclasses import dataclass
@@ -6,20 +6,33 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import Cluster
+from echelon.planner.degrees import (
+    AXIS_ORDER,
+    Degrees,
+    check_options,
+    join_words,
+    nearest,
+    resolve_degrees,
+    resolve_order,
+)
 from echelon.planner.model_shape import divisors
 from echelon.planner.plan import ReduceGradients
+from echelon.recipe.training import AxisName, CpMethod, PipelineSchedule
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe
     from echelon.recipe.training import ParallelConfig
 
-UNBUILT_DEGREES = {"cp": "context", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The fields that define a strategy; the plan copies them unchanged."""
+    """The fields that define a strategy; the plan copies them unchanged, except `microbatches`.
+
+    stages: the decoder layers of each pipeline stage; empty without a pipeline, or if they are not given.
+    microbatches: the number of them in a step, if the recipe sets it.
+    """
 
     strategy: str
     dp_replicate: int
@@ -28,21 +41,36 @@ class Layout:
     reduce_gradients: ReduceGradients
     cpu_offload: bool = False
     prefetch: int | None = None
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    cp_method: CpMethod | None = None
+    schedule: PipelineSchedule | None = None
+    stages: tuple[int, ...] = ()
+    microbatches: int | None = None
+    order: tuple[AxisName, ...] = AXIS_ORDER
 
     @property
     def dp_size(self) -> int:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def num_peers(self) -> int:
+        """Ranks that read the same sequences, because they share the model or the sequence."""
+        return self.cp * self.tp * self.pp
 
-def build_layout(parallel: "str | ParallelConfig", cluster: Cluster) -> Layout:
-    """The layout of a strategy name or a mapping of degrees on a cluster.
+
+def build_layout(parallel: "str | ParallelConfig", cluster: Cluster, num_layers: int) -> Layout:
+    """The layout of a strategy name or a mapping of degrees on a cluster, for a model of `num_layers` decoder layers.
 
     Raises PlanError if the degrees do not fit its processes, ConfigError for values that fit no cluster.
     """
     if isinstance(parallel, str):
         return _named_layout(parallel, cluster)
-    return _mapped_layout(parallel, cluster)
+    return _mapped_layout(parallel, cluster, num_layers)
 
 
 def _named_layout(name: str, cluster: Cluster) -> Layout:
@@ -77,87 +105,105 @@ def _hsdp_replicas(cluster: Cluster) -> int:
     return 2
 
 
-def _mapped_layout(parallel: "ParallelConfig", cluster: Cluster) -> Layout:
-    for degree, name in UNBUILT_DEGREES.items():
-        if getattr(parallel, degree) != 1:
-            raise ConfigError(
-                f"parallel.{degree}={getattr(parallel, degree)}: {name} parallelism is not built yet; use {degree}=1."
-            )
+def _mapped_layout(parallel: "ParallelConfig", cluster: Cluster, num_layers: int) -> Layout:
+    check_options(parallel, num_layers)
     if parallel.cpu_offload and cluster.kind == "cpu":
         raise PlanError("parallel.cpu_offload=true: on CPUs everything is in host memory already; omit it.")
-    replicate, shard = _mapped_degrees(parallel, cluster.num_devices)
-    shards = shard > 1 or parallel.cpu_offload
+    degrees = resolve_degrees(parallel, cluster.num_devices)
+    reshard, reduce = _choose_switches(parallel, degrees)
+    return Layout(
+        strategy=_strategy_name(degrees, reshard, reduce),
+        dp_replicate=degrees.dp_replicate,
+        dp_shard=degrees.dp_shard,
+        reshard_after_forward=reshard,
+        reduce_gradients=reduce,
+        cpu_offload=parallel.cpu_offload,
+        prefetch=parallel.prefetch,
+        cp=degrees.cp,
+        tp=degrees.tp,
+        pp=degrees.pp,
+        ep=degrees.ep,
+        sequence_parallel=bool(parallel.sequence_parallel),
+        cp_method=(parallel.cp_method or "allgather") if degrees.cp > 1 else None,
+        schedule=(parallel.schedule or "1f1b") if degrees.pp > 1 else None,
+        stages=parallel.stages or (),
+        microbatches=parallel.microbatches,
+        order=resolve_order(parallel, degrees),
+    )
+
+
+def _choose_switches(parallel: "ParallelConfig", degrees: Degrees) -> tuple[bool, ReduceGradients]:
+    """Whether gathered parameters are freed after use, and when gradients are reduced."""
+    shards = degrees.dp_shard * degrees.cp > 1 or parallel.cpu_offload
     if parallel.prefetch is not None and not shards:
         raise ConfigError(
             f"parallel.prefetch={parallel.prefetch}: every process has all parameters here, so no layer is gathered; "
             "remove the key, or shard the parameters with dp_shard."
         )
-    reshard = shards if parallel.reshard_after_forward is None else parallel.reshard_after_forward
-    reduce: ReduceGradients = parallel.reduce_gradients or ("each" if shards else "last")
-    strategy = _strategy_name(replicate, shard, reshard, reduce)
-    return Layout(strategy, replicate, shard, reshard, reduce, parallel.cpu_offload, parallel.prefetch)
+    # Beside tensor parallelism, fully_shard also holds what is not sharded: it frees copies after use, at no traffic.
+    # A pipeline runs a layer again and again in a step, so gathering it each time would cost too much.
+    frees = (shards or degrees.tp > 1) and degrees.pp == 1
+    reshard = frees if parallel.reshard_after_forward is None else parallel.reshard_after_forward
+    return reshard, parallel.reduce_gradients or ("each" if frees else "last")
 
 
-def _mapped_degrees(parallel: "ParallelConfig", world: int) -> tuple[int, int]:
-    """(dp_replicate, dp_shard), by default 1; if neither is given, all ranks are replicas; `auto` takes the rest."""
-    if parallel.dp_replicate is None and parallel.dp_shard is None:
-        return world, 1
-    replicate = parallel.dp_replicate or 1
-    if parallel.dp_shard == "auto":
-        if world % replicate:
-            fits = _join([str(n) for n in _near(divisors(world), replicate)])
-            raise PlanError(f"parallel.dp_replicate={replicate} does not divide the {world} processes; use {fits}.")
-        return replicate, world // replicate
-    shard = parallel.dp_shard or 1
-    if replicate * shard != world:
-        fits = _join([f"{world // n} x {n}" for n in _near(divisors(world), shard)])
-        raise PlanError(
-            f"parallel: dp_replicate {replicate} x dp_shard {shard} needs {replicate * shard} processes, but there "
-            f"{'is' if world == 1 else 'are'} {world}; run {replicate * shard} processes, or use "
-            f"dp_replicate x dp_shard = {fits}, or dp_shard: auto."
-        )
-    return replicate, shard
+def _strategy_name(degrees: Degrees, reshard: bool, reduce: ReduceGradients) -> str:
+    """Canonical name of a mapping's degrees and switches: `hsdp`, `pp+fsdp+tp`, or `custom` for the data axes."""
+    others = [name for name in ("ep", "cp", "tp") if getattr(degrees, name) > 1]
+    pipeline = ["pp"] if degrees.pp > 1 else []
+    if not (others or pipeline):
+        return _data_strategy_name(degrees, reshard, reduce)
+    data = ["fsdp"] if degrees.dp_shard > 1 else ["ddp"] if degrees.dp_replicate > 1 else []
+    if degrees.dp_shard > 1 and degrees.dp_replicate > 1:
+        data = ["hsdp"]
+    return "+".join([*pipeline, *data, *others])
 
 
-def _strategy_name(replicate: int, shard: int, reshard: bool, reduce: ReduceGradients) -> str:
-    """Canonical name of a mapping's degrees and switches, or "custom"."""
-    if shard == 1:
+def _data_strategy_name(degrees: Degrees, reshard: bool, reduce: ReduceGradients) -> str:
+    if degrees.dp_shard == 1:
         return "ddp" if reduce == "last" and not reshard else "custom"
-    if replicate > 1:
+    if degrees.dp_replicate > 1:
         return "hsdp" if reshard and reduce == "each" else "custom"
     return {(True, "each"): "fsdp", (False, "each"): "zero2", (False, "last"): "zero1"}.get((reshard, reduce), "custom")
 
 
-def check_batch(recipe: "Recipe", dp_size: int, num_samples: int | None, fill: bool = False) -> int:
+def check_batch(recipe: "Recipe", layout: Layout, num_samples: int | None, fill: bool = False) -> int:
     """Sequences per rank of a full global batch; with `fill`, including padding sequences.
 
     Raises PlanError, naming batches and process counts that divide, for that batch and for every size of a ramp.
     """
     batch: int = recipe.global_batch_size
+    dp_size, ranks = layout.dp_size, _describe_ranks(layout)
     if num_samples is not None and num_samples < dp_size:
         raise PlanError(
             f"data.train has {num_samples} samples of data.sequence_len={recipe.data.sequence_len} tokens, fewer than "
-            f"the {dp_size} ranks that share them; use at most {num_samples} processes, more text or shorter sequences."
+            f"the {ranks} that share them; use at most {num_samples * layout.num_peers} processes, more text or "
+            "shorter sequences."
         )
     if fill:
         return -(-batch // dp_size)
     if batch % dp_size == 0:
-        _check_ramp(recipe, dp_size)
+        _check_ramp(recipe, layout)
         return batch // dp_size
     multiples = [multiple for multiple in (batch // dp_size * dp_size, (batch // dp_size + 1) * dp_size) if multiple]
-    processes = _join([str(n) for n in _near(divisors(batch), dp_size)])
+    processes = join_words([str(n * layout.num_peers) for n in nearest(divisors(batch), dp_size)])
     if recipe.train.global_batch_tokens is not None:
         length = recipe.data.sequence_len
         given = f"train.global_batch_tokens={recipe.train.global_batch_tokens} ({batch} sequences)"
-        fits = _join([f"{multiple * length} ({multiple} sequences)" for multiple in multiples])
+        fits = join_words([f"{multiple * length} ({multiple} sequences)" for multiple in multiples])
     else:
-        given, fits = f"train.global_batch_size={batch}", _join([str(multiple) for multiple in multiples])
+        given, fits = f"train.global_batch_size={batch}", join_words([str(multiple) for multiple in multiples])
     rule = "is less than one sequence for each of" if batch < dp_size else "does not divide by"
-    raise PlanError(f"{given} {rule} the {dp_size} ranks; use {fits}, or {processes} processes.")
+    raise PlanError(f"{given} {rule} the {ranks}; use {fits}, or {processes} processes.")
 
 
-def _check_ramp(recipe: "Recipe", dp_size: int) -> None:
+def _describe_ranks(layout: Layout) -> str:
+    return f"{layout.dp_size} ranks" if layout.num_peers == 1 else f"{layout.dp_size} data-parallel ranks"
+
+
+def _check_ramp(recipe: "Recipe", layout: Layout) -> None:
     """Raise PlanError unless every size of the ramp divides, naming those that do not and increments that fit."""
+    dp_size = layout.dp_size
     failing = [size for size in recipe.batches.sizes if size % dp_size]
     ramp = recipe.train.batch_ramp
     if ramp is None or not failing:
@@ -169,14 +215,15 @@ def _check_ramp(recipe: "Recipe", dp_size: int) -> None:
     # The whole batch divides: so does every size, if the first one and the increment do.
     ways = [
         f"from: {first * unit} with an increment of "
-        + _join([str(n * dp_size * unit) for n in divisors((size - first) // dp_size)[:4]])
+        + join_words([str(n * dp_size * unit) for n in divisors((size - first) // dp_size)[:4]])
         for first in dict.fromkeys(starts)
     ]
     remedy = ", or ".join(ways) if ways else "one global batch"
-    processes = _join([str(n) for n in _near(divisors(math.gcd(*recipe.batches.sizes)), dp_size)])
+    counts = nearest(divisors(math.gcd(*recipe.batches.sizes)), dp_size)
+    processes = join_words([str(n * layout.num_peers) for n in counts])
     raise PlanError(
-        f"train.batch_ramp: steps of {_join_some(failing)} sequences do not divide by the {dp_size} ranks; "
-        f"use {remedy}, or {processes} processes."
+        f"train.batch_ramp: steps of {_join_some(failing)} sequences do not divide by the "
+        f"{_describe_ranks(layout)}; use {remedy}, or {processes} processes."
     )
 
 
@@ -194,7 +241,7 @@ def micro_batch_sizes(recipe: "Recipe", dp_size: int, fill: bool = False) -> lis
         return [max(size for size in fitting if size <= given)]
     failing = [share for share in shares if share % given]
     if failing:
-        fits = _join([str(n) for n in _near(fitting, given, each_side=1)])
+        fits = join_words([str(n) for n in nearest(fitting, given, each_side=1)])
         ranks = "the one rank" if dp_size == 1 else f"each of the {dp_size} ranks"
         raise PlanError(
             f"train.micro_batch_size={given} does not divide the {_join_some(failing)} sequences "
@@ -203,17 +250,7 @@ def micro_batch_sizes(recipe: "Recipe", dp_size: int, fill: bool = False) -> lis
     return [given]
 
 
-def _near(values: list[int], target: int, each_side: int = 2) -> list[int]:
-    """The values closest to a target on both sides, including the target if it is among them, sorted."""
-    below, above = [v for v in values if v <= target], [v for v in values if v > target]
-    return below[-each_side:] + above[:each_side]
-
-
-def _join(words: list[str], last: str = "or") -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
-
-
 def _join_some(numbers: list[int]) -> str:
     """The first three numbers, and how many more there are."""
     words = [str(number) for number in numbers]
-    return _join(words if len(words) <= 4 else [*words[:3], f"{len(words) - 3} more"], last="and")
+    return join_words(words if len(words) <= 4 else [*words[:3], f"{len(words) - 3} more"], last="and")

@@ -8,7 +8,7 @@ from typing import Any
 from echelon.errors import ConfigError, PlanError
 from echelon.planner.experts import find_expert_weights, find_unadaptable
 from echelon.planner.families import FAMILIES
-from echelon.planner.model_shape import ExpertShape, LinearShape, ModelShape
+from echelon.planner.model_shape import ExpertShape, LayerParts, LinearShape, ModelShape
 
 
 def measure_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -38,6 +38,7 @@ def measure_shape(config: Mapping[str, Any]) -> ModelShape:
         num_embedding_parameters=embedding.numel(),
         # layers may differ (experts in some, dense in others): the mean keeps the sum right
         num_layer_parameters=sum(p.numel() for layer in layers for p in layer.parameters()) // max(1, len(layers)),
+        parts=LayerParts(head_norms=any(name.endswith(".q_norm") for name, _ in model.named_modules())),
         linears=_count_linears(model, layers, has_experts=bool(experts)),
         experts=experts,
         num_idle_parameters=_count_idle(text_config, experts),

@@ -107,6 +107,30 @@ class ModelShape:
         return sum(each.count * each.size for each in self.experts)
 
     @property
+    def num_layer_experts(self) -> int:
+        """The parameters of all experts of a decoder layer, on average."""
+        return int(sum(each.size * self._share(each) for each in self.experts))
+
+    @property
+    def num_chosen_experts(self) -> int:
+        """The experts that a token uses; 0 without experts."""
+        if not self.experts:
+            return 0
+        num_experts = self.experts[0].num_experts
+        return num_experts - round(num_experts * self.num_idle_parameters / self.num_expert_parameters)
+
+    @property
+    def expert_widths(self) -> tuple[float, int]:
+        """(the share of decoder layers that have experts, the width between the two products of a gated expert)."""
+        if not self.experts:
+            return 0.0, 0
+        widths = sum(each.rows + each.columns for each in self.experts)
+        return self._share(self.experts[0]), (widths - 2 * self.hidden_size) // 3
+
+    def _share(self, weight: ExpertShape) -> float:
+        return min(1.0, weight.count / self.num_layers)
+
+    @property
     def num_matmul_parameters(self) -> int:
         """N of the FLOP formula: all parameters except the input's look-up tables; a tied head counts."""
         look_up = self.num_position_parameters + (0 if self.tied_embeddings else self.num_embedding_parameters)

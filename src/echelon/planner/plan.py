@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from echelon.errors import PlanError
+from echelon.planner.degrees import AXIS_ORDER
 from echelon.recipe.names import OptimizerName
+from echelon.recipe.training import AxisName, CpMethod, PipelineSchedule
 from echelon.stored import read_as
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -22,6 +24,8 @@ _SHARDED = ("zero1", "zero2", "fsdp", "hsdp")
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 # An unknown field means another version of echelon.
 _STRICT = ConfigDict(extra="forbid")
 
@@ -105,7 +109,11 @@ class ParallelPlan:
     no targets: they pad a batch that the ranks of a resumed run cannot share evenly. `rows_per_sequence`: the rows that
     a sequence takes in a forward pass, 2 for preference pairs of a model without a document mask. `why` has lines for
     the user about automatic choices and the figures behind them. `prefetch`: the layers gathered ahead of the one that
-    runs; None for PyTorch's own order, which gathers one ahead.
+    runs; None for PyTorch's own order, which gathers one ahead. `order`: the axes, outermost first. `stages`: the
+    decoder layers of each pipeline stage. `checkpoint_every`: activation checkpointing is of layers whose number, from
+    1, this divides. `activation_memory_budget`: the share of the activations of compiled layers that PyTorch keeps;
+    None for all that it keeps by itself. `activation_loading_horizon`: the layers whose offloaded activations are
+    loaded ahead of the one that is differentiated.
     """
 
     strategy: str
@@ -116,16 +124,24 @@ class ParallelPlan:
     pp: Count = 1
     ep: Count = 1
     num_replicas: Count = 1
+    order: tuple[AxisName, ...] = AXIS_ORDER
+    sequence_parallel: bool = False
+    cp_method: CpMethod | None = None
+    schedule: PipelineSchedule | None = None
+    stages: tuple[Count, ...] = ()
     micro_batch_size: Count = 1
     num_microbatches: Count = 1
-    num_fill: Annotated[int, Field(ge=0)] = 0
+    num_fill: CountOrZero = 0
     rows_per_sequence: Count = 1
     reshard_after_forward: bool = False
     reduce_gradients: ReduceGradients = "last"
     cpu_offload: bool = False
     prefetch: Count | None = None
     activation_checkpointing: ActivationCheckpointing = "none"
+    checkpoint_every: Count = 1
+    activation_memory_budget: Share | None = None
     activation_offloading: bool = False
+    activation_loading_horizon: CountOrZero = 1
     compile: bool = False
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerName = "adamw"
@@ -141,7 +157,12 @@ class ParallelPlan:
     @property
     def world_size(self) -> int:
         """Processes of the whole run."""
-        return self.num_replicas * self.dp_size * self.cp * self.tp * self.pp
+        return self.num_replicas * self.dp_size * self.num_peers
+
+    @property
+    def num_peers(self) -> int:
+        """Ranks that read the same sequences, because they share the model or the sequence."""
+        return self.cp * self.tp * self.pp
 
     @property
     def global_batch_size(self) -> int:
@@ -156,10 +177,15 @@ class ParallelPlan:
     def uses_fully_shard(self) -> bool:
         """Whether the plan uses FSDP2. Otherwise every rank has full parameters: DDP, or a single process.
 
-        A strategy that shards uses it on one rank as well, so that it rounds alike on any number of ranks.
+        Beside tensor and pipeline parallelism DDP does not work, so replicas are HSDP with a shard axis of 1. A
+        strategy that shards uses FSDP2 on one rank as well, so that it rounds alike on any number of ranks.
         """
+        return self._shards or self.tp > 1 or self.pp > 1
+
+    @property
+    def _shards(self) -> bool:
         is_alone = self.dp_replicate == self.dp_shard == 1
-        return self.dp_shard > 1 or self.cpu_offload or (is_alone and self.strategy in _SHARDED)
+        return self.dp_shard * self.cp > 1 or self.cpu_offload or (is_alone and self.strategy in _SHARDED)
 
     @property
     def uses_autocast(self) -> bool:
@@ -169,30 +195,44 @@ class ParallelPlan:
     def describe(self) -> list[str]:
         """Lines printed at the start: the plan, the precision policy, the batch arithmetic, and why."""
         processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
-        sharding = self._describe_sharding() if self.uses_fully_shard else ""
+        sharding = self._describe_sharding() if self._shards else ""
         when = "each microbatch" if self.reduce_gradients == "each" else "the last microbatch"
-        reduction = f"; gradients reduced after {when}" if self.dp_size > 1 else ""
-        offloading = "; activations in host memory" if self.activation_offloading else ""
+        reduction = f"; gradients reduced after {when}" if self.dp_size * self.cp > 1 else ""
         policy = self.precision
         rounding = "" if policy.rounding == "nearest" else f" ({policy.rounding} rounding)"
         compute = f"{policy.compute}, in float8 in linear layers" if policy.float8 else policy.compute
+        ranks = "ranks" if self.num_peers == 1 else "data-parallel ranks"
         share = self.num_fill / self._num_fed
         fill = (
             f" - {self.num_fill} padding sequences ({share:.1%} of the computation is wasted)" if self.num_fill else ""
         )
         moments = f"moments {policy.optimizer}" if self.optimizer != "adamw_8bit" else "moments in 8 bits"
         return [
-            f"plan: {self.strategy} on {processes} (dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard})"
-            f"{sharding}{reduction}; activation checkpointing {self.activation_checkpointing}{offloading}; "
+            f"plan: {self.strategy} on {processes} ({self._describe_degrees()}){sharding}{reduction}; "
+            f"activation checkpointing {self._describe_activations()}; "
             f"compile {'on' if self.compile else 'off'}",
             f"precision: parameters {policy.param}, compute {compute}, reduction {policy.reduce}, "
             f"master weights {policy.master}{rounding}, optimizer {self.optimizer} with {moments}",
             *([] if self.adapter is None else [self.adapter.describe(policy.compute)]),
-            f"batch: {self.global_batch_size} sequences = {self.num_replicas * self.dp_size} ranks x "
+            f"batch: {self.global_batch_size} sequences = {self.num_replicas * self.dp_size} {ranks} x "
             f"{self.num_microbatches} microbatches x {self.micro_batch_size} sequences{fill}",
             *([] if self.rows_per_sequence == 1 else [_ROWS]),
             *(f"why: {line}" for line in self.why),
         ]
+
+    def _describe_degrees(self) -> str:
+        """The degrees of data parallelism and the others above 1, with their options."""
+        words = [f"dp_replicate {self.dp_replicate}", f"dp_shard {self.dp_shard}"]
+        options = {
+            "pp": self.schedule,
+            "cp": self.cp_method,
+            "tp": "sequence parallel" if self.sequence_parallel else None,
+            "ep": None,
+        }
+        for name, option in options.items():
+            if (degree := getattr(self, name)) > 1:
+                words.append(f"{name} {degree}" + ("" if option is None else f" ({option})"))
+        return " x ".join(words)
 
     def _describe_sharding(self) -> str:
         parts = [f"; gathered parameters {'freed after use' if self.reshard_after_forward else 'kept until backward'}"]
@@ -201,6 +241,18 @@ class ParallelPlan:
         if self.cpu_offload:
             parts.append("; parameters and optimizer state in host memory")
         return "".join(parts)
+
+    def _describe_activations(self) -> str:
+        words = (
+            self.activation_checkpointing if self.checkpoint_every == 1 else f"of 1 in {self.checkpoint_every} layers"
+        )
+        if self.activation_memory_budget is not None:
+            words = f"by torch.compile within a memory budget of {self.activation_memory_budget:g}"
+        if not self.activation_offloading:
+            return words
+        ahead = self.activation_loading_horizon
+        loaded = "" if ahead == 1 else f", loaded {ahead} layers ahead"
+        return f"{words}; activations in host memory{loaded}"
 
     def to_dict(self) -> dict[str, Any]:
         """The content of plan.json; `from_dict` returns an equal plan."""

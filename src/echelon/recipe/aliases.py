@@ -119,7 +119,7 @@ NO_EQUIVALENT: Mapping[str, str] = {
 }
 
 
-FREE_MAPPINGS = ("profile",)
+FREE_MAPPINGS = ("profile", "smp")
 
 
 def spellings(key: str) -> tuple[str, ...]:

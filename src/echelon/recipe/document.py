@@ -27,23 +27,18 @@ from echelon.recipe.operation import (
     WandbConfig,
 )
 from echelon.recipe.schedule import find_fault
-from echelon.recipe.section import PathOrName, Section
+from echelon.recipe.section import PathOrName, Section, name_or_mapping
 from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, SyncConfig, TrainConfig
 
 MAX_RAMP_SIZES = 10_000
 
 
-def _name_or_mapping(value: Any) -> str:
-    return "mapping" if isinstance(value, dict | Section) else "name"
-
-
-# The tags make pydantic report errors only for the form that the user chose.
 Tokenizer = Annotated[
     Annotated[PathOrName, Tag("name")] | Annotated[TrainedTokenizerConfig, Tag("mapping")],
-    Discriminator(_name_or_mapping),
+    Discriminator(name_or_mapping),
 ]
 Parallel = Annotated[
-    Annotated[ParallelName, Tag("name")] | Annotated[ParallelConfig, Tag("mapping")], Discriminator(_name_or_mapping)
+    Annotated[ParallelName, Tag("name")] | Annotated[ParallelConfig, Tag("mapping")], Discriminator(name_or_mapping)
 ]
 
 
@@ -73,6 +68,11 @@ class Recipe(Section):
     fault: FaultConfig = FaultConfig()
     sync: SyncConfig = SyncConfig()
     engine: EngineName = Field("native", description="The engine that runs the training steps.")
+    smp: dict[str, Any] = Field(
+        default_factory=dict,
+        description="With `engine: smp`: parameters of SageMaker's model-parallel library, in its own spelling; they "
+        "are replaced by the keys that they stand for when the recipe is read.",
+    )
     track: tuple[Tracker, ...] = Field(
         (), description="Trackers that receive the metrics; `metrics.jsonl` is always written."
     )

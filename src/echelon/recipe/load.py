@@ -14,6 +14,7 @@ from echelon.recipe.inputs import expand_sources
 from echelon.recipe.keys import KeyPath, dotted, find_unknown_keys, nearest_key, section_fields
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import plain_value
+from echelon.recipe.smp import expand_smp
 from echelon.recipe.training import BATCH_KEYS, STEP_KEYS
 from echelon.recipe.unbuilt import check_built
 from echelon.recipe.yaml_text import parse_yaml, shorten
@@ -72,6 +73,7 @@ def _finish(draft: Draft, overrides: Overrides, origin: str) -> tuple[Recipe, li
     for path, value in _read_overrides(overrides, origin):
         notes += _apply_override(draft, path, value, origin)
         _write_sources_out(draft)
+    notes += expand_smp(draft)
     _refuse_unknown_keys(draft)
     try:
         return Recipe.model_validate(draft.data), notes

@@ -39,6 +39,11 @@ def _hashable(value: Any) -> Any:
     return value
 
 
+def name_or_mapping(value: Any) -> str:
+    """Return the tag of a value that is either a name or a section: pydantic reports errors for that form alone."""
+    return "mapping" if isinstance(value, dict | Section) else "name"
+
+
 def _integer_when_whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from echelon.recipe.names import OptimizerName, Options, OwnName, SynchronizerName, check_has_options
 from echelon.recipe.section import (
@@ -15,6 +15,7 @@ from echelon.recipe.section import (
     Section,
     Tokens,
     TokensOrZero,
+    name_or_mapping,
 )
 
 STEP_KEYS = ("steps", "tokens", "epochs")
@@ -22,6 +23,10 @@ BATCH_KEYS = ("global_batch_tokens", "global_batch_size")
 
 ParallelName = Literal["auto", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 EngineName = Literal["native", "deepspeed", "horovod", "smp", "tensorflow"]
+AxisName = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+"""The axes of the processes of one replica, outermost first where a recipe says nothing else."""
+CpMethod = Literal["allgather", "ulysses"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 class BatchRampConfig(Section):
@@ -54,6 +59,36 @@ def _expand_callbacks(value: Any) -> Any:
 Callbacks = Annotated[tuple[CallbackConfig, ...], BeforeValidator(_expand_callbacks)]
 
 
+class CheckpointingConfig(Section):
+    """Activation checkpointing of some of the layers, or within a share of their memory. Exactly one key."""
+
+    every: Count | None = Field(None, description="Recompute every n-th layer in full; 2: half of the layers.")
+    memory_budget: Number | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Share of the activations of compiled layers that PyTorch keeps, from 0 (a layer's inputs alone) "
+        "to 1. It chooses what costs the least to recompute.",
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one_way(self) -> Self:
+        if (self.every is None) == (self.memory_budget is None):
+            given = "both are given" if self.every is not None else "none of them is given"
+            raise ValueError(
+                "train.activation_checkpointing takes one of every and memory_budget, for example {every: 2} or "
+                f"{{memory_budget: 0.5}}; {given}."
+            )
+        return self
+
+
+CheckpointingName = Literal["none", "selective", "full"]
+Checkpointing = Annotated[
+    Annotated[CheckpointingName, Tag("name")] | Annotated[CheckpointingConfig, Tag("mapping")],
+    Discriminator(name_or_mapping),
+]
+
+
 class TrainConfig(Section):
     """Length of the run, batch size and precision. The recipe sets the global batch; accumulation is derived."""
 
@@ -81,13 +116,20 @@ class TrainConfig(Section):
         "parameters, rounded stochastically, or with a bf16 remainder for each (Kahan summation).",
     )
     compile: Flag | Literal["auto"] = Field("auto", description="Compile the model with `torch.compile`.")
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        "none", description="Recompute activations in the backward pass to save memory."
+    activation_checkpointing: Checkpointing = Field(
+        "none",
+        description="Recompute activations in the backward pass to save memory: `full` keeps a layer's input alone, "
+        "`selective` also the results of matrix products and attention; `{every: 2}`, `{memory_budget: 0.5}`.",
     )
     activation_offloading: Flag = Field(
         False,
         description="Keep what the layers save for the backward pass in host memory, copied beside the computation. "
         "For GPUs.",
+    )
+    activation_loading_horizon: CountOrZero = Field(
+        1,
+        description="With `activation_offloading`: layers whose activations are loaded ahead of the layer that is "
+        "differentiated.",
     )
     deterministic: Flag = Field(False, description="Use only operations whose results are bit for bit reproducible.")
     callbacks: Callbacks = Field((), description="Code of your own that is told of steps, evaluations and saves.")
@@ -119,6 +161,15 @@ class TrainConfig(Section):
                 raise ValueError(
                     f"{' and '.join(given)} are both given, but only one of {names} can set {what}; keep one."
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _only_what_left_is_loaded(self) -> Self:
+        if self.activation_loading_horizon != 1 and not self.activation_offloading:
+            raise ValueError(
+                f"train.activation_loading_horizon={self.activation_loading_horizon} is for activations in host "
+                "memory; set train.activation_offloading=true, or remove it."
+            )
         return self
 
     @model_validator(mode="after")
@@ -255,18 +306,19 @@ def _default_momentum(name: str | None) -> float:
 class ParallelConfig(Section):
     """Degrees of parallelism, if a name is not enough. Their product is the number of processes."""
 
-    dp_replicate: Count | None = Field(
-        None, description="Replicas of the model. Without any `dp_` key: all remaining processes."
+    dp_replicate: Count | Literal["auto"] | None = Field(
+        None,
+        description="Replicas of the model; `auto`: all remaining processes, as without any `dp_` key.",
     )
     dp_shard: Count | Literal["auto"] | None = Field(
         None,
         description="Processes that shard one replica of the model and optimizer state; `auto`: all remaining "
         "processes.",
     )
-    cp: Count = Field(1, description="Context parallelism: processes that share one sequence.")
+    cp: Count = Field(1, description="Context parallelism: processes that share each sequence.")
     tp: Count = Field(1, description="Tensor parallelism: processes that share each matrix.")
     pp: Count = Field(1, description="Pipeline parallelism: stages of layers.")
-    ep: Count = Field(1, description="Expert parallelism; divides `dp_shard * cp`.")
+    ep: Count = Field(1, description="Expert parallelism: processes that share the experts; divides `dp_shard * cp`.")
     reshard_after_forward: Flag | None = Field(
         None, description="Free gathered parameters after the forward pass (FSDP) or keep them (ZeRO-1, ZeRO-2)."
     )
@@ -278,10 +330,30 @@ class ParallelConfig(Section):
         None,
         description="Layers gathered ahead of the one that runs, in both directions. Absent: PyTorch's own order.",
     )
-    schedule: str | None = Field(None, description="Pipeline schedule.")
-    microbatches: Count | None = Field(None, description="Microbatches of one pipeline step.")
-    placement: str | None = Field(None, description="Mesh axes that stay within a machine.")
-    order: tuple[str, ...] | None = Field(None, description="Order of the mesh axes, outermost first.")
+    sequence_parallel: Flag | None = Field(
+        None,
+        description="With `tp`: norms and residuals are divided along the sequence among its processes. Absent: false.",
+    )
+    cp_method: CpMethod | None = Field(
+        None,
+        description="With `cp`: `allgather` gathers keys and values, `ulysses` exchanges heads for positions. Absent: "
+        "`allgather`.",
+    )
+    schedule: PipelineSchedule | None = Field(None, description="With `pp`: the pipeline schedule. Absent: `1f1b`.")
+    stages: tuple[Count, ...] | None = Field(
+        None, description="With `pp`: the decoder layers of each stage. Absent: stages of about equal cost."
+    )
+    microbatches: Count | None = Field(
+        None, description="With `pp`: microbatches of a step, in place of `train.micro_batch_size`."
+    )
+    placement: Literal["cluster", "spread"] | None = Field(
+        None,
+        description="Which processes are neighbours: those of `tp`, then of `pp` (`cluster`); those of data "
+        "parallelism, then of `pp` (`spread`). Absent: those of `tp`, `cp`, then of data parallelism.",
+    )
+    order: tuple[AxisName, ...] | None = Field(
+        None, description="Order of the axes, outermost first, in place of `placement`."
+    )
 
 
 class SyncConfig(Section):

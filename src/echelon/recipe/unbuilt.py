@@ -30,16 +30,8 @@ class Unbuilt:
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("parallel.cp", "dp_replicate and dp_shard"),
-    Unbuilt("parallel.tp", "dp_replicate and dp_shard"),
-    Unbuilt("parallel.pp", "dp_replicate and dp_shard"),
-    Unbuilt("parallel.ep", "dp_replicate and dp_shard"),
-    Unbuilt("parallel.schedule", "no pipeline"),
-    Unbuilt("parallel.microbatches", "no pipeline; set train.micro_batch_size"),
-    Unbuilt("parallel.placement", "dp_shard inside dp_replicate"),
-    Unbuilt("parallel.order", "dp_shard inside dp_replicate"),
     Unbuilt("sync.name", "every_step, or package.module:Name of your own", admits_own=True),
-    Unbuilt("engine", "native"),
+    Unbuilt("engine", "native, or smp for SMP's keys"),
     Unbuilt("profile", "omitting this key"),
 )
 

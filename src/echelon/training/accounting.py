@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from echelon.distributed.stamp import Stamp
 from echelon.inference.evaluate import EvalResults
 from echelon.reporting.goodput import GoodputTracker
 from echelon.reporting.journal import Journal
 from echelon.training.callbacks import Callback
 from echelon.training.heartbeat import Heartbeat
-from echelon.training.metrics import Stamp, StepMetrics, peak_memory_bytes, train_row
+from echelon.training.metrics import StepMetrics, peak_memory_bytes, train_row
 from echelon.training.state import TrainState
 
 

@@ -76,6 +76,6 @@ def _merge(everyone: list[list[tuple[Finding | None, list[int]]]]) -> Diagnosis:
     first = min((finding for finding, _ in findings), default=None)
     # A non-finite loss shows the origin; non-finite gradients spread to other ranks by the reduction.
     origins = [entry for entry in entries if entry[1] is not None and first is not None and entry[1].part == first.part]
-    sample_ids = [each for _, _, ids in origins or entries for each in ids]
+    sample_ids = list(dict.fromkeys(each for _, _, ids in origins or entries for each in ids))  # peers read the same
     ranks = sorted({rank for rank, _, _ in origins})
     return Diagnosis(first, tuple(ranks), len(everyone), tuple(sample_ids[:MAX_SAMPLES]), len(sample_ids))

@@ -3,7 +3,6 @@
 import math
 import resource
 import sys
-import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.distributed.mesh import Meshes
+from echelon.distributed.stamp import Stamp
 from echelon.stopping import agreed_stop
 from echelon.training.bad_steps import Verdict
 
@@ -30,11 +30,15 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The values of one step on this rank, before any reduction. Tensors are scalars on the device."""
+    """The values of one step on this rank, before any reduction. Tensors are scalars on the device.
+
+    expert_tokens: the tokens of each router's experts, [routers, experts].
+    """
 
     step: int
     loss_sum: Tensor
     router_sum: Tensor | None
+    expert_tokens: Tensor | None
     targets: Targets
     grad_norm: Tensor
     verdict: Verdict
@@ -54,6 +58,7 @@ class StepMetrics:
     step: int
     loss: float
     router_loss: float | None
+    expert_load: float | None
     grad_norm: float
     committed: bool
     loss_scale: float | None
@@ -68,29 +73,6 @@ class StepMetrics:
     """Number of consecutive bad steps up to this one."""
     stopped_by: str | None
     """The signal or budget limit that stops the run, on any rank."""
-
-
-class Stamp:
-    """A timestamp: a CUDA event on a GPU, because the host runs ahead, else the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._event.record()
-        self._host = time.perf_counter()
-
-    def wait(self) -> None:
-        """Wait until the device has reached this point."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_since(self, earlier: "Stamp") -> float:
-        """Return the time since an earlier stamp of the same device; waits until this one is reached."""
-        if self._event is None or earlier._event is None:
-            return self._host - earlier._host
-        self.wait()
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class PendingMetrics:
@@ -108,21 +90,25 @@ class PendingMetrics:
         data = [record.num_tokens, record.num_labels, *limbs]
         router_sum = torch.zeros_like(record.loss_sum) if record.router_sum is None else record.router_sum
         losses = torch.stack([each.double() for each in (record.loss_sum, router_sum, record.targets.own)])
+        experts = losses.new_zeros(1, 1) if record.expert_tokens is None else record.expert_tokens.double()
         sums = torch.cat(
             [
                 losses if meshes.counts_loss else torch.zeros_like(losses),
                 _to_device(data if meshes.counts_data else [0] * len(data), device),
                 _to_device([record.data_wait_seconds, *record.stop_flags], device),
                 record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all, or the ranks would diverge
+                (experts if meshes.counts_routers else torch.zeros_like(experts)).flatten(),
             ]
         )
         dist.all_reduce(sums, group=meshes.everyone)
+        sums, tokens = sums[: -experts.numel()], sums[-experts.numel() :]
+        load = expert_load(tokens.view_as(experts))
         peak = _to_device([-1 if peak_bytes is None else peak_bytes], device)
         if peak_bytes is not None:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=meshes.everyone)
         verdict = record.verdict
         scale = torch.zeros_like(record.loss_sum) if record.loss_scale is None else record.loss_scale
-        agreed = (record.grad_norm, verdict.commit, verdict.in_a_row, scale)
+        agreed = (record.grad_norm, verdict.commit, verdict.in_a_row, scale, load)
         self._record = record
         self._num_ranks = meshes.num_devices
         self._values = _to_host(torch.cat([torch.stack([each.double() for each in agreed]), peak, sums]))
@@ -131,7 +117,7 @@ class PendingMetrics:
     def read(self) -> StepMetrics:
         """Return the step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
-        grad_norm, committed, in_a_row, scale, peak, *sums = self._values.tolist()
+        grad_norm, committed, in_a_row, scale, load, peak, *sums = self._values.tolist()
         loss_sum, router_sum, num_targets, tokens, labels, *rest, num_bad = sums
         limbs, (wait, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
@@ -139,6 +125,7 @@ class PendingMetrics:
             step=self._record.step,
             loss=loss_sum / max(1.0, num_targets),
             router_loss=None if self._record.router_sum is None else router_sum / max(1.0, num_targets),
+            expert_load=None if self._record.expert_tokens is None else load,
             grad_norm=grad_norm,
             committed=bool(committed),
             loss_scale=None if self._record.loss_scale is None else scale,
@@ -152,6 +139,15 @@ class PendingMetrics:
             bad_in_a_row=int(in_a_row),
             stopped_by=agreed_stop(stops),
         )
+
+
+def expert_load(tokens: Tensor) -> Tensor:
+    """Return the tokens of the most used expert over the mean of its router's, of the most uneven router: a scalar.
+
+    Args:
+        tokens: of each router's experts, [routers, experts].
+    """
+    return (tokens.amax(-1) / tokens.mean(-1).clamp(min=1e-9)).amax()
 
 
 def _to_device(values: list[float], device: torch.device) -> Tensor:
@@ -201,4 +197,5 @@ def train_row(metrics: StepMetrics, **measured: Any) -> dict[str, Any]:
         "loss_scale": metrics.loss_scale,
         "cost_usd": measured.get("cost_usd"),
         "router_loss": None if metrics.router_loss is None else finite(metrics.router_loss),
+        "expert_load": metrics.expert_load,
     }

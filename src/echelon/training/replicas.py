@@ -51,6 +51,8 @@ class Difference:
 def describe_replicas(plan: ParallelPlan) -> str:
     """Return a line for the start of a run: what `fault.verify_replicas_every` compares under a plan."""
     if plan.dp_replicate == 1:
+        if plan.tp > 1:
+            return f"replicas: the {plan.tp} copies of weights that tensor parallelism does not divide are compared"
         return "replicas: under this plan each weight is on one rank only, so there is nothing to compare"
     return f"replicas: {plan.dp_replicate} copies of each weight are compared"
 

@@ -67,6 +67,7 @@ class TrainingStep:
             step=step,
             loss_sum=sums.loss,
             router_sum=sums.router,
+            expert_tokens=sums.expert_tokens,
             targets=targets,
             grad_norm=grad_norm,
             verdict=verdict,

@@ -12,14 +12,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from echelon.errors import ConfigError
-from echelon.hardware.instances import Instance
-from echelon.launch.sagemaker.model_parallel import map_parameters
-from echelon.recipe import LaunchConfig, Recipe
+from echelon.recipe import LaunchConfig, Recipe, check_built
 from echelon.recipe.draft import Draft
 from echelon.recipe.messages import explain_errors
 from echelon.recipe.render import recipe_mapping
+from echelon.recipe.smp import Mapped, apply_smp, map_smp
 
 KEY = "launch.sagemaker.distribution"
+SMP_KEY = f"{KEY}.smdistributed.modelparallel.parameters"
 
 _NOT_HERE = {
     "pytorchxla": "the Training Compiler was for PyTorch 1.13 and older, and is discontinued; use torch_distributed "
@@ -62,8 +62,8 @@ class Distribution:
     lines: tuple[str, ...] = ()
 
 
-def apply_distribution(recipe: Recipe, instance: Instance) -> Distribution:
-    """Apply `launch.sagemaker.distribution` to the recipe, for the machines of a job.
+def apply_distribution(recipe: Recipe) -> Distribution:
+    """Apply `launch.sagemaker.distribution` to the recipe.
 
     Raises ConfigError with the key of an entry that is unknown, conflicts with another, or has no equivalent.
     """
@@ -85,17 +85,12 @@ def apply_distribution(recipe: Recipe, instance: Instance) -> Distribution:
             "Its newest release is for PyTorch 2.5, and echelon needs PyTorch 2.11 or later. Use torch_distributed: "
             "{enabled: true}: it trains the same model over NCCL and EFA."
         )
+    smp = None
     if "smdistributed.modelparallel" in enabled:
-        world = recipe.launch.node_range[1] * _num_processes(recipe.launch, changes, instance)
-        changes |= map_parameters(
-            recipe,
-            f"{KEY}.smdistributed.modelparallel.parameters",
-            enabled["smdistributed.modelparallel"].get("parameters") or {},
-            "v1" if "mpi" in enabled else "v2",
-            world,
-            lines,
-        )
-    return Distribution(_change(recipe, changes), env, tuple(lines))
+        parameters = enabled["smdistributed.modelparallel"].get("parameters") or {}
+        smp = map_smp(parameters, SMP_KEY, 1 if "mpi" in enabled else 2)
+        lines += smp.lines
+    return Distribution(_change(recipe, changes, smp), env, tuple(lines))
 
 
 def _read_enabled(distribution: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -139,11 +134,6 @@ def _check_fields(name: str, value: Any) -> None:
     for key in value:
         if key not in _FIELDS[name]:
             raise ConfigError(f"{KEY}.{name}.{key} is unknown; known: {', '.join(_FIELDS[name])}.")
-
-
-def _num_processes(launch: LaunchConfig, changes: Mapping[str, Any], instance: Instance) -> int:
-    given = changes.get("launch.nproc_per_node", launch.nproc_per_node)
-    return instance.num_processes if given == "auto" else int(given)
 
 
 def _read_mpi_options(key: str, options: Any, lines: list[str]) -> dict[str, str]:
@@ -196,18 +186,18 @@ def _map_pytorchddp(recipe: Recipe, lines: list[str]) -> dict[str, Any]:
     return {"parallel": "ddp"}
 
 
-def _change(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+def _change(recipe: Recipe, changes: Mapping[str, Any], smp: Mapped | None) -> Recipe:
     """The recipe with new values at dotted keys. Raises ConfigError if they contradict the rest of it."""
-    if not changes:
+    if not changes and smp is None:
         return recipe
-    plain = recipe_mapping(recipe)
+    draft = Draft(recipe_mapping(recipe), {}, KEY)
     for key, value in changes.items():
-        *sections, last = key.split(".")
-        place = plain
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
+        draft.set(tuple(key.split(".")), value, KEY)
+    if smp is not None:
+        apply_smp(draft, smp, SMP_KEY)
     try:
-        return Recipe.model_validate(plain)
+        changed = Recipe.model_validate(draft.data)
     except ValidationError as error:
-        raise ConfigError(explain_errors(error, Draft(plain, {}, KEY))) from None
+        raise ConfigError(explain_errors(error, draft)) from None
+    check_built(changed)
+    return changed

@@ -70,7 +70,7 @@ def build_submission(job: JobSpec) -> Submission:
     instance = machines.weakest
     image = settings.image or find_image(region, instance.gpus > 0)
     check_image(image)
-    distribution = apply_distribution(recipe, instance)
+    distribution = apply_distribution(recipe)
     check_settings(distribution.recipe, machines, DEFAULT_MAX_HOURS)
     staging = stage_job(job, distribution.recipe)
     request = {
@@ -99,7 +99,7 @@ def build_submission(job: JobSpec) -> Submission:
 
 def find_trained_recipe(recipe: Recipe) -> Recipe:
     """The recipe with the plan of `launch.sagemaker.distribution` applied. Raises ConfigError with the key."""
-    return apply_distribution(recipe, find_machines(recipe.launch).weakest).recipe
+    return apply_distribution(recipe).recipe
 
 
 def find_checkpoint_uri(recipe: Recipe) -> str:

@@ -1,0 +1,100 @@
+"""What a layer keeps for its backward pass: the keys of the recipe, read and checked together."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from echelon.errors import ConfigError, PlanError
+from echelon.hardware.accelerators import Cluster
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import ActivationCheckpointing
+
+if TYPE_CHECKING:
+    from echelon.recipe import Recipe, TrainConfig
+
+_BUDGET = "train.activation_checkpointing.memory_budget"
+
+
+@dataclass(frozen=True)
+class KeptActivations:
+    """`train.activation_checkpointing` as fields of a plan. See ParallelPlan."""
+
+    policy: ActivationCheckpointing
+    every: int = 1
+    memory_budget: float | None = None
+
+    @property
+    def is_input_alone(self) -> bool:
+        """Whether every layer keeps its input alone."""
+        return self.policy == "full" and self.every == 1
+
+
+def read_activations(train: "TrainConfig") -> KeptActivations:
+    """Return the policy that the recipe names or maps."""
+    given = train.activation_checkpointing
+    if isinstance(given, str):
+        return KeptActivations(given)
+    if given.every is not None:
+        return KeptActivations("full", given.every)
+    return KeptActivations("none", memory_budget=given.memory_budget)
+
+
+def check_activations(recipe: "Recipe", kept: KeptActivations, shape: ModelShape, cluster: Cluster) -> None:
+    """Refuse what this model, these devices or PyTorch cannot do. Raises ConfigError or PlanError."""
+    if kept.every > shape.num_layers:
+        raise ConfigError(
+            f"train.activation_checkpointing.every={kept.every} is more than the {shape.num_layers} layers of the "
+            f"model, and none would be recomputed; use {shape.num_layers} or less, or "
+            "train.activation_checkpointing=none."
+        )
+    if kept.memory_budget is not None:
+        _check_budget(recipe, kept.memory_budget, cluster)
+    if recipe.train.activation_offloading:
+        _check_offloading(recipe, kept, cluster)
+
+
+def _check_budget(recipe: "Recipe", budget: float, cluster: Cluster) -> None:
+    """Refuse a memory budget where layers are not compiled: the compiler is what keeps it."""
+    adapter, shown = recipe.adapter, f"{_BUDGET}={budget:g}"
+    if recipe.train.compile is False:
+        raise ConfigError(
+            f"{shown} is kept by the compiler, but train.compile is false; use train.compile=true, or "
+            "train.activation_checkpointing=selective or full."
+        )
+    if getattr(recipe.parallel, "schedule", None) == "zero_bubble":
+        raise ConfigError(
+            f"{shown} is kept by the compiler, and PyTorch cannot split the backward pass of compiled layers, as "
+            "parallel.schedule=zero_bubble does; use another schedule, or train.activation_checkpointing=full."
+        )
+    if adapter.target_parameters or adapter.quantize_experts:
+        raise ConfigError(
+            f"{shown} is kept by the compiler, and layers whose expert weights an adapter replaces are not compiled; "
+            "use train.activation_checkpointing=selective or full."
+        )
+    if not cluster.can_compile:
+        raise PlanError(
+            f"{shown} is kept by the compiler, and {cluster.accelerator.name} has no C++ compiler or no Python "
+            "headers; install them, or use train.activation_checkpointing=selective or full."
+        )
+
+
+def _check_offloading(recipe: "Recipe", kept: KeptActivations, cluster: Cluster) -> None:
+    """Refuse activation offloading on CPUs, and where PyTorch does not hand out the tensors that a layer keeps."""
+    train = recipe.train
+    if cluster.kind == "cpu":
+        raise PlanError("train.activation_offloading=true: on CPUs everything is in host memory already; omit it.")
+    if kept.policy == "selective":
+        raise ConfigError(
+            "train.activation_offloading=true does not work with train.activation_checkpointing=selective, which keeps "
+            "its tensors where no other code can move them; use full or none."
+        )
+    if kept.is_input_alone:
+        return
+    compiles = "train.compile=true" if train.compile is True else "train.precision=fp8, which is compiled"
+    if kept.memory_budget is not None:
+        compiles = f"{_BUDGET}, which is compiled"
+    if train.compile is True or train.precision == "fp8" or kept.memory_budget is not None:
+        raise ConfigError(
+            f"train.activation_offloading=true does not work with {compiles}: a compiled layer keeps its tensors where "
+            "no other code can move them; set train.activation_checkpointing=full, whose layer inputs can be moved, "
+            "or do not compile."
+        )

@@ -1,0 +1,220 @@
+"""Context parallelism: sequences divided between ranks compute what one process computes, and send what docs say."""
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echelon.data.loader import Microbatch
+from echelon.distributed.mesh import build_mesh
+from echelon.engines.native import build_native_engine
+from echelon.model.build import load_config
+from echelon.model.parts import find_layers
+from echelon.model.sharding import local_part
+from echelon.objectives.causal_lm import CausalLM
+from echelon.planner.plan import ParallelPlan
+from echelon.planner.shape import build_shape
+from echelon.recipe import load_recipe
+from families import small_config
+from packed import PackedPool
+from training import Row, bounds, check_exact_resume, difference, hashes, train, with_ranks, write_recipe
+
+pytestmark = pytest.mark.dist
+
+
+def divided(cp, method="allgather", ranks=None, **options):
+    """A row with sequences divided between `cp` of the ranks."""
+    degrees = {name: options.pop(name) for name in ("dp_shard", "dp_replicate", "pp") if name in options}
+    row = Row(parallel={"cp": cp, "cp_method": method, **degrees}, **options)
+    ranks = ranks or cp
+    return with_ranks(row, ranks, micro_batch=options.get("micro_batch", 8 * cp // ranks))
+
+
+def slow(row):
+    return pytest.param(row, marks=pytest.mark.slow)
+
+
+ROWS = [
+    divided(2),
+    divided(2, "ulysses", family="gemma2", tied=True),
+    slow(divided(2, "ulysses")),
+    slow(divided(4)),
+    slow(divided(4, "ulysses")),  # more ranks than heads of keys and values
+    slow(divided(2, family="qwen3")),
+    slow(divided(2, "ulysses", family="qwen3")),
+    slow(divided(2, family="gemma2", tied=True)),
+    slow(divided(2, family="gemma3_text", tied=True)),
+    slow(divided(2, family="gpt2", tied=True)),
+    slow(divided(2, family="mixtral")),
+    slow(divided(2, "ulysses", ranks=4, dp_shard=2)),
+    slow(divided(2, ranks=4, dp_shard=2, family="qwen3", micro_batch=2)),
+    slow(divided(2, ranks=4, dp_replicate=2)),
+    slow(divided(2, ranks=4, pp=2, micro_batch=2)),
+    slow(divided(2, "ulysses", ranks=4, pp=2, micro_batch=2, family="gemma2", tied=True)),
+    slow(divided(2, adapter="lora")),
+    slow(divided(2, "ulysses", ranks=4, dp_shard=2, adapter="dora")),
+    slow(divided(2, checkpointing="full")),
+    slow(divided(2, checkpointing="selective")),
+    slow(divided(2, compile=True)),
+    slow(divided(2, "ulysses", compile=True)),
+    slow(divided(2, precision="bf16")),
+    slow(divided(2, optimizer="muon")),
+]
+
+
+def check(workers, references, text, folder, row):
+    rows, expected = train(workers, row, folder, text), references(row.reference())
+    losses, norms = difference(rows, expected)
+    assert losses <= bounds(row)[0] and norms <= bounds(row)[1], f"{row}: loss {losses:.1e}, norm {norms:.1e}"
+    assert hashes(rows) == hashes(expected)
+    for key in ("tokens", "target_tokens"):
+        assert [each.get(key) for each in rows] == [each.get(key) for each in expected]
+    evaluations = [[each["loss"] for each in run if each["kind"] == "eval"] for run in (rows, expected)]
+    assert evaluations[0] and evaluations[0] == pytest.approx(evaluations[1], abs=bounds(row)[0])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row} {row.parallel['cp_method']}")
+def test_divided_sequences_equal_one_process(workers, references, text, tmp_path, row):
+    check(workers, references, text, tmp_path, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row",
+    [
+        divided(2),
+        divided(2, "ulysses", ranks=4, dp_shard=2),
+        divided(2, family="gemma3_text", tied=True),
+        divided(4, "ulysses", family="gemma2", tied=True),
+    ],
+    ids=lambda row: f"{row} {row.parallel['cp_method']}",
+)
+def test_packed_documents_equal_one_process(workers, text, tmp_path, row):
+    """A document may begin on one rank and end on another."""
+    pool = PackedPool(workers, "packed")
+    rows = train(pool, row, tmp_path / "divided", text)
+    expected = train(pool, row.reference(), tmp_path / "one", text)
+    losses, norms = difference(rows, expected)
+    assert losses <= bounds(row)[0] and norms <= bounds(row)[1], f"{row}: loss {losses:.1e}, norm {norms:.1e}"
+    assert hashes(rows) == hashes(expected)
+
+
+def test_positions_of_a_part_turn_rows_red(workers, references, text, tmp_path):
+    row = divided(2)
+    rows = train(workers, row, tmp_path, text, mutation="local positions")
+    assert difference(rows, references(row.reference()))[0] > bounds(row)[0]
+
+
+@pytest.mark.slow
+def test_peers_counted_twice_turn_the_batch_hash_red(workers, references, text, tmp_path):
+    row = divided(2)
+    rows = train(workers, row, tmp_path, text, mutation="peer counted twice")
+    assert all(ours != right for ours, right in zip(hashes(rows), hashes(references(row.reference())), strict=True))
+
+
+@pytest.mark.slow
+def test_the_router_loss_is_that_of_whole_sequences(workers, references, text, tmp_path):
+    row = divided(2, family="mixtral")
+    losses = [
+        [each["router_loss"] for each in rows if each["kind"] == "train"]
+        for rows in (train(workers, row, tmp_path, text), references(row.reference()))
+    ]
+    assert all(losses[1]) and losses[0] == pytest.approx(losses[1], abs=bounds(row)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [divided(2), divided(2, "ulysses", ranks=4, dp_shard=2)], ids=str)
+def test_five_and_five_steps_are_ten_bit_for_bit(workers, text, tmp_path, row):
+    check_exact_resume(partial(train, workers, row), tmp_path, text, steps=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [Row(), with_ranks(Row("fsdp"), 4)], ids=str)
+def test_another_plan_goes_on_with_the_same_curve(workers, text, tmp_path, other):
+    whole = train(workers, Row(), tmp_path / "one", text, steps=6)
+    for first, second in ((divided(2), other), (other, divided(2, "ulysses"))):
+        folder = tmp_path / str(first.ranks)
+        train(workers, first, folder, text, steps=6, stop_at=3)
+        rows = train(workers, second, folder, text, steps=6)
+        losses, norms = difference(rows, whole)
+        assert losses <= bounds(first)[0] and norms <= bounds(first)[1]
+        assert hashes(rows) == hashes(whole)
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts the calls of each collective inside its block, and the bytes of the tensor that one rank gives or gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            name = function.__name__.split(".")[0]
+            tensors = args[1] if name == "allgather_" else args[:2]
+            self.calls[name] += 1
+            self.bytes[name] += max(each.numel() * each.element_size() for each in tensors if hasattr(each, "numel"))
+        return function(*args, **(kwargs or {}))
+
+
+WIDTH, SEQUENCES = 16, 2
+
+
+def count_context(rank, world_size, path, plan):
+    """The collectives of a step on this rank, the shapes of its hidden states, and its parameter elements."""
+    recipe, _ = load_recipe(Path(path))
+    meshes = build_mesh(plan, "cpu")
+    engine = build_native_engine(
+        recipe, load_config(small_config("llama")), plan, meshes, CausalLM(), torch.device("cpu")
+    )
+    tokens, ids = torch.zeros(SEQUENCES, WIDTH, dtype=torch.int64), np.arange(SEQUENCES)
+    microbatch = Microbatch(tokens, tokens, ids, ids).cut(meshes.sequence_part)
+    engine.rehearse(microbatch, 1)
+    shapes = set()
+    for layer in find_layers(engine._decoder):
+        layer.register_forward_hook(lambda module, inputs, output: shapes.add(tuple(output.shape)))
+    with CallCounter() as counter:
+        engine.forward_backward(0, [microbatch] * plan.num_microbatches, torch.tensor(1.0))
+    numbers = sum(local_part(each).numel() for each in engine._decoder.parameters())
+    return dict(counter.calls), dict(counter.bytes), shapes, numbers
+
+
+@pytest.mark.parametrize(
+    ("cp", "shards", "method"),
+    [
+        (2, 1, "allgather"),
+        pytest.param(2, 1, "ulysses", marks=pytest.mark.slow),
+        pytest.param(4, 1, "ulysses", marks=pytest.mark.slow),  # heads of keys and values are sent twice
+        pytest.param(2, 2, "allgather", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_sends_and_holds_what_the_page_says(workers, text, tmp_path, cp, shards, method):
+    """The formulas of docs/context-parallelism.md; the rest is what fsdp over all ranks sends."""
+    plan = ParallelPlan(
+        "fsdp+cp", dp_shard=shards, cp=cp, cp_method=method, reshard_after_forward=True, reduce_gradients="each",
+        num_microbatches=3, micro_batch_size=SEQUENCES,
+    )  # fmt: skip
+    shape, passes = build_shape(small_config("llama")), 2 * 3  # two layers, three microbatches
+    tokens, heads, kv = SEQUENCES * WIDTH, shape.num_heads, shape.num_kv_heads
+    whole, layers = shape.num_parameters, shape.num_layers * shape.num_layer_parameters
+    units = 3 * (shape.num_layers + 1)
+    calls = {"_allgather_base_": units + 3 * shape.num_layers, "alltoall_base_": units}
+    sent = {"_allgather_base_": 4 * 3 * (whole + layers), "alltoall_base_": 4 * 3 * whole}
+    if method == "allgather":
+        calls |= {"allgather_": passes, "alltoall_base_": units + passes}
+        part = 4 * tokens // cp * 2 * kv * shape.head_dim
+        sent |= {"allgather_": passes * part, "alltoall_base_": sent["alltoall_base_"] + passes * cp * part}
+    else:
+        repeated = max(kv, cp)  # both are powers of two
+        calls["alltoall_base_"] += 4 * passes
+        sent["alltoall_base_"] += passes * 2 * 4 * tokens // cp * (2 * heads + 2 * repeated) * shape.head_dim
+    recipe = write_recipe(Row(), tmp_path, text, steps=4)
+    for found in workers.run(count_context, cp * shards, str(recipe), plan):
+        assert found[0] == calls
+        assert found[1] == sent
+        assert found[2] == {(SEQUENCES, WIDTH // cp, shape.hidden_size)}
+        assert found[3] == whole // (cp * shards)

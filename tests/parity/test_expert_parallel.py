@@ -1,0 +1,79 @@
+"""Expert parallelism: losses, router losses and gradient norms are those of one process."""
+
+import pytest
+
+from training import (
+    Row,
+    bounds,
+    check_exact_resume,
+    difference,
+    hashes,
+    train,
+    with_ranks,
+)
+
+pytestmark = pytest.mark.dist
+
+MOE = "qwen3_moe"
+DAILY = [with_ranks(Row({"dp_shard": 2, "ep": 2}, family=MOE, checkpointing="full"), 2, micro_batch=2)]
+MORE = [
+    with_ranks(Row({"dp_shard": 2, "ep": 2}, family="mixtral"), 2, micro_batch=2),
+    with_ranks(Row({"dp_shard": 4, "ep": 2}, family="mixtral"), 4),
+    with_ranks(Row({"dp_shard": 4, "ep": 2}, family=MOE, checkpointing="selective"), 4, micro_batch=1),
+    with_ranks(Row({"dp_shard": 4, "ep": 4}, family=MOE), 4),
+    with_ranks(Row({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, family=MOE), 4),
+    with_ranks(Row({"dp_shard": 2, "ep": 2, "reshard_after_forward": False}, family=MOE), 2, micro_batch=2),
+    with_ranks(Row({"dp_shard": 2, "ep": 2, "reduce_gradients": "last"}, family="mixtral"), 2, micro_batch=2),
+    with_ranks(Row({"dp_shard": 2, "ep": 2}, family=MOE, compile=True), 2),
+    with_ranks(Row({"dp_shard": 2, "ep": 2}, family=MOE, precision="bf16"), 2),
+    with_ranks(Row({"dp_shard": 2, "ep": 2}, family=MOE, optimizer="muon"), 2),
+    with_ranks(Row({"dp_shard": 4, "ep": 2}, family="mixtral", optimizer="adafactor"), 4),
+    with_ranks(Row({"dp_shard": 2, "ep": 2}, family=MOE, adapter="lora"), 2),
+]
+
+
+def column(rows, name):
+    return [row[name] for row in rows if row["kind"] == "train"]
+
+
+@pytest.mark.parametrize("row", DAILY + [pytest.param(row, marks=pytest.mark.slow) for row in MORE], ids=str)
+def test_equals_one_process(workers, references, text, tmp_path, row):
+    rows, expected = train(workers, row, tmp_path, text), references(row.reference())
+    losses, norms = difference(rows, expected)
+    loss_bound, norm_bound = bounds(row)
+    assert losses <= loss_bound and norms <= norm_bound, f"{row}: loss {losses:.1e}, norm {norms:.1e}"
+    assert hashes(rows) == hashes(expected)
+    if row.adapter == "full":
+        assert column(rows, "router_loss") == pytest.approx(column(expected, "router_loss"), abs=loss_bound)
+        assert column(rows, "expert_load") == pytest.approx(column(expected, "expert_load"), rel=0.05)
+        assert all(1 <= load <= 4 for load in column(rows, "expert_load"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", ["a router loss of every rank", "gradients of experts counted twice"])
+def test_a_planted_mistake_turns_rows_red(workers, references, text, tmp_path, mutation):
+    row = with_ranks(Row({"dp_shard": 4, "ep": 2}, family=MOE), 4)
+    rows, expected = train(workers, row, tmp_path, text, mutation=mutation), references(row.reference())
+    assert difference(rows, expected)[1] > bounds(row)[1]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_whole_one(workers, text, tmp_path):
+    row = with_ranks(Row({"dp_shard": 4, "ep": 2}, family=MOE), 4)
+
+    def train_into(folder, text, steps, stop_at=None):
+        return train(workers, row, folder, text, steps=steps, stop_at=stop_at)
+
+    check_exact_resume(train_into, tmp_path, text, steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["ep", "fsdp"])
+def test_a_checkpoint_loads_with_and_without_ep(workers, references, text, tmp_path, first):
+    split = with_ranks(Row({"dp_shard": 4, "ep": 2}, family=MOE), 4)
+    plain = with_ranks(Row("fsdp", family=MOE), 2)
+    rows = [split, plain] if first == "ep" else [plain, split]
+    train(workers, rows[0], tmp_path, text, stop_at=2)
+    found, expected = train(workers, rows[1], tmp_path, text), references(split.reference())
+    losses, norms = difference(found, expected)
+    assert losses <= bounds(split)[0] and norms <= bounds(split)[1]

@@ -1,0 +1,79 @@
+"""What a rank stores and sends under expert parallelism is what docs/expert-parallelism.md says."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echelon.data.loader import Microbatch
+from echelon.distributed.mesh import build_mesh
+from echelon.engines.native import build_native_engine
+from echelon.model.build import load_config
+from echelon.objectives.causal_lm import CausalLM
+from echelon.planner.plan import ParallelPlan
+from echelon.planner.shape import build_shape
+from echelon.recipe import load_recipe
+from families import small_config
+from training import Row, write_recipe
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+CONFIG = small_config("mixtral")
+TOKENS, WIDTH, NUM_EXPERTS, CHOSEN, LAYERS = 8, 64, 4, 2, 2
+PLAN = ParallelPlan("fsdp+ep", dp_shard=4, ep=2, reshard_after_forward=True, reduce_gradients="each")
+
+
+class Payloads(TorchDispatchMode):
+    """Counts collectives by name and bytes: of the whole tensor, or of an all-to-all what this rank gives to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace == "c10d":
+            name = operation.__name__.split(".")[0]
+            tensor = args[1] if name == "alltoall_base_" else args[0]
+            if isinstance(tensor, torch.Tensor):
+                self.found[name, tensor.numel() * tensor.element_size()] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def run_step(rank, world_size, path):
+    """The numbers that this rank stores, and the collectives of a step of one microbatch."""
+    recipe, _ = load_recipe(Path(path))
+    meshes = build_mesh(PLAN, "cpu")
+    engine = build_native_engine(recipe, load_config(CONFIG), PLAN, meshes, CausalLM(), torch.device("cpu"))
+    tokens, places = torch.arange(TOKENS)[None] + 20 * rank, np.zeros(1, dtype=np.int64)
+    microbatch = Microbatch(tokens, tokens, places, places)
+    engine.rehearse(microbatch, 1)
+    with Payloads() as payloads:
+        engine.forward_backward(0, [microbatch], torch.tensor(1.0))
+    stored = {key: sum(part.numel() for part in each.values()) for key, each in
+              (("weights", engine.weights()), ("gradients", engine.gradients()))}  # fmt: skip
+    return stored, payloads.found
+
+
+def test_a_rank_stores_and_sends_what_the_page_says(workers, text, tmp_path):
+    recipe = write_recipe(Row(family="mixtral"), tmp_path, text, steps=4)
+    shape = build_shape(CONFIG)
+    experts = shape.num_layer_experts
+    rest = shape.num_layer_parameters - experts
+    outside = shape.num_parameters - LAYERS * shape.num_layer_parameters
+    everyone = workers.run(run_step, 4, str(recipe))
+    rows = Counter()
+    for stored, found in everyone:
+        assert set(stored.values()) == {shape.num_parameters // 4}
+        gathers = {bytes: count for (name, bytes), count in found.items() if name == "_allgather_base_"}
+        assert gathers == {4 * experts // 2: 2 * LAYERS, 4 * rest: 2 * LAYERS, 4 * outside: 1}
+        sent = Counter({bytes: count for (name, bytes), count in found.items() if name == "alltoall_base_"})
+        fixed = Counter({4 * experts // 2: LAYERS, 4 * rest: LAYERS, 4 * outside: 1, 8 * NUM_EXPERTS: LAYERS})
+        assert fixed <= sent
+        tokens = sent - fixed
+        assert tokens.total() == 4 * LAYERS
+        assert tokens[4 * WIDTH * TOKENS * CHOSEN] >= 2 * LAYERS, "all pairs are sent, and all results come back"
+        rows.update(tokens)
+    assert sum(bytes * count for bytes, count in rows.items()) == 4 * 4 * LAYERS * 4 * WIDTH * TOKENS * CHOSEN

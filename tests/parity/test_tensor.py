@@ -1,0 +1,199 @@
+"""Tensor and sequence parallelism against one process: training, gradients, checkpoints, memory and traffic."""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.data.loader import Microbatch
+from echelon.distributed.mesh import build_mesh
+from echelon.engines.native import build_native_engine
+from echelon.errors import ConfigError
+from echelon.model.build import build_on_meta, load_config
+from echelon.model.seeds import derive_seed
+from echelon.model.sharding import local_part, whole, write_part
+from echelon.objectives.causal_lm import CausalLM
+from echelon.parallel.tensor import find_divided
+from echelon.planner.plan import ParallelPlan
+from echelon.planner.rank_shape import divide_shape
+from echelon.planner.shape import build_shape
+from echelon.recipe import load_recipe
+from families import random_batch, small_config
+from test_parity import check
+from traffic import Sent, TrafficCounter, expect_tensor_traffic
+from training import LOSS, NORM, Row, check_exact_resume, difference, hashes, train, write_recipe
+
+pytestmark = pytest.mark.dist
+
+HEADS = (("num_key_value_heads", 4),)
+TP2, SP2 = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
+FAMILIES = ["mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "cohere"]
+
+DAILY = [
+    Row({"dp_shard": 2, **SP2}, ranks=4, micro_batch=2, family="qwen3"),
+    Row(TP2, ranks=2, micro_batch=4, tied=True, adapter="lora"),
+]
+ROWS = [
+    Row(TP2, ranks=2),
+    Row(SP2, ranks=2, micro_batch=4),
+    Row({"tp": 4}, ranks=4, micro_batch=4, fields=HEADS),
+    Row({**SP2, "tp": 4}, ranks=4, micro_batch=4, fields=HEADS),
+    Row({**TP2, "dp_replicate": 2}, ranks=4, micro_batch=2, family="gemma2", tied=True),
+    Row({**TP2, "dp_shard": 2}, ranks=4, micro_batch=2, tied=True, checkpointing="full"),
+    Row({**SP2, "dp_shard": 2}, ranks=4, micro_batch=2, checkpointing="selective", precision="bf16"),
+    Row(SP2, ranks=2, micro_batch=4, adapter="lora"),
+    Row(TP2, ranks=2, micro_batch=4, adapter="dora"),
+    Row({**SP2, "dp_shard": 2}, ranks=4, micro_batch=2, adapter="dora"),
+    Row(TP2, ranks=2, micro_batch=4, optimizer="muon"),
+    Row({**SP2, "dp_shard": 2}, ranks=4, micro_batch=4, compile=True),
+    Row({**TP2, "pp": 2}, ranks=4, micro_batch=2),
+    Row({**SP2, "pp": 2}, ranks=4, micro_batch=2, family="qwen3", tied=True),
+    Row({**SP2, "cp": 2}, ranks=4, micro_batch=4),
+    Row({**TP2, "dp_shard": 2}, ranks=4, micro_batch=4, optimizer="lion"),
+    *[Row(TP2, ranks=2, micro_batch=4, family=family, tied=True) for family in FAMILIES],
+    *[Row(SP2, ranks=2, micro_batch=4, family=family) for family in FAMILIES],
+]
+
+
+@pytest.mark.parametrize("row", [*DAILY, *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS)], ids=str)
+def test_equals_one_process(workers, references, text, tmp_path, publish, row):
+    check(workers, references, text, tmp_path, row, publish)
+
+
+@pytest.mark.slow
+def test_norms_of_heads_whose_gradients_are_not_added_up_turn_a_row_red(workers, text, tmp_path):
+    """At a high learning rate, because the ranks' norms drift apart slowly, and without an error."""
+    row = Row(TP2, ranks=2, family="qwen3", changes={"optim": {"learning_rate": 2e-2, "warmup_steps": 0}})
+    one = replace(row, parallel="ddp", ranks=1)
+    expected = train(workers, one, tmp_path / "one", text)
+    found = [
+        difference(train(workers, row, tmp_path / (mutation or "right"), text, mutation=mutation), expected)
+        for mutation in ("", "plain norms of heads")
+    ]
+    assert [losses > LOSS or norms > NORM for losses, norms in found] == [False, True], found
+
+
+FIRST_AND_SECOND = [
+    (Row(SP2, ranks=2, tied=True), Row(tied=True)),
+    (Row({**TP2, "dp_shard": 2}, ranks=4, micro_batch=2, tied=True), Row("fsdp", ranks=4, micro_batch=2, tied=True)),
+    (Row("fsdp", ranks=4, micro_batch=2, tied=True), Row({**SP2, "dp_shard": 2}, ranks=4, micro_batch=2, tied=True)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), FIRST_AND_SECOND, ids=str)
+def test_a_checkpoint_loads_with_and_without_it(workers, references, text, tmp_path, first, second):
+    expected = references(first.reference())
+    train(workers, first, tmp_path, text, stop_at=2)
+    rows = train(workers, second, tmp_path, text)
+    losses, norms = difference(rows, expected)
+    assert losses <= LOSS and norms <= NORM
+    assert hashes(rows) == hashes(expected)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_same_bit_for_bit(workers, text, tmp_path):
+    row = Row({**SP2, "dp_shard": 2}, ranks=4, micro_batch=2, family="qwen3", tied=True)
+    check_exact_resume(partial(train, workers, row), tmp_path, text, steps=4)
+
+
+def read_gradients(rank, world_size, path, config, plan):
+    """The whole gradients of an adapter whose weights are drawn by name: at the start B is zero, and A has none."""
+    recipe, _ = load_recipe(Path(path))
+    meshes = build_mesh(plan, "cpu")
+    engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
+    trained = engine._trained()
+    for name, parameter in trained.items():
+        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(derive_seed(1, name)))
+        write_part(parameter.detach(), 0.1 * drawn)
+    tokens, labels = random_batch()
+    places = np.arange(len(tokens))
+    engine.forward_backward(0, [Microbatch(tokens, labels, places, places)], (labels >= 0).sum().float())
+    return {name: whole(parameter.grad) for name, parameter in trained.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_gradients_of_an_adapter_equal_those_of_one_process(workers, text, tmp_path, adapter):
+    config = small_config("llama")
+    path = str(write_recipe(Row(adapter=adapter), tmp_path, text, steps=4))
+    [expected] = workers.run(read_gradients, 1, path, config, ParallelPlan("ddp"))
+    assert {name.split(".")[-3] for name in expected} >= {"lora_A", "lora_B"}
+    for options in ({}, {"sequence_parallel": True}):
+        for found in workers.run(read_gradients, 2, path, config, ParallelPlan("tp", tp=2, **options)):
+            assert found.keys() == expected.keys()
+            for name, gradient in expected.items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=f"{name} {options}")
+
+
+def count_tensor_traffic(rank, world_size, path, config, plan):
+    """What a microbatch sends over each axis, and the parameter elements of this rank."""
+    recipe, _ = load_recipe(Path(path))
+    meshes = build_mesh(plan, "cpu")
+    engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), torch.device("cpu"))
+    tokens, labels = random_batch()
+    places = np.arange(len(tokens))
+    microbatch = Microbatch(tokens, labels, places, places)
+    engine.rehearse(microbatch, 1)
+    axes = {meshes.tp.get_group().group_name: "tp", meshes.shard.get_group("shard").group_name: "shard"}
+    with TrafficCounter(axes) as counter:
+        engine.forward_backward(0, [microbatch], torch.tensor(1.0))
+    elements = sum(local_part(parameter).numel() for parameter in engine._decoder.parameters())
+    return counter.by_axis, elements, tokens.numel()
+
+
+TRAFFIC = [("llama", 2, 1), ("qwen3", 2, 1), ("gemma2", 2, 1), ("llama", 4, 1), ("llama", 2, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tp", "dp_shard"), TRAFFIC)
+def test_parameters_and_traffic_are_those_of_the_table(workers, text, tmp_path, family, tp, dp_shard):
+    config = small_config(family, **dict(HEADS))
+    path, shape = str(write_recipe(Row(), tmp_path, text, steps=4)), build_shape(config)
+    for sequence_parallel in (False, True):
+        shards = {"dp_shard": dp_shard, "reduce_gradients": "each", "reshard_after_forward": True}
+        plan = ParallelPlan("tp", tp=tp, sequence_parallel=sequence_parallel, **shards)
+        part = divide_shape(shape, plan)
+        for by_axis, elements, num_tokens in workers.run(count_tensor_traffic, tp * dp_shard, path, config, plan):
+            assert elements == part.num_parameters / dp_shard
+            over_tp = {kind: sent for (axis, kind), sent in by_axis.items() if axis == "tp"}
+            assert over_tp == expect_tensor_traffic(plan, shape, num_tokens)
+            over_shards = {kind: sent.bytes for (axis, kind), sent in by_axis.items() if axis == "shard"}
+            layers = shape.num_layers * part.num_layer_parameters
+            sharded = {"all_gather": 4 * (part.num_parameters + layers), "all_to_all": 4 * part.num_parameters}
+            assert over_shards == ({} if dp_shard == 1 else sharded)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"family": "gpt2"}, "declares no tensor-parallel plan for gpt2"),
+        ({"family": "cohere", "use_qk_norm": True}, "leaves out layers.0.self_attn.q_norm.weight"),
+        ({"family": "mixtral"}, "as 'packed_colwise' by transformers|as 'moe_tp_experts' by transformers"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        find_divided(build_on_meta(load_config(small_config(**fields))))
+
+
+def test_every_style_of_a_plan_is_in_the_table():
+    for family in ("llama", *FAMILIES):
+        model = build_on_meta(load_config(small_config(family)))
+        names = [f"layers.{layer}.{block}" for layer, block in itertools.product(range(2), ("self_attn", "mlp"))]
+        assert {name.rpartition(".")[0] for name in find_divided(model)} == set(names)
+
+
+def test_what_is_counted_for_a_layer_of_two_ranks():
+    """By hand: 8 tokens of 64 numbers in fp32 are 2,048 bytes; 2 layers, whose norms have 64 weights each."""
+    shape = build_shape(small_config("llama"))
+    assert expect_tensor_traffic(ParallelPlan("tp", tp=2), shape, 8) == {"all_reduce": Sent(12, 10 * 2048 + 96)}
+    assert expect_tensor_traffic(ParallelPlan("tp", tp=2, sequence_parallel=True), shape, 8) == {
+        "all_gather": Sent(10, 10 * 2048),
+        "reduce_scatter": Sent(9, 9 * 2048),
+        "all_reduce": Sent(8, 2048 + 96 + 5 * 256),
+    }
