@@ -1,0 +1,211 @@
+"""Bytes of the activations that one rank keeps for the backward pass.
+
+They count the tensors that backward keeps for a Hugging Face decoder layer run eagerly with fused attention: the form
+of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", section 4), its terms
+replaced by what these layers were measured to save (test_memory.py).
+"""
+
+import math
+from dataclasses import dataclass
+
+from echelon.hardware.accelerators import DeviceKind
+from echelon.planner.adapter_plan import adapter_bytes_per_token
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
+
+FP32_BYTES = 4
+
+# With activation offloading, in the forward pass: the layer that runs, and the one whose activations leave.
+_LAYERS_LEAVING = 2
+
+
+def part_len(plan: ParallelPlan, sequence_len: int) -> int:
+    """The tokens of a sequence that one rank computes, under context parallelism."""
+    return -(-sequence_len // plan.cp)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Inputs of the activation estimate: bytes per number, and whether the layer's own weights are frozen.
+
+    residual: of the residual stream. mask: of a dropout mask. adapter: bytes per token of PEFT's adapter layers.
+    sequence_ranks: the ranks that divide norms and residuals along the sequence.
+    """
+
+    compute: int
+    residual: int
+    mask: int
+    frozen: bool
+    adapter: float = 0.0
+    sequence_ranks: int = 1
+
+
+def _what_is_kept(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> _Kept:
+    compute = DTYPE_BYTES[plan.precision.compute]
+    mask = 1 if kind == "cuda" else compute
+    ranks = plan.tp if plan.sequence_parallel else 1
+    if plan.adapter is None:
+        # autocast leaves the residual stream in fp32
+        return _Kept(compute, FP32_BYTES if plan.uses_autocast else compute, mask, frozen=False, sequence_ranks=ranks)
+    # Frozen embeddings are in the compute dtype, and so is the stream. DoRA casts its inputs to its own dtype, and
+    # autocast those that a LayerNorm outputs in fp32.
+    casts = plan.uses_autocast and (plan.adapter.method == "dora" or shape.parts.norm == "layer")
+    own_mask = 1 if kind == "cuda" else DTYPE_BYTES[plan.precision.param] if casts else compute
+    beside = adapter_bytes_per_token(shape, plan.adapter, compute, casts, own_mask)
+    return _Kept(compute, compute, mask, frozen=True, adapter=beside, sequence_ranks=ranks)
+
+
+def activation_bytes(
+    shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind
+) -> tuple[int, int, int]:
+    """(bytes that are kept on the device for backward, additional bytes of a layer that backward recomputes, bytes
+    that are kept in host memory)."""
+    by = _what_is_kept(shape, plan, kind)
+    length = part_len(plan, sequence_len)
+    tokens = plan.micro_batch_size * plan.rows_per_sequence * length
+    layer = _layer_bytes_per_token(shape, by, sequence_len, kind, _rows_per_token(shape, plan, kind))
+    layer += _context_bytes(shape, plan, by.compute)
+    # The first layer's input needs no gradient if the embedding is frozen: its norm keeps nothing.
+    num_redone = 0 if plan.activation_checkpointing == "none" else shape.num_layers // plan.checkpoint_every
+    norms = 0 if by.frozen and num_redone < shape.num_layers else _norm_bytes(shape, by)
+    outside = norms + by.residual * shape.hidden_size * (shape.parts.residual_dropout > 0)
+    kept, redone = _kept_by_layer(shape, plan, by, layer)
+    rotary = 2 * length * shape.head_dim * by.residual if shape.num_position_parameters == 0 else 0
+    # Expert weights with an adapter are added up before they are used, those in 4 bits are dequantized; it is kept.
+    adapter = plan.adapter
+    made = by.compute * (adapter.num_adapted_experts + adapter.num_quantized_experts) if adapter is not None else 0
+    fixed = made * (shape.num_layers - num_redone) // shape.num_layers
+    again = made // shape.num_layers if num_redone else 0
+    here, moved = sum(kept), 0.0
+    if plan.activation_offloading:
+        window = max(_LAYERS_LEAVING, 1 + plan.activation_loading_horizon)
+        here, moved = max(sum(kept[first : first + window]) for first in range(len(kept))), sum(kept[:-1])
+    # 8: token ids
+    return int(tokens * (here + outside + 8)) + rotary + fixed, int(tokens * redone) + again, int(tokens * moved)
+
+
+def _kept_by_layer(shape: ModelShape, plan: ParallelPlan, by: _Kept, layer: float) -> tuple[list[float], float]:
+    """Per token: (bytes that each layer keeps, additional bytes when the last of those that do not keep all is redone).
+
+    `layer`: the bytes that the backward pass of one layer needs.
+    """
+    layer_input = by.residual * shape.hidden_size / by.sequence_ranks
+    outputs = _matmul_output_bytes(shape, by.compute)
+    match plan.activation_checkpointing:
+        case "none" if plan.activation_memory_budget is not None:
+            most = layer if shape.parts.attention_matrix else outputs + _compiled_bytes(shape, by.compute)
+            kept = layer_input + plan.activation_memory_budget * most
+            redone = max(0.0, layer - kept)
+        case "none":
+            kept, redone = layer, 0.0
+        case "full":
+            kept, redone = layer_input, layer
+        case "selective":
+            kept, redone = layer_input + outputs, max(0, layer - outputs)  # the recomputation reuses them
+    every = plan.checkpoint_every
+    by_layer = [kept if number % every == 0 else layer for number in range(1, shape.num_layers + 1)]
+    # If layers follow that keep all, they are done and free when a layer is recomputed.
+    return by_layer, redone if shape.num_layers % every == 0 else 0.0
+
+
+def _compiled_bytes(shape: ModelShape, compute: int) -> int:
+    """Per token: what compiled layers keep beside a layer's input and the outputs of its matrix products.
+
+    That is the input of the MLP and of its last product, as was measured (test_activation.py).
+    """
+    return compute * (shape.intermediate_size + shape.hidden_size)
+
+
+def _expert_row_bytes(shape: ModelShape, by: _Kept) -> int:
+    """Bytes that the backward pass needs of a token in one expert: the inputs and outputs of its two products, and of
+    the activation between them. A frozen expert needs no inputs. Autocast does not cast a grouped product."""
+    _, width = shape.expert_widths
+    inputs = 0 if by.frozen else shape.hidden_size + width
+    return by.residual * (inputs + shape.hidden_size + 3 * width)
+
+
+def _rows_per_token(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> int:
+    """Rows of experts that a rank computes, per token of its own: as many as a token has experts, or with expert
+    parallelism on GPUs, whose hosts do not wait for the numbers, as many as it might receive."""
+    chosen = shape.num_chosen_experts
+    if plan.ep == 1 or kind == "cpu":
+        return chosen
+    return plan.ep * min(chosen, shape.experts[0].num_experts // plan.ep)
+
+
+def dispatch_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> int:
+    """Bytes of the rows that a layer sends to experts and of those it receives, while it does."""
+    if plan.ep == 1:
+        return 0
+    rows = plan.micro_batch_size * plan.rows_per_sequence * sequence_len * _rows_per_token(shape, plan, kind)
+    return 2 * rows * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]
+
+
+def _layer_bytes_per_token(
+    shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind, rows_per_token: int
+) -> float:
+    """Bytes per token that the backward pass of one decoder layer needs; of experts, for `rows_per_token` of them."""
+    parts = shape.parts
+    # If autocast casts, each projection keeps a copy of its input: q, k, v, gate and up; otherwise two are shared. A
+    # frozen projection keeps none, and one tensor less of the intermediate width for the last one of the MLP.
+    inputs = 5 if parts.separate_projections and by.residual != by.compute else 2
+    projections = 0 if by.frozen else inputs * by.compute * shape.hidden_size
+    share, _ = shape.expert_widths
+    mlp = (1 - share) * (parts.mlp_saved - by.frozen) * by.compute * shape.intermediate_size
+    mlp += share * rows_per_token * _expert_row_bytes(shape, by)
+    # The inputs of the post-norms of Gemma 2 and 3 are not the residual stream, yet cost the same fp32 copy.
+    norms = parts.num_norms * _norm_bytes(shape, by)
+    dropout = 2 * by.mask * shape.hidden_size if parts.residual_dropout else 0
+    return projections + mlp + norms + dropout + by.adapter + _attention_bytes(shape, by, sequence_len, kind)
+
+
+def _attention_bytes(shape: ModelShape, by: _Kept, sequence_len: int, kind: DeviceKind) -> int:
+    """Per token: query, key, value, output, and the fp32 log-sum-exp; also the scores if attention is not fused."""
+    parts, compute = shape.parts, by.compute
+    query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    scores = shape.num_heads * sequence_len
+    head_norms = 0
+    if parts.head_norms:
+        kept = FP32_BYTES if by.frozen else 2 * FP32_BYTES if parts.norm == "rms_fp32" else FP32_BYTES + compute
+        head_norms = (query + key_value) * kept + FP32_BYTES * (shape.num_heads + shape.num_kv_heads)
+    if parts.attention_matrix and kind == "cpu":  # GPUs have flex attention
+        # soft-capped scores, fp32 softmax, its cast copy; key and value are repeated for every query head
+        cast = compute if compute != FP32_BYTES else 0
+        return head_norms + 4 * compute * query + scores * (compute + FP32_BYTES + cast)
+    if parts.attention_dropout and kind == "cpu":
+        # CPUs have no fused attention with dropout: softmax, mask and product are kept, all in fp32
+        return head_norms + FP32_BYTES * 3 * query + compute * query + 3 * FP32_BYTES * scores
+    return head_norms + compute * 2 * (query + key_value) + FP32_BYTES * shape.num_heads
+
+
+def _context_bytes(shape: ModelShape, plan: ParallelPlan, compute: int) -> int:
+    """Per token of this rank: keys and values in addition to its own, under context parallelism.
+
+    `allgather` keeps those of whole sequences. `ulysses` keeps as many as before, unless their heads are repeated.
+    """
+    key_value = 2 * shape.num_kv_heads * shape.head_dim * compute
+    if plan.cp_method == "ulysses":
+        return key_value * (math.lcm(shape.num_kv_heads, plan.cp) // shape.num_kv_heads - 1)
+    return key_value * (plan.cp - 1)
+
+
+def _norm_bytes(shape: ModelShape, by: _Kept) -> float:
+    """Per token: a norm's input and its normalised values, in the dtypes of its kind, and its statistics.
+
+    The normalised values are for the gradient of its weight, so a frozen norm keeps none.
+    """
+    match shape.parts.norm:
+        case "rms":
+            numbers = shape.hidden_size * (FP32_BYTES + (0 if by.frozen else by.residual)) + FP32_BYTES
+        case "rms_fp32":
+            numbers = shape.hidden_size * (1 if by.frozen else 2) * FP32_BYTES + FP32_BYTES
+        case "layer":
+            numbers = shape.hidden_size * by.residual + 2 * FP32_BYTES
+    return numbers / by.sequence_ranks
+
+
+def _matmul_output_bytes(shape: ModelShape, compute: int) -> int:
+    """Per token: what selective checkpointing keeps of a layer, the outputs of its matrix products and attention."""
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + shape.hidden_size
+    mlp = (shape.parts.num_mlp_matrices - 1) * shape.intermediate_size + shape.hidden_size
+    return compute * (attention + mlp) + FP32_BYTES * shape.num_heads
