@@ -11,7 +11,8 @@ from source_tree import ECHELON, Module, SourceTree
 
 from echelon.recipe.inputs import AdapterConfig, ObjectiveConfig
 from echelon.recipe.names import OneOf
-from echelon.recipe.training import EngineName, OptimConfig, ParallelName, SyncConfig
+from echelon.recipe.synchronization import SyncConfig
+from echelon.recipe.training import EngineName, OptimConfig, ParallelName
 
 # The second one runs in a container, where echelon may not be importable yet.
 ENVIRONMENT_READERS = {"supervise.launch_environment", "launch.sagemaker.enter"}

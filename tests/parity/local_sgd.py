@@ -3,6 +3,8 @@
 Stich, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767).
 """
 
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
@@ -33,12 +35,24 @@ class LocalSGD:
     def apply(self, step, learning_rate, commit):
         self._replica.step(learning_rate, commit)
 
-    def end_step(self, step):
+    def end_step(self, step, is_last):
         if (step + 1) % EVERY == 0:
             for name, weight in self._replica.weights().items():
                 dist.all_reduce(weight, group=self._outer)
                 self._agreed[name].copy_(weight.div_(dist.get_world_size(self._outer)))
         return True
+
+    @contextmanager
+    def agreed(self):
+        self._exchange()
+        yield
+        self._exchange()
+
+    def _exchange(self):
+        for name, weight in self._replica.weights().items():
+            own = weight.clone()
+            weight.copy_(self._agreed[name])
+            self._agreed[name].copy_(own)
 
     def tensors(self, engine_state):
         own = {replica_name(self._index, name): tensor for name, tensor in engine_state.items()}

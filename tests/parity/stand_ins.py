@@ -133,7 +133,7 @@ class Counting(EveryStep):
         super().__init__(config, replica, meshes)
         self._count = 0
 
-    def end_step(self, step):
+    def end_step(self, step, is_last):
         self._count += 1
         return True
 
@@ -158,7 +158,7 @@ class Hesitant(EveryStep):
     def apply(self, step, learning_rate, commit):
         super().apply(step, learning_rate, commit & (step not in self._repeats))
 
-    def end_step(self, step):
+    def end_step(self, step, is_last):
         if step in self._repeats:
             self._repeats.remove(step)
             return False

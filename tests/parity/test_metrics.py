@@ -50,14 +50,15 @@ def report(rank, world_size, plan):
     own = torch.tensor(share.targets // plan.cp)
     shared = torch.tensor(share.targets if plan.num_replicas > 1 else sum(each.targets for each in SHARES))
     good = torch.ones((), dtype=torch.bool)
+    is_apart = torch.tensor(meshes.place["replica"] == 1)  # the second replica skips its second step in a row
     record = StepRecord(
         step=3,
         loss_sum=torch.tensor(share.loss / plan.cp if knows_loss else 0.0),
         router_sum=torch.tensor(2 * share.loss / plan.cp if knows_loss else 0.0),
         expert_tokens=counts,
         targets=Targets(own, shared),
-        grad_norm=torch.tensor(1.5),
-        verdict=Verdict(good, torch.tensor(rank == world_size - 1), torch.tensor(0)),
+        grad_norm=torch.tensor(1.5 if is_apart else 1.0),
+        verdict=Verdict(good & ~is_apart, torch.tensor(rank == world_size - 1), 2 * is_apart.long()),
         loss_scale=None,
         learning_rate=1e-3,
         num_tokens=share.tokens,
@@ -79,4 +80,8 @@ def test_every_plan_reports_the_same_step(workers, plan):
     assert (metrics.tokens, metrics.target_tokens, metrics.batch_hash) == (180, 40, f"{5:016x}")
     assert metrics.data_wait_seconds == (plan.world_size - 1) / 2
     assert metrics.memory_peak_bytes == 1000 + plan.world_size - 1
+    several = plan.num_replicas > 1
+    assert (metrics.grad_norm, metrics.committed, metrics.bad_in_a_row) == (
+        (1.5, False, 2) if several else (1, True, 0)
+    )
     assert metrics.is_bad and metrics.stopped_by is not None, "what one rank sees, all of them do"

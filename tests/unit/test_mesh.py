@@ -26,7 +26,6 @@ class Expected:
     shard: list[list[int]] | list[list[list[int]]]
     counts_data: list[int]
     counts_loss: list[int]
-    evaluation_rank: list[int]
     outer: list[list[int]] | None = None
     pp: list[list[int]] | None = None
     tp: list[list[int]] | None = None
@@ -43,7 +42,6 @@ TABLES = {
         shard=[[0, 2], [1, 3], [0, 2], [1, 3]],
         counts_data=[0, 2],
         counts_loss=[0, 2],
-        evaluation_rank=[0, 0, 1, 1],
         tp=[[0, 1], [0, 1], [2, 3], [2, 3]],
     ),
     "pp2 x dp2": Expected(
@@ -54,7 +52,6 @@ TABLES = {
         shard=[[0, 1], [0, 1], [2, 3], [2, 3]],
         counts_data=[0, 1],
         counts_loss=[2, 3],
-        evaluation_rank=[0, 1, 0, 1],
         pp=[[0, 2], [1, 3], [0, 2], [1, 3]],
     ),
     "replica2 x shard2": Expected(
@@ -65,7 +62,6 @@ TABLES = {
         shard=[[0, 1], [0, 1], [2, 3], [2, 3]],
         counts_data=[0, 1, 2, 3],
         counts_loss=[0, 1, 2, 3],
-        evaluation_rank=[0, 1, 0, 1],
         outer=[[0, 2], [1, 3], [0, 2], [1, 3]],
     ),
     "replicate2 x shard2 x cp2": Expected(
@@ -76,7 +72,6 @@ TABLES = {
         shard=[[[0, 1, 2, 3], [4, 5, 6, 7]]] * 8,
         counts_data=[0, 2, 4, 6],
         counts_loss=list(range(8)),
-        evaluation_rank=[0, 0, 1, 1, 2, 2, 3, 3],
         cp=[[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]],
     ),
     "pp2 x replicate2 x tp2": Expected(
@@ -89,7 +84,6 @@ TABLES = {
         ],
         counts_data=[0, 2],
         counts_loss=[4, 6],
-        evaluation_rank=[0, 0, 1, 1, 0, 0, 1, 1],
         pp=[[0, 4], [1, 5], [2, 6], [3, 7], [0, 4], [1, 5], [2, 6], [3, 7]],
         tp=[[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]],
     ),
@@ -104,7 +98,6 @@ TABLES = {
         ],
         counts_data=[0, 4],
         counts_loss=[2, 6],
-        evaluation_rank=[0, 0, 0, 0, 1, 1, 1, 1],
         pp=[[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]],
         tp=[[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]],
     ),
@@ -117,7 +110,6 @@ TABLES = {
         shard=[[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4,
         counts_data=[0, 1, 2, 3],
         counts_loss=[4, 5, 6, 7],
-        evaluation_rank=[0, 1, 2, 3, 0, 1, 2, 3],
         pp=[[0, 4], [1, 5], [2, 6], [3, 7], [0, 4], [1, 5], [2, 6], [3, 7]],
     ),
     "tp outside of shard4, whose experts are on 2 ranks each": Expected(
@@ -128,7 +120,6 @@ TABLES = {
         shard=[[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4,
         counts_data=[0, 2],
         counts_loss=[0, 1, 2, 3],
-        evaluation_rank=[0, 0, 1, 1, 0, 0, 1, 1],
         tp=[[0, 4], [1, 5], [2, 6], [3, 7], [0, 4], [1, 5], [2, 6], [3, 7]],
         cp=[[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]],
         experts=[[[0, 1], [2, 3]]] * 4 + [[[4, 5], [6, 7]]] * 4,
@@ -141,7 +132,6 @@ TABLES = {
         shard=[[0, 1, 2, 3]] * 4,
         counts_data=[0, 1, 2, 3],
         counts_loss=[0, 1, 2, 3],
-        evaluation_rank=[0, 1, 2, 3],
         experts=[[[0, 1, 2, 3]]] * 4,
     ),
 }  # fmt: skip
@@ -174,10 +164,6 @@ def test_every_rank_of_a_plan(expected):
     for rank in range(expected.plan.world_size):
         meshes, ranks, _ = build_as(rank, expected.plan)
         assert (meshes.data_rank, meshes.data_size) == (expected.data_rank[rank], expected.data_size)
-        assert (meshes.evaluation_rank, meshes.evaluation_size) == (
-            expected.evaluation_rank[rank],
-            max(expected.evaluation_rank) + 1,
-        )
         assert meshes.num_devices == expected.plan.world_size
         for name, found in ranks.items():
             table = getattr(expected, name)

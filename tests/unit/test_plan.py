@@ -9,7 +9,7 @@ from echelon.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
 from echelon.planner.choose import resolve_plan
 from echelon.planner.plan import ParallelPlan, Precision
 from echelon.planner.shape import build_shape
-from echelon.recipe import AdapterConfig, BatchRampConfig
+from echelon.recipe import AdapterConfig, BatchRampConfig, SyncConfig
 from echelon.recipe.batches import constant_batch, ramp_batch
 from echelon.recipe.training import ParallelConfig
 from families import small_config
@@ -30,7 +30,7 @@ LLAMA_13B = build_shape(
 )  # fmt: skip
 
 
-def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None, adapter=FULL, **train):
+def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None, adapter=FULL, sync=None, **train):
     """The parts of a Recipe that determine a plan."""
     if isinstance(parallel, dict):
         parallel = ParallelConfig.model_validate(parallel)
@@ -47,6 +47,7 @@ def build_recipe(parallel="auto", batch=64, sequence_len=128, batch_tokens=None,
     }
     return SimpleNamespace(
         parallel=parallel,
+        sync=SyncConfig.model_validate(sync or {}),
         global_batch_size=batch,
         batches=constant_batch(batch, sequence_len),
         data=SimpleNamespace(sequence_len=sequence_len),

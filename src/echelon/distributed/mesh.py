@@ -107,17 +107,9 @@ class Meshes:
     @property
     def data_rank(self) -> int:
         """This rank's index among the ranks that read different sequences, 0 <= data_rank < data_size."""
-        return self.place["replica"] * self.evaluation_size + self.evaluation_rank
-
-    @property
-    def evaluation_size(self) -> int:
-        """The number of ranks that share held-out text: each replica evaluates all of it, with its own weights."""
-        return self.grid.size(("dp_replicate", "dp_shard"))
-
-    @property
-    def evaluation_rank(self) -> int:
-        """This rank's index among those, 0 <= evaluation_rank < evaluation_size."""
-        return self.place["dp_replicate"] * self.grid.sizes["dp_shard"] + self.place["dp_shard"]
+        sizes, place = self.grid.sizes, self.place
+        within = place["dp_replicate"] * sizes["dp_shard"] + place["dp_shard"]
+        return place["replica"] * sizes["dp_replicate"] * sizes["dp_shard"] + within
 
     @property
     def sequence_part(self) -> SequencePart:

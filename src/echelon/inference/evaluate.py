@@ -143,7 +143,10 @@ def build_result(objective: Objective, sums: Sequence[float], bytes_per_token: f
 
 
 class Evaluator:
-    """Evaluates the same held-out sequences of every set each time, in order, divided over the ranks."""
+    """Evaluates the same held-out sequences of every set each time, in order, divided over the ranks.
+
+    Every rank must have the same weights, also those of other replicas: see `Synchronizer.agreed`.
+    """
 
     def __init__(
         self,
@@ -185,7 +188,9 @@ class Evaluator:
                 beat()
                 sums[index, :2] += count_labels(self._objective, microbatch)
                 sums[index, 2:] += evaluation.sums(microbatch)
-        dist.all_reduce(sums, group=self._meshes.loss)
+        for group in (self._meshes.loss, self._meshes.outer):
+            if group is not None:
+                dist.all_reduce(sums, group=group)
         return EvalResults(
             {
                 each.name: build_result(self._objective, values, each.bytes_per_token)
@@ -199,11 +204,11 @@ class Evaluator:
         return agreed_stop(flags.tolist())
 
     def _microbatches(self, dataset: Dataset) -> Iterator[Microbatch]:
-        per_round = self._micro_batch_size * self._meshes.evaluation_size
+        per_round = self._micro_batch_size * self._meshes.data_size
         stop = min(self._num_sequences, dataset.num_samples)
         cut = find_cut(self._meshes.sequence_part)
         for first in range(0, stop, per_round):
-            start = first + self._meshes.evaluation_rank * self._micro_batch_size
+            start = first + self._meshes.data_rank * self._micro_batch_size
             whole = read_in_order(dataset, start, self._micro_batch_size, stop, self._padding)
             yield cut(whole).to(self._device)
 

@@ -138,7 +138,8 @@ def export_trained(trainer: Trainer, recipe: Recipe, folder: RunFolder) -> None:
     Raises:
         CheckpointError: on rank 0, the written weights differ from the trained ones.
     """
-    content = trainer.train_step.engine.describe_adapter()
+    with trainer.train_step.sync.agreed():
+        content = trainer.train_step.engine.describe_adapter()
     if dist.get_rank() == 0:
         card = render_card(folder.path, trainer.state.step, is_adapter=True)
         num_bytes = write_adapter(folder.export_dir, content, recipe.model.checkpoint, folder.model_dir, card)
@@ -216,7 +217,7 @@ def build_trainer(
     if runtime.rank == 0:
         pin_plan(folder, planned, plan, shape, recipe.data.sequence_len, device)
     sync = build_synchronizer(recipe.sync, engine, meshes)
-    contents = RunContents(engine, sync, StepJudge(recipe.fault, device))
+    contents = RunContents(engine, sync, StepJudge(recipe.fault, device), meshes)
     store, snapshots = build_store(recipe, folder), build_snapshots(recipe)
     tensors = contents.tensors()
     store.rehearse(tensors)
@@ -252,12 +253,13 @@ def build_trainer(
     loader = build_loader(recipe, plan, data, meshes, state.step)
     schedule = build_schedule(recipe.optim, num_steps, recipe.batches)
     limit = recipe.optim.max_grad_norm
-    step = TrainingStep(engine, objective, sync, contents.judge, schedule, loader, meshes, device, limit, stop)
+    judge = contents.judge
+    step = TrainingStep(engine, objective, sync, judge, schedule, loader, meshes, device, limit, stop, num_steps)
     evaluator = build_evaluator(recipe, plan, data, objective, meshes, device)
     evaluations = None
     if evaluator is not None:
         rhythm, select_by = recipe.evaluation_rhythm(num_samples), recipe.evaluate.select_by
-        evaluations = Evaluations(engine, evaluator, sampler, rhythm, select_by, accounting, stop)
+        evaluations = Evaluations(engine, sync, evaluator, sampler, rhythm, select_by, accounting, stop)
     every, patience = recipe.fault.verify_replicas_every, recipe.evaluate.early_stopping
     pauses = Pauses(engine, saver, evaluations, accounting, meshes, stop, every, patience)
     recover = Recovery(recipe.fault, step, saver, accounting)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # A resumed run keeps the choices made at its start, unless one of these was changed by hand.
-_PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch")
+_PLAN_KEYS = ("parallel", "train.micro_batch_size", "launch", "sync")
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,19 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import CPU_BF16_MARGIN, Cluster
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
+from echelon.planner.degrees import join_words, nearest
 from echelon.planner.expert_limits import check_expert_parallel
 from echelon.planner.kept_activations import KeptActivations, check_activations, read_activations
 from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
 from echelon.planner.memory import MemoryEstimate, estimate_memory
-from echelon.planner.model_shape import ModelShape
-from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, Rounding
+from echelon.planner.model_shape import ModelShape, divisors
+from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, Rounding, build_sync_plan
 from echelon.planner.sequence_limits import check_context
 from echelon.planner.stages import check_pipeline, choose_stages, describe_pipeline, pipeline_sizes
 from echelon.planner.tensor_limits import check_tensor_parallel
@@ -21,6 +23,7 @@ from echelon.sizes import render_bytes
 
 if TYPE_CHECKING:
     from echelon.recipe import Recipe, TrainConfig
+    from echelon.recipe.training import ParallelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +37,12 @@ _COMPILE_SECONDS, _COMPILE_GAIN, _EAGER_MFU = 60, 0.07, 0.35
 
 @dataclass(frozen=True)
 class _Request:
-    """The inputs that all candidates of one recipe on one cluster share."""
+    """The inputs that all candidates of one recipe on one cluster share. `replica`: the part of it for one replica."""
 
     recipe: "Recipe"
     shape: ModelShape
     cluster: Cluster
+    replica: Cluster
     num_samples: int | None
     precision: Precision
     adapter: AdapterPlan | None
@@ -77,11 +81,12 @@ def resolve_plan(
     seconds = _estimate_seconds(recipe, shape, cluster, precision, num_samples)
     compile_model, compile_why = _choose_compile(recipe, cluster, kept, seconds)
     adapter = build_adapter_plan(recipe.adapter, shape, len(recipe.model.new_tokens))
-    request = _Request(recipe, shape, cluster, num_samples, precision, adapter, compile_model, kept, fill)
+    replica = find_replica(recipe, cluster)
+    request = _Request(recipe, shape, cluster, replica, num_samples, precision, adapter, compile_model, kept, fill)
     if recipe.parallel == "auto":
         plan, plan_why = _choose_strategy(request)
     else:
-        layout = build_layout(recipe.parallel, cluster, shape.num_layers)
+        layout = _build_layout(request, recipe.parallel)
         check_pipeline(recipe, layout)
         check_tensor_parallel(recipe, shape, layout)
         check_expert_parallel(recipe, shape, layout)
@@ -90,6 +95,19 @@ def resolve_plan(
         plan_why = [*plan_why, *describe_pipeline(plan)]
     reach = None if adapter is None else describe_reach(adapter, shape)
     return replace(plan, why=(*plan_why, *precision_why, *compile_why, *([] if reach is None else [reach])))
+
+
+def find_replica(recipe: "Recipe", cluster: Cluster) -> Cluster:
+    """The part of a cluster that one replica has. Raises PlanError, with numbers that fit, if they do not divide it."""
+    replicas, count = recipe.sync.replicas, cluster.num_devices
+    if count % replicas:
+        fits = join_words([str(n) for n in (count // replicas * replicas, (count // replicas + 1) * replicas) if n])
+        raise PlanError(
+            f"sync.replicas={replicas} does not divide {count} process{'' if count == 1 else 'es'}; run {fits} "
+            f"processes, or use {join_words([str(n) for n in nearest(divisors(count), replicas)])} replicas."
+        )
+    size = count // replicas
+    return replace(cluster, num_devices=size, devices_per_node=gcd(size, cluster.devices_per_node))
 
 
 def _check_positions(recipe: "Recipe", shape: ModelShape) -> None:
@@ -239,13 +257,19 @@ def _auto_layouts(request: _Request) -> Iterator[Layout]:
     less memory, because it has only one copy of the gradients. The frozen weights of an adapter need no cast, and its
     gradients are small.
     """
-    cluster, precision = request.cluster, request.precision
+    cluster, precision = request.replica, request.precision
     casts = cluster.kind == "cuda" and precision.compute != precision.param and request.adapter is None
     if cluster.num_devices == 1:
         names = ["zero2", "fsdp"] if casts else ["ddp"]
     else:
         names = [*([] if casts else ["ddp"]), "zero1", "zero2", *(["hsdp"] if cluster.num_nodes > 1 else []), "fsdp"]
-    return (build_layout(name, cluster, request.shape.num_layers) for name in names)
+    return (_build_layout(request, name) for name in names)
+
+
+def _build_layout(request: _Request, parallel: "str | ParallelConfig") -> Layout:
+    """The layout of every replica."""
+    layout = build_layout(parallel, request.replica, request.shape.num_layers)
+    return replace(layout, num_replicas=request.recipe.sync.replicas)
 
 
 def _build_requested(request: _Request, layout: Layout) -> tuple[ParallelPlan, list[str]]:
@@ -330,6 +354,8 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
         order=layout.order,
         micro_batch_size=micro_batch_size,
         num_microbatches=num_microbatches,
+        num_replicas=layout.num_replicas,
+        sync=build_sync_plan(request.recipe.sync),
         num_fill=layout.dp_size * num_microbatches * micro_batch_size - request.recipe.global_batch_size,
         rows_per_sequence=1 if request.shape.obeys_masks or request.recipe.objective.name != "dpo" else 2,
         activation_checkpointing=request.kept.policy,
@@ -355,7 +381,7 @@ def _needs(request: _Request, layout: Layout, plan: ParallelPlan, needs: MemoryE
 
 def _advice(request: _Request, plan: ParallelPlan) -> str:
     """Changes that would help; those that can be evaluated are named only if they fit, with the memory they need."""
-    fsdp = build_layout("fsdp", request.cluster, request.shape.num_layers)
+    fsdp = _build_layout(request, "fsdp")
     full = replace(plan, activation_checkpointing="full", checkpoint_every=1, activation_memory_budget=None)
     trials = {
         "set train.activation_checkpointing=full": full,

@@ -31,7 +31,7 @@ class Layout:
     """The fields that define a strategy; the plan copies them unchanged, except `microbatches`.
 
     stages: the decoder layers of each pipeline stage; empty without a pipeline, or if they are not given.
-    microbatches: the number of them in a step, if the recipe sets it.
+    microbatches: the number of them in a step, if the recipe sets it. num_replicas: of this layout, by `sync`.
     """
 
     strategy: str
@@ -51,11 +51,12 @@ class Layout:
     stages: tuple[int, ...] = ()
     microbatches: int | None = None
     order: tuple[AxisName, ...] = AXIS_ORDER
+    num_replicas: int = 1
 
     @property
     def dp_size(self) -> int:
-        """Ranks that read different sequences."""
-        return self.dp_replicate * self.dp_shard
+        """Ranks of all replicas that read different sequences."""
+        return self.num_replicas * self.dp_replicate * self.dp_shard
 
     @property
     def num_peers(self) -> int:

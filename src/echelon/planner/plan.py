@@ -10,7 +10,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from echelon.errors import PlanError
 from echelon.planner.degrees import AXIS_ORDER
-from echelon.recipe.names import OptimizerName
+from echelon.recipe.names import OptimizerName, SynchronizerName
+from echelon.recipe.synchronization import EVERY_STEP, CompressMethod, SyncConfig
 from echelon.recipe.training import AxisName, CpMethod, PipelineSchedule
 from echelon.stored import read_as
 
@@ -97,6 +98,61 @@ class AdapterPlan:
         )
 
 
+@with_config(_STRICT)
+@dataclass(frozen=True)
+class SyncPlan:
+    """How replicas agree: the section `sync` of the recipe, whose keys have the same names and meaning.
+
+    method, rank, fraction: how gradients are compressed. is_exact: whether losses are those of a single process.
+    """
+
+    name: SynchronizerName = EVERY_STEP
+    every: Count = 1
+    outer_learning_rate: float = 1.0
+    outer_momentum: float = 0.0
+    overlap: bool = False
+    method: CompressMethod = "none"
+    rank: Count = 4
+    fraction: Share = 0.01
+    is_exact: bool = True
+
+    def describe(self, num_replicas: int, replica_size: int) -> str:
+        """The message about how replicas agree."""
+        words = [self.name]
+        if num_replicas > 1:
+            words.append(f"{num_replicas} replicas of {replica_size} process{'' if replica_size == 1 else 'es'}")
+        if self.every > 1:
+            words.append(f"every {self.every} steps")
+        if (self.outer_learning_rate, self.outer_momentum) != (1.0, 0.0):
+            words.append(f"outer learning rate {self.outer_learning_rate:g}, momentum {self.outer_momentum:g}")
+        if self.overlap:
+            words.append("sent during the next step")
+        if self.method != "none":
+            words.append(f"gradients sent as {self._describe_method()}")
+        lossy = "" if self.is_exact else "; lossy: the losses are not those of sync.name: every_step"
+        return f"sync: {', '.join(words)}{lossy}"
+
+    def _describe_method(self) -> str:
+        if self.method == "powersgd":
+            return f"PowerSGD of rank {self.rank}"
+        if self.method in ("topk", "randomk"):
+            return f"the {'largest' if self.method == 'topk' else 'a random'} {self.fraction:.3g} of their values"
+        return {"sign": "signs"}.get(self.method, self.method)
+
+
+def build_sync_plan(config: SyncConfig) -> SyncPlan:
+    """The part of a plan that the section `sync` of a recipe sets."""
+    names = ("name", "every", "outer_learning_rate", "outer_momentum", "overlap")
+    compress = config.compress
+    return SyncPlan(
+        **{name: getattr(config, name) for name in names},
+        method=compress.method,
+        rank=compress.rank,
+        fraction=compress.fraction,
+        is_exact=config.is_exact,
+    )
+
+
 _ROWS = "pairs: the two answers run as sequences of their own, because no document mask keeps them apart in this model"
 
 
@@ -124,6 +180,7 @@ class ParallelPlan:
     pp: Count = 1
     ep: Count = 1
     num_replicas: Count = 1
+    sync: SyncPlan = field(default_factory=SyncPlan)
     order: tuple[AxisName, ...] = AXIS_ORDER
     sequence_parallel: bool = False
     cp_method: CpMethod | None = None
@@ -146,8 +203,12 @@ class ParallelPlan:
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerName = "adamw"
     adapter: AdapterPlan | None = None
-    lossy: bool = False
     why: tuple[str, ...] = ()
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the losses differ from those of a single process by more than rounding, because of `sync`."""
+        return not self.sync.is_exact
 
     @property
     def dp_size(self) -> int:
@@ -157,7 +218,12 @@ class ParallelPlan:
     @property
     def world_size(self) -> int:
         """Processes of the whole run."""
-        return self.num_replicas * self.dp_size * self.num_peers
+        return self.num_replicas * self.replica_size
+
+    @property
+    def replica_size(self) -> int:
+        """Processes of one replica."""
+        return self.dp_size * self.num_peers
 
     @property
     def num_peers(self) -> int:
@@ -217,6 +283,7 @@ class ParallelPlan:
             f"batch: {self.global_batch_size} sequences = {self.num_replicas * self.dp_size} {ranks} x "
             f"{self.num_microbatches} microbatches x {self.micro_batch_size} sequences{fill}",
             *([] if self.rows_per_sequence == 1 else [_ROWS]),
+            *([] if self.sync == SyncPlan() else [self.sync.describe(self.num_replicas, self.replica_size)]),
             *(f"why: {line}" for line in self.why),
         ]
 
@@ -262,7 +329,11 @@ class ParallelPlan:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "ParallelPlan":
         """Plan of plan.json's content. Raises PlanError for missing, unknown or malformed fields."""
-        for where, kind, part in (("plan", cls, content), ("plan.precision", Precision, content.get("precision"))):
+        for where, kind, part in (
+            ("plan", cls, content),
+            ("plan.precision", Precision, content.get("precision")),
+            ("plan.sync", SyncPlan, content.get("sync")),
+        ):
             if isinstance(part, Mapping) and (missing := {item.name for item in fields(kind)} - part.keys()):
                 raise _explain_version(where, "misses", missing)
         try:

@@ -26,7 +26,8 @@ from echelon.recipe.reference import render_recipe_reference
 from echelon.recipe.render import find_secret_keys, render_recipe
 from echelon.recipe.schema import recipe_json_schema
 from echelon.recipe.starter import render_starter
-from echelon.recipe.training import BatchRampConfig, OptimConfig, ParallelConfig, SyncConfig, TrainConfig
+from echelon.recipe.synchronization import SyncConfig
+from echelon.recipe.training import BatchRampConfig, OptimConfig, ParallelConfig, TrainConfig
 from echelon.recipe.unbuilt import check_built
 
 __all__ = [

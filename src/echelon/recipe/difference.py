@@ -10,11 +10,12 @@ from echelon.recipe.training import STEP_KEYS
 from echelon.recipe.yaml_text import show_value
 from echelon.redaction import redact
 
-# Keys that may change on resume: none of them changes the order of the data or the result of a step.
+# Keys that may change on resume. None of them changes the order of the data, and none but `sync.replicas` the result of
+# a step.
 RESUMABLE: tuple[str, ...] = (
     "run", "data.prepared_dir", "data.prepare_workers", "train.micro_batch_size", "train.log_every",
     "train.eval_every", "train.evals_per_epoch", "train.callbacks", "parallel", "checkpoint", "evaluate", "fault",
-    "track", "mlflow", "wandb", "launch", "profile", "budget",
+    "sync.replicas", "track", "mlflow", "wandb", "launch", "profile", "budget",
 )  # fmt: skip
 
 

@@ -28,7 +28,8 @@ from echelon.recipe.operation import (
 )
 from echelon.recipe.schedule import find_fault
 from echelon.recipe.section import PathOrName, Section, name_or_mapping
-from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, SyncConfig, TrainConfig
+from echelon.recipe.synchronization import SyncConfig
+from echelon.recipe.training import EngineName, OptimConfig, ParallelConfig, ParallelName, TrainConfig
 
 MAX_RAMP_SIZES = 10_000
 

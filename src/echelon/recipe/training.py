@@ -1,10 +1,10 @@
-"""Sections of the recipe: steps and batch, optimizer, parallelism, synchronization."""
+"""Sections of the recipe: steps and batch, optimizer, parallelism."""
 
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from echelon.recipe.names import OptimizerName, Options, OwnName, SynchronizerName, check_has_options
+from echelon.recipe.names import OptimizerName, Options, OwnName, check_has_options
 from echelon.recipe.section import (
     Count,
     CountOrZero,
@@ -354,17 +354,3 @@ class ParallelConfig(Section):
     order: tuple[AxisName, ...] | None = Field(
         None, description="Order of the axes, outermost first, in place of `placement`."
     )
-
-
-class SyncConfig(Section):
-    """How replicas agree on the weights."""
-
-    name: SynchronizerName = Field(
-        "every_step", description="`every_step` reduces gradients in every step, which is exact."
-    )
-    options: Options = Field(None, description="Arguments of a synchronizer of your own, by their names.")
-
-    @model_validator(mode="after")
-    def _options_are_taken(self) -> Self:
-        check_has_options("sync.name", self.name, self.options)
-        return self

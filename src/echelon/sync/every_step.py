@@ -1,6 +1,7 @@
 """The synchronizer that agrees at every step: replicas are one model throughout."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,9 +36,13 @@ class EveryStep:
         """Gradients are already the sum over all ranks."""
         self._replica.step(learning_rate, commit)
 
-    def end_step(self, step: int) -> bool:
+    def end_step(self, step: int, is_last: bool) -> bool:
         """Nothing to settle."""
         return True
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """The weights are always the agreed ones."""
+        return nullcontext()
 
     def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """No tensors of its own."""

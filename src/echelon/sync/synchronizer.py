@@ -1,6 +1,7 @@
 """How replicas agree: the seam for local SGD, parameter servers and quorums. The default agrees at every step."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -48,7 +49,7 @@ class Synchronizer(Protocol):
         ...
 
     def should_commit(self, grad_norm: Tensor) -> Tensor:
-        """Whether to apply this step: a boolean scalar on the device that every rank agrees on."""
+        """Whether to apply this step: a boolean scalar on the device that every rank of a replica agrees on."""
         ...
 
     def apply(self, step: int, learning_rate: float, commit: Tensor) -> None:
@@ -58,11 +59,17 @@ class Synchronizer(Protocol):
         """
         ...
 
-    def end_step(self, step: int) -> bool:
-        """Finish the step. False: it changed nothing and runs again, for example because a replica was lost meanwhile.
+    def end_step(self, step: int, is_last: bool) -> bool:
+        """Finish the step, which may be the run's last one.
+
+        False: it changed nothing and runs again, for example because a replica was lost meanwhile.
 
         In that case `apply` must have called `Replica.step` with a false `commit`, so that the gradients are dropped.
         """
+        ...
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """Scope in which every replica has the agreed weights: those that are evaluated and exported."""
         ...
 
     def tensors(self, engine_state: Mapping[str, Tensor]) -> dict[str, Tensor]:

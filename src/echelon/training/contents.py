@@ -8,6 +8,7 @@ from torch import Tensor
 
 from echelon.checkpoint.folder import Checkpoint
 from echelon.checkpoint.store import CheckpointStore
+from echelon.distributed.mesh import Meshes, gather_objects
 from echelon.engines import Engine
 from echelon.reporting.goodput import GoodputTracker
 from echelon.sync import Synchronizer
@@ -22,6 +23,7 @@ class RunContents:
     engine: Engine
     sync: Synchronizer
     judge: StepJudge
+    meshes: Meshes
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of a checkpoint: the engine's and the synchronizer's."""
@@ -32,7 +34,7 @@ class RunContents:
         return {
             "train": state.to_dict(),
             "sync": self.sync.state_dict(),
-            "judge": self.judge.state_dict(),
+            "judges": self._gather_judges(),
             "goodput": goodput.state_dict(),
         }
 
@@ -46,5 +48,11 @@ class RunContents:
         fill = partial(store.load, checkpoint)
         self.sync.load_state_dict(saved.sync)
         self.engine.load(lambda tensors: self.sync.load(tensors, fill))
-        self.judge.load_state_dict(asdict(saved.judge))
+        judges = saved.judges
+        self.judge.load_state_dict(asdict(judges[self.meshes.place["replica"] % len(judges)]))
         return saved
+
+    def _gather_judges(self) -> list[dict[str, Any]]:
+        """Return the state of each replica's judge. Collective."""
+        own = self.judge.state_dict()
+        return [own] if self.meshes.outer is None else gather_objects(own, self.meshes.outer)

@@ -8,6 +8,7 @@ from echelon.inference.evaluate import EvalResults, Evaluator
 from echelon.inference.sampler import PromptSampler
 from echelon.recipe.batches import Rhythm
 from echelon.stopping import StopRequest
+from echelon.sync import Synchronizer
 from echelon.training.accounting import Accounting
 from echelon.training.state import TrainState
 
@@ -21,6 +22,7 @@ class Evaluations:
     """
 
     engine: Engine
+    sync: Synchronizer
     evaluator: Evaluator
     sampler: PromptSampler | None
     rhythm: Rhythm
@@ -42,7 +44,7 @@ class Evaluations:
 
     def _evaluate(self, step: int) -> EvalResults | None:
         self.accounting.note("evaluation", step)
-        with self.engine.evaluation() as evaluation:
+        with self.sync.agreed(), self.engine.evaluation() as evaluation:
             beat = partial(self.accounting.heart.beat, f"the evaluation after step {step}")
             results = self.evaluator.run(evaluation, self.stop, beat)
             if results is None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.distributed.mesh import Meshes
+from echelon.distributed.mesh import AXES, Meshes
 from echelon.distributed.stamp import Stamp
 from echelon.stopping import agreed_stop
 from echelon.training.bad_steps import Verdict
@@ -70,7 +70,7 @@ class StepMetrics:
     memory_peak_bytes: int | None
     is_bad: bool
     bad_in_a_row: int
-    """Number of consecutive bad steps up to this one."""
+    """Number of consecutive bad steps up to this one, the largest of all replicas."""
     stopped_by: str | None
     """The signal or budget limit that stops the run, on any rank."""
 
@@ -79,8 +79,10 @@ class PendingMetrics:
     """The metrics of a step while they are reduced and copied to the host. The constructor is collective.
 
     One of the ranks that read the same sequences counts them, and one of those that compute the same loss reports it.
-    The loss is divided by the targets of all ranks, even if each replica divides its gradients by its own.
-    The constructor does not wait for the device, and `read` waits only for this step, not for later ones.
+    The loss is divided by the targets of all ranks, even if each replica divides its gradients by its own. Of the
+    gradient norms of replicas the largest is reported, and a step counts as applied if every replica applied it.
+    The constructor waits for neither the device nor another replica. `read` waits only for this step, not for later
+    ones.
     """
 
     def __init__(self, record: StepRecord, meshes: Meshes, peak_bytes: int | None = None) -> None:
@@ -98,26 +100,39 @@ class PendingMetrics:
                 _to_device([record.data_wait_seconds, *record.stop_flags], device),
                 record.verdict.is_bad.double().reshape(1),  # bad on one rank is bad on all, or the ranks would diverge
                 (experts if meshes.counts_routers else torch.zeros_like(experts)).flatten(),
+                _place_own(record, meshes).flatten(),
             ]
         )
-        dist.all_reduce(sums, group=meshes.everyone)
-        sums, tokens = sums[: -experts.numel()], sums[-experts.numel() :]
-        load = expert_load(tokens.view_as(experts))
         peak = _to_device([-1 if peak_bytes is None else peak_bytes], device)
+        works = [dist.all_reduce(sums, group=meshes.everyone, async_op=True)]
         if peak_bytes is not None:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=meshes.everyone)
-        verdict = record.verdict
-        scale = torch.zeros_like(record.loss_sum) if record.loss_scale is None else record.loss_scale
-        agreed = (record.grad_norm, verdict.commit, verdict.in_a_row, scale, load)
+            works.append(dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=meshes.everyone, async_op=True))
         self._record = record
-        self._num_ranks = meshes.num_devices
-        self._values = _to_host(torch.cat([torch.stack([each.double() for each in agreed]), peak, sums]))
+        self._grid = meshes.grid
+        self._reduced = (works, sums, peak, experts.shape)
+        self._values: Tensor | None = None
+        if meshes.outer is None:
+            self._values = self._collect()
         self.finished = Stamp(device)
+
+    def _collect(self) -> Tensor:
+        """Return the reduced values, which may still be on their way to the host."""
+        works, sums, peak, shape = self._reduced
+        for work in works:
+            assert work is not None
+            work.wait()
+        num_replicas, num_experts = self._grid.sizes["replica"], math.prod(shape)
+        last = len(sums) - 4 * num_replicas
+        norm, commit, in_a_row, scale = sums[last:].view(num_replicas, 4).T
+        sums, tokens = sums[: last - num_experts], sums[last - num_experts : last]
+        agreed = (norm.amax(), commit.amin(), in_a_row.amax(), scale.amin(), expert_load(tokens.view(shape)))
+        return _to_host(torch.cat([torch.stack(agreed), peak, sums]))
 
     def read(self) -> StepMetrics:
         """Return the step's metrics. The only place where the host waits for the device."""
         self.finished.wait()
-        grad_norm, committed, in_a_row, scale, load, peak, *sums = self._values.tolist()
+        values = self._collect() if self._values is None else self._values
+        grad_norm, committed, in_a_row, scale, load, peak, *sums = values.tolist()
         loss_sum, router_sum, num_targets, tokens, labels, *rest, num_bad = sums
         limbs, (wait, *stops) = rest[:_NUM_LIMBS], rest[_NUM_LIMBS:]
         total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)) % 2**64
@@ -133,12 +148,23 @@ class PendingMetrics:
             tokens=int(tokens),
             target_tokens=int(labels),
             batch_hash=f"{total:016x}",
-            data_wait_seconds=wait / self._num_ranks,
+            data_wait_seconds=wait / self._grid.size(AXES),
             memory_peak_bytes=None if peak < 0 else int(peak),
             is_bad=num_bad > 0,
             bad_in_a_row=int(in_a_row),
             stopped_by=agreed_stop(stops),
         )
+
+
+def _place_own(record: StepRecord, meshes: Meshes) -> Tensor:
+    """Return the values that differ between replicas, [replicas, 4]; other than 0 on the first rank of a replica."""
+    verdict = record.verdict
+    scale = torch.zeros_like(record.loss_sum) if record.loss_scale is None else record.loss_scale
+    own = torch.stack([each.double() for each in (record.grad_norm, verdict.commit, verdict.in_a_row, scale)])
+    places = own.new_zeros(meshes.grid.sizes["replica"], len(own))
+    if not any(place for axis, place in meshes.place.items() if axis != "replica"):
+        places[meshes.place["replica"]] = own
+    return places
 
 
 def expert_load(tokens: Tensor) -> Tensor:

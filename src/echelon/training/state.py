@@ -96,17 +96,17 @@ class GoodputState:
 @with_config(_STRICT)
 @dataclass(frozen=True)
 class SavedState:
-    """Everything of a checkpoint that is not a tensor."""
+    """Everything of a checkpoint that is not a tensor. `judges`: of each replica."""
 
     train: TrainState
-    judge: JudgeState = JudgeState()
+    judges: tuple[JudgeState, ...] = (JudgeState(),)
     goodput: GoodputState | None = None
     sync: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "SavedState":
         """Parse a saved state. Raises CheckpointError for anything else."""
-        names = ["train", "judge", "goodput", "sync"]
+        names = ["train", "judges", "goodput", "sync"]
         return _parse(cls, {name: values[name] for name in names if name in values})
 
 

@@ -23,7 +23,10 @@ from echelon.training.metrics import StepRecord, Targets
 
 @dataclass
 class TrainingStep:
-    """Runs a step's microbatches through an engine, and applies the update unless the step is bad. Collective."""
+    """Runs a step's microbatches through an engine, and applies the update unless the step is bad. Collective.
+
+    `num_steps`: those of the run.
+    """
 
     engine: Engine
     objective: Objective
@@ -35,6 +38,7 @@ class TrainingStep:
     device: torch.device
     max_grad_norm: float | None
     stop: StopRequest
+    num_steps: int
 
     def __call__(self, step: int, is_suppressed: bool = False) -> StepRecord:
         """Run the loader's next step; repeat it if the synchronizer asks for that.
@@ -60,7 +64,7 @@ class TrainingStep:
         verdict = self.judge(grad_norm, self.sync.should_commit(grad_norm), loss_scale, is_suppressed)
         learning_rate = self.schedule(step)
         self.sync.apply(step, learning_rate, verdict.commit)
-        if not self.sync.end_step(step):
+        if not self.sync.end_step(step, is_last=step + 1 == self.num_steps):
             self.judge.rewind(before)
             return None
         return StepRecord(

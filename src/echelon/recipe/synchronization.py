@@ -1,0 +1,143 @@
+"""The section of the recipe about replicas: how they agree on the weights, and what they send for it."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from echelon.extensions import is_extension
+from echelon.recipe.names import Options, SynchronizerName, check_has_options
+from echelon.recipe.section import Count, Flag, Number, Positive, Section
+
+CompressMethod = Literal["none", "bf16", "fp16", "int8", "powersgd", "topk", "randomk", "sign"]
+
+EVERY_STEP = "every_step"
+_APART = ("local_sgd", "diloco")
+_USUAL: dict[str, Any] = {
+    "replicas": 1, "every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap": False
+}  # fmt: skip
+# Where a default depends on the name; those of DiLoCo are those of its paper, arXiv:2311.08105.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "local_sgd": {"replicas": 2, "every": 30},
+    "diloco": {"replicas": 2, "every": 30, "outer_learning_rate": 0.7, "outer_momentum": 0.9},
+    "quorum": {"replicas": 2},
+}
+# The keys that have an effect under a name; all of them under one of your own.
+_KEYS: dict[str, tuple[str, ...]] = {
+    EVERY_STEP: (),
+    "quorum": ("replicas",),
+    "local_sgd": ("replicas", "every", "outer_learning_rate", "overlap"),
+    "diloco": ("replicas", "every", "outer_learning_rate", "outer_momentum", "overlap"),
+}
+_NEEDED = {"rank": ("powersgd",), "fraction": ("topk", "randomk")}
+_METHODS: dict[str, tuple[CompressMethod, ...]] = {
+    EVERY_STEP: ("none", "bf16", "fp16", "powersgd", "topk", "randomk", "sign"),
+    "local_sgd": ("none", "bf16", "int8"),
+    "diloco": ("none", "bf16", "int8"),
+}
+
+
+class CompressConfig(Section):
+    """How gradients are compressed before they are sent between replicas."""
+
+    method: CompressMethod = Field(
+        "none",
+        description="`bf16` and `fp16` round, `powersgd` sends two thin matrices for each matrix, `topk` the largest "
+        "values, `randomk` random ones, `sign` one bit each; what is not sent is added to the gradients of the next "
+        "step. `int8` and `bf16` round the outer gradients of `local_sgd` and `diloco`.",
+    )
+    rank: Count = Field(4, description="With `powersgd`: columns of the thin matrices.")
+    fraction: Annotated[Number, Field(gt=0, le=1)] = Field(
+        0.01, description="With `topk` and `randomk`: the share of the values that is sent."
+    )
+
+    @model_validator(mode="after")
+    def _numbers_are_used(self) -> Self:
+        for key, methods in _NEEDED.items():
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default and self.method not in methods:
+                raise ValueError(
+                    f"sync.compress.{key}={value:g} has no effect with sync.compress.method={self.method}; set "
+                    f"method: {' or '.join(methods)}, or remove {key}."
+                )
+        return self
+
+
+def _default(key: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda given: _DEFAULTS.get(given.get("name", EVERY_STEP), {}).get(key, _USUAL[key])
+
+
+class SyncConfig(Section):
+    """How replicas agree on the weights. `parallel` describes the processes of one replica."""
+
+    name: SynchronizerName = Field(
+        EVERY_STEP,
+        description="`every_step` reduces gradients in every step, which is exact. `local_sgd` and `diloco`: replicas "
+        "train apart for `sync.every` steps, and then take the mean of their changes, as it is (`local_sgd`) or as "
+        "the gradient of an outer optimizer (`diloco`).",
+    )
+    replicas: Count = Field(
+        default_factory=_default("replicas"),
+        description="The replicas that train apart; they divide the processes. Default: 2 for `local_sgd`, `diloco` "
+        "and `quorum`, otherwise 1.",
+    )
+    every: Count = Field(
+        default_factory=_default("every"),
+        description="Steps between agreements. Default: 30 for `local_sgd` and `diloco`, otherwise 1.",
+    )
+    outer_learning_rate: Positive = Field(
+        default_factory=_default("outer_learning_rate"),
+        description="Learning rate of the outer optimizer. Default: 0.7 for `diloco`, otherwise 1.",
+    )
+    outer_momentum: Annotated[Number, Field(ge=0, lt=1)] = Field(
+        default_factory=_default("outer_momentum"),
+        description="Nesterov momentum of the outer optimizer. Default: 0.9 for `diloco`, otherwise 0.",
+    )
+    overlap: Flag = Field(
+        False,
+        description="With `local_sgd` and `diloco`: outer gradients are sent during the next step, and applied one "
+        "step late.",
+    )
+    compress: CompressConfig = Field(CompressConfig(), description="What replicas send instead of whole gradients.")
+    options: Options = Field(None, description="Arguments of a synchronizer of your own, by their names.")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the losses are those of a single process, up to rounding; unknown synchronizers are not."""
+        return self.name in (EVERY_STEP, "quorum") and self.compress.method == "none"
+
+    @model_validator(mode="after")
+    def _options_are_taken(self) -> Self:
+        check_has_options("sync.name", self.name, self.options)
+        return self
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_name(self) -> Self:
+        used = _KEYS.get(self.name, tuple(_USUAL))
+        for key, usual in _USUAL.items():
+            value = getattr(self, key)
+            if key not in used and value != usual:
+                names = [name for name in _APART if key in _KEYS[name]]
+                raise ValueError(
+                    f"sync.{key}={str(value).lower()} has no effect with sync.name={self.name}; set sync.name: "
+                    f"{' or '.join(names)}, or remove {key}."
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _method_belongs_to_the_name(self) -> Self:
+        method, possible = self.compress.method, _METHODS.get(self.name, ("none",))
+        if method not in possible and not is_extension(self.name):
+            raise ValueError(
+                f"sync.compress.method={method} does not work with sync.name={self.name}; use {', '.join(possible)}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _an_agreement_needs_two(self) -> Self:
+        if self.name in _APART and self.replicas == 1:
+            raise ValueError(
+                f"sync.replicas=1 leaves sync.name={self.name} with nobody to agree with; use 2 or more, or "
+                "sync.name: every_step."
+            )
+        return self

@@ -1,0 +1,72 @@
+"""The section `sync`: what it refuses, and the plan of several replicas."""
+
+import pytest
+
+from echelon.errors import PlanError
+from echelon.hardware.accelerators import parse_devices
+from echelon.planner.choose import resolve_plan
+from echelon.planner.plan import ParallelPlan, SyncPlan
+from echelon.recipe import SyncConfig
+from test_plan import TINY, build_recipe, cpus
+
+DILOCO = {"name": "diloco", "replicas": 2}
+
+
+def test_defaults_depend_on_the_name():
+    numbers = {
+        name: (config.replicas, config.every, config.outer_learning_rate, config.outer_momentum)
+        for name in ("every_step", "local_sgd", "diloco")
+        for config in [SyncConfig(name=name)]
+    }
+    assert numbers == {"every_step": (1, 1, 1.0, 0.0), "local_sgd": (2, 30, 1.0, 0.0), "diloco": (2, 30, 0.7, 0.9)}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"replicas": 2},
+            "sync.replicas=2 has no effect with sync.name=every_step; set sync.name: local_sgd or diloco",
+        ),
+        (
+            {"name": "local_sgd", "outer_momentum": 0.5},
+            "sync.outer_momentum=0.5 has no effect with sync.name=local_sgd",
+        ),
+        ({"overlap": True}, "sync.overlap=true has no effect with sync.name=every_step"),
+        ({"name": "diloco", "replicas": 1}, "sync.replicas=1 leaves sync.name=diloco with nobody to agree with"),
+        ({"compress": {"method": "int8"}}, "method=int8 does not work with sync.name=every_step; use none, bf16"),
+        ({"name": "diloco", "compress": {"method": "topk"}}, "method=topk does not work with sync.name=diloco"),
+        ({"compress": {"rank": 8}}, "sync.compress.rank=8 has no effect with sync.compress.method=none"),
+        ({"compress": {"method": "powersgd", "fraction": 0.5}}, "sync.compress.fraction=0.5 has no effect"),
+    ],
+)
+def test_keys_without_effect_are_refused(section, message):
+    with pytest.raises(ValueError, match="sync") as caught:
+        SyncConfig.model_validate(section)
+    assert message in str(caught.value)
+
+
+def test_replicas_divide_processes_and_batches():
+    plan = resolve_plan(build_recipe("ddp", batch=24, sync={"name": "diloco", "replicas": 3}), TINY, cpus(6))
+    assert (plan.num_replicas, plan.dp_replicate, plan.world_size, plan.global_batch_size) == (3, 2, 6, 24)
+    assert plan.num_microbatches * plan.micro_batch_size == 4
+    plan = resolve_plan(build_recipe("hsdp", sync=DILOCO), TINY, parse_devices("32xH100"))
+    assert (plan.num_replicas, plan.dp_replicate, plan.dp_shard) == (2, 2, 8), "each replica has two machines"
+    plan = resolve_plan(build_recipe({"tp": 2, "dp_shard": 2}, sync=DILOCO), TINY, cpus(8))
+    assert (plan.num_replicas, plan.dp_shard, plan.tp) == (2, 2, 2)
+    with pytest.raises(PlanError, match=r"sync.replicas=2 does not divide 5 processes; run 4 or 6 processes"):
+        resolve_plan(build_recipe("ddp", sync=DILOCO), TINY, cpus(5))
+    with pytest.raises(PlanError, match="global_batch_size=9 does not divide by the 6 ranks"):
+        resolve_plan(build_recipe("ddp", batch=9, sync=DILOCO), TINY, cpus(6))
+
+
+def test_the_plan_says_what_is_lossy():
+    plain = resolve_plan(build_recipe("ddp"), TINY, cpus(2))
+    assert plain.sync == SyncPlan() and not plain.lossy
+    assert not [line for line in plain.describe() if line.startswith("sync")]
+    plan = resolve_plan(build_recipe("ddp", sync={**DILOCO, "compress": {"method": "int8"}}), TINY, cpus(4))
+    assert plan.lossy and ParallelPlan.from_dict(plan.to_dict()) == plan
+    assert plan.describe()[3] == (
+        "sync: diloco, 2 replicas of 2 processes, every 30 steps, outer learning rate 0.7, momentum 0.9, gradients "
+        "sent as int8; lossy: the losses are not those of sync.name: every_step"
+    )
