@@ -4,19 +4,25 @@ import json
 import math
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from echelon.engines.native import NativeEngine
 from echelon.errors import TrainingError
 from echelon.model.sharding import local_part
+from echelon.objectives.causal_lm import CausalLM
 from echelon.recipe import load_recipe
 from echelon.training.training_step import TrainingStep
 from training import (
+    LOSS,
+    NORM,
     Row,
+    difference,
     equal_tensors,
     masked_trainer,
     prepare,
@@ -28,11 +34,19 @@ from training import (
 
 pytestmark = pytest.mark.dist
 
-CORRUPT = "model.layers.1.mlp.down_proj"
+CORRUPT = "model.layers.1.self_attn.o_proj"
 EXACT = ("step", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate", "batch_hash", "skipped")
 DISTRIBUTED = [with_ranks(Row("ddp"), 2, micro_batch=2), with_ranks(Row("fsdp"), 2, micro_batch=2)]
-PIPELINE = pytest.param(Row({"pp": 2}, 2, micro_batch=2), marks=pytest.mark.slow)
-PLANS = [Row(micro_batch=4), pytest.param(DISTRIBUTED[0], marks=pytest.mark.slow), DISTRIBUTED[1], PIPELINE]
+NO_ROUTER_LOSS = (("router_aux_loss_coef", 0.0),)
+DIVIDED = [
+    Row({"pp": 2}, 2, micro_batch=2),
+    Row({"tp": 2}, 2, micro_batch=2),
+    Row({"tp": 2, "sequence_parallel": True}, 2, micro_batch=2),
+    Row({"cp": 2}, 2, micro_batch=2),
+    Row({"dp_shard": 2, "ep": 2}, 2, micro_batch=2, family="mixtral", fields=NO_ROUTER_LOSS),
+]
+SLOW = [pytest.param(row, marks=pytest.mark.slow) for row in (DISTRIBUTED[0], *DIVIDED)]
+PLANS = [Row(micro_batch=4), DISTRIBUTED[1], *SLOW]
 
 
 class PowerCut(Exception):
@@ -50,6 +64,28 @@ def poison(factors):
         return loss
 
     return mock.patch.object(NativeEngine, "forward_backward", poisoned)
+
+
+def spoil(number):
+    """A step of which one sample, that with the smallest number, has a loss that is not a number."""
+    forward_backward, loss_sum = NativeEngine.forward_backward, CausalLM.loss_sum
+    spoiled = []
+
+    def note(engine, step, microbatches, num_targets):
+        if step + 1 == number and not spoiled:
+            least = torch.tensor(min(int(each.sample_ids.min()) for each in microbatches))
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+            spoiled.append(int(least))
+        return forward_backward(engine, step, microbatches, num_targets)
+
+    def lose(objective, outputs, batch):
+        loss = loss_sum(objective, outputs, batch)
+        return loss * math.nan if set(spoiled) & set(batch.sample_ids.tolist()) else loss
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(NativeEngine, "forward_backward", note))
+    stack.enter_context(mock.patch.object(CausalLM, "loss_sum", lose))
+    return stack
 
 
 def corrupt(number, times):
@@ -83,7 +119,7 @@ def cut_power(number):
 
 def train_with_faults(rank, world_size, path, plan, stop_at, faults):
     """Train; what it raised, as text."""
-    patches = {"poison": poison, "corrupt": lambda value: corrupt(*value), "cut_power": cut_power}
+    patches = {"poison": poison, "spoil": spoil, "corrupt": lambda value: corrupt(*value), "cut_power": cut_power}
     with ExitStack() as stack:
         for name, value in json.loads(faults).items():
             stack.enter_context(patches[name](value))
@@ -143,11 +179,14 @@ def plain_loop(rank, world_size, path, plan, without):
 
 @pytest.fixture(scope="module")
 def plain(workers, text, tmp_path_factory):
-    """The weights of the plain loop over 8 steps, 3 and 6 left out."""
-    row = with_fault(Row())
-    folder = tmp_path_factory.mktemp("plain")
-    path, plan = prepare(row, folder, text, steps=8)
-    return workers.run(plain_loop, 1, str(path), plan, (3, 6))[0]
+    """A function from a row to the weights of the plain loop over 8 steps of its model, 3 and 6 left out."""
+
+    @cache
+    def run(row):
+        path, plan = prepare(with_fault(row), tmp_path_factory.mktemp("plain"), text, steps=8)
+        return workers.run(plain_loop, 1, str(path), plan, (3, 6))[0]
+
+    return lambda row: run(row.reference())
 
 
 @pytest.mark.parametrize("row", PLANS, ids=str)
@@ -161,7 +200,7 @@ def test_a_skipped_step_is_one_that_never_was(workers, text, tmp_path, plain, ro
     assert [(each["step"], each["action"], each["in_a_row"]) for each in skips] == [(3, "skip", 1), (6, "skip", 1)]
     assert skips[0]["grad_norm"] is None and skips[0]["batch_hash"] == rows[2][-2]
     tensors = tensors_of(tmp_path / "straight" / "run", step=8)
-    for name, weight in plain.items():
+    for name, weight in plain(row).items():
         torch.testing.assert_close(tensors[f"model.{name}"], weight, rtol=0, atol=2e-5)
     train(pool, row, tmp_path / "resumed", text, steps=8, stop_at=3)
     resumed = trained(train(pool, row, tmp_path / "resumed", text, steps=8))
@@ -231,7 +270,32 @@ def test_too_many_in_a_row_end_the_run_with_a_diagnosis(workers, text, tmp_path,
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("row", [*DISTRIBUTED, PIPELINE], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", DIVIDED, ids=str)
+def test_a_bad_sample_is_passed_over_and_diagnosed_as_in_one_process(workers, text, tmp_path, row):
+    """A step is passed over with the sample; by default the run ends, and names the sample's microbatch."""
+    one = replace(row.reference(), micro_batch=row.micro_batch)
+    found = {}
+    for name, each in (("one", one), ("divided", row)):
+        pool = Workers(workers, spoil=4)
+        rows = train(pool, with_fault(each, on_bad_step="skip", every_steps=9), tmp_path / f"{name} skip", text, 6)
+        assert [row["skipped"] for row in rows if row["kind"] == "train"] == [False] * 3 + [True] + [False] * 2
+        train(pool, with_fault(each, every_steps=9), tmp_path / f"{name} stop", text, 6)
+        assert len(set(pool.raised)) == 1 and pool.raised[0].startswith("step 4: loss=nan")
+        [event] = events(tmp_path / f"{name} stop", "bad_step")
+        found[name] = [row for row in rows if row["loss"] is not None], event
+    losses, norms = difference(*(rows for rows, _ in found.values()))
+    assert losses <= LOSS and norms <= NORM
+    (_, expected), (_, event) = found.values()
+    assert event["first_nonfinite"] == expected["first_nonfinite"]
+    assert (event["step"], event["batch_hash"], event["num_samples"]) == (4, expected["batch_hash"], 2)
+    if "ep" in row.parallel:  # its ranks read different sequences, so the sample is in another microbatch
+        assert min(event["sample_ids"]) == min(expected["sample_ids"])
+    else:
+        assert event["sample_ids"] == expected["sample_ids"]
+
+
+@pytest.mark.parametrize("row", [*DISTRIBUTED, *SLOW[1:]], ids=str)
 def test_a_gradient_alone_is_named(workers, text, tmp_path, row):
     """By default the run stops at once."""
     pool = Workers(workers, poison={"3": math.nan})

@@ -58,6 +58,10 @@ NAMED = [
     (with_ranks(Row("ddp"), 4), 2, [2], [0, 1, 2, 3]),
     (with_ranks(Row("hsdp"), 4), 3, [1, 3], [1, 3]),
     pytest.param(Row({"pp": 2, "dp_replicate": 2}, 4, micro_batch=1), 1, [0, 1], [0, 1], marks=pytest.mark.slow),
+    pytest.param(Row({"tp": 2, "dp_replicate": 2}, 4, micro_batch=2), 1, [1, 3], [1, 3], marks=pytest.mark.slow),
+    pytest.param(
+        Row({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 4, 2, "mixtral"), 1, [1, 3], [1, 3], marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -27,6 +27,8 @@ MESH_AXES = {
     "shard": ("dp_shard", "cp"),
     "tp": ("tp",),
 }
+# Those of the mesh of experts: `efsdp` and `ep` are two axes of the same ranks.
+EXPERT_AXES = {**MESH_AXES, "efsdp": MESH_AXES["shard"], "ep": MESH_AXES["shard"]}
 
 
 class Grid:
@@ -75,9 +77,9 @@ class Meshes:
         shard: the mesh for `fully_shard`: [shard], or [dp_replicate, shard] for hybrid sharding, where shard is
             dp_shard and cp together. None if the plan does not shard parameters.
         tp: the mesh for tensor parallelism, a slice of the same mesh as `shard`; None without it.
-        experts: the mesh [efsdp, ep] of the ranks of the axis `shard`, behind dp_replicate if there are replicas: those
-            of ep, which are neighbours, share the experts, and those of efsdp shard each share. None without expert
-            parallelism.
+        experts: the mesh [efsdp, ep] of the ranks of the axis `shard`, behind dp_replicate if there are replicas, and
+            before tp if there is tensor parallelism: the ranks of ep, which are neighbours, share the experts, and
+            those of efsdp shard each share. None without expert parallelism.
         loss: the ranks over which losses and target counts are summed: dp x cp at this rank's pp and tp, in one
             replica.
         everyone: all ranks, for metrics and stop requests. With several replicas it uses gloo, so that a slow replica
@@ -175,12 +177,13 @@ def _init_world(plan: ParallelPlan, grid: Grid, device_type: str) -> DeviceMesh 
 
 
 def _divide_shards(world: DeviceMesh, plan: ParallelPlan) -> DeviceMesh | None:
-    """Divide the axis `shard` into [efsdp, ep], behind dp_replicate. All DTensors have the root mesh in common."""
+    """Divide the axis `shard` into [efsdp, ep], between dp_replicate and tp. All DTensors share the root mesh."""
     if plan.ep == 1:
         return None
     sizes = (world["shard"].size() // plan.ep, plan.ep)
-    replicate = ("dp_replicate",) if plan.dp_replicate > 1 else ()
-    return world._unflatten("shard", sizes, ("efsdp", "ep"))[(*replicate, "efsdp", "ep")]
+    before = ("dp_replicate",) if plan.dp_replicate > 1 else ()
+    after = ("tp",) if plan.tp > 1 else ()
+    return world._unflatten("shard", sizes, ("efsdp", "ep"))[(*before, "efsdp", "ep", *after)]
 
 
 def _find_group(grid: Grid, axes: Sequence[str], world: DeviceMesh | None) -> dist.ProcessGroup:

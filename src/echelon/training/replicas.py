@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from echelon.distributed.mesh import MESH_AXES, Grid, Meshes
+from echelon.distributed.mesh import EXPERT_AXES, Grid, Meshes
 from echelon.model.sharding import local_part
 from echelon.planner.plan import ParallelPlan
 
@@ -121,7 +121,7 @@ def copied_axes(weight: Tensor, grid: Grid) -> tuple[str, ...]:
     if isinstance(weight, DTensor):
         for name, placement in zip(weight.device_mesh.mesh_dim_names or (), weight.placements, strict=True):
             if not placement.is_replicate():
-                divided.update(MESH_AXES[name])
+                divided.update(EXPERT_AXES[name])
     return tuple(axis for axis in _COPYING_AXES if grid.sizes[axis] > 1 and axis not in divided)
 
 
