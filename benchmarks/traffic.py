@@ -67,16 +67,23 @@ def expect_tensor_traffic(plan: ParallelPlan, shape: ModelShape, num_tokens: int
     loss = Sent(2, 3 * 4 * num_tokens)
     head_norms = 2 * layers * shape.parts.head_norms
     norms = Sent(head_norms, head_norms * shape.head_dim * compute)
+    routers = round(layers * shape.expert_widths[0])
+    weights = Sent(routers, routers * num_tokens * shape.num_chosen_experts * compute)
+    other = [loss, norms, weights]
     if not plan.sequence_parallel:
         sums = 4 * layers + 2
-        return {"all_reduce": Sent(sums + loss.calls + norms.calls, sums * stream + loss.bytes + norms.bytes)}
+        return {"all_reduce": _total(Sent(sums, sums * stream), *other)}
     gathers, scatters, others = 4 * layers + 2, 4 * layers + 1, shape.parts.num_norms * layers + 1
-    sent = others * shape.hidden_size * compute + norms.bytes
+    layer_norms = Sent(others, others * shape.hidden_size * compute)
     return {
         "all_gather": Sent(gathers, gathers * stream),
         "reduce_scatter": Sent(scatters, scatters * stream),
-        "all_reduce": Sent(1 + loss.calls + others + norms.calls, stream + loss.bytes + sent),
+        "all_reduce": _total(Sent(1, stream), layer_norms, *other),
     }
+
+
+def _total(*each: Sent) -> Sent:
+    return Sent(sum(sent.calls for sent in each), sum(sent.bytes for sent in each))
 
 
 def expect_muon_bytes(plan: ParallelPlan, shape: ModelShape) -> float:

@@ -16,6 +16,7 @@ from published_rows import (
     read_measured,
 )
 from training import Row, train
+from workers import WorkerPool
 
 
 def pytest_addoption(parser):
@@ -63,6 +64,14 @@ def publish(pytestconfig):
         append(path, Measured(row, difference, equal, seconds, environment))
 
     return keep
+
+
+@pytest.fixture(scope="module")
+def eight_workers():
+    """Twice as many as other tests need."""
+    pool = WorkerPool(size=8)
+    yield pool
+    pool.close()
 
 
 class References:

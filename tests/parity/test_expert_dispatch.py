@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.model.build import build_on_meta, load_config
-from echelon.parallel.expert import ExpertDispatch, ExpertGroup, find_experts
+from echelon.parallel.expert import ExpertDispatch, ExpertGroup, Share, find_experts
 from families import small_config
 from test_host_reads import HostReads
 
@@ -101,3 +101,55 @@ def test_outputs_gradients_and_bytes(workers, family, lonely, has_fixed_capacity
             assert reads == []
         row = 64 * 4
         assert sizes == [8 * num_experts, row * sent, row * received, row * sent, row * received]
+
+
+def run_shares(rank, world_size, family, num_ranks, has_fixed_capacity):
+    """Outputs and gradients of this rank's tokens, added up over the shares of two ranks of tp; of its experts."""
+    hidden, chosen, weights = build_tokens(build_experts(family).num_experts, False)
+    mine = slice(rank * 32, rank * 32 + 32)
+    hidden, weights = hidden[mine].clone().requires_grad_(), weights[mine].clone().requires_grad_()
+    ranks = DeviceMesh("cpu", list(range(world_size))).get_group() if num_ranks > 1 else None
+    shares, outputs = [], 0
+    with HostReads() as reads, Exchanges() as exchanges:
+        for index in range(2):
+            experts = build_experts(family)
+            size = experts.num_experts // num_ranks // 2
+            first = (2 * rank if num_ranks > 1 else 0) * size + index * size
+            for name, each in list(experts.named_parameters()):
+                setattr(experts, name, nn.Parameter(each.detach()[first : first + size].clone()))
+            dispatch = ExpertDispatch(
+                experts, ExpertGroup(ranks, has_fixed_capacity), experts.num_experts, Share(index, 2)
+            )
+            outputs = outputs + dispatch(hidden, chosen[mine], weights)
+            shares.append(experts)
+        outputs.square().sum().backward()
+    names = [name for name, _ in shares[0].named_parameters()]
+    gradients = {name: torch.cat([getattr(each, name).grad for each in shares]) for name in names}
+    return outputs.detach(), hidden.grad, weights.grad, gradients, exchanges.sizes, reads.found
+
+
+@pytest.mark.parametrize("has_fixed_capacity", [False, True], ids=["exact", "fixed capacity"])
+@pytest.mark.parametrize("num_ranks", [1, 2], ids=["tp", "tp and ep"])
+def test_the_shares_of_tensor_parallelism_add_up(workers, num_ranks, has_fixed_capacity):
+    """Each process computes both shares of its experts: without ep those of all experts, and with it of one half.
+
+    Together the shares send each pair once.
+    """
+    parts, whole = workers.run(run_shares, 2, "qwen3_moe", num_ranks, has_fixed_capacity), run_whole("qwen3_moe", False)
+    for place in range(3):
+        torch.testing.assert_close(torch.cat([part[place] for part in parts]), whole[place], rtol=1e-4, atol=1e-5)
+    for name, expected in whole[3].items():
+        halves = [part[3][name] for part in parts]
+        found = torch.cat(halves) if num_ranks > 1 else halves[0] + halves[1]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    row, num_experts = 64 * 4, len(next(iter(whole[3].values())))
+    for *_, sizes, reads in parts:
+        if num_ranks == 1:
+            assert sizes == []
+        else:
+            first, second = sizes[:3], sizes[3:6]  # of the forward passes: numbers of pairs, rows, results
+            assert first[0] == second[0] == 8 * num_experts // 2
+            rows = [2 * 32 * min(CHOSEN, num_experts // 4)] * 2 if has_fixed_capacity else [32 * CHOSEN]
+            assert first[1] + second[1] == row * sum(rows)
+        if has_fixed_capacity:
+            assert reads == []

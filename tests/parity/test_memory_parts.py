@@ -38,16 +38,16 @@ HIDDEN = 4 * TOKENS * 64
 LOSS = 2 * 4 * TOKENS * 256 + HIDDEN + 4 * 256 * 64
 
 
-def measure(rank, world_size, path, plan):
+def measure(rank, world_size, path, plan, config=CONFIG):
     """The measured parts, and those of the planner."""
     torch._dynamo.reset()
     recipe, _ = load_recipe(Path(path))
     device, meshes = torch.device("cpu"), build_mesh(plan, "cpu")
-    engine = build_native_engine(recipe, load_config(CONFIG), plan, meshes, CausalLM(), device, "aot_eager")
+    engine = build_native_engine(recipe, load_config(config), plan, meshes, CausalLM(), device, "aot_eager")
     tokens = torch.randint(0, 256, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     places = np.arange(BATCH)
     rehearsal = engine.rehearse(Microbatch(tokens, tokens, places, places), plan.num_microbatches)
-    return rehearsal.memory, estimate_parts(build_shape(CONFIG), plan, LENGTH, "cpu")
+    return rehearsal.memory, estimate_parts(build_shape(config), plan, LENGTH, "cpu")
 
 
 def measure_both(workers, text, tmp_path, plan):

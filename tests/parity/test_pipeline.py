@@ -23,7 +23,6 @@ from echelon.recipe import load_recipe
 from families import small_config
 from traffic import TrafficCounter
 from training import Row, bounds, check_exact_resume, difference, hashes, train, write_recipe
-from workers import WorkerPool
 
 pytestmark = pytest.mark.dist
 
@@ -44,14 +43,6 @@ def pipeline_row(family="llama", ranks=2, micro_batch=2, layers=4, **options):
 
 def slow(row):
     return pytest.param(row, marks=pytest.mark.slow)
-
-
-@pytest.fixture(scope="module")
-def eight_workers():
-    """Twice as many as other tests need."""
-    pool = WorkerPool(size=8)
-    yield pool
-    pool.close()
 
 
 DAILY = [

@@ -54,6 +54,9 @@ ROWS = [
     Row({**SP2, "pp": 2}, ranks=4, micro_batch=2, family="qwen3", tied=True),
     Row({**SP2, "cp": 2}, ranks=4, micro_batch=4),
     Row({**TP2, "dp_shard": 2}, ranks=4, micro_batch=4, optimizer="lion"),
+    Row(TP2, ranks=2, micro_batch=4, optimizer="adafactor", tied=True),
+    Row({**SP2, "dp_shard": 2}, ranks=4, micro_batch=2, optimizer="adafactor", family="qwen3"),
+    Row({**TP2, "dp_replicate": 2}, ranks=4, micro_batch=2, optimizer="adafactor", family="qwen2"),
     *[Row(TP2, ranks=2, micro_batch=4, family=family, tied=True) for family in FAMILIES],
     *[Row(SP2, ranks=2, micro_batch=4, family=family) for family in FAMILIES],
 ]
@@ -62,6 +65,16 @@ ROWS = [
 @pytest.mark.parametrize("row", [*DAILY, *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS)], ids=str)
 def test_equals_one_process(workers, references, text, tmp_path, publish, row):
     check(workers, references, text, tmp_path, row, publish)
+
+
+HSDP = Row({"dp_replicate": 2, "dp_shard": 2, **TP2}, ranks=8, micro_batch=1, tied=True)
+HSDP_SP = Row({"dp_replicate": 2, "dp_shard": 2, **SP2}, ranks=8, micro_batch=2, family="qwen3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [HSDP, HSDP_SP], ids=str)
+def test_hybrid_sharding_equals_one_process(eight_workers, references, text, tmp_path, publish, row):
+    check(eight_workers, references, text, tmp_path, row, publish)
 
 
 @pytest.mark.slow
@@ -146,7 +159,8 @@ def count_tensor_traffic(rank, world_size, path, config, plan):
     return counter.by_axis, elements, tokens.numel()
 
 
-TRAFFIC = [("llama", 2, 1), ("qwen3", 2, 1), ("gemma2", 2, 1), ("llama", 4, 1), ("llama", 2, 2)]
+TRAFFIC = [("llama", 2, 1), ("qwen3", 2, 1), ("gemma2", 2, 1), ("llama", 4, 1), ("llama", 2, 2), ("mixtral", 2, 1)]
+TRAFFIC += [("qwen3_moe", 2, 2), ("qwen3_moe", 4, 1)]
 
 
 @pytest.mark.slow
@@ -173,7 +187,8 @@ def test_parameters_and_traffic_are_those_of_the_table(workers, text, tmp_path, 
     [
         ({"family": "gpt2"}, "declares no tensor-parallel plan for gpt2"),
         ({"family": "cohere", "use_qk_norm": True}, "leaves out layers.0.self_attn.q_norm.weight"),
-        ({"family": "mixtral"}, "as 'packed_colwise' by transformers|as 'moe_tp_experts' by transformers"),
+        ({"family": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise of mixtral would be other noise"),
+        ({"family": "deepseek_v3"}, "has layers.1.mlp.shared_experts.down_proj beside its experts"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(fields, message):

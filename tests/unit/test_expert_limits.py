@@ -7,6 +7,7 @@ from echelon.hardware.accelerators import Accelerator, Cluster
 from echelon.planner.choose import resolve_plan
 from echelon.planner.memory import estimate_memory
 from echelon.planner.plan import ParallelPlan
+from echelon.planner.rank_shape import divide_shape
 from echelon.planner.shape import build_shape
 from echelon.recipe import Recipe
 from families import small_config
@@ -40,6 +41,22 @@ def resolve(family, ranks, parallel, **sections):
         ("mixtral", 4, {"dp_shard": 4, "ep": 3}, {}, "does not divide dp_shard 4 x cp 1 = 4; use ep = "),
         ("mixtral", 6, {"dp_shard": 6, "ep": 2}, {}, "leaves 3 processes to share each expert"),
         ("mixtral", 2, {"ep": 2}, {}, "parallel.ep=2 needs parallel.dp_shard"),
+        ("qwen3_moe", 3, {"tp": 3}, {}, "does not divide"),
+        (
+            "mixtral",
+            8,
+            {"dp_shard": 4, "ep": 4, "tp": 2},
+            {},
+            "does not divide the number of experts / 4=1; use tp = 1.",
+        ),
+        ("mixtral", 6, {"dp_shard": 3, "tp": 2}, {}, "parallel.tp=2 leaves 3 processes to share each expert"),
+        (
+            "mixtral",
+            2,
+            {"tp": 2},
+            {"adapter": {"method": "lora", "r": 4, "target_parameters": "experts"}},
+            "parallel.tp=2 does not work with adapter.target_parameters",
+        ),
         (
             "mixtral",
             2,
@@ -53,6 +70,18 @@ def test_refusals(family, ranks, parallel, sections, message):
     with pytest.raises(EchelonError) as caught:
         resolve(family, ranks, parallel, **sections)
     assert message in str(caught.value)
+
+
+def test_the_part_of_a_rank_of_tensor_parallelism_by_hand():
+    """Two of four experts, half of attention and vocabulary, and the whole router and norms."""
+    shape = build_shape(small_config("mixtral"))
+    part = divide_shape(shape, ParallelPlan("tp", tp=2))
+    attention, norms, router = 2 * 64 * 32 + 2 * 32 * 32, 2 * 64, 4 * 64
+    assert part.num_layer_parameters == attention + norms + router + 2 * 3 * 128 * 64
+    assert part.num_parameters == 2 * part.num_layer_parameters + 64 + 2 * 128 * 64
+    assert part.expert_widths == (1.0, 128) and part.num_chosen_experts == 2
+    many = build_shape(small_config("qwen3_moe"))  # two of eight experts for a token
+    assert [divide_shape(many, ParallelPlan("tp", tp=n)).num_chosen_experts for n in (1, 2, 4, 8)] == [2, 2, 2, 1]
 
 
 def test_a_plan_that_fits():

@@ -17,7 +17,7 @@ from echelon.parallel.activation import apply_activation_checkpointing
 from echelon.parallel.compilation import apply_compile
 from echelon.parallel.context import apply_context
 from echelon.parallel.data_parallel import DataParallel, Parallel, apply_fully_shard, build_data_parallel
-from echelon.parallel.expert import apply_expert_parallel
+from echelon.parallel.expert import divide_experts, find_experts
 from echelon.parallel.offload import apply_activation_offloading
 from echelon.parallel.pipeline import Pipeline, StagePart
 from echelon.parallel.step import ForwardBackward, SingleStage
@@ -47,8 +47,8 @@ def shard_model(
     """
     if plan.tp > 1:
         apply_tensor_parallel(model, plan, meshes)
-    if plan.ep > 1:
-        apply_expert_parallel(model, meshes)
+    if plan.ep > 1 or (plan.tp > 1 and find_experts(model)):
+        divide_experts(model, plan, meshes)
     layers = own_layers(model)
     context = apply_context(model, plan, meshes)
     tap = RouterTap(model, routers) if routers else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.data.loader import Microbatch
@@ -381,6 +381,11 @@ def _set_prefetch(root: nn.Module, layers: list[nn.Module], count: int) -> None:
     root.set_modules_to_backward_prefetch(units[::-1][:count])
 
 
+def _choose_dim(parameter: nn.Parameter) -> Shard | None:
+    """The dim along which to shard: the second one of experts that are divided along the first one, else the first."""
+    return Shard(1) if isinstance(parameter, DTensor) and parameter.ndim == 3 else None
+
+
 def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: ParallelPlan, meshes: Meshes) -> None:
     """Shard each decoder layer as a unit, and the rest (embedding, norm, head: tied weights together) as one more.
 
@@ -397,16 +402,19 @@ def apply_fully_shard(module: nn.Module, layers: Iterable[nn.Module], plan: Para
         reduce_dtype=getattr(torch, plan.precision.reduce),
     )
     offload = CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": meshes.shard, "mp_policy": policy, "offload_policy": offload}
+    options: dict[str, Any] = {
+        "mesh": meshes.shard,
+        "mp_policy": policy,
+        "offload_policy": offload,
+        "shard_placement_fn": _choose_dim,
+    }
     if meshes.experts is not None:
-        *data, _ = meshes.experts.mesh_dim_names or ()
+        data = tuple(name for name in meshes.experts.mesh_dim_names or () if name not in ("ep", "tp"))
         for experts in find_experts(module).values():
-            # Along the second dim: the first one is divided over ep.
             fully_shard(
                 experts,
                 reshard_after_forward=plan.reshard_after_forward,
-                shard_placement_fn=lambda _: Shard(1),
-                **options | {"mesh": meshes.experts[tuple(data)]},
+                **options | {"mesh": meshes.experts[data]},
             )
     for layer in layers:
         fully_shard(layer, reshard_after_forward=plan.reshard_after_forward, **options)

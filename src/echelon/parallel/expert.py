@@ -1,9 +1,12 @@
-"""Expert parallelism: each rank of an ep group holds some experts of every layer, and tokens are sent to them.
+"""Division of experts: each rank of an ep group holds some experts of every layer, and tokens are sent to them.
 
 A layer sorts its (token, expert) pairs by expert, sends each pair's hidden state to the rank that holds the expert,
 computes the expert there, and sends the result back. The router's weights are applied on the token's own rank. The
 backward pass sends gradients along the same ways, so the gradient of an expert is the sum over the tokens of the whole
 group, and is summed further only over the ranks that hold the same experts.
+
+Tensor parallelism divides the experts as well: each of its ranks has some, and leaves out the pairs of the others. The
+ranks have the same tokens, so that their results add up.
 
 The experts of a layer are computed by `transformers`, as one grouped product.
 """
@@ -22,6 +25,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from echelon.distributed.mesh import Meshes
 from echelon.errors import ConfigError
 from echelon.model.sharding import local_part
+from echelon.planner.plan import ParallelPlan
 
 # Attributes of a module whose class `transformers` declares with `use_experts_implementation`.
 _INTERFACE = ("has_gate", "has_bias", "is_transposed")
@@ -38,9 +42,10 @@ class ExpertGroup:
         sends: whether rows are sent. If not, each rank takes its own rows for those of the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, has_fixed_capacity: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, has_fixed_capacity: bool) -> None:
+        """`group`: None for this rank alone."""
         self._group = group
-        self.size = group.size()
+        self.size = 1 if group is None else group.size()
         self.has_fixed_capacity = has_fixed_capacity
         self.sends = True
 
@@ -52,7 +57,7 @@ class ExpertGroup:
             sent: the number of rows for each rank.
             received: the number of rows from each rank.
         """
-        if not self.sends:
+        if self._group is None or not self.sends:
             return rows.clone()
         result = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self._group)
@@ -77,11 +82,13 @@ class _Exchange(torch.autograd.Function):
 class _Route:
     """The ways of the (token, expert) pairs of a layer, sorted by expert.
 
-    sent, received: the number of rows for and from each rank. places: the row of each pair among the rows sent,
-    [pairs]; None if they are the pairs. experts: which of this rank's experts each received row is for, [rows]; their
-    number for an empty row.
+    pairs: those that are sent, [sent]; they may include some of other ranks' experts, which have no row. sent,
+    received: the number of rows for and from each rank. places: the row of each pair among the rows sent, [pairs], one
+    after the last for a pair without a row; None if the rows are the pairs. experts: which of this rank's experts each
+    received row is for, [rows]; their number for an empty row.
     """
 
+    pairs: Tensor
     sent: list[int]
     received: list[int]
     places: Tensor | None
@@ -91,26 +98,52 @@ class _Route:
         """Return the rows to send, from those of the pairs."""
         if self.places is None:
             return pairs
-        return pairs.new_zeros(sum(self.sent), *pairs.shape[1:]).index_copy(0, self.places, pairs)
+        return pairs.new_zeros(sum(self.sent) + 1, *pairs.shape[1:]).index_copy(0, self.places, pairs)[:-1]
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Return the rows of the pairs, from those that came back."""
-        return rows if self.places is None else rows[self.places]
+        """Return the rows of the pairs, from those that came back; 0 for a pair without a row."""
+        return rows if self.places is None else F.pad(rows, (0, 0, 0, 1))[self.places]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of the experts of each rank of ep this rank of tensor parallelism has: the part `index` of `count`."""
+
+    index: int = 0
+    count: int = 1
+
+    def number(self, experts: Tensor, num_each: int, num_ranks: int) -> Tensor:
+        """Number the experts of all shares with this index from 0; those of other shares get the next number.
+
+        Args:
+            experts: numbers among all experts.
+            num_each: the experts of each of the `num_ranks` ranks of ep, in all its shares.
+        """
+        if self.count == 1:
+            return experts
+        size = num_each // self.count
+        own = experts % num_each // size == self.index
+        return torch.where(own, experts // num_each * size + experts % size, num_ranks * size)
+
+
+WHOLE = Share()
 
 
 class ExpertDispatch:
     """Replaces the forward of the experts of one layer."""
 
-    def __init__(self, experts: nn.Module, group: ExpertGroup, num_experts: int) -> None:
+    def __init__(self, experts: nn.Module, group: ExpertGroup, num_experts: int, share: Share = WHOLE) -> None:
         """`experts`: of a decoder layer, [num_experts, ...] parameters each, of which this rank has a part."""
         self._experts = experts
         self._names = [name for name, _ in experts.named_parameters(recurse=False)]
         self.group = group
-        self._num_local = num_experts // group.size
+        self._share = share
+        self._num_each = num_experts // group.size
+        self._num_local = self._num_each // share.count
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of rows differ between steps
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, [tokens, hidden]. Collective over the group.
+        """Return the weighted sum of each token's experts, [tokens, hidden]: of those of the share. Collective.
 
         Args:
             hidden_states: [tokens, hidden].
@@ -118,34 +151,36 @@ class ExpertDispatch:
             top_k_weights: their weights.
         """
         num_tokens, num_chosen = top_k_index.shape
-        chosen = top_k_index.flatten()
-        order = chosen.argsort(stable=True)
-        route = self._find_route(chosen[order], num_tokens, num_chosen)
-        rows = route.lay_out(hidden_states[order // num_chosen])
+        chosen = self._share.number(top_k_index.flatten(), self._num_each, self.group.size)
+        route = self._find_route(chosen, num_tokens, num_chosen)
+        rows = route.lay_out(hidden_states[route.pairs // num_chosen])
         received = _send(rows, self.group, route.sent, route.received)
-        returned = _send(self._compute(received, route.experts), self.group, route.received, route.sent)
-        outputs = route.collect(returned)[order.argsort()].view(num_tokens, num_chosen, -1)
-        weighted = (outputs * top_k_weights.view(num_tokens, num_chosen, 1)).sum(1)
+        returned = route.collect(_send(self._compute(received, route.experts), self.group, route.received, route.sent))
+        outputs = returned.new_zeros(len(chosen), returned.shape[1]).index_copy(0, route.pairs, returned)
+        weighted = (outputs.view(num_tokens, num_chosen, -1) * top_k_weights.view(num_tokens, num_chosen, 1)).sum(1)
         return weighted.to(hidden_states.dtype)
 
     def _find_route(self, chosen: Tensor, num_tokens: int, num_chosen: int) -> _Route:
-        """Find the ways of pairs from their experts, sorted. Collective."""
+        """Find the ways of pairs from their experts. Collective."""
         size, num_local, device = self.group.size, self._num_local, chosen.device
-        counts = torch.zeros(size * num_local, dtype=torch.int64, device=device)
+        pairs = chosen.argsort(stable=True)
+        counts = torch.zeros(size * num_local + 1, dtype=torch.int64, device=device)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        by_rank = counts.view(size, num_local)
+        by_rank = counts[:-1].view(size, num_local)
         from_ranks = self.group.exchange(by_rank, [1] * size, [1] * size)
         if not self.group.has_fixed_capacity:
             numbers = torch.arange(num_local, device=device).repeat(size)
-            experts = numbers.repeat_interleave(from_ranks.flatten())
-            return _Route(by_rank.sum(1).tolist(), from_ranks.sum(1).tolist(), None, experts)
+            experts, sent = numbers.repeat_interleave(from_ranks.flatten()), by_rank.sum(1).tolist()
+            return _Route(pairs[: sum(sent)], sent, from_ranks.sum(1).tolist(), None, experts)
         capacity = num_tokens * min(num_chosen, num_local)
         num_each = by_rank.sum(1)
         shifts = torch.arange(size, device=device) * capacity - (num_each.cumsum(0) - num_each)
-        places = torch.arange(len(chosen), device=device) + shifts[chosen // num_local]
+        sorted_experts, places = chosen[pairs], torch.arange(len(chosen), device=device)
+        shifted = places + shifts[(sorted_experts // num_local).clamp(max=size - 1)]
+        places = torch.where(sorted_experts < size * num_local, shifted, size * capacity)
         slots = torch.arange(capacity, device=device).expand(size, capacity).contiguous()
         experts = torch.searchsorted(from_ranks.cumsum(1), slots, right=True).flatten()
-        return _Route([capacity] * size, [capacity] * size, places, experts)
+        return _Route(pairs, [capacity] * size, [capacity] * size, places, experts)
 
     def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Return this rank's experts of rows [rows, hidden]; 0 for an empty row."""
@@ -190,33 +225,39 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_dispatches(model: nn.Module) -> Iterator[ExpertDispatch]:
-    """Yield the dispatches that `apply_expert_parallel` has put into a model."""
+    """Yield the dispatches that `divide_experts` has put into a model."""
     for module in model.modules():
         if isinstance(dispatch := module.__dict__.get("forward"), ExpertDispatch):
             yield dispatch
 
 
-def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
-    """Divide the experts of a model on meta over the axis ep, and dispatch tokens to them. Names stay.
+def divide_experts(model: nn.Module, plan: ParallelPlan, meshes: Meshes) -> None:
+    """Divide the experts of a model on meta over the axes ep and tp, and dispatch tokens to them. Names stay.
+
+    The outputs of the ranks of tp then add up to those of the experts.
 
     Raises:
         ConfigError: the model has no experts in the form that `transformers` computes with one grouped product.
     """
-    assert meshes.experts is not None
-    mesh = meshes.experts["ep"]
-    group = ExpertGroup(mesh.get_group(), has_fixed_capacity=meshes.device_type != "cpu")
     found = find_experts(model)
     if not found:
         raise ConfigError(
-            f"parallel.ep={group.size}: {type(model).__name__} has no experts that transformers computes in one "
+            f"parallel.ep={plan.ep}: {type(model).__name__} has no experts that transformers computes in one "
             "grouped product, as those of Mixtral and Qwen3-MoE are; remove parallel.ep."
         )
+    axes = [name for name in ("ep", "tp") if getattr(plan, name) > 1]
+    mesh = meshes.tp if plan.ep == 1 else meshes.experts
+    assert mesh is not None
+    mesh = mesh[tuple(axes)]
+    group = ExpertGroup(mesh.get_group("ep") if plan.ep > 1 else None, meshes.device_type != "cpu")
+    share = Share(meshes.place["tp"], plan.tp)
     for experts in found.values():
         num_experts = len(next(experts.parameters(recurse=False)))
         for name, parameter in list(experts.named_parameters(recurse=False)):
-            local = parameter.detach().narrow(0, 0, num_experts // group.size).clone()
+            local = parameter.detach().narrow(0, 0, num_experts // mesh.size()).clone()
+            placements = [Shard(0)] * len(axes)
             part = DTensor.from_local(
-                local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+                local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
             )
             setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-        experts.forward = ExpertDispatch(experts, group, num_experts)
+        experts.forward = ExpertDispatch(experts, group, num_experts, share)

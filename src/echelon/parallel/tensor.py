@@ -6,7 +6,7 @@ every sequence outside of attention and MLP.
 
 The hidden states between the modules of a layer, its *stream*, are plain tensors: whole on every rank, or its part of
 the sequence. Inside a block (attention or MLP) they are whole. Parameters are DTensors, so `fully_shard` shards what is
-divided, and adds up the gradients of what is not.
+divided, and adds up the gradients of what is not. Experts are divided in expert.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +28,7 @@ from echelon.model.adapters import ADAPTER
 from echelon.model.parts import find_layers
 from echelon.model.sharding import local_part
 from echelon.model.stage import own_layers
+from echelon.parallel import tensor_experts
 from echelon.planner.plan import ParallelPlan
 
 WHOLE, ALONG_SEQUENCE = Replicate(), Shard(1)
@@ -105,9 +106,14 @@ def _gather(hidden: Tensor, mesh: DeviceMesh, stream: Placement) -> DTensor:
     return _declare(hidden, mesh, stream).redistribute(placements=[WHOLE])
 
 
-def _gather_for_head(hidden: Tensor, mesh: DeviceMesh, stream: Placement) -> Tensor:
-    """The whole last hidden states. Each rank's part of the vocabulary contributes a part of their gradient."""
+def _gather_plain(hidden: Tensor, mesh: DeviceMesh, stream: Placement) -> Tensor:
+    """The whole stream, for the head and for experts: what each rank has of them contributes a part of its gradient."""
     return _gather(hidden, mesh, stream).to_local(grad_placements=[Partial()])
+
+
+def _add_up(output: Tensor, mesh: DeviceMesh, stream: Placement) -> Tensor:
+    """The stream, from outputs that are parts of a sum."""
+    return _declare(output, mesh, Partial()).redistribute(placements=[stream]).to_local()
 
 
 def _cut_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -140,7 +146,9 @@ def find_divided(model: Any) -> dict[str, str]:
     names = {name: id(module) for name, module in base.named_modules()}
     divided = {name: declared[key] for name in names if (key := _wildcard(name)) in declared and names[name] in inside}
     for name, style in divided.items():
-        if style not in STYLES:
+        if style == tensor_experts.STYLE:
+            tensor_experts.find_router(model, name)
+        elif style not in STYLES:
             raise ConfigError(
                 f"parallel.tp above 1: {name} of {kind} is divided as {style!r} by transformers, which echelon does "
                 "not do; use parallel.dp_shard."
@@ -159,6 +167,11 @@ def _find_blocks(divided: Iterable[str]) -> set[str]:
     return {name.rpartition(".")[0] for name in divided}
 
 
+def _find_experts(divided: Mapping[str, str]) -> list[str]:
+    """The names of the modules that hold the experts of a layer."""
+    return [name for name, style in divided.items() if style == tensor_experts.STYLE]
+
+
 def _check_complete(model: Any, divided: Mapping[str, str]) -> None:
     """Raise ConfigError for a parameter that is neither divided nor that of a norm, embedding or head.
 
@@ -166,7 +179,8 @@ def _check_complete(model: Any, divided: Mapping[str, str]) -> None:
     part of the sequence.
     """
     blocks = tuple(f"{block}." for block in _find_blocks(divided))
-    known = tuple(f"{name}." for name in divided)
+    routers = [tensor_experts.find_router(model, name) for name in _find_experts(divided)]
+    known = tuple(f"{name}." for name in (*divided, *routers))
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     for name, parameter in model.base_model.named_parameters():
         is_norm = parameter.ndim == 1 and not name.startswith(blocks)
@@ -178,7 +192,7 @@ def _check_complete(model: Any, divided: Mapping[str, str]) -> None:
 
 
 def apply_tensor_parallel(model: Any, plan: ParallelPlan, meshes: Meshes) -> None:
-    """Divide a model on meta, or a pipeline stage of it, over the mesh `tp`, in place.
+    """Divide a model on meta, or a pipeline stage of it, over the mesh `tp`, in place, but for experts.
 
     Names and tied weights stay as they are. The ranks of the mesh then compute together: each must run the same passes.
 
@@ -191,10 +205,18 @@ def apply_tensor_parallel(model: Any, plan: ParallelPlan, meshes: Meshes) -> Non
     divided, base = find_divided(model), model.base_model
     norms, final_norm = _find_norms(base, divided, model.get_input_embeddings())
     with _keeping(model):
-        for name, style in divided.items():
+        experts = _find_experts(divided)
+        dense = {name: style for name, style in divided.items() if name not in experts}
+        for name, style in dense.items():
             _divide(base.get_submodule(name), style, stream, mesh)
-        for block in _find_blocks(divided):
+        for block in _find_blocks(dense):
             _apply(base.get_submodule(block), mesh, _Receive(partial(_gather, stream=stream)))
+        for name in experts:
+            router = tensor_experts.find_router(model, name)
+            tensor_experts.connect_router(base.get_submodule(router), base.get_submodule(name), mesh)
+        for block in _find_blocks(experts):
+            _apply(base.get_submodule(block), mesh, _Receive(partial(_gather_plain, stream=stream)))
+            _apply(base.get_submodule(block), mesh, _Return(partial(_add_up, stream=stream)))
         if plan.sequence_parallel:
             layers = own_layers(model)
             _apply(layers[0], mesh, _Receive(_cut_sequence))
@@ -203,7 +225,7 @@ def apply_tensor_parallel(model: Any, plan: ParallelPlan, meshes: Meshes) -> Non
             if final_norm is None:
                 _apply(layers[-1], mesh, _Return(_join_sequence))
         if final_norm is not None:
-            _apply(final_norm, mesh, _Return(partial(_gather_for_head, stream=stream)))
+            _apply(final_norm, mesh, _Return(partial(_gather_plain, stream=stream)))
         _divide_vocabulary(model, mesh)
 
 

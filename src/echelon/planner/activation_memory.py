@@ -135,7 +135,7 @@ def _rows_per_token(shape: ModelShape, plan: ParallelPlan, kind: DeviceKind) -> 
 
 def dispatch_bytes(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind) -> int:
     """Bytes of the rows that a layer sends to experts and of those it receives, while it does."""
-    if plan.ep == 1:
+    if plan.ep == plan.tp == 1:
         return 0
     rows = plan.micro_batch_size * plan.rows_per_sequence * sequence_len * _rows_per_token(shape, plan, kind)
     return 2 * rows * shape.hidden_size * DTYPE_BYTES[plan.precision.compute]

@@ -13,9 +13,31 @@ if TYPE_CHECKING:
 
 def check_expert_parallel(recipe: "Recipe", shape: ModelShape, layout: Layout) -> None:
     """Raise ConfigError if the experts of a model cannot be divided as a layout wants, with degrees that fit."""
-    ep, efsdp = layout.ep, layout.dp_shard * layout.cp // layout.ep
-    if ep == 1:
+    ep, tp = layout.ep, layout.tp
+    if ep > 1:
+        _check_degree(shape, layout)
+    elif tp == 1 or not shape.experts:
         return
+    key, ranks = f"parallel.ep={ep}" if ep > 1 else f"parallel.tp={tp}", layout.dp_shard * layout.cp // ep
+    for each in shape.experts:
+        if each.rows % ranks:
+            raise ConfigError(
+                f"{key} leaves {ranks} processes to share each expert, which do not divide the {each.rows} "
+                f"rows of {each.name}; use a larger {'ep' if ep > 1 else 'tp'}, or fewer processes in dp_shard."
+            )
+    adapter = recipe.adapter
+    field = "target_parameters" if adapter.target_parameters else None
+    field = "quantize_experts" if adapter.quantize_experts else field
+    if field is not None:
+        raise ConfigError(
+            f"{key} does not work with adapter.{field}: PEFT wraps the experts and replaces their weights in each "
+            f"forward pass; remove adapter.{field} to adapt linear layers alone, or {key.partition('=')[0]}."
+        )
+
+
+def _check_degree(shape: ModelShape, layout: Layout) -> None:
+    """Raise ConfigError unless `ep` divides the experts."""
+    ep = layout.ep
     if not shape.experts:
         raise ConfigError(
             f"parallel.ep={ep}: {shape.model_type} has no experts in stacked weights [experts, rows, columns], so "
@@ -27,21 +49,4 @@ def check_expert_parallel(recipe: "Recipe", shape: ModelShape, layout: Layout) -
         raise ConfigError(
             f"parallel.ep={ep} does not divide the {num_experts} experts of the model; use ep = "
             f"{join_words([str(degree) for degree in nearest(fits, ep)])}."
-        )
-    for each in shape.experts:
-        if each.rows % efsdp:
-            raise ConfigError(
-                f"parallel.ep={ep} leaves {efsdp} processes to share each expert, which do not divide the {each.rows} "
-                f"rows of {each.name}; use a larger ep, or fewer processes in dp_shard."
-            )
-    if layout.tp > 1:
-        raise ConfigError(
-            f"parallel.ep={ep} and parallel.tp={layout.tp} would both divide the experts; use one of them."
-        )
-    adapter = recipe.adapter
-    key = "target_parameters" if adapter.target_parameters else "quantize_experts" if adapter.quantize_experts else None
-    if key is not None:
-        raise ConfigError(
-            f"parallel.ep={ep} does not work with adapter.{key}: PEFT wraps the experts and replaces their weights in "
-            f"each forward pass; remove adapter.{key} to adapt linear layers alone, or parallel.ep."
         )

@@ -9,13 +9,15 @@ from echelon.planner.plan import ParallelPlan
 def divide_shape(shape: ModelShape, plan: ParallelPlan) -> ModelShape:
     """Return the shape of a rank's part under tensor parallelism: its heads, its part of the MLP and the vocabulary.
 
-    Norms, biases and the hidden size stay whole. Sizes that do not divide are refused by `check_tensor_parallel`.
+    It has some of the experts, and computes as many for a token as it could need. Norms, biases, routers and the hidden
+    size stay whole. Sizes that do not divide are refused by `check_tensor_parallel`.
     """
     tp = plan.tp
     if tp == 1:
         return shape
-    matrices = sum(each.count * each.size for each in shape.linears) // shape.num_layers
+    matrices = (sum(each.count * each.size for each in shape.linears) + shape.num_expert_parameters) // shape.num_layers
     layer = shape.num_layer_parameters - matrices + matrices // tp
+    experts = tuple(replace(each, num_experts=each.num_experts // tp) for each in shape.experts)
     tables = shape.num_embedding_parameters * (1 if shape.tied_embeddings else 2)
     outside = shape.num_parameters - shape.num_layers * shape.num_layer_parameters - tables + tables // tp
     return replace(
@@ -27,4 +29,12 @@ def divide_shape(shape: ModelShape, plan: ParallelPlan) -> ModelShape:
         num_parameters=outside + shape.num_layers * layer,
         num_embedding_parameters=shape.num_embedding_parameters // tp,
         num_layer_parameters=layer,
+        experts=experts,
+        num_idle_parameters=sum(
+            each.count
+            * each.size
+            * (each.num_experts - min(each.num_experts, shape.num_chosen_experts))
+            // each.num_experts
+            for each in experts
+        ),
     )

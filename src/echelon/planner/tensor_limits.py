@@ -30,9 +30,14 @@ def _check_sizes(recipe: "Recipe", shape: ModelShape, layout: Layout) -> None:
     sizes = {
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
-        "intermediate_size": shape.intermediate_size,
         "vocab_size": shape.vocab_size,
     }
+    if shape.expert_widths[0] < 1:
+        sizes["intermediate_size"] = shape.intermediate_size
+    if shape.experts:
+        sizes["the number of experts" + (f" / {layout.ep}" if layout.ep > 1 else "")] = (
+            shape.experts[0].num_experts // layout.ep
+        )
     if layout.sequence_parallel:
         chunks = 2 * layout.cp if layout.cp > 1 else 1
         sizes["data.sequence_len" + (f" / {chunks}" if chunks > 1 else "")] = recipe.data.sequence_len // chunks
@@ -55,7 +60,6 @@ def _check_settings(recipe: "Recipe", shape: ModelShape, tp: int) -> None:
         (has_adapter and adapter.modules_to_save, "adapter.modules_to_save", "these modules are divided; remove it"),
         (has_adapter and recipe.model.new_tokens, "model.new_tokens of an adapter", "the embedding is divided"),
         (recipe.train.precision == "fp8", "train.precision=fp8", "its scales are those of whole matrices; use bf16"),
-        (recipe.optim.name == "adafactor", "optim.name=adafactor", "it needs statistics of whole rows; use adamw"),
     ]  # fmt: skip
     for is_used, what, why in obstacles:
         if is_used:
