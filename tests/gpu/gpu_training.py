@@ -47,9 +47,9 @@ class Case:
         return replace(plan, strategy=self.around, reshard_after_forward=reshard, reduce_gradients=reduction)
 
 
-def replicate(module: Any, plan: ParallelPlan, meshes: Any) -> Replicated:
+def replicate(module: Any, plan: ParallelPlan, meshes: Any, seed: int) -> Replicated:
     """DDP over a group of one."""
-    return Replicated(module, meshes, autocast_scope(plan, meshes.device_type))
+    return Replicated(module, plan, meshes, autocast_scope(plan, meshes.device_type), seed)
 
 
 @contextmanager

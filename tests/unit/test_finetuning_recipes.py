@@ -144,7 +144,7 @@ def dry_run(planned: Planned, seen: dict[str, int]) -> None:
         place_buffers(model, CPU)
         module.train()
         # DDP would compare the replicas, which do not exist here, so the pass runs on one of them.
-        parallel = parallelize(module, replace(plan, dp_replicate=1), meshes)
+        parallel = parallelize(module, replace(plan, dp_replicate=1), meshes, seed=0)
         tokens = torch.zeros(plan.micro_batch_size, recipe.data.sequence_len, dtype=torch.long)
         batch = Microbatch(tokens, tokens, ids, ids)
         SingleStage(parallel, 0)(0, [batch], torch.ones(()), CausalLM())

@@ -11,7 +11,6 @@ from echelon.recipe.unbuilt import UNBUILT, Unbuilt
 from recipe_samples import SMALL, load_text
 
 REFUSED = {
-    "sync.compress.method": "sync.compress.method=bf16",
     "sync.name": "sync.name=diloco",
     "engine": "engine=deepspeed",
     "profile": "profile.steps=2",

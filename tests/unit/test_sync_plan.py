@@ -2,7 +2,7 @@
 
 import pytest
 
-from echelon.errors import PlanError
+from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import parse_devices
 from echelon.planner.choose import resolve_plan
 from echelon.planner.plan import ParallelPlan, SyncPlan
@@ -70,3 +70,24 @@ def test_the_plan_says_what_is_lossy():
         "sync: diloco, 2 replicas of 2 processes, every 30 steps, outer learning rate 0.7, momentum 0.9, gradients "
         "sent as int8; lossy: the losses are not those of sync.name: every_step"
     )
+
+
+def compressing(method, parallel="ddp", precision="fp32"):
+    recipe = build_recipe(parallel, precision=precision, sync={"compress": {"method": method}})
+    return resolve_plan(recipe, TINY, cpus(4))
+
+
+def test_compression_needs_whole_gradients():
+    assert compressing("powersgd").lossy
+    assert compressing("bf16", "fsdp").precision.reduce == "bfloat16"
+    assert compressing("bf16").precision.reduce == "float32", "DDP rounds in its own sum"
+    with pytest.raises(
+        PlanError, match=r"method=topk needs whole gradients on every process, and parallel=fsdp shards"
+    ):
+        compressing("topk", "fsdp")
+    with pytest.raises(PlanError, match=r"use parallel: ddp, or sync.compress.method=bf16"):
+        compressing("sign", {"tp": 2})
+    with pytest.raises(ConfigError, match=r"sync.compress.method=sign does not work with train.precision=fp16"):
+        compressing("sign", precision="fp16")
+    plan = resolve_plan(build_recipe(sync={"compress": {"method": "topk"}}), TINY, parse_devices("8xH100"))
+    assert plan.strategy == "ddp", "auto takes the only strategy that can"

@@ -1,5 +1,6 @@
 """Fills tensors from a checkpoint, whatever plan wrote it."""
 
+import logging
 import re
 import warnings
 from collections.abc import Mapping
@@ -7,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from echelon.checkpoint.safety import SafeReader, read_metadata
-from echelon.distributed.replica_names import match_replicas
+from echelon.distributed.replica_names import find_ranks, match_replicas
 from echelon.errors import CheckpointError, is_disk_full
 from echelon.runs.checksums import check_files
+
+logger = logging.getLogger(__name__)
 
 # Messages of torch's writer, without an errno, when the disk fills up in the middle of a file.
 _CUT_SHORT = re.compile(r"PytorchStreamWriter failed|unexpected pos|file write failed")
@@ -23,13 +27,14 @@ _CUT_SHORT = re.compile(r"PytorchStreamWriter failed|unexpected pos|file write f
 def fill_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], **options: Any) -> None:
     """Fill tensors in place, full or sharded. Collective, unless `options` of DCP's `load` contain `no_dist`.
 
-    Tensors that differ between replicas (`replica_names.py`) may come from another number of replicas.
+    Tensors that differ between replicas (`replica_names.py`) may come from another number of replicas. Those of a rank
+    are set to 0 if another number of ranks saved them.
 
     Raises:
         CheckpointError: the checkpoint is hostile, lacks a tensor, or has another shape.
     """
     saved = read_metadata(folder).state_dict_metadata
-    found = match_replicas(tensors, saved)
+    found = match_replicas(_drop_ranks(tensors, saved), saved)
     for name, tensor in found.items():
         entry = saved.get(name)
         if entry is None:
@@ -44,6 +49,22 @@ def fill_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], **options: A
         load(dict(found), storage_reader=SafeReader(folder), **options)
     except CheckpointException as error:
         raise CheckpointError(f"Checkpoint {folder} cannot be read: {find_reason(error)}.") from error
+
+
+def _drop_ranks(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors without those of ranks if the number of ranks has changed; the others are set to 0."""
+    dropped = {name: tensor for name, tensor in tensors.items() if find_ranks([name])}
+    count = len(find_ranks(saved))
+    if not dropped or not dist.is_initialized() or count == dist.get_world_size():
+        return tensors
+    for tensor in dropped.values():
+        tensor.zero_()
+    if dist.get_rank() == 0:
+        logger.warning(
+            f"The checkpoint has gradients that {count} processes had not sent yet (sync.compress). There are "
+            f"{dist.get_world_size()} processes now, so these gradients are dropped."
+        )
+    return {name: tensor for name, tensor in tensors.items() if name not in dropped}
 
 
 def load_alone(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -94,6 +94,7 @@ class NativeEngine:
     def forward_backward(self, step: int, microbatches: Sequence[Microbatch], num_targets: Tensor) -> StepSums:
         """See Engine. The loss scale divides the number of targets; it is a power of two, so this is exact."""
         self._step = step
+        self._parallel.begin_step(step)
         divisor = num_targets if self.loss_scale is None else num_targets / self.loss_scale
         return self._forward_backward(step, microbatches, divisor, self._objective)
 
@@ -113,6 +114,7 @@ class NativeEngine:
         """See Engine."""
         # With offloaded parameters the step runs on the host, which must wait for `commit`.
         self._optimizer.step(self._step, learning_rate, commit.to(self._device))
+        self._parallel.settle(commit)
         self._parallel.clear_gradients()
         if self._loss_scale is not None:
             self._loss_scale.update(self._is_finite)
@@ -229,7 +231,8 @@ class NativeEngine:
         fill(self.state_dict())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """See Engine. Names are `model.NAME`, `optimizer.NAME.KEY` for a parameter's state, and `loss_scale.KEY`.
+        """See Engine. Names are `model.NAME`, `optimizer.NAME.KEY` for a parameter's state, `loss_scale.KEY`, and those
+        of `Parallel.tensors`.
 
         Weights that an adapter freezes are not included: they are loaded from their source again. Parameters that an
         architecture itself does not train, such as a router's expert bias, are.
@@ -242,6 +245,7 @@ class NativeEngine:
             state[f"optimizer.{name}"] = tensor
         if self._loss_scale is not None:
             state |= {f"loss_scale.{key}": tensor for key, tensor in self._loss_scale.state_dict().items()}
+        state |= self._parallel.tensors()
         if not has_adapter:
             state |= {f"model.{name}": buffer for name, buffer in persistent_buffers(self._decoder).items()}
         return state

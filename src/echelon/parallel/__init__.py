@@ -123,10 +123,10 @@ def connect_stages(
     """Return the parallelism around materialised stages, and what runs the microbatches of a step. Collective.
 
     Args:
-        seed: of dropout.
+        seed: of dropout, and of random choices of `sync.compress`.
         router: the router loss that is trained.
     """
-    parallels = [parallelize(module, plan, meshes) for module in stages.modules]
+    parallels = [parallelize(module, plan, meshes, seed) for module in stages.modules]
     strength = None if router is None else router.strength
     if plan.pp == 1:
         [parallel] = parallels
@@ -137,6 +137,6 @@ def connect_stages(
     return pipeline, pipeline
 
 
-def parallelize(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes) -> DataParallel:
+def parallelize(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes, seed: int) -> DataParallel:
     """The data parallelism around a materialised model. Collective: DDP compares the replicas as it is built."""
-    return build_data_parallel(module, plan, meshes)
+    return build_data_parallel(module, plan, meshes, seed)

@@ -26,6 +26,7 @@ from echelon.objectives.outputs import ObjectiveModule, Reading
 from echelon.parallel.expert import find_dispatches, find_experts
 from echelon.parallel.gloo_scatter import ExchangeReduceScatter
 from echelon.planner.plan import ParallelPlan
+from echelon.reduction import Reducer, build_reducer
 
 # Rotary tables are equal on every rank; sending them before every forward would only cost. Renamed in torch 2.13.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -78,12 +79,38 @@ class Parallel(Protocol):
         """
         ...
 
+    def begin_step(self, step: int) -> None:
+        """Tell the index of the step whose microbatches follow."""
+        ...
+
+    def settle(self, commit: Tensor) -> None:
+        """Keep what was not sent of the gradients for later steps, where `commit` (a boolean scalar) is true."""
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the live tensors of a checkpoint beside weights and optimizer: see `Reducer.tensors`."""
+        ...
+
     def waiting(self) -> Waiting | None:
         """Return how long this rank waited for other stages in the last step; None without a pipeline."""
         ...
 
 
-class _Undivided:
+class SendsWhole:
+    """What holds for every parallelism that sends gradients whole. See Parallel."""
+
+    def begin_step(self, step: int) -> None:
+        """See Parallel."""
+
+    def settle(self, commit: Tensor) -> None:
+        """See Parallel."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """See Parallel."""
+        return {}
+
+
+class _Undivided(SendsWhole):
     """What holds for every parallelism in which each rank runs all layers. See Parallel."""
 
     stage_of: Mapping[str, int] = {}
@@ -104,13 +131,13 @@ class DataParallel(Parallel, Protocol):
         ...
 
 
-def build_data_parallel(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes) -> DataParallel:
-    """Wrap a materialised module. Collective where the plan replicates."""
+def build_data_parallel(module: ObjectiveModule, plan: ParallelPlan, meshes: Meshes, seed: int) -> DataParallel:
+    """Wrap a materialised module. Collective where the plan replicates. `seed`: of the random values of `randomk`."""
     autocast = autocast_scope(plan, meshes.device_type)
     if plan.uses_fully_shard:
         return FullyShard(module, plan, meshes.device_type)
     if plan.dp_replicate > 1:
-        return Replicated(module, meshes, autocast)
+        return Replicated(module, plan, meshes, autocast, seed)
     return Alone(module, autocast)
 
 
@@ -163,18 +190,25 @@ class Alone(_Undivided):
 
 @dataclass
 class _Reduction:
-    """How DDP's hook reduces: over a group, or not at all.
+    """How DDP's hook reduces: over a group, or not at all. `names`: those of the parameters, by their ids.
 
     DDP's reducer holds it, and nothing that refers to DDP: such a cycle through C++ would never be freed.
     """
 
     group: dist.ProcessGroup
+    reducer: Reducer | None
+    names: Mapping[int, str]
+    step: int = 0
     sends: bool = True
 
 
 def _reduce_bucket(reduction: _Reduction, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if reduction.sends:
+    if reduction.sends and reduction.reducer is None:
         return sum_gradients(reduction.group, bucket)
+    if reduction.sends and reduction.reducer is not None:
+        # A method of several collectives runs here from end to end: buckets come in the same order on every rank.
+        names = [reduction.names[id(parameter)] for parameter in bucket.parameters()]
+        reduction.reducer.reduce(reduction.step, dict(zip(names, bucket.gradients(), strict=True)))
     unchanged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     unchanged.set_result(bucket.buffer())
     return unchanged
@@ -189,7 +223,7 @@ class Replicated(_Undivided):
     num_rehearsals = 2  # DDP allocates its final buckets at the second one
     num_rehearsed = 1  # the buckets, which are the gradients, are there before the first
 
-    def __init__(self, module: nn.Module, meshes: Meshes, autocast: Autocast) -> None:
+    def __init__(self, module: nn.Module, plan: ParallelPlan, meshes: Meshes, autocast: Autocast, seed: int) -> None:
         self._inner = module
         self._ddp = DistributedDataParallel(
             module,
@@ -198,7 +232,9 @@ class Replicated(_Undivided):
             bucket_cap_mb=GPU_BUCKET_MB if meshes.device_type == "cuda" else None,
             **BUFFERS_STAY_LOCAL,
         )
-        self._reduction = _Reduction(meshes.loss)
+        trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        reducer = build_reducer(plan.sync, trained, meshes.loss, seed) if plan.num_replicas == 1 else None
+        self._reduction = _Reduction(meshes.loss, reducer, {id(each): name for name, each in trained.items()})
         self._ddp.register_comm_hook(self._reduction, _reduce_bucket)
         self.module: nn.Module = self._ddp
         self._autocast = autocast
@@ -233,6 +269,19 @@ class Replicated(_Undivided):
             yield
         finally:
             self._reduction.sends = True
+
+    def begin_step(self, step: int) -> None:
+        """See Parallel."""
+        self._reduction.step = step
+
+    def settle(self, commit: Tensor) -> None:
+        """See Parallel."""
+        if self._reduction.reducer is not None:
+            self._reduction.reducer.settle(commit)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """See Parallel."""
+        return {} if self._reduction.reducer is None else self._reduction.reducer.tensors()
 
     @contextmanager
     def evaluation(self) -> Iterator[nn.Module]:

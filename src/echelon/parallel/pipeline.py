@@ -30,7 +30,7 @@ from echelon.model.sharding import local_part
 from echelon.model.stage import Absent, StageRange
 from echelon.objectives.objective import Objective, training_sums
 from echelon.objectives.outputs import DecoderOutputs, ObjectiveModule, Reading
-from echelon.parallel.data_parallel import DataParallel, Waiting
+from echelon.parallel.data_parallel import DataParallel, SendsWhole, Waiting
 from echelon.parallel.step import StepSums
 from echelon.planner.plan import ParallelPlan
 from echelon.planner.stages import bubble_share, microbatches_kept
@@ -142,7 +142,7 @@ class _WithLoss(torch.autograd.Function):
         return gradient, torch.ones((), device=gradient.device)
 
 
-class Pipeline:
+class Pipeline(SendsWhole):
     """The stages of this rank, in a pipeline with those of the other ranks of its axis pp.
 
     It is the ForwardBackward and the parallelism of an engine. See `ForwardBackward` and `Parallel`.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import CPU_BF16_MARGIN, Cluster
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
+from echelon.planner.compression_limits import ANYWHERE, check_compression, compressed_precision
 from echelon.planner.degrees import join_words, nearest
 from echelon.planner.expert_limits import check_expert_parallel
 from echelon.planner.kept_activations import KeptActivations, check_activations, read_activations
@@ -93,6 +94,7 @@ def resolve_plan(
         check_context(recipe, layout, shape)
         plan, plan_why = _build_requested(request, layout)
         plan_why = [*plan_why, *describe_pipeline(plan)]
+    check_compression(plan)
     reach = None if adapter is None else describe_reach(adapter, shape)
     return replace(plan, why=(*plan_why, *precision_why, *compile_why, *([] if reach is None else [reach])))
 
@@ -259,7 +261,9 @@ def _auto_layouts(request: _Request) -> Iterator[Layout]:
     """
     cluster, precision = request.replica, request.precision
     casts = cluster.kind == "cuda" and precision.compute != precision.param and request.adapter is None
-    if cluster.num_devices == 1:
+    if request.recipe.sync.replicas == 1 and request.recipe.sync.compress.method not in ANYWHERE:
+        names = ["ddp"]  # other strategies send no whole gradients
+    elif cluster.num_devices == 1:
         names = ["zero2", "fsdp"] if casts else ["ddp"]
     else:
         names = [*([] if casts else ["ddp"]), "zero1", "zero2", *(["hsdp"] if cluster.num_nodes > 1 else []), "fsdp"]
@@ -335,7 +339,7 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
     if layout.schedule is not None:
         length = request.recipe.data.sequence_len
         stages = choose_stages(request.shape, layout.pp, layout.schedule, length, layout.stages)
-    return ParallelPlan(
+    plan = ParallelPlan(
         strategy=layout.strategy,
         dp_replicate=layout.dp_replicate,
         dp_shard=layout.dp_shard,
@@ -368,6 +372,7 @@ def _build_plan(request: _Request, layout: Layout, micro_batch_size: int, num_mi
         optimizer=request.recipe.optim.name,
         adapter=request.adapter,
     )
+    return replace(plan, precision=compressed_precision(request.precision, plan))
 
 
 def _needs(request: _Request, layout: Layout, plan: ParallelPlan, needs: MemoryEstimate) -> str:

@@ -31,7 +31,6 @@ class Unbuilt:
 
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("sync.name", "every_step, or package.module:Name of your own", admits_own=True),
-    Unbuilt("sync.compress.method", "none"),
     Unbuilt("engine", "native, or smp for SMP's keys"),
     Unbuilt("profile", "omitting this key"),
 )
