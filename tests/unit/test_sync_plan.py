@@ -1,12 +1,16 @@
 """The section `sync`: what it refuses, and the plan of several replicas."""
 
+from dataclasses import replace
+
 import pytest
 
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import parse_devices
 from echelon.planner.choose import resolve_plan
+from echelon.planner.memory import estimate_checkpoint, estimate_memory
 from echelon.planner.plan import ParallelPlan, SyncPlan
 from echelon.recipe import SyncConfig
+from echelon.sizes import render_bytes
 from test_plan import TINY, build_recipe, cpus
 
 DILOCO = {"name": "diloco", "replicas": 2}
@@ -91,3 +95,35 @@ def test_compression_needs_whole_gradients():
         compressing("sign", precision="fp16")
     plan = resolve_plan(build_recipe(sync={"compress": {"method": "topk"}}), TINY, parse_devices("8xH100"))
     assert plan.strategy == "ddp", "auto takes the only strategy that can"
+
+
+def test_bytes_and_memory_of_replicas():
+    """TINY has 164,160 parameters: 2 layers of 4 x 64 x 64 + 3 x 64 x 128 + 2 x 64, two tables of 256 x 64, a norm."""
+    trained = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 2 * 256 * 64 + 64
+    assert TINY.num_parameters == trained
+    sync = {"name": "diloco", "replicas": 4, "every": 10, "overlap": True, "compress": {"method": "int8"}}
+    plan = resolve_plan(build_recipe("fsdp", sync=sync), TINY, cpus(8))
+    plain = replace(plan, sync=SyncPlan())
+    held = trained // 2
+    extra = estimate_memory(TINY, plan, 128, "cpu").total - estimate_memory(TINY, plain, 128, "cpu").total
+    assert extra == held * (4 + 4 + 4 + 4), "agreed weights, momentum, late sums, outer gradients"
+    assert estimate_checkpoint(TINY, plan) == trained * 4 + 2 * trained * 4 + 4 * (trained * 4 + 2 * trained * 4)
+    sent, whole = 1.5 * held * (1 + 4 / 256) / 10, 1.5 * 4 * held
+    [line] = [line for line in plan.why if line.startswith("sync diloco")]
+    assert f"sends {render_bytes(round(sent))} per step, and {render_bytes(round(whole))} with every_step" in line
+    assert f"{8 * sent / 1e8:.3g} s instead of {8 * whole / 1e8:.3g} s at 100 Mbit/s" in line
+
+
+def test_bytes_and_memory_of_compressed_gradients():
+    plan = resolve_plan(build_recipe("ddp", sync={"compress": {"method": "sign"}}), TINY, cpus(4))
+    plain, trained = replace(plan, sync=SyncPlan()), TINY.num_parameters
+    extra = estimate_memory(TINY, plan, 128, "cpu").total - estimate_memory(TINY, plain, 128, "cpu").total
+    assert extra == 2 * 4 * trained
+    assert estimate_checkpoint(TINY, plan) - estimate_checkpoint(TINY, plain) == 4 * 4 * trained
+    [line] = [line for line in plan.why if line.startswith("sync every_step")]
+    assert f"sends {render_bytes(round(3 * trained / 8))} per step" in line
+
+
+def test_replicas_do_not_have_weights_in_host_memory():
+    with pytest.raises(PlanError, match=r"sync.name=diloco keeps the agreed weights on the device"):
+        resolve_plan(build_recipe({"dp_shard": 2, "cpu_offload": True}, sync=DILOCO), TINY, parse_devices("4xH100"))

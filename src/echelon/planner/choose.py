@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 from echelon.errors import ConfigError, PlanError
 from echelon.hardware.accelerators import CPU_BF16_MARGIN, Cluster
 from echelon.planner.adapter_plan import build_adapter_plan, describe_reach
-from echelon.planner.compression_limits import ANYWHERE, check_compression, compressed_precision
 from echelon.planner.degrees import join_words, nearest
 from echelon.planner.expert_limits import check_expert_parallel
 from echelon.planner.kept_activations import KeptActivations, check_activations, read_activations
 from echelon.planner.layout import Layout, build_layout, check_batch, micro_batch_sizes
-from echelon.planner.memory import MemoryEstimate, estimate_memory
+from echelon.planner.memory import MemoryEstimate, count_held, estimate_memory
 from echelon.planner.model_shape import ModelShape, divisors
 from echelon.planner.plan import AdapterPlan, ParallelPlan, Precision, Rounding, build_sync_plan
+from echelon.planner.replica_costs import describe_traffic
+from echelon.planner.replica_limits import ANYWHERE, check_compression, check_replicas, compressed_precision
 from echelon.planner.sequence_limits import check_context
 from echelon.planner.stages import check_pipeline, choose_stages, describe_pipeline, pipeline_sizes
 from echelon.planner.tensor_limits import check_tensor_parallel
@@ -95,6 +96,8 @@ def resolve_plan(
         plan, plan_why = _build_requested(request, layout)
         plan_why = [*plan_why, *describe_pipeline(plan)]
     check_compression(plan)
+    check_replicas(plan)
+    plan_why = [*plan_why, *describe_traffic(plan, count_held(shape, plan))]
     reach = None if adapter is None else describe_reach(adapter, shape)
     return replace(plan, why=(*plan_why, *precision_why, *compile_why, *([] if reach is None else [reach])))
 

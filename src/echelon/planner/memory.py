@@ -12,6 +12,7 @@ from echelon.planner.adapter_plan import frozen_bytes, trains_head, whole_weight
 from echelon.planner.model_shape import ModelShape, logits_chunk_tokens
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
 from echelon.planner.rank_shape import divide_shape
+from echelon.planner.replica_costs import agreement_bytes, saved_bytes
 from echelon.planner.stages import StageLoad, stage_loads
 from echelon.recipe.names import OPTIMIZER_FROM_OUTSIDE, OPTIMIZERS
 from echelon.sizes import render_bytes
@@ -107,6 +108,7 @@ class _LoadBytes:
         chunk: the logits of one chunk of the loss; 0 without the head.
         head: hidden states with their gradient, and the head's gradient; 0 without the head.
         beside: rotary tables, rows sent to experts, and what is received from another stage.
+        agreement: what replicas and compressed gradients need. Not in `parts`, which are measured before it is there.
         host: what is kept in host memory.
         assumptions: what the count simplifies.
     """
@@ -117,6 +119,7 @@ class _LoadBytes:
     chunk: int
     head: int
     beside: int
+    agreement: int
     host: int
     assumptions: tuple[str, ...]
 
@@ -126,7 +129,7 @@ class _LoadBytes:
         return MemoryEstimate(
             parameters=self.states.parameters + self.states.cast + self.states.gathered,
             gradients=self.states.gradients + self.states.unreduced,
-            optimizer=self.states.optimizer,
+            optimizer=self.states.optimizer + self.agreement,
             activations=self.activations + self.redone if at_redone else self.activations,
             logits=self.head if at_redone else self.chunk + self.head,
             buffers=self.states.buffers + self.beside,
@@ -166,6 +169,7 @@ def _count_load(load: StageLoad, plan: ParallelPlan, sequence_len: int, kind: De
         redone=redone,
         chunk=chunk,
         head=head * load.num_kept,
+        agreement=agreement_bytes(plan, _num_held(shape, plan)),
         beside=_rotary_bytes(shape, length) + dispatch_bytes(shape, plan, length, kind) + load.received_bytes,
         host=moved + (sum(_shard_states(shape, plan)) if plan.cpu_offload else 0),
         assumptions=tuple(_list_assumptions(shape, plan, kind)),
@@ -287,8 +291,19 @@ def _shard_states(shape: ModelShape, plan: ParallelPlan) -> tuple[int, int, int]
 
 
 def estimate_checkpoint(shape: ModelShape, plan: ParallelPlan) -> int:
-    """Bytes of the tensors of a checkpoint: trained parameters and optimizer state."""
-    return _num_trained(shape, plan) * DTYPE_BYTES[plan.precision.master] + _optimizer_bytes(shape, plan)
+    """Bytes of the tensors of a checkpoint: trained parameters and optimizer state, those of each replica."""
+    trained = _num_trained(shape, plan)
+    return saved_bytes(plan, trained, trained * DTYPE_BYTES[plan.precision.master], _optimizer_bytes(shape, plan))
+
+
+def count_held(shape: ModelShape, plan: ParallelPlan) -> int:
+    """Trained parameters that one rank has; in a pipeline, those of the rank with the most."""
+    loads = stage_loads(divide_shape(shape, plan), plan, 0)
+    return max(_num_held(each.shape, replace(plan, adapter=each.adapter)) for each in loads)
+
+
+def _num_held(shape: ModelShape, plan: ParallelPlan) -> int:
+    return -(-_num_trained(shape, plan) // (plan.dp_shard * plan.cp))
 
 
 def describe_checkpoint(shape: ModelShape, plan: ParallelPlan) -> str:

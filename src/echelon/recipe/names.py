@@ -89,10 +89,14 @@ OBJECTIVES: dict[str, str] = {
 """The objectives by `objective.name`. Each builder is called with the recipe's section."""
 
 
-SYNCHRONIZERS: dict[str, str] = {"every_step": "echelon.sync.every_step:EveryStep"}
+SYNCHRONIZERS: dict[str, str] = {
+    "every_step": "echelon.sync.every_step:EveryStep",
+    "local_sgd": "echelon.sync.outer_steps:OuterSteps",
+    "diloco": "echelon.sync.outer_steps:OuterSteps",
+}
 """The synchronizers by `sync.name`. Each is called with the recipe's section, the replica and the meshes."""
 
-_UNBUILT_SYNCHRONIZERS = ("local_sgd", "diloco", "parameter_server", "quorum")
+_UNBUILT_SYNCHRONIZERS = ("parameter_server", "quorum")
 
 
 class OneOf:

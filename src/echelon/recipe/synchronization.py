@@ -12,7 +12,7 @@ from echelon.recipe.section import Count, Flag, Number, Positive, Section
 CompressMethod = Literal["none", "bf16", "fp16", "int8", "powersgd", "topk", "randomk", "sign"]
 
 EVERY_STEP = "every_step"
-_APART = ("local_sgd", "diloco")
+APART = ("local_sgd", "diloco")
 _USUAL: dict[str, Any] = {
     "replicas": 1, "every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "overlap": False
 }  # fmt: skip
@@ -117,7 +117,7 @@ class SyncConfig(Section):
         for key, usual in _USUAL.items():
             value = getattr(self, key)
             if key not in used and value != usual:
-                names = [name for name in _APART if key in _KEYS[name]]
+                names = [name for name in APART if key in _KEYS[name]]
                 raise ValueError(
                     f"sync.{key}={str(value).lower()} has no effect with sync.name={self.name}; set sync.name: "
                     f"{' or '.join(names)}, or remove {key}."
@@ -135,7 +135,7 @@ class SyncConfig(Section):
 
     @model_validator(mode="after")
     def _an_agreement_needs_two(self) -> Self:
-        if self.name in _APART and self.replicas == 1:
+        if self.name in APART and self.replicas == 1:
             raise ValueError(
                 f"sync.replicas=1 leaves sync.name={self.name} with nobody to agree with; use 2 or more, or "
                 "sync.name: every_step."

@@ -30,7 +30,12 @@ class Unbuilt:
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("sync.name", "every_step, or package.module:Name of your own", admits_own=True),
+    Unbuilt(
+        "sync.name",
+        "every_step, local_sgd, diloco, or package.module:Name of your own",
+        built=("local_sgd", "diloco"),
+        admits_own=True,
+    ),
     Unbuilt("engine", "native, or smp for SMP's keys"),
     Unbuilt("profile", "omitting this key"),
 )

@@ -1,9 +1,10 @@
-"""What the compression of gradients needs of a plan."""
+"""What replicas and compressed gradients need of a plan."""
 
 from dataclasses import replace
 
 from echelon.errors import ConfigError, PlanError
 from echelon.planner.plan import ParallelPlan, Precision
+from echelon.recipe.synchronization import APART
 
 ANYWHERE = ("none", "bf16")
 """The methods of `sync.compress` that also work where parameters are sharded."""
@@ -30,3 +31,12 @@ def compressed_precision(precision: Precision, plan: ParallelPlan) -> Precision:
     """The precision of a plan that reduces shards of gradients in bf16 if the recipe says so."""
     reduces = plan.sync.method == "bf16" and plan.uses_fully_shard and plan.num_replicas == 1
     return replace(precision, reduce="bfloat16") if reduces else precision
+
+
+def check_replicas(plan: ParallelPlan) -> None:
+    """Raise PlanError for replicas whose weights are in host memory."""
+    if plan.sync.name in APART and plan.cpu_offload:
+        raise PlanError(
+            f"sync.name={plan.sync.name} keeps the agreed weights on the device, and parallel.cpu_offload=true has the "
+            "others in host memory; omit cpu_offload, or use sync.name: every_step."
+        )

@@ -1,0 +1,64 @@
+"""What replicas cost: the bytes that they send to agree, and the memory for it."""
+
+from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
+from echelon.recipe.synchronization import APART
+from echelon.sizes import render_bytes
+
+_FP32 = 4
+_BYTES = {"none": 4, "bf16": 2, "fp16": 2, "int8": 1 + 4 / 256}
+_WITH_REST = ("powersgd", "topk", "randomk", "sign")
+# Bits per second of links between data centres and machines, by name.
+_LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
+
+
+def agreement_bytes(plan: ParallelPlan, num_trained: int) -> int:
+    """Bytes of one rank for agreeing on `num_trained` numbers of its own, besides weights, gradients and optimizer.
+
+    Replicas that train apart keep the agreed weights, the outer momentum, and outer gradients in fp32 while they send
+    them. Compressed gradients have a rest on each rank, and a new one during a step.
+    """
+    sync = plan.sync
+    if sync.name in APART:
+        states = (sync.outer_momentum > 0) + sync.overlap + 1
+        return num_trained * (DTYPE_BYTES[plan.precision.param] + states * _FP32)
+    return 2 * _FP32 * num_trained if plan.dp_replicate > 1 and sync.method in _WITH_REST else 0
+
+
+def saved_bytes(plan: ParallelPlan, num_trained: int, weights: int, optimizer: int) -> int:
+    """Bytes of the tensors of a checkpoint, given those of a replica's weights and optimizer."""
+    sync = plan.sync
+    if sync.name in APART:
+        states = (sync.outer_momentum > 0) + sync.overlap
+        return weights + states * _FP32 * num_trained + plan.num_replicas * (weights + optimizer)
+    has_rest = plan.dp_replicate > 1 and sync.method in _WITH_REST
+    return weights + optimizer + (plan.dp_replicate * _FP32 * num_trained if has_rest else 0)
+
+
+def describe_traffic(plan: ParallelPlan, num_trained: int) -> list[str]:
+    """The message about what each process sends for `sync`, beside sync.name: every_step without compression.
+
+    Args:
+        num_trained: the trained numbers that one process has. Of `powersgd`, whose bytes depend on the shapes of
+            matrices, nothing is said.
+    """
+    sync, size = plan.sync, plan.num_replicas if plan.num_replicas > 1 else plan.dp_replicate
+    if (sync.name not in APART and sync.method == "none") or size == 1 or sync.method == "powersgd":
+        return []
+    sent = _sent_bytes(sync, num_trained, size) / sync.every
+    whole = 2 * (1 - 1 / size) * _FP32 * num_trained
+    times = [f"{8 * sent / rate:.3g} s instead of {8 * whole / rate:.3g} s at {name}" for name, rate in _LINKS.items()]
+    every = "on average " if sync.every > 1 else ""
+    return [
+        f"sync {sync.name}: each process {every}sends {render_bytes(round(sent))} per step, and "
+        f"{render_bytes(round(whole))} with every_step and no compression: {', '.join(times)}"
+    ]
+
+
+def _sent_bytes(sync: SyncPlan, num_trained: int, size: int) -> float:
+    """Bytes that each of `size` ranks sends to agree once: the table of docs/gradient-compression.md."""
+    ring, others = 2 * (1 - 1 / size), size - 1
+    if sync.method == "topk":
+        return others * 2 * _FP32 * sync.fraction * num_trained
+    if sync.method == "randomk":
+        return ring * _FP32 * sync.fraction * num_trained
+    return others * num_trained / 8 if sync.method == "sign" else ring * _BYTES[sync.method] * num_trained

@@ -1,0 +1,102 @@
+"""Local SGD and DiLoCo equal two loops in plain torch, around any strategy, and go on bit for bit."""
+
+import pytest
+import torch
+
+from outer_oracle import train_outer_oracle
+from test_compression import losses
+from training import EXACT, Row, equal_tensors, prepare, tensors_of, train, with_ranks
+
+pytestmark = pytest.mark.dist
+
+STEPS = 20
+PLAIN = {"weight_decay": 0.0, "betas": [0.9, 0.95], "max_grad_norm": 1.0}
+
+
+def apart(name="diloco", parallel="ddp", ranks=2, every_steps=4, **sync):
+    """A row of replicas that agree every 5 steps unless `sync` says otherwise."""
+    changes = {
+        "sync": {"name": name, "every": 5, **sync}, "optim": PLAIN,
+        "checkpoint": {"every_steps": every_steps, "async": False},
+    }  # fmt: skip
+    return with_ranks(Row(parallel, changes=changes), ranks, micro_batch=2)
+
+
+def oracle(workers, text, folder, replicas=2, every=5, outer_rate=0.7, momentum=0.9, overlap=False, steps=STEPS):
+    path, plan = prepare(Row(changes={"optim": PLAIN}), folder, text, steps)
+    arguments = (replicas, every, outer_rate, momentum, overlap)
+    return workers.run(train_outer_oracle, 1, str(path), plan, *arguments)[0]
+
+
+@pytest.fixture(scope="module")
+def diloco(workers, text, tmp_path_factory):
+    """The losses and final weights of the oracle for two replicas."""
+    return oracle(workers, text, tmp_path_factory.mktemp("oracle"))
+
+
+def check(workers, text, folder, row, expected):
+    found = losses(train(workers, row, folder, text, STEPS))
+    theirs, weights = expected
+    assert found == pytest.approx(theirs, abs=1e-5)
+    saved = tensors_of(folder / "run", STEPS)
+    for name, weight in weights.items():
+        assert torch.allclose(saved[f"model.{name}"], weight, atol=2e-5), name
+    ours, others = (saved[f"replica-000{k}.model.lm_head.weight"] for k in range(2))
+    assert torch.equal(ours, others) and torch.equal(ours, saved["model.lm_head.weight"]), "the last step agrees"
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [("ddp", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("ddp", 4), ("fsdp", 4), ({"tp": 2}, 4)))],
+    ids=str,
+)
+def test_diloco_is_two_loops(workers, text, tmp_path, diloco, parallel, ranks):
+    check(workers, text, tmp_path, apart(parallel=parallel, ranks=ranks), diloco)
+
+
+@pytest.mark.slow
+def test_local_sgd_takes_the_mean(workers, text, tmp_path):
+    expected = oracle(workers, text, tmp_path / "oracle", outer_rate=1.0, momentum=0.0)
+    check(workers, text, tmp_path / "run", apart("local_sgd"), expected)
+
+
+@pytest.mark.slow
+def test_agreeing_after_every_step_is_averaging(workers, text, tmp_path):
+    """With H = 1, outer SGD and the rate 1 the agreed weights are the mean after every step."""
+    expected = oracle(workers, text, tmp_path / "oracle", every=1, outer_rate=1.0, momentum=0.0)
+    check(workers, text, tmp_path / "run", apart("local_sgd", every=1), expected)
+
+
+@pytest.mark.slow
+def test_overlapped_outer_gradients_are_one_step_late(workers, text, tmp_path):
+    expected = oracle(workers, text, tmp_path / "oracle", overlap=True)
+    check(workers, text, tmp_path / "run", apart(overlap=True), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["bf16", "int8"])
+def test_rounded_outer_gradients_are_close(workers, text, tmp_path, diloco, method):
+    found = losses(train(workers, apart(compress={"method": method}), tmp_path, text, STEPS))
+    assert found == pytest.approx(diloco[0], abs=2e-3) and found != pytest.approx(diloco[0], abs=1e-7)
+
+
+def same_rows(ours, theirs):
+    ours, theirs = ([row for row in rows if row["kind"] == "train"] for rows in (ours, theirs))
+    return [[row[key] for key in EXACT] for row in ours] == [[row[key] for key in EXACT] for row in theirs]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(apart(), id="diloco"),
+        pytest.param(apart(overlap=True, every=4), id="overlap", marks=pytest.mark.slow),
+        pytest.param(apart(parallel="fsdp", ranks=4), id="fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(workers, text, tmp_path, row):
+    """After step 4 replicas are apart, or the outer gradients of step 4 are on their way."""
+    whole = train(workers, row, tmp_path / "whole", text, steps=8)
+    train(workers, row, tmp_path / "cut", text, steps=8, stop_at=4)
+    assert same_rows(whole, train(workers, row, tmp_path / "cut", text, steps=8))
+    assert equal_tensors(*(tensors_of(tmp_path / each / "run", 8) for each in ("whole", "cut")))
