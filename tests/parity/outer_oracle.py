@@ -8,11 +8,12 @@ from torch.nn.functional import cross_entropy
 from training import masked_trainer
 
 
-def train_outer_oracle(rank, world_size, path, plan, replicas, every, outer_rate, momentum, overlap=False):
+def train_outer_oracle(rank, world_size, path, plan, replicas, every, outer_rate, momentum, overlap=False, bad=None):
     """The loss of each step over all replicas, by algorithm 1 of arXiv:2311.08105.
 
     With `overlap`, the agreed weights are applied one step later, mixed half and half with a replica's own
-    (arXiv:2501.18512). The trainer, of one process, delivers the initial weights, the batches and the learning rate.
+    (arXiv:2501.18512). `bad`: a replica, and a step that it does not take. The trainer, of one process, delivers the
+    initial weights, the batches and the learning rate.
     """
     with masked_trainer(rank, world_size, path, plan) as trainer:
         step_of, losses, late = trainer.train_step, [], None
@@ -26,14 +27,15 @@ def train_outer_oracle(rank, world_size, path, plan, replicas, every, outer_rate
             labels = torch.cat([each.labels for each in whole])
             total = 0.0
             shares = zip(models, inner, inputs.chunk(replicas), labels.chunk(replicas), strict=True)
-            for model, adam, ids, wanted in shares:
+            for number, (model, adam, ids, wanted) in enumerate(shares):
                 logits = model(ids).logits.flatten(0, 1)
                 loss = cross_entropy(logits, wanted.flatten(), ignore_index=-100, reduction="sum")
                 adam.zero_grad()
                 (loss / (wanted != -100).sum()).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 adam.param_groups[0]["lr"] = step_of.schedule(step)
-                adam.step()
+                if (number, step) != bad:
+                    adam.step()
                 total += loss.item()
             losses.append(total / (labels != -100).sum().item())
             if late is not None:

@@ -157,6 +157,7 @@ def losses(rows):
     return [row["loss"] for row in rows if row["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_all_values_are_the_uncompressed_sum(workers, text, tmp_path):
     """DDP's buckets, names and sums: top-k of every value is no compression."""
     plain = train(workers, with_ranks(Row("ddp"), 2, micro_batch=2), tmp_path / "plain", text, steps=6)

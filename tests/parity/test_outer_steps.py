@@ -1,11 +1,15 @@
 """Local SGD and DiLoCo equal two loops in plain torch, around any strategy, and go on bit for bit."""
 
+import json
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from outer_oracle import train_outer_oracle
+from test_bad_steps import poison
 from test_compression import losses
-from training import EXACT, Row, equal_tensors, prepare, tensors_of, train, with_ranks
+from training import EXACT, Row, equal_tensors, prepare, read_rows, tensors_of, train, train_rank, with_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -22,9 +26,9 @@ def apart(name="diloco", parallel="ddp", ranks=2, every_steps=4, **sync):
     return with_ranks(Row(parallel, changes=changes), ranks, micro_batch=2)
 
 
-def oracle(workers, text, folder, replicas=2, every=5, outer_rate=0.7, momentum=0.9, overlap=False, steps=STEPS):
-    path, plan = prepare(Row(changes={"optim": PLAIN}), folder, text, steps)
-    arguments = (replicas, every, outer_rate, momentum, overlap)
+def oracle(workers, text, folder, replicas=2, every=5, outer_rate=0.7, momentum=0.9, overlap=False, bad=None):
+    path, plan = prepare(Row(changes={"optim": PLAIN}), folder, text, STEPS)
+    arguments = (replicas, every, outer_rate, momentum, overlap, bad)
     return workers.run(train_outer_oracle, 1, str(path), plan, *arguments)[0]
 
 
@@ -100,3 +104,46 @@ def test_a_resumed_run_goes_on_bit_for_bit(workers, text, tmp_path, row):
     train(workers, row, tmp_path / "cut", text, steps=8, stop_at=4)
     assert same_rows(whole, train(workers, row, tmp_path / "cut", text, steps=8))
     assert equal_tensors(*(tensors_of(tmp_path / each / "run", 8) for each in ("whole", "cut")))
+
+
+def train_poisoned(rank, world_size, path, plan, step):
+    """A run in which the gradients of the last rank are not numbers in a step, counted from 1."""
+    with poison({str(step): torch.nan}) if rank == world_size - 1 else nullcontext():
+        train_rank(rank, world_size, path, plan, None, "")
+
+
+def train_with_bad_step(workers, text, folder, action, step):
+    row = apart()
+    row.changes["fault"] = {"on_bad_step": action}
+    path, plan = prepare(row, folder, text, STEPS)
+    workers.run(train_poisoned, 2, str(path), plan, step)
+    events = [json.loads(line) for line in (folder / "run/events.jsonl").read_text().splitlines()]
+    rows = [row for row in read_rows(folder / "run") if row["kind"] == "train"]
+    return rows, [(event["event"], event["step"]) for event in events if event["event"] in ("bad_step", "rollback")]
+
+
+@pytest.mark.slow
+def test_a_replica_skips_a_bad_step_and_the_others_go_on(workers, text, tmp_path):
+    rows, events = train_with_bad_step(workers, text, tmp_path / "run", "skip", 7)
+    assert events == [("bad_step", 7)] and [row["step"] for row in rows if row["skipped"]] == [7]
+    expected, _ = oracle(workers, text, tmp_path / "oracle", bad=(1, 6))
+    assert losses(rows) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_all_replicas_go_back_from_a_bad_step_of_one(workers, text, tmp_path):
+    rows, events = train_with_bad_step(workers, text, tmp_path, "rollback", 7)
+    assert events == [("bad_step", 7), ("rollback", 4)]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows if row["skipped"]] == [7], "no replica applies it"
+
+
+@pytest.mark.slow
+def test_another_number_of_replicas_goes_on(workers, text, tmp_path):
+    """Each takes the state of a replica before."""
+    train(workers, apart(), tmp_path, text, steps=8, stop_at=4)
+    before = tensors_of(tmp_path / "run", 4)
+    rows = train(workers, apart(ranks=4, replicas=4), tmp_path, text, steps=8)
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
+    after = tensors_of(tmp_path / "run", 8)
+    assert before.keys() < after.keys() and {name[:12] for name in after} >= {f"replica-000{k}" for k in range(4)}
