@@ -1,5 +1,8 @@
 """What replicas cost: the bytes that they send to agree, and the memory for it."""
 
+from collections.abc import Sequence
+from math import prod
+
 from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
 from echelon.recipe.synchronization import APART
 from echelon.sizes import render_bytes
@@ -44,8 +47,8 @@ def describe_traffic(plan: ParallelPlan, num_trained: int) -> list[str]:
     sync, size = plan.sync, plan.num_replicas if plan.num_replicas > 1 else plan.dp_replicate
     if (sync.name not in APART and sync.method == "none") or size == 1 or sync.method == "powersgd":
         return []
-    sent = _sent_bytes(sync, num_trained, size) / sync.every
-    whole = 2 * (1 - 1 / size) * _FP32 * num_trained
+    sent = count_sent_bytes(sync, [(num_trained,)], size) / sync.every
+    whole = count_sent_bytes(SyncPlan(), [(num_trained,)], size)
     times = [f"{8 * sent / rate:.3g} s instead of {8 * whole / rate:.3g} s at {name}" for name, rate in _LINKS.items()]
     every = "on average " if sync.every > 1 else ""
     return [
@@ -54,11 +57,22 @@ def describe_traffic(plan: ParallelPlan, num_trained: int) -> list[str]:
     ]
 
 
-def _sent_bytes(sync: SyncPlan, num_trained: int, size: int) -> float:
-    """Bytes that each of `size` ranks sends to agree once: the table of docs/gradient-compression.md."""
-    ring, others = 2 * (1 - 1 / size), size - 1
-    if sync.method == "topk":
-        return others * 2 * _FP32 * sync.fraction * num_trained
-    if sync.method == "randomk":
-        return ring * _FP32 * sync.fraction * num_trained
-    return others * num_trained / 8 if sync.method == "sign" else ring * _BYTES[sync.method] * num_trained
+def count_sent_bytes(sync: SyncPlan, shapes: Sequence[Sequence[int]], size: int) -> float:
+    """Bytes that each of `size` ranks sends to agree once on tensors of these shapes: docs/gradient-compression.md."""
+    ring, others, count = 2 * (1 - 1 / size), size - 1, sum(prod(shape) for shape in shapes)
+    match sync.method:
+        case "topk":
+            return others * 2 * _FP32 * sync.fraction * count
+        case "randomk":
+            return ring * _FP32 * sync.fraction * count
+        case "sign":
+            return others * count / 8
+        case "powersgd":
+            return ring * _FP32 * sum(_count_thin(shape, sync.rank) for shape in shapes)
+    return ring * _BYTES[sync.method] * count
+
+
+def _count_thin(shape: Sequence[int], rank: int) -> int:
+    """The numbers that PowerSGD sends of a tensor."""
+    thin = rank * (shape[0] + prod(shape[1:])) if len(shape) > 1 else prod(shape)
+    return min(thin, prod(shape))
