@@ -137,6 +137,7 @@ def count_idle_bytes():
     return 1024 * int(re.search(r"VmData:\s+(\d+) kB", out)[1])
 
 
+@pytest.mark.slow  # what fits depends on what the libraries of a machine allocate
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers all private memory only on Linux")
 def test_memory_for_less_than_the_model_is_enough(echelon, tmp_path):
     """Each process may have three quarters of the model in addition to what it has without one."""

@@ -141,7 +141,7 @@ def test_missing_rows_are_reported_at_the_end_and_sent_by_the_next_start(run):
     run.write(1, 2, 3)
     started = time.monotonic()
     run.start(shelf).close(done=True)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 20
     [line] = run.said("is missing")
     assert line == "track: shelf is missing 3 of 3 rows; run the same command again to send them"
     assert not Ledger.read(run.ledger).complete
@@ -160,11 +160,11 @@ def test_a_file_that_cannot_be_read_does_not_end_training(run):
 def test_a_failed_run_does_not_wait_for_a_tracker_that_hangs(run):
     shelf = Shelf()
     released = threading.Event()
-    shelf.send = lambda rows: released.wait(10)
+    shelf.send = lambda rows: released.wait(60)
     run.write(1)
     started = time.monotonic()
     run.start(shelf).close(done=False)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 20
     released.set()
 
 
