@@ -56,6 +56,8 @@ PRODUCTS = [
     pipeline_row("granite", ranks=4, tp=2, schedule="gpipe", adapter="lora"),
     pipeline_row(ranks=4, tp=2, order=["tp", "pp"], sequence_parallel=True, tied=True),
     pipeline_row(ranks=4, cp=2, tied=True),
+    pipeline_row("qwen3", ranks=4, cp=2, schedule="interleaved", tied=True),
+    pipeline_row("gemma2", ranks=4, cp=2, cp_method="ulysses", schedule="zero_bubble", stages=[1, 1, 1, 1]),
     pipeline_row("mixtral", ranks=4, micro_batch=1, dp_shard=2, ep=2),
     pipeline_row("qwen3_moe", ranks=4, micro_batch=1, dp_shard=2, ep=2, schedule="zero_bubble"),
 ]

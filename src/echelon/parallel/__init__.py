@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from echelon.distributed.mesh import Meshes
+from echelon.model.context_attention import Context
 from echelon.model.parts import find_layers
 from echelon.model.router import Router, RouterLoss, RouterTap
 from echelon.model.stage import StageRange, cut, find_ends, find_shared, own_layers, stage_ranges, view_stage
@@ -32,25 +33,26 @@ def shard_model(
     compile_backend: str,
     traits: Traits,
     routers: Sequence[Router] = (),
+    context: Context | None = None,
 ) -> ObjectiveModule:
     """Divide the model, then checkpoint, compile, offload and shard each decoder layer. All of it may happen on meta.
 
-    Division comes first, from the outside in: the pipeline stage, tensors, experts, then the sequence. Checkpointing is
-    around it, so that a compiled layer recomputes inside its own graph; offloading is around both, because it takes
-    what they keep; sharding is outermost, so that its hooks stay outside every graph. Parameter names stay those of
-    `transformers` throughout.
+    Division comes first, of the tensors, then the experts; `shard_stages` has divided the sequence and cut the stage.
+    Checkpointing is around it, so that a compiled layer recomputes inside its own graph; offloading is around both,
+    because it takes what they keep; sharding is outermost, so that its hooks stay outside every graph. Parameter names
+    stay those of `transformers` throughout.
 
     Args:
         model: the whole model, or a pipeline stage of it.
         traits: those of the model, the same on every rank.
         routers: whose loss is trained; none for a model without one.
+        context: how its attention has been divided, if it has been.
     """
     if plan.tp > 1:
         apply_tensor_parallel(model, plan, meshes)
     if plan.ep > 1 or (plan.tp > 1 and find_experts(model)):
         divide_experts(model, plan, meshes)
     layers = own_layers(model)
-    context = apply_context(model, plan, meshes)
     tap = RouterTap(model, routers) if routers else None
     if tap is not None:
         tap.open_inside(layers)
@@ -102,13 +104,15 @@ def shard_stages(
     Raises:
         ConfigError: the model cannot be cut into stages.
     """
+    context = apply_context(model, plan, meshes)  # stages share the config that names the attention, so it is set once
     if plan.pp == 1:
-        return Stages((), [shard_model(model, plan, meshes, compile_backend, traits, routers)])
+        return Stages((), [shard_model(model, plan, meshes, compile_backend, traits, routers, context)])
     ends = find_ends(skeleton)
     places, shared = stage_ranges(plan.stages)[meshes.place["pp"] :: plan.pp], find_shared(model, ends)
     cut(model, places, ends)
     views = [view_stage(model, place, ends) for place in places]
-    return Stages(places, [shard_model(view, plan, meshes, compile_backend, traits, routers) for view in views], shared)
+    modules = [shard_model(view, plan, meshes, compile_backend, traits, routers, context) for view in views]
+    return Stages(places, modules, shared)
 
 
 def connect_stages(

@@ -165,8 +165,6 @@ def check_pipeline(recipe: "Recipe", layout: Layout) -> None:
          "PyTorch's schedules add up the gradients of all microbatches first"),
         (layout.reshard_after_forward, "parallel.reshard_after_forward=true",
          "PyTorch's schedules keep gathered parameters for a whole step"),
-        (layout.cp > 1 and (layout.schedule == "interleaved" or len(layout.stages) > layout.pp),
-         "several stages on each process with parallel.cp", "attention is set up once for the model of a process"),
         (train.activation_offloading, "train.activation_offloading=true",
          "a stage keeps the activations of several microbatches at once"),
         (splits and train.compile is True, "train.compile=true with parallel.schedule=zero_bubble",
