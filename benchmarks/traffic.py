@@ -111,10 +111,10 @@ def plan_strategies(ranks: int, **options: Any) -> list[ParallelPlan]:
 
 # Collectives as c10d and DTensor call them.
 _KINDS = {
-    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
+    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather", "allgather_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
     "allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
-    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
+    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all", "send": "send", "recv_": "receive",
 }  # fmt: skip
 
 

@@ -161,6 +161,9 @@ def start_runtime(timeout_seconds: float = COLLECTIVE_SECONDS, store: "Store | N
 
     Collective: every rank calls it. `timeout_seconds` is the timeout of collectives; `store` is the result of
     `open_store()`, called here if absent.
+
+    A process does this once: it is started or forked anew for every attempt of a run, and caches of DTensor keep the
+    meshes of a group that was destroyed.
     """
     import torch
     import torch.distributed as dist
