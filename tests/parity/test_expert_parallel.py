@@ -22,6 +22,9 @@ MORE = [
     with_ranks(Row({"dp_shard": 4, "ep": 2}, family=MOE, checkpointing="selective"), 4, micro_batch=1),
     with_ranks(Row({"dp_shard": 4, "ep": 4}, family=MOE), 4),
     with_ranks(Row({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, family=MOE), 4),
+    with_ranks(Row({"cp": 2, "dp_shard": 2, "ep": 2}, family=MOE), 4, micro_batch=2),
+    with_ranks(Row({"cp": 2, "cp_method": "ulysses", "dp_shard": 2, "ep": 4}, family="mixtral"), 4, micro_batch=4),
+    with_ranks(Row({"cp": 2, "dp_shard": 1, "ep": 2}, family="mixtral"), 2, micro_batch=8),
     with_ranks(Row({"dp_shard": 2, "ep": 2, "reshard_after_forward": False}, family=MOE), 2, micro_batch=2),
     with_ranks(Row({"dp_shard": 2, "ep": 2, "reduce_gradients": "last"}, family="mixtral"), 2, micro_batch=2),
     with_ranks(Row({"dp_shard": 2, "ep": 2}, family=MOE, compile=True), 2),
@@ -47,6 +50,25 @@ def test_equals_one_process(workers, references, text, tmp_path, row):
         assert column(rows, "router_loss") == pytest.approx(column(expected, "router_loss"), abs=loss_bound)
         assert column(rows, "expert_load") == pytest.approx(column(expected, "expert_load"), rel=0.05)
         assert all(1 <= load <= 4 for load in column(rows, "expert_load"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row",
+    [
+        with_ranks(Row({"dp_shard": 4, "ep": 2}, family="mixtral"), 4, micro_batch=1),
+        with_ranks(Row({"dp_shard": 4, "ep": 4}, family=MOE, checkpointing="full"), 4),
+    ],
+    ids=str,
+)
+def test_rows_of_a_fixed_number_equal_one_process(workers, references, text, tmp_path, row):
+    """The exchange of GPUs, whose host does not know how many rows are needed, on a CPU."""
+    rows = train(workers, row, tmp_path, text, mutation="experts of fixed capacity")
+    expected = references(row.reference())
+    losses, norms = difference(rows, expected)
+    assert losses <= bounds(row)[0] and norms <= bounds(row)[1], f"{row}: loss {losses:.1e}, norm {norms:.1e}"
+    assert hashes(rows) == hashes(expected)
+    assert column(rows, "router_loss") == pytest.approx(column(expected, "router_loss"), abs=bounds(row)[0])
 
 
 @pytest.mark.slow

@@ -254,7 +254,7 @@ def local_count(trainer: Any, batch: Any) -> Targets:
 
 
 def mutations(name: str, world_size: int) -> list[Any]:
-    """Faults that must turn parity rows red."""
+    """Faults that must turn parity rows red; and what is otherwise computed on GPUs alone."""
     if name == "average again":
         from torch.distributed.fsdp import FSDPModule
 
@@ -302,6 +302,14 @@ def mutations(name: str, world_size: int) -> list[Any]:
             return ExpertGroup.exchange(group, gradient, received, sent) * group.size, None, None, None
 
         return [mock.patch.object(_Exchange, "backward", twice)]
+    if name == "experts of fixed capacity":
+        from echelon.parallel import expert
+
+        class FixedCapacity(expert.ExpertGroup):
+            def __init__(self, group: Any, has_fixed_capacity: bool) -> None:
+                super().__init__(group, has_fixed_capacity=True)
+
+        return [mock.patch.object(expert, "ExpertGroup", FixedCapacity)]
     if name == "plain norms of heads":
         from echelon.parallel import tensor
 
