@@ -1,12 +1,15 @@
 """Local SGD and DiLoCo equal two loops in plain torch, around any strategy, and go on bit for bit."""
 
 import json
+import signal
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
 from outer_oracle import train_outer_oracle
+from stand_ins import train_rank_with
 from test_bad_steps import poison
 from test_compression import losses
 from training import EXACT, Row, equal_tensors, prepare, read_rows, tensors_of, train, train_rank, with_ranks
@@ -95,7 +98,15 @@ def same_rows(ours, theirs):
     [
         pytest.param(apart(), id="diloco"),
         pytest.param(apart(overlap=True, every=4), id="overlap", marks=pytest.mark.slow),
-        pytest.param(apart(parallel="fsdp", ranks=4), id="fsdp", marks=pytest.mark.slow),
+        *(
+            pytest.param(replace(apart(**given), **fields), id=name, marks=pytest.mark.slow)
+            for name, given, fields in (
+                ("fsdp", {"parallel": "fsdp", "ranks": 4}, {}),
+                ("pp", {"parallel": {"pp": 2}, "ranks": 4}, {}),
+                ("lora", {}, {"adapter": "lora"}),
+                ("fp16", {}, {"precision": "fp16"}),
+            )
+        ),
     ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(workers, text, tmp_path, row):
@@ -104,6 +115,21 @@ def test_a_resumed_run_goes_on_bit_for_bit(workers, text, tmp_path, row):
     train(workers, row, tmp_path / "cut", text, steps=8, stop_at=4)
     assert same_rows(whole, train(workers, row, tmp_path / "cut", text, steps=8))
     assert equal_tensors(*(tensors_of(tmp_path / each / "run", 8) for each in ("whole", "cut")))
+
+
+@pytest.mark.slow
+def test_a_signal_between_agreements_stops_all_replicas(workers, text, tmp_path):
+    runs = {name: prepare(apart(), tmp_path / name, text, 8) for name in ("whole", "cut")}
+
+    def go(name, interruption=None):
+        path, plan = runs[name]
+        return workers.run(train_rank_with, 2, str(path), plan, "native", "diloco", interruption)
+
+    assert [error for error, _ in go("whole")] == [None, None]
+    assert all(error.startswith("stopped by SIGTERM at step ") for error, _ in go("cut", (2, signal.SIGTERM)))
+    assert [error for error, _ in go("cut")] == [None, None]
+    assert same_rows(*(read_rows(tmp_path / name / "run") for name in runs))
+    assert equal_tensors(*(tensors_of(tmp_path / name / "run", 8) for name in runs))
 
 
 def train_poisoned(rank, world_size, path, plan, step):
