@@ -60,6 +60,8 @@ def test_replicas_divide_processes_and_batches():
     assert (plan.num_replicas, plan.dp_shard, plan.tp) == (2, 2, 2)
     with pytest.raises(PlanError, match=r"sync.replicas=2 does not divide 5 processes; run 4 or 6 processes"):
         resolve_plan(build_recipe("ddp", sync=DILOCO), TINY, cpus(5))
+    with pytest.raises(PlanError, match=r"sync.replicas=2 does not divide 1 process; run 2 processes\.$"):
+        resolve_plan(build_recipe("ddp", sync=DILOCO), TINY, cpus(1))
     with pytest.raises(PlanError, match="global_batch_size=9 does not divide by the 6 ranks"):
         resolve_plan(build_recipe("ddp", batch=9, sync=DILOCO), TINY, cpus(6))
 

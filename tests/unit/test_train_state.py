@@ -2,7 +2,10 @@
 
 import math
 
-from echelon.training.state import TrainState
+import pytest
+
+from echelon.errors import CheckpointError
+from echelon.training.state import SavedState, TrainState
 
 
 def test_the_best_loss_and_early_stopping() -> None:
@@ -24,3 +27,8 @@ def test_losses_of_another_set_are_not_compared() -> None:
 
 def test_an_old_checkpoint_without_evaluation_state() -> None:
     assert TrainState.from_dict({"step": 3, "tokens": 9, "target_tokens": 8}) == TrainState(3, 9, 8)
+
+
+def test_a_checkpoint_without_any_judge_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="judges"):
+        SavedState.from_dict({"train": {}, "judges": []})

@@ -107,9 +107,11 @@ def find_replica(recipe: "Recipe", cluster: Cluster) -> Cluster:
     replicas, count = recipe.sync.replicas, cluster.num_devices
     if count % replicas:
         fits = join_words([str(n) for n in (count // replicas * replicas, (count // replicas + 1) * replicas) if n])
+        others = [str(n) for n in nearest(divisors(count), replicas) if n > 1]
+        instead = f", or use {join_words(others)} replicas" if others else ""
         raise PlanError(
             f"sync.replicas={replicas} does not divide {count} process{'' if count == 1 else 'es'}; run {fits} "
-            f"processes, or use {join_words([str(n) for n in nearest(divisors(count), replicas)])} replicas."
+            f"processes{instead}."
         )
     size = count // replicas
     return replace(cluster, num_devices=size, devices_per_node=gcd(size, cluster.devices_per_node))

@@ -4,9 +4,9 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
 from echelon.errors import CheckpointError
 
@@ -99,7 +99,7 @@ class SavedState:
     """Everything of a checkpoint that is not a tensor. `judges`: of each replica."""
 
     train: TrainState
-    judges: tuple[JudgeState, ...] = (JudgeState(),)
+    judges: Annotated[tuple[JudgeState, ...], Field(min_length=1)] = (JudgeState(),)
     goodput: GoodputState | None = None
     sync: dict[str, Any] = field(default_factory=dict)
 
