@@ -36,30 +36,48 @@ MISTAKES = {
         {"optim": {"learning_rate_multipliers": {"*hed*": 2.0}}}, "'*hed*' (factor 2) matches no parameter"
     ),
 }  # fmt: skip
+COMMANDS = (
+    ("train", "recipe.json", "--nproc", "1"),
+    ("plan", "recipe.json"),
+    ("plan", "recipe.json", "--devices", "2xH100"),
+    ("plan", "recipe.json", "--instance", "auto"),
+    ("drill", "recipe.json", "--nproc", "1"),
+    ("sweep", "sweep.yaml"),
+)
 SWEEP = "sweep: {name: s, trials: 2, sampler: random}\nrecipe: recipe.json\nsearch: {optim.learning_rate: [0.1, 0.2]}\n"
 
 
 @pytest.mark.parametrize("what", MISTAKES)
+def test_training_and_planning_refuse_mistakes(echelon, tmp_path, what):
+    refuse(echelon, tmp_path, what, COMMANDS[:2])
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=() if what == "a layer" else pytest.mark.slow) for what in MISTAKES]
+)
 def test_every_command_refuses_what_training_refuses(echelon, tmp_path, what):
+    refuse(echelon, tmp_path, what, COMMANDS[2:])
+
+
+def refuse(echelon, tmp_path, what, commands):
     sections, words = MISTAKES[what]
     write_recipe(tmp_path, **sections)
     (tmp_path / "text.txt").unlink()  # no command reads the text
     (tmp_path / "sweep.yaml").write_text(SWEEP)
-    for command in (
-        ("train", "recipe.json", "--nproc", "1"),
-        ("plan", "recipe.json"),
-        ("plan", "recipe.json", "--devices", "2xH100"),
-        ("plan", "recipe.json", "--instance", "auto"),
-        ("drill", "recipe.json", "--nproc", "1"),
-        ("sweep", "sweep.yaml"),
-    ):
+    for command in commands:
         refused = echelon(*command)
         assert refused.code == 2 and words in refused.err, (command, refused)
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("target", ["local", "slurm"])
-@pytest.mark.parametrize("what", MISTAKES)
+@pytest.mark.parametrize(
+    ("what", "target"),
+    [
+        pytest.param(what, target, marks=() if what == "a layer" else pytest.mark.slow)
+        for what in MISTAKES
+        for target in ("local", "slurm")
+    ],
+)
 def test_launch_refuses_what_training_refuses(echelon, tmp_path, what, target):
     sections, words = MISTAKES[what]
     write_recipe(tmp_path, **sections)

@@ -61,7 +61,7 @@ RESUMED = [
     with_ranks(Row("ddp", adapter="lora"), 2),
     with_ranks(Row("fsdp", adapter="qlora", precision="bf16"), 2),
     pytest.param(with_ranks(Row("zero1", adapter="dora"), 2), marks=pytest.mark.slow),
-    with_ranks(Row("fsdp", adapter="pissa"), 2),
+    pytest.param(with_ranks(Row("fsdp", adapter="pissa"), 2), marks=pytest.mark.slow),
     pytest.param(with_ranks(Row("fsdp", adapter="experts", family="mixtral"), 2), marks=pytest.mark.slow),
 ]
 

@@ -17,12 +17,15 @@ pytestmark = pytest.mark.dist
 
 
 def with_marks(rows):
-    """The rows; slow are most of the compiled ones, fp16 on four ranks, and four ranks that are much like two."""
+    """The rows; slow are most of the compiled ones, fp16 on four ranks, four ranks that are much like two, and rules of
+    one number each where nothing is sharded."""
     for row in rows:
         is_compiled = row.compile and (row.parallel, row.ranks) not in (("ddp", 2), ("fsdp", 2))
         is_half = row.precision == "fp16" and row.ranks == 4
         is_like_two = row.ranks == 4 and row.parallel in ("ddp", "zero1", "zero2") and row.optimizer == "adamw"
-        yield pytest.param(row, marks=pytest.mark.slow if is_compiled or is_half or is_like_two else ())
+        is_plain = row.optimizer in ("lion", "sgd") and row.parallel in ("ddp", "zero2") and row.precision == "fp32"
+        is_slow = is_compiled or is_half or is_like_two or is_plain
+        yield pytest.param(row, marks=pytest.mark.slow if is_slow else ())
 
 
 def check(workers, references, text, folder, row, publish=None):

@@ -13,17 +13,20 @@ pytestmark = pytest.mark.dist
 LONG = pytest.mark.slow  # what takes longest: four ranks, and plans that others here are much like
 PLANS = [
     Row(),
-    with_ranks(Row("ddp"), 2, micro_batch=2),
+    pytest.param(with_ranks(Row("ddp"), 2, micro_batch=2), marks=LONG),
     pytest.param(with_ranks(Row("ddp"), 4), marks=LONG),
     with_ranks(Row("zero1"), 2, micro_batch=2),
     pytest.param(with_ranks(Row("zero2"), 4, micro_batch=1), marks=LONG),
     pytest.param(with_ranks(Row("fsdp"), 2), marks=LONG),
-    with_ranks(Row("fsdp"), 4),
+    pytest.param(with_ranks(Row("fsdp"), 4), marks=LONG),
     with_ranks(Row("hsdp"), 4),
     with_ranks(Row("ddp", family="gpt2", tied=True, dropout=0.1), 2, micro_batch=2),
     pytest.param(with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1), 4), marks=LONG),
-    Row(family="gpt2", tied=True, dropout=0.1, precision="bf16"),
-    with_ranks(Row("ddp", family="gpt2", tied=True, dropout=0.1, precision="bf16", checkpointing="full"), 2),
+    pytest.param(Row(family="gpt2", tied=True, dropout=0.1, precision="bf16"), marks=LONG),
+    pytest.param(
+        with_ranks(Row("ddp", family="gpt2", tied=True, dropout=0.1, precision="bf16", checkpointing="full"), 2),
+        marks=LONG,
+    ),
     with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1, precision="bf16"), 2, micro_batch=2),
     pytest.param(
         with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1, precision="bf16"), 4, micro_batch=1), marks=LONG
@@ -32,7 +35,7 @@ PLANS = [
     with_ranks(Row("ddp", optimizer="adamw_8bit", precision="bf16", master_weights="bf16_kahan"), 2),
     with_ranks(Row("zero1", optimizer="adafactor", precision="fp16"), 2),
     with_ranks(Row("fsdp", optimizer="lion", precision="bf16", master_weights="bf16_stochastic"), 2),
-    Row(optimizer="sgd", family="gpt2", tied=True, dropout=0.1),
+    pytest.param(Row(optimizer="sgd", family="gpt2", tied=True, dropout=0.1), marks=LONG),
 ]
 
 
@@ -51,7 +54,7 @@ SECOND_HALVES = [
     (with_ranks(Row("ddp"), 2), with_ranks(Row("fsdp"), 4)),
     pytest.param(with_ranks(Row("fsdp"), 4), Row("ddp"), marks=LONG),
     pytest.param(with_ranks(Row("ddp"), 2), with_ranks(Row("fsdp"), 2), marks=LONG),
-    (with_ranks(Row("zero1"), 2), with_ranks(Row("hsdp"), 4)),
+    pytest.param(with_ranks(Row("zero1"), 2), with_ranks(Row("hsdp"), 4), marks=LONG),
     (with_ranks(Row("hsdp"), 4), with_ranks(Row("zero2"), 2)),
     pytest.param(Row("fsdp"), with_ranks(Row("zero1"), 4), marks=LONG),
 ]
@@ -67,8 +70,8 @@ def test_another_plan_goes_on_with_the_same_curve(workers, text, tmp_path, unint
 
 
 OPTIMIZERS = [
-    (Row("ddp", optimizer="sgd"), Row("fsdp", optimizer="sgd")),
-    (Row("ddp", optimizer="lion"), Row("fsdp", optimizer="lion")),
+    pytest.param(Row("ddp", optimizer="sgd"), Row("fsdp", optimizer="sgd"), marks=LONG),
+    pytest.param(Row("ddp", optimizer="lion"), Row("fsdp", optimizer="lion"), marks=LONG),
     (Row("fsdp", optimizer="muon"), Row("ddp", optimizer="muon")),
     (Row("zero1", optimizer="adafactor"), Row("hsdp", optimizer="adafactor")),
     (Row("ddp", optimizer="adamw_8bit"), Row("fsdp", optimizer="adamw_8bit")),
