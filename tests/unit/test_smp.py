@@ -81,6 +81,8 @@ REFUSED = [
     (1, {"hybrid_shard_degree": 4}, "smp.hybrid_shard_degree belongs to version 2"),
     (2, {"hybrid_shard_degree": True}, "hybrid_shard_degree=True must be a whole number of at least 0"),
     (2, {"hybrid_shard_degree": 1, "context_parallel_degree": 2}, "does not divide hybrid_shard_degree=1"),
+    (2, {"hybrid_shard_degree": 4, "expert_parallel_degree": 8},
+     "smp.expert_parallel_degree=8 does not divide hybrid_shard_degree=4, whose processes share the experts"),
     (2, {"activation_loading_horizon": 0}, "activation_loading_horizon=0 must be a whole number of at least 1"),
     (2, {"sm_activation_offloading": 1}, "sm_activation_offloading=1 is neither true nor false"),
     (2, {"random_seed": "7"}, "random_seed=7 must be a number"),

@@ -87,16 +87,16 @@ class _Mapping:
         self._note("shard_optimizer_state", self.result if shards else {})
 
     def _map_hybrid_shards(self) -> None:
-        """The context-parallel processes are among those that share the shards, as with `dp_shard` times `cp`."""
-        degree, context = (
-            self._degree("hybrid_shard_degree", least=0) or 0,
-            self._degree("context_parallel_degree") or 1,
-        )
-        if degree and degree % context:
-            raise ConfigError(
-                f"{self._where}.context_parallel_degree={context} does not divide hybrid_shard_degree={degree}, whose "
-                "processes share the sequences; use a divisor of it."
-            )
+        """Processes that share sequences or experts are among those that share the shards: `dp_shard` times `cp`."""
+        degree = self._degree("hybrid_shard_degree", least=0) or 0
+        for name, shared in (("context_parallel_degree", "sequences"), ("expert_parallel_degree", "experts")):
+            inner = self._degree(name) or 1
+            if degree and degree % inner:
+                raise ConfigError(
+                    f"{self._where}.{name}={inner} does not divide hybrid_shard_degree={degree}, whose processes share "
+                    f"the {shared}; use a divisor of it."
+                )
+        context = self._degree("context_parallel_degree") or 1
         if degree == 0:
             self.result = {"dp_shard": "auto"}
         elif degree == 1:
