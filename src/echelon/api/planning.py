@@ -1,18 +1,19 @@
 """Plan how a recipe would run, here or on other machines, and the memory that it needs."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 
 from echelon.api.recipes import RecipeLike, load_recipe
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import Cluster, parse_devices
 from echelon.hardware.instances import find_instance
+from echelon.lifecycle.building import build_stages
 from echelon.lifecycle.model_checks import check_model
 from echelon.lifecycle.setup import describe_steps
 from echelon.planner.choose import resolve_plan
 from echelon.planner.machines import choose_instance, find_cluster
-from echelon.planner.memory import MemoryEstimate, describe_checkpoint, estimate_memory
+from echelon.planner.memory import MemoryEstimate, StoredBytes, describe_checkpoint, estimate_memory, estimate_stored
 from echelon.planner.model_shape import ModelShape
 from echelon.planner.plan import ParallelPlan
 from echelon.recipe import Recipe
@@ -28,6 +29,8 @@ class PlanReport:
     cluster: Cluster
     shape: ModelShape
     lines: tuple[str, ...]
+    built: Mapping[int, StoredBytes] = field(default_factory=dict)
+    """With `build`: the bytes that a rank of the first and of the last pipeline stage stores, by stage from 0."""
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -40,9 +43,10 @@ def plan(
     devices_per_node: int = 8,
     instance: str | None = None,
     count: int | None = None,
+    build: bool = False,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> PlanReport:
-    """Plan how a recipe would run, and the memory it needs. Downloads no weights and starts no processes.
+    """Plan how a recipe would run, and the memory it needs. Downloads no weights.
 
     Args:
         recipe: a Recipe, the path of its file, or a mapping.
@@ -50,6 +54,7 @@ def plan(
         devices_per_node: devices per machine, with `devices`.
         instance: a SageMaker instance type instead, for example `ml.p5.48xlarge`; `auto` selects the cheapest.
         count: the number of instances; None: 1, or with `auto` as few as possible.
+        build: divide the real model as planned, without devices, in a process for each stage that is built.
         on_line: called with each line of the report as soon as it is known, also if the plan is then refused.
 
     Raises:
@@ -87,7 +92,10 @@ def plan(
             note(line)
     for line in _describe_memory(memory, cluster):
         note(line)
-    return PlanReport(chosen, memory, cluster, shape, tuple(lines))
+    built = build_stages(recipe, shape, chosen) if build else {}
+    for line in _describe_built(built, estimate_stored(shape, chosen)):
+        note(line)
+    return PlanReport(chosen, memory, cluster, shape, tuple(lines), built)
 
 
 def _find_here() -> Cluster:
@@ -131,3 +139,14 @@ def _describe_memory(estimate: MemoryEstimate, cluster: Cluster) -> Iterator[str
         yield f"  in host memory: {estimate.host / 2**30:.3f}"
     for assumption in estimate.assumptions:
         yield f"  assumes: {assumption}"
+
+
+def _describe_built(built: Mapping[int, StoredBytes], planned: Sequence[StoredBytes]) -> Iterator[str]:
+    """Yield what was built beside the estimate, in GiB."""
+    if not built:
+        return
+    yield "built without devices, GiB of a rank between steps (in brackets as planned):"
+    for stage, found in built.items():
+        yield f"  stage {stage + 1} of {len(planned)}"
+        for part, size in asdict(found).items():
+            yield f"  {part:<12} {size / 2**30:10.3f} ({getattr(planned[stage], part) / 2**30:.3f})"

@@ -27,9 +27,21 @@ def plan(
             "--count", min=1, help="Number of machines, with --instance. Default: 1; with auto: as few as possible."
         ),
     ] = None,
+    build: Annotated[
+        bool,
+        typer.Option("--build", help="Divide the real model as planned, without devices, and count what ranks store."),
+    ] = False,
 ) -> None:
     """Show how a recipe would run and the memory it needs. Also shows why a recipe is refused. Downloads no weights."""
     from echelon.api.planning import plan as plan_here
 
     recipe = read_recipe(recipe_path, overrides)
-    plan_here(recipe, devices, devices_per_node=devices_per_node, instance=instance, count=count, on_line=show)
+    plan_here(
+        recipe,
+        devices,
+        devices_per_node=devices_per_node,
+        instance=instance,
+        count=count,
+        build=build,
+        on_line=show,
+    )

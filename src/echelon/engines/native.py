@@ -337,7 +337,7 @@ def _build_optimizer(
     return build_optimizer(model, recipe.optim, recipe.train.master_weights, recipe.run.seed, copies, backend)
 
 
-def _prepare_layers(
+def prepare_layers(
     skeleton: PreTrainedModel,
     recipe: Recipe,
     plan: ParallelPlan,
@@ -380,7 +380,7 @@ def build_native_engine(
     if plan.cp_method is not None:
         check_divides(skeleton, plan.cp_method, traits, recipe.data.sequence_len)
     uses_liger, kernels = choose_liger(skeleton, recipe, plan, meshes, device)
-    model = _prepare_layers(skeleton, recipe, plan, device.type, uses_liger, new_token_ids)
+    model = prepare_layers(skeleton, recipe, plan, device.type, uses_liger, new_token_ids)
     router = choose_router_loss(skeleton, model, recipe.objective.router_loss)
     routers = () if router.loss is None else router.loss.routers
     stages = shard_stages(model, skeleton, plan, meshes, compile_backend, traits, routers)

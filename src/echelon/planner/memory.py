@@ -77,6 +77,15 @@ class MemoryParts:
     other: int
 
 
+@dataclass(frozen=True)
+class StoredBytes:
+    """Bytes that one rank stores between steps, and its gradients before the update; in host memory if offloaded."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
 def estimate_memory(
     shape: ModelShape, plan: ParallelPlan, sequence_len: int, kind: DeviceKind = "cuda"
 ) -> MemoryEstimate:
@@ -95,6 +104,17 @@ def estimate_parts(shape: ModelShape, plan: ParallelPlan, sequence_len: int, kin
     """
     parts = [astuple(each.parts()) for each in _count_loads(shape, plan, sequence_len, kind)]
     return MemoryParts(*(max(each) for each in zip(*parts, strict=True)))
+
+
+def estimate_stored(shape: ModelShape, plan: ParallelPlan) -> list[StoredBytes]:
+    """The part of `estimate_memory` that does not depend on the data, for each rank of a pipeline."""
+    stored = []
+    for load in stage_loads(divide_shape(shape, plan), plan, hidden_bytes=0):
+        here = replace(plan, adapter=load.adapter)
+        states = _states(load.shape, here)
+        device = StoredBytes(states.parameters, states.gradients, states.optimizer)
+        stored.append(StoredBytes(*_shard_states(load.shape, here)) if plan.cpu_offload else device)
+    return stored
 
 
 @dataclass(frozen=True)
