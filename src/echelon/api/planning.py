@@ -147,6 +147,7 @@ def _describe_built(built: Mapping[int, StoredBytes], planned: Sequence[StoredBy
         return
     yield "built without devices, GiB of a rank between steps (in brackets as planned):"
     for stage, found in built.items():
-        yield f"  stage {stage + 1} of {len(planned)}"
+        if len(planned) > 1:
+            yield f"  stage {stage + 1} of {len(planned)}"
         for part, size in asdict(found).items():
             yield f"  {part:<12} {size / 2**30:10.3f} ({getattr(planned[stage], part) / 2**30:.3f})"

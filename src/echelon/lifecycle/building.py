@@ -75,7 +75,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def main(stdin: TextIO = sys.stdin) -> None:
     """Answer the request on stdin."""
-    print(f"{_MARK}{json.dumps(answer(json.load(stdin)))}")
+    sys.stdout.write(f"{_MARK}{json.dumps(answer(json.load(stdin)))}\n")
 
 
 if __name__ == "__main__":
