@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from command import read_lines, write_recipe
+from families import small_config
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -46,6 +47,22 @@ def test_from_the_command_line(echelon, tmp_path):
         ours, theirs = (load_file(tmp_path / f"exported-{run}" / "model.safetensors") for run in (name, "one"))
         assert ours.keys() == theirs.keys()
         assert max((ours[each] - theirs[each]).abs().max().item() for each in theirs) < 1e-4
+
+
+def test_a_mixture_of_experts_from_the_command_line(echelon, tmp_path):
+    write_recipe(tmp_path, model={"config": small_config("mixtral")})
+    losses = {}
+    for name, parallel, nproc in (
+        ("one", "ddp", 1),
+        ("tp", {"tp": 2}, 2),
+        ("ep", {"tp": 2, "dp_shard": 2, "ep": 2}, 4),
+    ):
+        _, rows = train(echelon, tmp_path, name, parallel, nproc)
+        losses[name] = [row["loss"] for row in rows]
+        assert echelon("export", f"runs/{name}", f"exported-{name}").code == 0
+        ours, theirs = (load_file(tmp_path / f"exported-{run}" / "model.safetensors") for run in (name, "one"))
+        assert max((ours[each] - theirs[each]).abs().max().item() for each in theirs) < 1e-4
+        assert losses[name] == pytest.approx(losses["one"], abs=2e-5)
 
 
 def test_a_model_without_a_plan_is_refused_before_any_data_is_read(echelon, tmp_path):
