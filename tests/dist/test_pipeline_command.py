@@ -41,7 +41,8 @@ def assert_same(rows, expected):
 
 def test_it_is_the_run_of_one_process(echelon, tmp_path):
     _, expected = run(echelon, tmp_path, "one", 1)
-    for name, processes, parallel in (("pp", 2, "{pp: 2}"), ("both", 4, "{pp: 2, dp_replicate: 2}")):
+    plans = (("pp", 2, "{pp: 2}"), ("data", 4, "{pp: 2, dp_replicate: 2}"), ("tensors", 4, "{pp: 2, tp: 2}"))
+    for name, processes, parallel in plans:
         ending, rows = run(echelon, tmp_path, name, processes, f"parallel={parallel}", "train.micro_batch_size=2")
         assert_same(rows, expected)
         assert "pipeline: stages of 2 and 2 layers" in ending.out

@@ -90,6 +90,13 @@ def test_norms_of_heads_whose_gradients_are_not_added_up_turn_a_row_red(workers,
     assert [losses > LOSS or norms > NORM for losses, norms in found] == [False, True], found
 
 
+@pytest.mark.slow
+def test_a_rank_counted_twice_turns_the_batch_hash_red(workers, references, text, tmp_path):
+    row = Row(TP2, ranks=2)
+    rows = train(workers, row, tmp_path, text, mutation="peer counted twice")
+    assert all(ours != right for ours, right in zip(hashes(rows), hashes(references(row.reference())), strict=True))
+
+
 FIRST_AND_SECOND = [
     (Row(SP2, ranks=2, tied=True), Row(tied=True)),
     (Row({**TP2, "dp_shard": 2}, ranks=4, micro_batch=2, tied=True), Row("fsdp", ranks=4, micro_batch=2, tied=True)),
