@@ -1,5 +1,7 @@
 """`echelon train` with expert parallelism on CPUs is the single process's run, and exports the same model."""
 
+import json
+
 import pytest
 from safetensors.torch import load_file
 
@@ -42,3 +44,15 @@ def test_it_is_the_run_of_one_process(echelon, tmp_path):
         ours, theirs = (load_file(tmp_path / f"exported-{each}" / "model.safetensors") for each in (name, "one"))
         assert ours.keys() == theirs.keys()
         assert max((ours[each] - theirs[each]).abs().max().item() for each in theirs) < 1e-4
+
+
+def test_documents_of_any_length_train_alike(echelon, tmp_path):
+    """Padded to the full width, so that each process knows how many rows the others can need."""
+    records = [{"prompt": f"{n} plus {n} is ", "completion": f"{2 * n}" + " so" * (n % 7)} for n in range(300)]
+    (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    data = ("data.train=sums.jsonl", "data.packing=false", "data.document_separator=null")
+    expected = run(echelon, tmp_path, "one", 1, *data)
+    rows = run(echelon, tmp_path, "two", 2, *data, "parallel={dp_shard: 2, ep: 2}", "train.micro_batch_size=2")
+    for ours, theirs in zip(rows, expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=LOSS)
+        assert (ours.get("batch_hash"), ours.get("tokens")) == (theirs.get("batch_hash"), theirs.get("tokens"))
