@@ -152,3 +152,22 @@ def test_a_model_in_bf16_trains_with_it(family, change, monkeypatch):
     assert (found - exact).norm() < 1.5 * (usual - exact).norm()
     calls.clear()
     assert torch.equal(run_model(model, input_ids, labels, torch.float32)[1], exact) and not calls
+
+
+@pytest.mark.slow  # a machine's matrix products may allocate memory of their own
+def test_the_backward_pass_holds_three_blocks_of_scores():
+    """256 queries by all keys, of 2 sequences with 4 heads: probabilities, their gradient, and that of scores.
+
+    Inputs' gradients and copies take less than another; blocks that stayed in the next turn would be two more.
+    """
+    length = 2048
+    query, key, value = draw(length, 4, 1, torch.bfloat16)
+    output = in_blocks(query, key, value).float().sum()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        output.backward()
+    held = peak = 0
+    events = [each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert 3 <= peak / (2 * 4 * 256 * length * 2) < 4.5

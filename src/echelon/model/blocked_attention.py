@@ -93,9 +93,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tenso
             scores = queries @ keys[:, : block.stop].transpose(1, 2)
             peaks = _hide(scores, query, block, mask).amax(-1, keepdim=True).mul_(scale)
             largest[:, :, block] = peaks.view(batch, heads, -1, 1)
+            del scores  # two blocks of scores at once suffice, here and in the next turn
             probabilities = _probabilities(queries, keys, peaks, query, block, scale, mask)
             results = probabilities @ values[:, : block.stop]
             output[:, block] = results.view(batch, heads, -1, width).transpose(1, 2)
+            del probabilities
     return output, largest
 
 
@@ -124,6 +126,7 @@ def _differentiate(
             of_values[:, : block.stop] += probabilities.transpose(1, 2) @ gradients
             of_keys[:, : block.stop] += of_scores.transpose(1, 2) @ queries
             of_query[:, :, block] = (of_scores @ keys[:, : block.stop]).view(batch, heads, -1, width)
+            del probabilities, of_probabilities, of_scores  # else they stay in the next turn: five at once, not three
     return of_query, of_keys.to(key.dtype).view(key.shape), of_values.to(value.dtype).view(value.shape)
 
 
