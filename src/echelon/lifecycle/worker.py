@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from echelon.quiet_imports import garbage_kept
 from echelon.redaction import redact_text
 from echelon.runs.run_folder import RunFolder, describe_gone, is_run
 from echelon.stopping import StopRequest
+from echelon.supervise.hang_verdict import explain_hang, read_records
 from echelon.supervise.launch_environment import (
     find_host_dir,
     find_log_level,
@@ -134,11 +136,17 @@ def run_rank(folder: RunFolder, stop: StopRequest, store: "Store | None" = None)
         with garbage_kept():
             from echelon.lifecycle.assemble import run_training
         from echelon.training.callbacks import build_callbacks
+        from echelon.training.flight_record import write_record
         from echelon.training.heartbeat import Heartbeat
 
         leave_without_folder(folder, runtime)
         limit = recipe.fault.hang_seconds
-        heart = Heartbeat(limit, lambda what: leave_hanging(folder, runtime, f"{what} did not end within {limit:g} s"))
+
+        # The function is imported before a hang, because the disk may be what hangs.
+        def leave_late(what: str) -> NoReturn:
+            leave_hanging(folder, runtime, f"{what} did not end within {limit:g} s", write_record)
+
+        heart = Heartbeat(limit, leave_late)
         callbacks = build_callbacks(recipe.train.callbacks) if runtime.rank == 0 else ()
         run_training(recipe, plan, folder, runtime, stop, heart, callbacks)
     stop_runtime(failed=ending.outcome.code not in (DONE, STOPPED))
@@ -167,16 +175,27 @@ def leave_without_folder(folder: RunFolder, runtime: Runtime) -> None:
     threading.Thread(target=watch, name="folder", daemon=True).start()
 
 
-def leave_hanging(folder: RunFolder, runtime: Runtime, what: str) -> NoReturn:
-    """Report a hang, with the unresponsive ranks if known; then end this process."""
+def leave_hanging(
+    folder: RunFolder, runtime: Runtime, what: str, write_record: Callable[[Path, int], None]
+) -> NoReturn:
+    """Report a hang, with the unresponsive ranks and its explanation if known; then end this process.
+
+    `write_record` writes what this rank did to a folder, for its peers.
+    """
     from echelon.training.heartbeat import find_unresponsive_ranks
 
     silent: list[int] = []
+    verdict = ""
     if shares_files():
         with suppress(OSError):  # the disk may be what hangs
-            silent = find_unresponsive_ranks(RunFolder(folder.path).outcomes_dir, runtime.rank, runtime.world_size)
+            shared = RunFolder(folder.path).outcomes_dir
+            with suppress(ImportError, LookupError, ValueError):  # a hang is reported also without its explanation
+                write_record(shared, runtime.rank)
+            silent = find_unresponsive_ranks(shared, runtime.rank, runtime.world_size)
+            verdict = explain_hang([each for each in read_records(shared) if each.rank not in silent], silent)
     who = f"rank {', '.join(map(str, silent))} does not answer" if silent else "every rank waits"
-    message = f"{what} (fault.hang_seconds), and {who}; see {folder.log_path(runtime.rank)} for what each thread did"
+    reason = "; ".join(filter(None, (f"{what} (fault.hang_seconds), and {who}", verdict)))
+    message = f"{reason}; see {folder.log_path(runtime.rank)} for what each thread did"
     with suppress(OSError):
         write_outcome(folder.outcomes_dir, report(runtime.rank, FAILED, message))
     leave(1)

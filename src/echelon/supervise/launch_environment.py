@@ -56,6 +56,7 @@ CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 _ALLOCATOR_VARIABLE, _OLD_ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _MAX_COMPILE_THREADS = 32  # as in torch
+_RECORDED_COLLECTIVES = 2000
 
 _SAGEMAKER_PORT = 7777
 
@@ -289,9 +290,11 @@ def torch_environment(num_processes: int) -> dict[str, str]:
     """Variables for torch in `num_processes` workers on this machine; they must be set before it is imported.
 
     GPU memory is allocated in segments that can grow, which prevents fragmentation. Each worker compiles kernels on its
-    share of the cores: torch would use all of them in every worker. The user's own settings are kept.
+    share of the cores: torch would use all of them in every worker. torch records the last collectives of each worker,
+    to explain a hang. The user's own settings are kept.
     """
     variables = {"TORCHINDUCTOR_COMPILE_THREADS": str(min(_MAX_COMPILE_THREADS, max(1, num_cores() // num_processes)))}
+    variables["TORCH_FR_BUFFER_SIZE"] = str(_RECORDED_COLLECTIVES)
     if _OLD_ALLOCATOR_VARIABLE not in os.environ:
         variables[_ALLOCATOR_VARIABLE] = "expandable_segments:True"
     return {key: os.environ.get(key, value) for key, value in variables.items()}

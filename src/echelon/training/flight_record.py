@@ -1,0 +1,72 @@
+"""Records what this rank did when a hang was noticed: the collectives of torch's flight recorder, and its Python code.
+
+torch's recorder is on for every backend if TORCH_FR_BUFFER_SIZE is set.
+"""
+
+import json
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from echelon.stored import write_json
+from echelon.supervise.hang_verdict import Collective, Group, HangRecord, find_record_path
+
+_LIBRARIES = (str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"])
+
+
+def write_record(outcomes_dir: Path, rank: int) -> None:
+    """Write this rank's record for `hang_verdict.explain_hang`. Raises OSError. Not collective; from any thread."""
+    names: dict[str, str] = {}
+    groups: dict[str, Group] = {}
+    for group, name in dist.distributed_c10d._world.pg_names.items():
+        ranks = dist.get_process_group_ranks(group)
+        names[name] = f"{name}: {ranks}"  # groups of different ranks can have the same name
+        groups[names[name]] = Group(_name_group(group), ranks)
+    record = HangRecord(rank, _find_place(), groups, _list_collectives(names))
+    path = find_record_path(outcomes_dir, rank)
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, asdict(record))
+
+
+def _name_group(group: dist.ProcessGroup) -> str:
+    """Return the name of a group for the user. DeviceMesh calls the group of an axis mesh_AXIS."""
+    if group is dist.group.WORLD:
+        return "everyone"
+    name = group.group_desc.removeprefix("mesh_")
+    return "dp_shard" if name == "shard" else name
+
+
+def _list_collectives(keys: Mapping[str, str]) -> list[Collective]:
+    """Return the recorded collectives; `keys` maps torch's name of a group to its key."""
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+    entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
+    return [
+        Collective(
+            keys[each["process_group"][0]],
+            each["collective_seq_id"],
+            each["profiling_name"].rpartition(":")[2],
+            each["input_sizes"],
+            each["retired"],
+        )
+        for each in entries
+        if not each["is_p2p"]
+    ]
+
+
+def _find_place() -> str:
+    """Return where the main thread is: its innermost call outside torch and the standard library."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if (path.startswith(_LIBRARIES) and "echelon" not in Path(path).parts) or path.startswith("<"):
+            frame = frame.f_back
+            continue
+        return f"{'/'.join(Path(path).parts[-3:])}:{frame.f_lineno} ({frame.f_code.co_name})"
+    return "an unknown place"
