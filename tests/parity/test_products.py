@@ -67,6 +67,7 @@ PLANS = [
     plan_of(pp=2, dp_shard=2),
     plan_of(pp=2, dp_replicate=2),
     plan_of(pp=2, tp=2, schedule="interleaved"),
+    plan_of(pp=2, tp=2, sequence_parallel=True),
     plan_of(cp=2, dp_shard=2),
     plan_of(cp=2, dp_replicate=2, cp_method="ulysses"),
     plan_of(cp=2, tp=2),
@@ -75,7 +76,7 @@ PLANS = [
 ]
 ON_EIGHT = [
     plan_of(tp=2, pp=2, dp_shard=2),
-    plan_of(tp=2, pp=2, dp_replicate=2),
+    plan_of(tp=2, pp=2, dp_replicate=2, sequence_parallel=True),
     plan_of(dp_replicate=2, dp_shard=2, tp=2),
 ]
 EXPERTS = [plan_of(dp_shard=2, ep=2), plan_of(dp_shard=4, ep=2), plan_of(cp=2, dp_shard=2, ep=2)]
@@ -125,9 +126,7 @@ def expect_sent(shape, plan, stage):
         for kind, each in expect_tensor_traffic(plan, shape, tokens).items():
             sent["tp", kind] = Sent(times * each.calls, times * each.bytes)
     elif plan.tp > 1:
-        is_first, is_last = stage == 0, stage == plan.pp - 1
-        sums = 4 * layers + is_first + is_last
-        sent["tp", "all_reduce"] = Sent(times * (sums + 2 * is_last), times * (sums * hidden + is_last * 12 * tokens))
+        sent |= expect_tensor_stage(shape, plan, stage, layers, tokens)
     if plan.cp > 1:
         sent |= expect_context(shape, plan, layers, tokens)
     shards = plan.dp_shard * plan.cp
@@ -139,6 +138,23 @@ def expect_sent(shape, plan, stage):
     if plan.dp_replicate > 1:
         sent["dp_replicate", "all_reduce"] = Sent(layers + units, 4 * whole // shards)
     return sent
+
+
+def expect_tensor_stage(shape, plan, stage, layers, tokens):
+    """What the table of docs/tensor-parallelism.md becomes in a stage, which takes and passes on whole sequences."""
+    is_first, is_last, times = stage == 0, stage == plan.pp - 1, MICROBATCHES
+    hidden, loss = 4 * tokens * shape.hidden_size, is_last * 12 * tokens
+    if not plan.sequence_parallel:
+        sums = 4 * layers + is_first + is_last
+        return {("tp", "all_reduce"): Sent(times * (sums + 2 * is_last), times * (sums * hidden + loss))}
+    norms = 2 * layers + is_last  # once in a step, because a pipeline reduces gradients after the last microbatch
+    gathers, scatters = 4 * layers + 2, 4 * layers + is_last
+    added = times * (is_first * hidden + loss) + norms * 4 * shape.hidden_size
+    return {
+        ("tp", "all_gather"): Sent(times * gathers, times * gathers * hidden),
+        ("tp", "reduce_scatter"): Sent(times * scatters, times * scatters * hidden),
+        ("tp", "all_reduce"): Sent(times * (is_first + 2 * is_last) + norms, added),
+    }
 
 
 def expect_context(shape, plan, layers, tokens):
