@@ -169,5 +169,6 @@ def test_a_checkpoint_has_what_the_architecture_itself_does_not_train():
     model = build_on_meta(load_config(small_config("llama")))
     materialize(model, "cpu")
     model.model.norm.weight.requires_grad_(False)
-    engine = NativeEngine(None, model, SimpleNamespace(tensors=list), None, None, None, None)
+    parallel, optimizer = SimpleNamespace(tensors=dict), SimpleNamespace(tensors=list)
+    engine = NativeEngine(parallel, model, optimizer, None, None, None, None)
     assert {f"model.{name}" for name, _ in model.named_parameters()} == engine.state_dict().keys()
