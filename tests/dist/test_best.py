@@ -63,6 +63,7 @@ def test_the_best_checkpoint_is_kept_and_early_stopping_ends_the_run(echelon, tm
     assert steps(run) == [1, 6]
 
 
+@pytest.mark.slow
 def test_saves_and_evaluations_by_epoch(echelon, tmp_path):
     """Saves and evaluations occur at the end and in the middle of each epoch, also after a resume."""
     write_recipe(

@@ -21,13 +21,10 @@ def folder(monkeypatch, tmp_path):
     assert_no_orphan()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "moment"),
-    [
-        (signal.SIGTERM, "pilot"),
-        pytest.param(signal.SIGINT, "whole", marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, "a-rank-killed", marks=pytest.mark.slow),
-    ],
+    [(signal.SIGTERM, "pilot"), (signal.SIGINT, "whole"), (signal.SIGHUP, "a-rank-killed")],
 )
 def test_a_signal_ends_the_drill_and_all_its_processes(folder, number, moment):
     """This includes a suspended rank, which cannot detect that its parent is gone."""

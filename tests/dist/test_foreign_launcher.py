@@ -63,10 +63,8 @@ def test_run_folder_that_a_rank_does_not_see_is_refused(tmp_path):
     assert errors[1] == ""
 
 
-@pytest.mark.parametrize(
-    "option",
-    [pytest.param([], id="--local-rank", marks=pytest.mark.slow), pytest.param(["--use-env"], id="--use-env")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [[], ["--use-env"]], ids=["--local-rank", "--use-env"])
 def test_torch_distributed_launch_trains(tmp_path, option):
     """`python -m torch.distributed.launch` passes the local rank as an argument by default."""
     write_recipe(tmp_path)

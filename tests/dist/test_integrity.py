@@ -213,7 +213,7 @@ def save_with_one_rank_failing(rank, world_size, folder, asynchronous):
     return seen, lines, [each for each in events if each[0] not in ("save", "publish")]
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_ranks_agree_on_a_save_that_failed_on_one_of_them(workers, tmp_path, asynchronous):
     ranks = workers.run(save_with_one_rank_failing, 3, str(tmp_path), asynchronous)
     attempts = [seen for seen, _, _ in ranks]

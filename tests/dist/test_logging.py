@@ -49,6 +49,7 @@ def test_a_quiet_run_prints_nothing_but_logs_everything(echelon, tmp_path):
     assert len(steps) >= 6 and {(level, rank) for level, rank, *_ in log} == {("INFO", "0")}
 
 
+@pytest.mark.slow
 def test_a_verbose_run_prints_time_rank_and_logger(echelon, tmp_path):
     ending = echelon("-v", "train", "recipe.json", "--nproc", "2")
     assert ending.code == 0

@@ -82,7 +82,7 @@ def fuzz_recipes(stored, tally, count, folder):
         )
 
 
-@pytest.mark.parametrize("count", [104, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_damaged_inputs_are_refused_or_right(stored, tmp_path, monkeypatch, capsys, count):
     monkeypatch.setattr("socket.create_connection", nothing_asked)
     tally = Tally(stored.marker)

@@ -59,7 +59,7 @@ def test_equals_one_process(workers, references, text, tmp_path, row):
 
 RESUMED = [
     with_ranks(Row("ddp", adapter="lora"), 2),
-    with_ranks(Row("fsdp", adapter="qlora", precision="bf16"), 2),
+    pytest.param(with_ranks(Row("fsdp", adapter="qlora", precision="bf16"), 2), marks=pytest.mark.slow),
     pytest.param(with_ranks(Row("zero1", adapter="dora"), 2), marks=pytest.mark.slow),
     pytest.param(with_ranks(Row("fsdp", adapter="pissa"), 2), marks=pytest.mark.slow),
     pytest.param(with_ranks(Row("fsdp", adapter="experts", family="mixtral"), 2), marks=pytest.mark.slow),
@@ -80,7 +80,9 @@ def test_what_is_trained_whole_resumes_bit_for_bit(workers, text, tmp_path):
 
 
 MOVES = [
-    (with_ranks(Row("ddp", adapter="whole"), 2), with_ranks(Row("fsdp", adapter="whole"), 4)),
+    pytest.param(
+        with_ranks(Row("ddp", adapter="whole"), 2), with_ranks(Row("fsdp", adapter="whole"), 4), marks=pytest.mark.slow
+    ),
     (with_ranks(Row("fsdp", adapter="qlora"), 4), Row("ddp", adapter="qlora")),
     *(
         pytest.param(

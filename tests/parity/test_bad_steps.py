@@ -305,6 +305,7 @@ def test_a_gradient_alone_is_named(workers, text, tmp_path, row):
     assert all("fault.on_bad_step=skip" in each for each in pool.raised)
 
 
+@pytest.mark.slow
 def test_a_spike_is_judged_alike_after_a_resume(workers, text, tmp_path):
     """Window 3: step 6 is judged by steps 3 to 5 (step 2 was before a spike too, but too early to be judged)."""
     fault = {"on_bad_step": "skip", "spike_factor": 8.0, "spike_window": 3}

@@ -53,6 +53,7 @@ def bytes_by_hand(num_matrices: int, num_norms: int, num_tensors: int, tp: int, 
     return StoredBytes(parameters=4 * numbers, gradients=4 * numbers, optimizer=8 * numbers + 4 * num_tensors)
 
 
+@pytest.mark.slow
 def test_a_stage_at_each_end(capsys: pytest.CaptureFixture[str]) -> None:
     """A layer: q and o 64 x 64, k and v 32 x 64, three of 128 x 64 in the MLP, two norms of 64."""
     report = plan(recipe_of(TINY, {"tp": 2, "pp": 2, "dp_shard": 2}), "8xH100", build=True)

@@ -53,19 +53,15 @@ def find_breaks(rank, world_size, path, family, has_documents, checkpointing):
     return dict(torch._dynamo.utils.counters["graph_break"]), len(graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "adapter", "has_documents", "checkpointing"),
     [
         ("llama", "qlora", False, "none"),
-        *(
-            pytest.param(family, adapter, has_documents, checkpointing, marks=pytest.mark.slow)
-            for family, adapter, has_documents, checkpointing in [
-                *(("llama", adapter, True, "none") for adapter in ("full", "lora", "qlora", "qlora fp4")),
-                *(("llama", adapter, False, "full") for adapter in ("full", "lora", "qlora")),
-                *(("llama", adapter, False, "selective") for adapter in ("full", "qlora")),
-                *((family, adapter, True, "none") for family in DECODERS for adapter in ("full", "lora", "qlora")),
-            ]
-        ),
+        *(("llama", adapter, True, "none") for adapter in ("full", "lora", "qlora", "qlora fp4")),
+        *(("llama", adapter, False, "full") for adapter in ("full", "lora", "qlora")),
+        *(("llama", adapter, False, "selective") for adapter in ("full", "qlora")),
+        *((family, adapter, True, "none") for family in DECODERS for adapter in ("full", "lora", "qlora")),
     ],
 )
 def test_no_graph_break(workers, text, tmp_path, family, adapter, has_documents, checkpointing):

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.dist
 
 
 def with_marks(rows):
-    """The rows; slow are most of the compiled ones, fp16 on four ranks, four ranks that are much like two, and rules of
-    one number each where nothing is sharded."""
+    """The rows; slow are the compiled ones except of DDP, four ranks except FSDP and HSDP with AdamW or Muon, and rules
+    of one number each where nothing is sharded."""
     for row in rows:
-        is_compiled = row.compile and (row.parallel, row.ranks) not in (("ddp", 2), ("fsdp", 2))
-        is_half = row.precision == "fp16" and row.ranks == 4
-        is_like_two = row.ranks == 4 and row.parallel in ("ddp", "zero1", "zero2") and row.optimizer == "adamw"
+        is_compiled = row.compile and (row.parallel, row.ranks) != ("ddp", 2)
+        is_sharded = row.parallel in ("fsdp", "hsdp") and row.optimizer in ("adamw", "muon") and row.precision != "fp16"
+        is_like_two = row.ranks == 4 and not is_sharded
         is_plain = row.optimizer in ("lion", "sgd") and row.parallel in ("ddp", "zero2") and row.precision == "fp32"
-        is_slow = is_compiled or is_half or is_like_two or is_plain
+        is_slow = is_compiled or is_like_two or is_plain
         yield pytest.param(row, marks=pytest.mark.slow if is_slow else ())
 
 

@@ -15,11 +15,11 @@ PLANS = [
     Row(),
     pytest.param(with_ranks(Row("ddp"), 2, micro_batch=2), marks=LONG),
     pytest.param(with_ranks(Row("ddp"), 4), marks=LONG),
-    with_ranks(Row("zero1"), 2, micro_batch=2),
+    pytest.param(with_ranks(Row("zero1"), 2, micro_batch=2), marks=LONG),
     pytest.param(with_ranks(Row("zero2"), 4, micro_batch=1), marks=LONG),
     pytest.param(with_ranks(Row("fsdp"), 2), marks=LONG),
     pytest.param(with_ranks(Row("fsdp"), 4), marks=LONG),
-    with_ranks(Row("hsdp"), 4),
+    pytest.param(with_ranks(Row("hsdp"), 4), marks=LONG),
     with_ranks(Row("ddp", family="gpt2", tied=True, dropout=0.1), 2, micro_batch=2),
     pytest.param(with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1), 4), marks=LONG),
     pytest.param(Row(family="gpt2", tied=True, dropout=0.1, precision="bf16"), marks=LONG),
@@ -27,14 +27,18 @@ PLANS = [
         with_ranks(Row("ddp", family="gpt2", tied=True, dropout=0.1, precision="bf16", checkpointing="full"), 2),
         marks=LONG,
     ),
-    with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1, precision="bf16"), 2, micro_batch=2),
+    pytest.param(
+        with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1, precision="bf16"), 2, micro_batch=2), marks=LONG
+    ),
     pytest.param(
         with_ranks(Row("fsdp", family="gpt2", tied=True, dropout=0.1, precision="bf16"), 4, micro_batch=1), marks=LONG
     ),
     with_ranks(Row("fsdp", optimizer="muon"), 2),
     with_ranks(Row("ddp", optimizer="adamw_8bit", precision="bf16", master_weights="bf16_kahan"), 2),
-    with_ranks(Row("zero1", optimizer="adafactor", precision="fp16"), 2),
-    with_ranks(Row("fsdp", optimizer="lion", precision="bf16", master_weights="bf16_stochastic"), 2),
+    pytest.param(with_ranks(Row("zero1", optimizer="adafactor", precision="fp16"), 2), marks=LONG),
+    pytest.param(
+        with_ranks(Row("fsdp", optimizer="lion", precision="bf16", master_weights="bf16_stochastic"), 2), marks=LONG
+    ),
     pytest.param(Row(optimizer="sgd", family="gpt2", tied=True, dropout=0.1), marks=LONG),
 ]
 
@@ -72,13 +76,14 @@ def test_another_plan_goes_on_with_the_same_curve(workers, text, tmp_path, unint
 OPTIMIZERS = [
     pytest.param(Row("ddp", optimizer="sgd"), Row("fsdp", optimizer="sgd"), marks=LONG),
     pytest.param(Row("ddp", optimizer="lion"), Row("fsdp", optimizer="lion"), marks=LONG),
-    (Row("fsdp", optimizer="muon"), Row("ddp", optimizer="muon")),
+    pytest.param(Row("fsdp", optimizer="muon"), Row("ddp", optimizer="muon"), marks=LONG),
     (Row("zero1", optimizer="adafactor"), Row("hsdp", optimizer="adafactor")),
     (Row("ddp", optimizer="adamw_8bit"), Row("fsdp", optimizer="adamw_8bit")),
     pytest.param(Row("zero2", precision="fp16"), Row("ddp", precision="fp16"), marks=LONG),
-    (
+    pytest.param(
         Row("ddp", precision="bf16", master_weights="bf16_kahan"),
         Row("fsdp", precision="bf16", master_weights="bf16_kahan"),
+        marks=LONG,
     ),
 ]
 
@@ -98,7 +103,8 @@ def test_every_optimizer_goes_on_under_another_plan(workers, text, tmp_path, ref
 MOVES = [Row("ddp"), with_ranks(Row("fsdp"), 2), with_ranks(Row("zero1"), 4), with_ranks(Row("ddp"), 2), Row("fsdp")]
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=LONG)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_that_moves_again_and_again(workers, text, tmp_path, uninterrupted, seed):
     """1 -> 2 -> 4 -> 2 -> 1 ranks and as many strategies, at steps drawn from the seed."""
     stops = sorted(random.Random(seed).sample(range(1, 10), len(MOVES) - 1))

@@ -67,7 +67,7 @@ def trained(workers, row, folder, text):
 
 
 @pytest.mark.parametrize(
-    "kind", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qlora", "dora")), "bf16 folder"]
+    "kind", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qlora", "dora", "bf16 folder"))]
 )
 def test_several_processes_measure_what_one_does(workers, text, tmp_path, kind):
     run = trained(workers, Row(adapter="full" if "folder" in kind else kind), tmp_path, text)
@@ -93,7 +93,8 @@ def test_each_process_holds_its_share(workers, text, tmp_path):
         assert held < 0.4 * whole
 
 
-@pytest.mark.parametrize("method", ["lora", pytest.param("pissa", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "pissa"])
 def test_a_merge_is_compared_by_several_processes(workers, text, tmp_path, method):
     run = trained(workers, Row(adapter=method), tmp_path, text)
     merge_run(run, tmp_path / "merged", "bf16", None)

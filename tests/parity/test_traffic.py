@@ -90,7 +90,8 @@ def count_muon_bytes(rank, world_size, path, config, plan):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a socket")
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_muon_sends_what_the_table_says(workers, text, tmp_path, ranks):
     recipe = write_recipe(Row(optimizer="muon"), tmp_path, text, steps=4)
     config = small_config("llama", hidden_size=256, intermediate_size=512)

@@ -97,11 +97,12 @@ def run_peer(paths):
 @pytest.mark.parametrize(
     ("adapters", "family"),
     [
-        (("full", "lora"), "llama"), pytest.param(("dora",), "llama", marks=pytest.mark.slow),
+        (("full",), "llama"),
+        pytest.param(("lora", "dora"), "llama", marks=pytest.mark.slow),
         pytest.param(("experts",), "mixtral", marks=pytest.mark.slow),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_losses_agree_step_by_step(workers, text, tmp_path, adapters, family):
     found, configs = [], []
     for adapter in adapters:

@@ -125,10 +125,10 @@ def run_model(model, input_ids, labels, dtype):
 @pytest.mark.parametrize(
     ("family", "change"),
     [
-        *itertools.product(("llama", "gpt2"), ("eager", "selective", "full")), ("llama", "compiled"),
-        pytest.param("gpt2", "compiled", marks=pytest.mark.slow),
+        *itertools.product(("llama", "gpt2"), ("eager", "selective", "full")),
+        *(pytest.param(family, "compiled", marks=pytest.mark.slow) for family in ("llama", "gpt2")),
     ],
-)  # fmt: skip
+)
 def test_a_model_in_bf16_trains_with_it(family, change, monkeypatch):
     """Its gradients are as close to those in fp32 as with torch's attention; in fp32 torch's attention is used."""
     input_ids, labels = random_batch(length=200)

@@ -387,7 +387,8 @@ def test_a_limit_applies_to_each_source_separately(tmp_path):
     assert bytes(np.concatenate(list(validation.dataset.iter_tokens())).tolist()) == b"x" * 40
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 1])
 def test_a_killed_preparation_resumes_with_the_same_result(tmp_path, workers, caplog):
     write_resumable(tmp_path)
     whole = prepare(resumable_spec(tmp_path, tmp_path / "whole", 1))

@@ -48,11 +48,13 @@ def measured():
     return found
 
 
+@pytest.mark.slow
 def test_kept_memory_is_used_again_without_page_faults(measured):
     assert measured["keep_freed_memory"]["faults"] < 80
     assert measured["return_freed_memory"]["faults"] >= 5 * 2**5  # pages of 2 MiB at most
 
 
+@pytest.mark.slow
 def test_returned_memory_is_free_for_others(measured):
     assert measured["return_freed_memory"]["kept"] < 16 * 1024
     assert measured["keep_freed_memory"]["kept"] > 128 * 1024

@@ -118,6 +118,7 @@ def test_trials_are_jobs_and_their_results_come_from_s3(serve, machines):
     assert "cost: $1.20 billed for 6 jobs" in lines
 
 
+@pytest.mark.slow
 def test_a_job_that_was_submitted_but_not_recorded_is_found(serve, machines, monkeypatch):
     server = serve()
 

@@ -137,6 +137,7 @@ def test_a_factor_that_follows_from_the_width_is_noticed():
     assert find_traits(of_class(modeling_llama.LlamaForCausalLM, **large)).arithmetic == HeadArithmetic()
 
 
+@pytest.mark.slow
 def test_large_models_are_tested_with_small_copies_and_once(monkeypatch):
     built = []
     build = traits._build
