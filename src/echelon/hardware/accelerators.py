@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echelon.errors import PlanError
+from echelon.hardware.links import Links, parse_links, usual_links
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -94,6 +95,7 @@ class Cluster:
     `host_memory_bytes` is the main memory of one machine, without that of its GPUs (None: unknown).
     `float8_supported`: likewise; None: as in the table.
     `can_compile`: whether the machines have what `torch.compile` needs on a CPU.
+    `links`: None: the usual ones of the device.
     """
 
     accelerator: Accelerator
@@ -104,6 +106,7 @@ class Cluster:
     host_memory_bytes: int | None = None
     can_compile: bool = True
     float8_supported: bool | None = None
+    links: Links | None = None
 
     def __post_init__(self) -> None:
         """Raises PlanError unless the devices fill whole machines."""
@@ -125,6 +128,11 @@ class Cluster:
         return self.num_devices // self.devices_per_node
 
     @property
+    def known_links(self) -> Links:
+        """The links given for this cluster, else the usual ones of its devices."""
+        return usual_links(self.accelerator.name) if self.links is None else self.links
+
+    @property
     def has_bf16(self) -> bool:
         """Whether bf16 matrix products are fast here."""
         if self.bf16_supported is not None:
@@ -141,12 +149,15 @@ class Cluster:
 
 
 def parse_devices(text: str, devices_per_node: int = 8) -> Cluster:
-    """Cluster for a text such as "8xH100" or "2xcpu" (COUNTxNAME; case and spaces do not matter).
+    """Cluster for a text such as "8xH100", "2xcpu" or "64xH100@nvlink,efa" (COUNTxNAME; case and spaces do not matter).
+
+    After @: the link inside a machine, and the one between machines.
 
     Fewer devices than `devices_per_node` are one smaller machine; CPU processes are always on one machine.
     Raises PlanError naming the known accelerators.
     """
-    match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*([\w .-]+?)\s*", text)
+    devices, _, links = text.partition("@")
+    match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*([\w .-]+?)\s*", devices)
     if match is None:
         raise PlanError(f"devices={text!r} is not COUNTxNAME; write it like 8xH100 or 2xcpu.")
     count, name = int(match[1]), re.sub(r"[\s_]", "", match[2]).lower()
@@ -161,7 +172,8 @@ def parse_devices(text: str, devices_per_node: int = 8) -> Cluster:
     accelerator = by_key[name]
     if accelerator.name == "cpu":
         return Cluster(accelerator, count, count, "cpu")
-    return Cluster(accelerator, count, min(count, devices_per_node), "cuda")
+    given = parse_links(links, accelerator.name) if links else None
+    return Cluster(accelerator, count, min(count, devices_per_node), "cuda", links=given)
 
 
 def find_accelerator(device_name: str, memory_bytes: int) -> Accelerator | None:

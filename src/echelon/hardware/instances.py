@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from echelon.errors import ConfigError
 from echelon.hardware.accelerators import ACCELERATORS, Accelerator, Cluster
+from echelon.hardware.links import machine_links
 
 if TYPE_CHECKING:
     from echelon.recipe.launching import InstanceTypeConfig
@@ -338,8 +339,15 @@ def cluster_of(instance: Instance, count: int, num_processes: int | None = None)
         return Cluster(
             replace(accelerator, memory_bytes=memory // per_machine), count * per_machine, per_machine, "cpu"
         )
+    links = machine_links(accelerator.name, instance.network_gbits, instance.efa_interfaces > 0, per_machine)
     return Cluster(
-        accelerator, count * per_machine, per_machine, "cuda", instance.bf16_supported, host_memory_bytes=memory
+        accelerator,
+        count * per_machine,
+        per_machine,
+        "cuda",
+        instance.bf16_supported,
+        host_memory_bytes=memory,
+        links=links,
     )
 
 

@@ -200,6 +200,19 @@ def bubble_share(schedule: PipelineSchedule, num_ranks: int, stages_per_rank: in
     return (num_ranks - 1) / (work + num_ranks - 1)
 
 
+def bubble_seconds(schedule: PipelineSchedule, loads: Sequence[float], stages_per_rank: int) -> float:
+    """Return the seconds that the slowest rank of a pipeline waits in a step.
+
+    The first microbatch has to reach it and the last one has to leave it: it waits for one microbatch on every other
+    rank, for one stage of each if they have several, and for a third of that if gradients of weights fill the gaps.
+
+    Args:
+        loads: the seconds in which each rank computes one microbatch in all its stages, forward and backward.
+    """
+    parts = stages_per_rank * (3 if schedule == "zero_bubble" else 1)
+    return (sum(loads) - max(loads)) / parts
+
+
 def microbatches_kept(
     schedule: PipelineSchedule, num_ranks: int, rank: int, stages_per_rank: int, num_microbatches: int
 ) -> int:

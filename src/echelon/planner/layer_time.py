@@ -1,0 +1,157 @@
+"""Seconds of one decoder layer and of the head, for one microbatch on one rank: a roofline."""
+
+from dataclasses import dataclass
+
+from echelon.hardware.accelerators import Cluster
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import DTYPE_BYTES, ParallelPlan
+from echelon.planner.rates import ATTENTION_BACKWARD, Rates, Software, attention_flops, product_flops
+
+# Passes over memory of the forward pass, at least: numbers read and written per token, times the hidden size (two norms
+# and residuals, rotary embeddings) and times the intermediate size (the gate's product). Backward passes take twice.
+_HIDDEN_PASSES, _INNER_PASSES = 14, 3
+_FLOAT8_PASSES = 4  # bytes per input number of a product: read in bf16, written in float8, twice
+_LOSS_PASSES = 12  # bytes per logit: written, read and its gradient written and read, in two bytes and in four
+# Unfused attention: passes over the scores in a forward pass: those of its two products, one written and one read, and
+# those of the fused masked softmax and of dropout with its mask, in Megatron-LM (Korthikanti et al. 2022, section 4).
+_SCORE_PASSES = (2, 4.5)
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one microbatch, forward and backward together; `forward` is the part of the forward pass."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    recompute: float = 0.0
+    forward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return self.matmul + self.attention + self.memory_bound + self.recompute
+
+
+def layer_time(
+    part: ModelShape,
+    plan: ParallelPlan,
+    sequence_len: int,
+    tokens: int,
+    cluster: Cluster,
+    software: Software,
+    rates: Rates,
+) -> LayerTime:
+    """Seconds of one decoder layer of a rank's part of the model, for `tokens` of sequences of this length."""
+    matmul = _matmul_forward(part, plan, tokens, cluster, rates)
+    attention_once, attention_back = _attention(part, plan, sequence_len, tokens, cluster, software, rates)
+    memory = _memory_forward(part, plan, tokens, cluster, software, rates)
+    backward = 2.0
+    if plan.adapter is not None:  # frozen weights have no gradient of their own
+        trained = plan.adapter.num_trained_matmul_parameters - plan.adapter.num_saved_outside
+        backward = 1.0 + min(1.0, trained / max(1, plan.adapter.num_frozen_parameters))
+    repeated = _recomputed(plan, software, matmul, attention_once, memory)
+    return LayerTime(
+        matmul=matmul * (1 + backward),
+        attention=attention_once + attention_back,
+        memory_bound=3 * memory,
+        recompute=repeated,
+        forward=matmul + attention_once + memory,
+    )
+
+
+def head_time(
+    part: ModelShape, plan: ParallelPlan, tokens: int, cluster: Cluster, software: Software, rates: Rates
+) -> LayerTime:
+    """Seconds of the head and the loss."""
+    compute = plan.precision.compute
+    flops = product_flops(cluster.accelerator, compute, False, rates)
+    once = 2.0 * tokens * part.hidden_size * part.vocab_size / flops
+    once *= _slowdown(tokens, part.hidden_size, part.vocab_size, rates)
+    passes = rates.fused if software.fused else rates.eager
+    memory = tokens * part.vocab_size * _LOSS_PASSES * passes / 2 / _bandwidth(cluster, rates)
+    frozen = plan.adapter is not None and not plan.adapter.num_saved_outside
+    matmul = once * (2 if frozen else 3)
+    return LayerTime(matmul=matmul, memory_bound=memory, forward=once + memory / 3)
+
+
+def _bandwidth(cluster: Cluster, rates: Rates) -> float:
+    known = cluster.accelerator.memory_bandwidth
+    return (rates.memory_bandwidth if known is None else known) * rates.bandwidth_share
+
+
+def _slowdown(rows: int, inner: int, outer: int, rates: Rates) -> float:
+    """How much longer a product takes per FLOP because its dims are small."""
+    return 1 + rates.small_dim * (1 / rows + 1 / inner + 1 / outer) / 2
+
+
+def _matmul_forward(part: ModelShape, plan: ParallelPlan, tokens: int, cluster: Cluster, rates: Rates) -> float:
+    """Seconds of the products of a forward pass."""
+    policy = plan.precision
+    flops = product_flops(cluster.accelerator, policy.compute, policy.float8, rates)
+    hidden, query = part.hidden_size, part.num_heads * part.head_dim
+    key_value = part.num_kv_heads * part.head_dim
+    share, width = part.expert_widths
+    inner, many = part.intermediate_size, part.parts.num_mlp_matrices
+    products = [(hidden, query + 2 * key_value, 1.0), (query, hidden, 1.0)]
+    if share < 1:
+        products += [(hidden, (many - 1) * inner, 1 - share), (inner, hidden, 1 - share)]
+    if share:
+        chosen = share * part.num_chosen_experts
+        products += [(hidden, 2 * width, chosen), (width, hidden, chosen)]
+    counted = sum(times * rows * columns for rows, columns, times in products)
+    active = part.num_layer_parameters - part.num_idle_parameters / part.num_layers
+    other = max(1.0, active / counted) if not share else 1.0  # products that the widths do not tell of
+    return other * sum(
+        2.0 * tokens * times * rows * columns / flops * _slowdown(tokens, rows, columns, rates)
+        for rows, columns, times in products
+    )
+
+
+def _attention(
+    part: ModelShape,
+    plan: ParallelPlan,
+    sequence_len: int,
+    tokens: int,
+    cluster: Cluster,
+    software: Software,
+    rates: Rates,
+) -> tuple[float, float]:
+    """Seconds of (the forward, the backward pass) of attention; fused kernels skip the masked half of the scores."""
+    device, compute = cluster.accelerator, plan.precision.compute
+    scores = tokens * part.num_heads * sequence_len
+    flops = 4.0 * scores * part.head_dim
+    if software.attention == "unfused":
+        rate = product_flops(device, compute, False, rates)
+        passes = scores * DTYPE_BYTES[compute] / _bandwidth(cluster, rates)
+        once = max(flops / rate, _SCORE_PASSES[0] * passes) + _SCORE_PASSES[1] * passes
+        return once, 2 * once
+    once = flops / 2 / attention_flops(device, compute, part.head_dim, software, rates)
+    return once, 2.5 * once / ATTENTION_BACKWARD
+
+
+def _memory_forward(
+    part: ModelShape, plan: ParallelPlan, tokens: int, cluster: Cluster, software: Software, rates: Rates
+) -> float:
+    """Seconds of what waits for memory in a forward pass."""
+    number = DTYPE_BYTES[plan.precision.compute]
+    divided = plan.tp if plan.sequence_parallel else 1
+    share, width = part.expert_widths
+    inner = (1 - share) * part.intermediate_size + share * part.num_chosen_experts * width
+    passes = _HIDDEN_PASSES * part.hidden_size / divided + _INNER_PASSES * inner
+    num_bytes = passes * number * (rates.fused if software.fused else rates.eager)
+    if plan.precision.float8:
+        num_bytes += _FLOAT8_PASSES * (2 * part.hidden_size / divided + inner)
+    return tokens * num_bytes / _bandwidth(cluster, rates)
+
+
+def _recomputed(plan: ParallelPlan, software: Software, matmul: float, attention: float, memory: float) -> float:
+    """Seconds of a layer's recomputation; selective checkpointing keeps what products and attention return."""
+    match plan.activation_checkpointing:
+        case "full":
+            return (matmul + attention + memory) / plan.checkpoint_every
+        case "selective":
+            return memory + software.recomputed_products * matmul
+        case "none" if plan.activation_memory_budget is not None:
+            return (1 - plan.activation_memory_budget) * (matmul + attention + memory)
+    return 0.0

@@ -1,0 +1,138 @@
+"""The constants of the time estimate: speeds of devices and programs, each with its source or its fit.
+
+The fitted ones are those of `benchmarks/planner_accuracy.py`, over the published measurements in benchmarks/data.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from echelon.errors import PlanError
+from echelon.hardware.accelerators import Accelerator, Cluster
+from echelon.planner.plan import ParallelPlan
+
+AttentionKernel = Literal["flash", "flash3", "unfused"]
+_Value = TypeVar("_Value")
+
+# The best matrix product measured on a device, as a share of its peak: bf16, float8 (ml-engineering, stas00, MAMF).
+_BEST_PRODUCT: dict[str, tuple[float, float]] = {
+    "A100": (0.87, 0.0), "H100": (0.80, 0.72), "H200": (0.80, 0.72), "B200": (0.776, 0.763), "B300": (0.776, 0.763),
+    "GB200": (0.729, 0.723),
+}  # fmt: skip
+_USUAL_BEST = (0.80, 0.72)
+# The fp16 rate of tensor cores where there is no bf16 one, NVIDIA's datasheets.
+_FP16_FLOPS = {"V100": 125e12, "V100-32": 125e12, "T4": 65e12}
+_FLOAT8_GAIN = 2.0  # of the peak, NVIDIA's datasheets of all devices with float8
+
+# Forward attention as a share of the peak, head dim 128, causal. FlashAttention-2 (Dao 2023, arXiv:2307.08691, figure
+# 5 and 6): 190 of 312 TFLOP/s on A100, 335 of 989 on H100. FlashAttention-3 and cuDNN (Shah et al. 2024,
+# arXiv:2407.08608, figure 5): 610 of 989. Backward passes reach 0.85 of it.
+_FLASH = {"A100": 0.61, "H100": 0.34, "H200": 0.34}
+_USUAL_FLASH, _FLASH3 = 0.45, 0.60
+ATTENTION_BACKWARD = 0.85
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Constants of the estimate; those that are fitted have no source of their own.
+
+    Attributes:
+        product: the share of the best matrix product that training sustains, under its power limit.
+        small_dim: a product in which one of three dims is half of this size takes twice as long per FLOP.
+        attention: the share of the published speed of the attention kernel.
+        fused: passes over memory of compiled or fused layers, times the fewest possible.
+        eager: the same of layers that run operation by operation.
+        overlap: the part of communication that runs beside computation, if computation is long enough.
+        launch: seconds in which the host launches one layer, forward and backward, operation by operation.
+        step_seconds: seconds of a step outside of all else: the loader, logging, clipping.
+        update_bytes: bytes that clipping and AdamW in fp32 read and write per parameter: 9 numbers.
+        memory_bandwidth: bytes/s, if that of the device is unknown.
+        host_bandwidth: bytes/s between a GPU and host memory: PCIe 4, ml-engineering.
+        bandwidth_share: the share of a device's memory bandwidth that kernels reach (BabelStream on A100 and H100).
+    """
+
+    product: float = 0.85
+    small_dim: float = 300.0
+    attention: float = 0.67
+    fused: float = 1.45
+    eager: float = 1.85
+    overlap: float = 0.76
+    launch: float = 1e-3
+    step_seconds: float = 0.01
+    update_bytes: float = 36.0
+    memory_bandwidth: float = 10e9
+    host_bandwidth: float = 24e9
+    bandwidth_share: float = 0.85
+
+
+GPU_RATES = Rates()
+CPU_RATES = Rates(product=1.0, small_dim=16.0, bandwidth_share=1.0, overlap=0.0, launch=1e-3)
+
+
+def rates_of(cluster: Cluster) -> Rates:
+    """The constants of this kind of device."""
+    return GPU_RATES if cluster.kind == "cuda" else CPU_RATES
+
+
+@dataclass(frozen=True)
+class Software:
+    """The program that trains, as far as its speed depends on it.
+
+    Attributes:
+        attention: its attention kernel.
+        fused: whether pointwise operations are fused, by a compiler or by kernels written for it.
+        tp_overlap: the part of tensor-parallel communication that runs beside its products.
+        ring_attention: whether keys and values of other ranks are sent beside attention.
+        recomputed_products: the part of the products that selective checkpointing computes again.
+    """
+
+    attention: AttentionKernel = "flash"
+    fused: bool = True
+    tp_overlap: float = 0.0
+    ring_attention: bool = False
+    recomputed_products: float = 0.0
+
+    def describe(self) -> str:
+        """One line for the user."""
+        names = {"flash": "FlashAttention-2", "flash3": "FlashAttention-3 or cuDNN", "unfused": "unfused attention"}
+        return f"kernels: {names[self.attention]}, pointwise operations {'fused' if self.fused else 'not fused'}"
+
+    def launch_seconds(self, rates: Rates) -> float:
+        """Seconds in which the host launches one layer and microbatch; fused layers have about a third as many."""
+        return rates.launch * (0.35 if self.fused else 1.0)
+
+
+def choose_software(plan: ParallelPlan) -> Software:
+    """What echelon runs: FlashAttention-2 by PyTorch, and fused layers if they are compiled."""
+    return Software(attention="flash", fused=plan.compile)
+
+
+def product_flops(device: Accelerator, compute: str, float8: bool, rates: Rates) -> float:
+    """FLOP/s of large matrix products. Raises PlanError if the device's rate is unknown."""
+    peak = device.peak_flops(compute)
+    if compute == "float16" or (compute != "float32" and peak is None):
+        peak = _FP16_FLOPS.get(device.name, peak)
+    if peak is None:
+        raise PlanError(
+            f"the speed of {device.name} is unknown, so the time of a step cannot be estimated; run echelon plan "
+            "--calibrate on such a machine, or give devices that the catalogue has."
+        )
+    if device.name == "cpu":
+        return peak * rates.product
+    best = _by_device(_BEST_PRODUCT, device.name, _USUAL_BEST)
+    share = best[1] * _FLOAT8_GAIN if float8 else best[0] if compute != "float32" else 0.9
+    return peak * share * rates.product
+
+
+def attention_flops(device: Accelerator, compute: str, head_dim: int, software: Software, rates: Rates) -> float:
+    """FLOP/s of the forward pass of fused causal attention; narrow heads are slower (FlashAttention-2, figure 5)."""
+    if device.name == "cpu":
+        return product_flops(device, compute, False, rates) * rates.attention
+    peak = product_flops(device, compute, False, rates) / rates.product
+    peak /= _by_device(_BEST_PRODUCT, device.name, _USUAL_BEST)[0]
+    share = _FLASH3 if software.attention == "flash3" else _by_device(_FLASH, device.name, _USUAL_FLASH)
+    return peak * share * rates.attention * min(1.0, math.sqrt(math.sqrt(head_dim / 128)))
+
+
+def _by_device(table: dict[str, _Value], name: str, otherwise: _Value) -> _Value:
+    return table.get(name, table.get(name.split("-")[0], otherwise))

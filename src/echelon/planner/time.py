@@ -1,0 +1,277 @@
+"""Seconds of one training step on the slowest rank, by part.
+
+Each decoder layer is a roofline: matrix products by FLOPs, the rest by bytes. Collectives cost latency and bytes
+(`collectives.py`); what runs beside computation counts only as far as it is longer. `rates.py` has the constants.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from echelon.hardware.accelerators import Cluster
+from echelon.planner.collectives import Group, find_group
+from echelon.planner.layer_time import LayerTime, head_time, layer_time
+from echelon.planner.memory import estimate_memory
+from echelon.planner.model_shape import ModelShape
+from echelon.planner.plan import DTYPE_BYTES, ParallelPlan, SyncPlan
+from echelon.planner.rank_shape import divide_shape
+from echelon.planner.rates import Rates, Software, choose_software, rates_of
+from echelon.planner.replica_costs import count_sent_bytes
+from echelon.planner.stages import bubble_seconds
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds of one optimizer step on the slowest rank, by part; their sum is the step.
+
+    Attributes:
+        matmul: matrix products of the forward and backward pass.
+        attention: scores, softmax and their product with the values.
+        memory_bound: norms, activations, residuals and the loss, which wait for memory.
+        recompute: forward passes that activation checkpointing repeats.
+        exposed_communication: by axis, what does not run beside computation.
+        bubble: waiting of the slowest pipeline rank for the others.
+        optimizer: the update.
+        offload: copies to host memory that do not run beside computation.
+        overhead: the host, where it cannot launch kernels as fast as the device runs them.
+        assumptions: what the estimate takes for granted.
+    """
+
+    matmul: float
+    attention: float
+    memory_bound: float
+    recompute: float
+    exposed_communication: Mapping[str, float]
+    bubble: float
+    optimizer: float
+    offload: float
+    overhead: float
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def communication(self) -> float:
+        """The exposed communication of all axes."""
+        return sum(self.exposed_communication.values())
+
+    @property
+    def compute(self) -> float:
+        """Computation of the forward and backward pass, with what is recomputed."""
+        return self.matmul + self.attention + self.memory_bound + self.recompute
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.compute + self.communication + self.bubble + self.optimizer + self.offload + self.overhead
+
+    @property
+    def limit(self) -> str:
+        """What takes the largest part: compute, memory bandwidth, network, bubble, offload or host."""
+        parts = {
+            "compute": self.matmul + self.attention + self.recompute,
+            "memory bandwidth": self.memory_bound + self.optimizer,
+            "network": self.communication,
+            "bubble": self.bubble,
+            "offload": self.offload,
+            "host": self.overhead,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+    def to_dict(self) -> dict[str, float]:
+        """Seconds by part, as in estimate.json."""
+        names = ("matmul", "attention", "memory_bound", "recompute", "bubble", "optimizer", "offload", "overhead")
+        parts = {name: float(getattr(self, name)) for name in names}
+        return parts | {f"communication_{axis}": each for axis, each in self.exposed_communication.items()}
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The inputs of all parts of an estimate."""
+
+    shape: ModelShape
+    plan: ParallelPlan
+    sequence_len: int
+    cluster: Cluster
+    software: Software
+    rates: Rates
+    part: ModelShape = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "part", divide_shape(self.shape, self.plan))
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch on one rank."""
+        plan = self.plan
+        return plan.micro_batch_size * plan.rows_per_sequence * -(-self.sequence_len // plan.cp)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer that a rank holds before sharding: its part of experts and of matrices."""
+        experts = self.part.num_layer_experts
+        return self.part.num_layer_parameters - experts + experts // self.plan.ep
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Of the hidden states of one microbatch."""
+        return self.tokens * self.shape.hidden_size * DTYPE_BYTES[self.plan.precision.compute]
+
+    def exposed(self, communication: float, computation: float) -> float:
+        """The seconds of communication that do not run beside computation that they could overlap with."""
+        return communication - self.rates.overlap * min(communication, computation)
+
+
+def estimate_time(
+    shape: ModelShape,
+    plan: ParallelPlan,
+    sequence_len: int,
+    cluster: Cluster,
+    software: Software | None = None,
+    rates: Rates | None = None,
+) -> TimeEstimate:
+    """Estimate of one optimizer step. `software`: of another program than echelon; `rates`: measured or fitted ones.
+
+    Raises PlanError if the speed of the devices is unknown.
+    """
+    software = software or choose_software(plan)
+    rates = rates or rates_of(cluster)
+    step = _Step(shape, plan, sequence_len, cluster, software, rates)
+    layer = layer_time(step.part, plan, sequence_len, step.tokens, cluster, software, rates)
+    head = head_time(step.part, plan, step.tokens, cluster, software, rates)
+    tensor, context, experts = _tensor_seconds(step), _context_seconds(step, layer), _expert_seconds(step)
+    border, steps = _border_seconds(step), plan.num_microbatches
+    layers = [sum(plan.stages[rank :: plan.pp]) for rank in range(plan.pp)] if plan.stages else [shape.num_layers]
+    loads = [count * (layer.total + tensor + context + experts) + border for count in layers]
+    loads[-1] += head.total
+    slowest = loads.index(max(loads))
+    count, heads = layers[slowest], int(slowest == plan.pp - 1)
+    shard, replicas = _data_seconds(step, layer, count, head)
+    optimizer, offload = _update_seconds(step, count / shape.num_layers, loads[slowest] * steps)
+    host = count * software.launch_seconds(rates) * (1.5 if plan.activation_checkpointing == "full" else 1.0)
+    return TimeEstimate(
+        matmul=steps * (count * layer.matmul + heads * head.matmul),
+        attention=steps * count * layer.attention,
+        memory_bound=steps * (count * layer.memory_bound + heads * head.memory_bound),
+        recompute=steps * count * layer.recompute,
+        exposed_communication={
+            "dp": replicas,
+            "shard": shard,
+            "tp": steps * count * tensor,
+            "cp": steps * count * context,
+            "ep": steps * count * experts,
+            "pp": steps * border,
+        },
+        bubble=bubble_seconds(plan.schedule, loads, len(plan.stages) // plan.pp) if plan.schedule else 0.0,
+        optimizer=optimizer,
+        offload=offload,
+        overhead=steps * max(0.0, host - loads[slowest]) + rates.step_seconds,
+        assumptions=(cluster.known_links.describe(), software.describe()),
+    )
+
+
+def _tensor_seconds(step: _Step) -> float:
+    """Exposed tensor-parallel communication of one layer and microbatch, forward and backward.
+
+    Two all-gathers and two reduce-scatters in each direction under sequence parallelism, else two all-reduces, which
+    move as much; full checkpointing repeats those of the forward pass (Korthikanti et al. 2022, section 4.2).
+    """
+    plan = step.plan
+    if plan.tp == 1:
+        return 0.0
+    group = find_group(plan, step.cluster, ("tp",))
+    passes = 3 if plan.activation_checkpointing == "full" else 2
+    return passes * 4 * group.all_gather(step.hidden_bytes) * (1 - step.software.tp_overlap)
+
+
+def _context_seconds(step: _Step, layer: LayerTime) -> float:
+    """Exposed communication of keys and values of one layer and microbatch, beside its attention."""
+    plan = step.plan
+    if plan.cp == 1:
+        return 0.0
+    group, shape = find_group(plan, step.cluster, ("cp",)), step.part
+    width = DTYPE_BYTES[plan.precision.compute] * shape.head_dim * step.tokens
+    if plan.cp_method == "ulysses":
+        heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
+        return 3 * group.all_to_all(width * heads)
+    gather = group.all_gather(2 * width * shape.num_kv_heads * plan.cp)
+    return step.exposed(3 * gather, layer.attention) if step.software.ring_attention else 3 * gather
+
+
+def _expert_seconds(step: _Step) -> float:
+    """Seconds in which one layer sends the rows of a microbatch to their experts and back, forward and backward."""
+    plan, shape = step.plan, step.shape
+    share, _ = shape.expert_widths
+    if plan.ep == 1 or not share:
+        return 0.0
+    group = find_group(plan, step.cluster, ("dp_shard", "cp"))
+    group = replace(group, size=plan.ep, local=min(plan.ep, group.local))
+    return share * 4 * group.all_to_all(step.hidden_bytes * shape.num_chosen_experts)
+
+
+def _border_seconds(step: _Step) -> float:
+    """Exposed sending of hidden states and their gradients, of one rank of a pipeline and one microbatch."""
+    plan = step.plan
+    if plan.pp == 1:
+        return 0.0
+    group = find_group(plan, step.cluster, ("pp",))
+    share = plan.tp if plan.sequence_parallel else 1
+    return 2 * len(plan.stages) // plan.pp * group.send(step.hidden_bytes / share) * (1 - step.rates.overlap)
+
+
+def _data_seconds(step: _Step, layer: LayerTime, count: int, head: LayerTime) -> tuple[float, float]:
+    """Exposed communication in a step: (of parameters that are sharded and their gradients, between replicas)."""
+    plan, adapter = step.plan, step.plan.adapter
+    steps = plan.num_microbatches
+    trained = 1.0 if adapter is None else adapter.num_trained_parameters / step.shape.num_parameters
+    outside = (step.part.num_parameters - step.shape.num_layers * step.part.num_layer_parameters) / plan.pp
+    weights = step.layer_parameters + outside / max(1, count)  # as many as each layer's share of all
+    forward = layer.forward + head.forward / count
+    backward = layer.total - layer.forward + (head.total - head.forward) / count
+    shard = find_group(plan, step.cluster, ("dp_shard", "cp"))
+    gather = shard.all_gather(weights * DTYPE_BYTES[plan.precision.compute])
+    reduce = shard.all_gather(weights * trained * DTYPE_BYTES[plan.precision.reduce])
+    reductions = steps if plan.reduce_gradients == "each" else 1
+    if plan.reshard_after_forward:  # gathered for the forward and again for the backward pass
+        exposed = steps * (step.exposed(gather, forward) + step.exposed(gather, backward))
+        both = step.exposed(gather + reduce, backward) - step.exposed(gather, backward)
+        exposed += reductions * both
+    else:
+        exposed = step.exposed(gather, forward) + reductions * step.exposed(reduce, backward)
+    return count * exposed, _replica_seconds(step, count, weights * trained / shard.size, reductions, backward)
+
+
+def _replica_seconds(step: _Step, count: int, held: float, reductions: int, backward: float) -> float:
+    """Exposed communication between replicas in a step, by `sync`. held: trained parameters of a layer on this rank."""
+    plan, hidden = step.plan, step.shape.hidden_size
+    group = find_group(plan, step.cluster, ("dp_replicate",))
+    if plan.num_replicas > 1:  # outermost, so on different machines if there are several
+        spread = min(plan.num_replicas, step.cluster.num_nodes)
+        group = Group(plan.num_replicas, -(-plan.num_replicas // spread), step.cluster.known_links)
+    if group.size == 1:
+        return 0.0
+    sent, whole = (count_sent_bytes(each, [(hidden, hidden)], group.size) for each in (plan.sync, SyncPlan()))
+    seconds = group.all_reduce(held * DTYPE_BYTES[plan.precision.reduce] * sent / whole)
+    if plan.num_replicas == 1:
+        return count * reductions * step.exposed(seconds, backward)
+    return 0.0 if plan.sync.overlap else count * seconds / plan.sync.every
+
+
+def _update_seconds(step: _Step, share: float, computation: float) -> tuple[float, float]:
+    """Seconds of (the optimizer, copies to and from host memory), for a rank with this share of the layers."""
+    plan, rates = step.plan, step.rates
+    trained = step.shape.num_parameters if plan.adapter is None else plan.adapter.num_trained_parameters
+    held = trained * share / plan.tp / (plan.dp_shard * plan.cp)
+    if not plan.uses_fully_shard:
+        held = trained * share / plan.tp
+    seconds = held * rates.update_bytes / (step.cluster.accelerator.memory_bandwidth or rates.memory_bandwidth)
+    if not (plan.cpu_offload or plan.activation_offloading):
+        return seconds, 0.0
+    moved = 0.0
+    if plan.activation_offloading:
+        resident = replace(plan, cpu_offload=False)
+        kept = estimate_memory(step.shape, resident, step.sequence_len, step.cluster.kind).host
+        copies = 2 * kept * plan.num_microbatches / rates.host_bandwidth
+        moved = step.exposed(copies, computation)
+    if plan.cpu_offload:
+        seconds = held * rates.update_bytes / rates.host_bandwidth
+        passes = plan.num_microbatches * (2 if plan.reshard_after_forward else 1)
+        moved += held * 4 * (passes + 1) / rates.host_bandwidth
+    return seconds, moved

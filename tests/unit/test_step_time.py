@@ -1,0 +1,250 @@
+"""The predicted time of a step, against values worked out by hand, published collectives and a simulated pipeline."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from echelon.errors import PlanError
+from echelon.hardware.accelerators import ACCELERATORS, Cluster, parse_devices
+from echelon.hardware.instances import INSTANCES, cluster_of
+from echelon.hardware.links import LINKS, Link, Links
+from echelon.planner.collectives import Group, find_group
+from echelon.planner.plan import ParallelPlan, Precision, SyncPlan
+from echelon.planner.rates import GPU_RATES, Rates
+from echelon.planner.shape import build_shape
+from echelon.planner.stages import bubble_seconds
+from echelon.planner.time import estimate_time
+from test_stages import SCHEDULES, order_of
+
+# Llama 2 7B; a layer has 4 * 4096^2 + 3 * 4096 * 11008 weights in products, and two norms.
+LAYER = 4 * 4096**2 + 3 * 4096 * 11008
+LLAMA = build_shape(
+    {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False,
+    }
+)  # fmt: skip
+PLAIN = Rates(
+    product=1, small_dim=0, attention=1, fused=1, eager=1, overlap=0, launch=0, step_seconds=0, bandwidth_share=1
+)
+FSDP = ParallelPlan(
+    "fsdp", dp_shard=64, reshard_after_forward=True, reduce_gradients="each", micro_batch_size=2, num_microbatches=4,
+    precision=Precision(compute="bfloat16"),
+)  # fmt: skip
+
+
+def step_of(plan=FSDP, devices="64xA100-80", rates=PLAIN, shape=LLAMA, length=4096):
+    return estimate_time(shape, plan, length, parse_devices(devices), rates=rates)
+
+
+def test_products_take_their_flops_at_the_best_measured_rate():
+    tokens, rate = 4 * 2 * 4096, 0.87 * 312e12
+    assert step_of().matmul == pytest.approx(6 * (32 * LAYER + 4096 * 32000) * tokens / rate, rel=1e-4)
+
+
+def test_small_dims_slow_products_down():
+    # 8192 tokens, dims of 4096 to 12288 and 32000: each product takes 1 + 150 * (1/8192 + 1/inner + 1/outer) as long.
+    slow = step_of(rates=replace(PLAIN, small_dim=300.0)).matmul / step_of().matmul
+    assert 1 + 150 * (1 / 8192 + 1 / 4096 + 1 / 32000) < slow < 1 + 150 * (1 / 8192 + 2 / 4096)
+
+
+def test_attention_computes_half_of_the_scores_once_forward_and_two_and_a_half_times_backward():
+    forward = 4 * (2 * 4096) * 4096 * 4096 / 2 / 190.32e12  # 61 % of 312 TFLOP/s: FlashAttention-2 on an A100
+    assert step_of().attention == pytest.approx(4 * 32 * forward * (1 + 2.5 / 0.85))
+
+
+def test_memory_bound_work_reads_and_writes_its_bytes():
+    tokens, bandwidth = 4 * 2 * 4096, 2039e9
+    layers = 3 * 32 * tokens * 2 * (14 * 4096 + 3 * 11008) / bandwidth
+    assert step_of().memory_bound == pytest.approx(layers + tokens * 32000 * 6 / bandwidth)
+
+
+def test_sharded_parameters_are_gathered_twice_and_reduced_once_for_each_microbatch():
+    weights = LAYER + 2 * 4096 + (2 * 32000 * 4096 + 4096) / 32
+    latency = 13e-6 + 3 * 30e-6  # 8 GPUs inside a machine, 8 machines
+    gather = latency + 2 * weights * 7 / 8 / (8 * 24e9)
+    reduce = latency + 4 * weights * 7 / 8 / (8 * 24e9)
+    found = step_of().exposed_communication
+    assert found["shard"] == pytest.approx(4 * 32 * (2 * gather + reduce))
+    assert sum(found.values()) == pytest.approx(found["shard"])
+    kept = replace(FSDP, reshard_after_forward=False, reduce_gradients="last")
+    assert step_of(kept).exposed_communication["shard"] == pytest.approx(32 * (gather + reduce))
+
+
+def test_communication_runs_beside_computation():
+    # Everything is shorter than the computation of its layer, so that 24 % of it are exposed.
+    exposed, hidden = (step_of(rates=replace(PLAIN, overlap=part)).communication for part in (0.0, 0.76))
+    assert hidden == pytest.approx(0.24 * exposed)
+
+
+def test_full_checkpointing_repeats_the_forward_pass_of_layers():
+    plan, once = replace(FSDP, activation_checkpointing="full"), step_of()
+    tokens = 4 * 2 * 4096
+    products = 2 * 32 * LAYER * tokens / (0.87 * 312e12)
+    attention = once.attention / (1 + 2.5 / 0.85)
+    memory = 32 * tokens * 2 * (14 * 4096 + 3 * 11008) / 2039e9
+    assert step_of(plan).recompute == pytest.approx(products + attention + memory, rel=1e-4)
+    assert step_of(replace(plan, checkpoint_every=2)).recompute == pytest.approx(
+        (products + attention + memory) / 2, rel=1e-4
+    )
+    assert once.recompute == 0
+
+
+def test_tensor_parallelism_sends_hidden_states_eight_times_for_each_layer():
+    plan = replace(FSDP, dp_shard=8, tp=8, sequence_parallel=True, micro_batch_size=1)
+    once = 13e-6 + 2 * 4096 * 4096 * 7 / 8 / 232e9  # inside a machine
+    assert step_of(plan).exposed_communication["tp"] == pytest.approx(4 * 32 * 8 * once)
+    assert step_of(plan).matmul == pytest.approx(
+        step_of().matmul / 16, rel=1e-3
+    )  # an eighth of it, for half of the sequences
+
+
+def test_the_optimizer_reads_and_writes_a_shard_once():
+    assert step_of().optimizer == pytest.approx(LLAMA.num_parameters / 64 * 36 / 2039e9)
+    offloaded = step_of(replace(FSDP, cpu_offload=True))
+    assert offloaded.offload > 0 < offloaded.optimizer
+    assert offloaded.total > step_of().total
+
+
+def test_a_host_that_launches_slower_than_the_device_runs_sets_the_pace():
+    slow = step_of(rates=replace(PLAIN, launch=1.0))
+    busy = (slow.total - slow.overhead - slow.optimizer - slow.exposed_communication["shard"]) / 4
+    assert slow.overhead == pytest.approx(4 * (32 * 1.0 - busy))
+    assert slow.limit == "host"
+
+
+def test_the_parts_of_a_step_add_up_and_the_largest_limits_it():
+    found = step_of()
+    assert sum(found.to_dict().values()) == pytest.approx(found.total)
+    assert found.limit == "compute"
+    assert step_of(devices="64xA100-80@pcie3,tcp25").limit == "network"
+
+
+def test_replicas_that_train_apart_send_once_in_many_steps():
+    alone = ParallelPlan("ddp", micro_batch_size=2, precision=Precision(compute="bfloat16"))
+    apart = replace(alone, num_replicas=16, sync=SyncPlan(name="local_sgd", every=50))
+    every = estimate_time(LLAMA, replace(alone, dp_replicate=16), 4096, parse_devices("16xA100-80"), rates=PLAIN)
+    found = estimate_time(LLAMA, apart, 4096, parse_devices("16xA100-80"), rates=PLAIN)
+    assert found.exposed_communication["dp"] == pytest.approx(every.exposed_communication["dp"] / 50)
+
+
+def simulate(order, seconds):
+    """The time of a step: what each rank computes, in order; `seconds` by kind and stage."""
+    done, clock, place = {}, dict.fromkeys(order, 0.0), dict.fromkeys(order, 0)
+    num_stages = 1 + max(stage for actions in order.values() for _, stage, _ in actions)
+    while any(place[rank] < len(order[rank]) for rank in order):
+        for rank, actions in order.items():
+            while place[rank] < len(actions):
+                kind, stage, index = actions[place[rank]]
+                needs = {"F": ("F", stage - 1, index), "W": ("I", stage, index)}.get(kind, ("I", stage + 1, index))
+                if 0 <= needs[1] < num_stages and needs not in done:
+                    break
+                clock[rank] = max(clock[rank], done.get(needs, 0)) + seconds[kind] * 1.0
+                done["I" if kind == "B" else kind, stage, index] = clock[rank]
+                place[rank] += 1
+    return max(clock.values())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "count"), [(2, 8), (4, 8), (4, 16), (8, 32)])
+def test_the_bubble_is_that_of_a_simulated_schedule(schedule, ranks, count):
+    seconds = {"F": 0.011, "B": 0.022, "I": 0.011, "W": 0.011}
+    for per_rank in (1, 2) if schedule in ("interleaved", "zero_bubble") else (1,):
+        total = simulate(order_of(schedule, ranks, per_rank, count), seconds)
+        load = 0.033 * per_rank
+        bubble = bubble_seconds(schedule, [load] * ranks, per_rank)
+        assert bubble == pytest.approx(total - count * load, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_bubble_of_stages_of_different_cost_is_the_time_of_a_microbatch_on_the_others(schedule):
+    loads = [2.0, 2.0, 3.0, 2.5]
+    order, done, clock = order_of(schedule, 4, 1, 16), {}, [0.0] * 4
+    while any(order.values()):
+        for rank, actions in order.items():
+            while actions:
+                kind, _, index = actions[0]
+                needs = (kind, rank - 1 if kind == "F" else rank + 1, index)
+                if 0 <= needs[1] < 4 and needs not in done:
+                    break
+                clock[rank] = max(clock[rank], done.get(needs, 0.0)) + loads[rank] * (1 if kind == "F" else 2) / 3
+                done[kind, rank, index] = clock[rank]
+                actions.pop(0)
+    assert bubble_seconds(schedule, loads, 1) == pytest.approx(max(clock) - 16 * 3.0, abs=0.01 * max(clock))
+
+
+def test_a_pipeline_estimates_its_slowest_rank():
+    plan = ParallelPlan(
+        "pp", pp=4, schedule="1f1b", stages=(8, 8, 8, 8), num_microbatches=16, precision=Precision(compute="bfloat16")
+    )
+    found, whole = step_of(plan, "4xA100-80"), step_of(replace(FSDP, dp_shard=1, micro_batch_size=1), "1xA100-80")
+    head = 6 * 4096 * 32000 * 4096 / (0.87 * 312e12)
+    assert found.matmul == pytest.approx(whole.matmul + 12 * head)
+    others = 3 * (found.compute / 16 - head - 4096 * 32000 * 6 / 2039e9)
+    border = found.exposed_communication["pp"] / 16
+    assert found.bubble == pytest.approx(others + 3 * border)
+
+
+# NVIDIA and AWS, nccl-tests: bus bandwidth of an all-reduce in GB/s by payload in MiB.
+P5 = {1: 64, 16: 237, 64: 360, 256: 419, 1024: 442}
+P4DE = {1: 6.4, 16: 26, 256: 70, 1024: 77}
+
+
+@pytest.mark.parametrize(
+    ("group", "measured", "error"),
+    [
+        (Group(8, 8, Links(LINKS["nvlink4"], LINKS["efa"])), P5, 0.2),
+        (Group(16, 8, Links(LINKS["nvlink3"], LINKS["efa400"])), P4DE, 0.6),
+    ],
+)
+def test_collectives_are_near_published_measurements(group, measured, error):
+    for size, gigabytes in measured.items():
+        payload = size * 2**20
+        found = payload * 2 * (group.size - 1) / group.size / group.all_reduce(payload)
+        assert found == pytest.approx(gigabytes * 1e9, rel=error), size
+
+
+def test_inner_axes_are_placed_on_a_machine_first():
+    plan = ParallelPlan("custom", pp=2, dp_shard=4, tp=8, schedule="1f1b", stages=(16, 16))
+    cluster = parse_devices("64xH100")
+    sizes = {axes: (found.size, found.local) for axes in (("tp",), ("dp_shard", "cp"), ("pp",))
+             for found in (find_group(plan, cluster, axes),)}  # fmt: skip
+    assert sizes == {("tp",): (8, 8), ("dp_shard", "cp"): (4, 1), ("pp",): (2, 1)}
+    assert find_group(replace(plan, tp=2, dp_shard=16), cluster, ("dp_shard",)).local == 4
+
+
+def test_links_of_a_text_of_a_device_and_of_an_instance():
+    links = parse_devices("64xH100@nvlink,efa").known_links
+    assert (links.inside, links.between, links.assumed) == (LINKS["nvlink4"], LINKS["efa"], False)
+    usual = parse_devices("64xA100-80").known_links
+    assert (usual.inside.name, usual.between.name, usual.assumed) == ("nvlink3", "ib200", True)
+    assert "since none were given" in usual.describe()
+    p5 = cluster_of(INSTANCES["ml.p5.48xlarge"], 2).known_links
+    assert p5.inside == LINKS["nvlink4"]
+    assert p5.between.bandwidth == pytest.approx(0.87 * 3200 / 8 / 8 * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("8xH100@nvlink9", "link 'nvlink9' is not known"), ("8xT4@nvlink", "is not known for T4"),
+     ("8xH100@nvlink,efa,ib", "give one link inside")],
+)  # fmt: skip
+def test_unknown_links_are_refused(text, words):
+    with pytest.raises(PlanError, match=re.escape(words)):
+        parse_devices(text)
+
+
+def test_a_device_of_unknown_speed_is_refused():
+    slow = replace(ACCELERATORS["H100"], name="X1", bf16_flops=None)
+    with pytest.raises(PlanError, match="the speed of X1 is unknown"):
+        estimate_time(LLAMA, FSDP, 4096, Cluster(slow, 64, 8, "cuda"))
+
+
+def test_more_bandwidth_is_never_slower():
+    fast, slow = (
+        replace(parse_devices("64xA100-80"), links=Links(Link("a", speed, 1e-6, ""), Link("b", speed / 10, 1e-6, "")))
+        for speed in (300e9, 30e9)
+    )
+    times = [estimate_time(LLAMA, FSDP, 4096, each, rates=GPU_RATES).total for each in (fast, slow)]
+    assert times[0] < times[1]
