@@ -1,0 +1,156 @@
+"""How far the planner's estimates are off, against published measurements: benchmarks/data/published-open.csv.
+
+    python benchmarks/planner_accuracy.py [--fit] [--rows] > benchmarks/results/planner-accuracy.md
+
+The fitted constants of `planner/rates.py` are fitted again for each source, on the rows of all other sources, and then
+scored on the rows of that source. Step time and memory are scored apart. --fit prints the constants fitted on all rows;
+--rows adds each row to the report.
+"""
+
+import argparse
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from echelon.planner.memory import estimate_memory
+from echelon.planner.rates import GPU_RATES, Rates
+from echelon.planner.time import TimeEstimate, estimate_time
+from published import Case, Excluded, read_rows
+
+FITTED = ("product", "small_dim", "attention", "fused", "eager", "overlap")
+_STEPS = (0.25, 0.12, 0.06, 0.03, 0.015)
+_LIMITS = {"product": 1.0, "attention": 1.0, "overlap": 1.0}
+CONSTANT_MFU = 0.42
+
+
+def estimate(case: Case, rates: Rates) -> TimeEstimate:
+    """The time of a published step."""
+    return estimate_time(case.shape, case.plan, case.sequence_len, case.cluster, case.software, rates)
+
+
+def loss(cases: Sequence[Case], rates: Rates) -> float:
+    """The mean distance of logarithms; a source counts as the square root of its rows."""
+    counts = Counter(each.source for each in cases)
+    total = weights = 0.0
+    for each in cases:
+        assert each.seconds is not None
+        weight = counts[each.source] ** -0.5
+        total += weight * abs(math.log(estimate(each, rates).total / each.seconds))
+        weights += weight
+    return total / weights
+
+
+def fit(cases: Sequence[Case], start: Rates = GPU_RATES) -> Rates:
+    """The constants with the smallest loss, by a search along one constant after the other."""
+    best, lowest = start, loss(cases, start)
+    for step in _STEPS:
+        improved = True
+        while improved:
+            improved = False
+            for name in FITTED:
+                for factor in (1 + step, 1 / (1 + step)):
+                    value = min(getattr(best, name) * factor, _LIMITS.get(name, math.inf))
+                    trial = replace(best, **{name: value})
+                    if (found := loss(cases, trial)) < lowest - 1e-6:
+                        best, lowest, improved = trial, found, True
+    return best
+
+
+def quantiles(errors: Iterable[float]) -> str:
+    """Median and 90th percentile in per cent."""
+    ordered = sorted(errors)
+    return f"{statistics.median(ordered):.1%} | {ordered[math.ceil(0.9 * len(ordered)) - 1]:.1%}"
+
+
+def score_time(cases: Sequence[Case]) -> tuple[dict[str, list[tuple[Case, float]]], dict[str, Rates]]:
+    """(by source, each row with predicted seconds over measured ones; the constants that were used)."""
+    rates = {source: fit([each for each in cases if each.source != source]) for source in _sources(cases)}
+    scored = defaultdict(list)
+    for each in cases:
+        assert each.seconds is not None
+        scored[each.source].append((each, estimate(each, rates[each.source]).total / each.seconds))
+    return dict(scored), rates
+
+
+def score_memory(cases: Sequence[Case]) -> dict[str, list[tuple[Case, float]]]:
+    """By source, each row with predicted bytes over measured ones; nothing is fitted."""
+    scored = defaultdict(list)
+    for each in cases:
+        if each.memory_bytes is not None:
+            total = estimate_memory(each.shape, each.plan, each.sequence_len, each.cluster.kind).total
+            scored[each.source].append((each, total / each.memory_bytes))
+    return dict(scored)
+
+
+def constant_mfu(cases: Sequence[Case]) -> list[float]:
+    """The errors of the same rows with a model FLOPs utilisation of 42 % for all."""
+    errors = []
+    for each in cases:
+        plan, device = each.plan, each.cluster.accelerator
+        peak = (device.peak_flops(plan.precision.compute) or 125e12) * (2 if plan.precision.float8 else 1)
+        tokens = plan.global_batch_size * each.sequence_len
+        trained = None if plan.adapter is None else plan.adapter.num_trained_matmul_parameters
+        flops = tokens * each.shape.flops_per_token(each.sequence_len, trained)
+        assert each.seconds is not None
+        errors.append(abs(flops / (CONSTANT_MFU * peak * each.cluster.num_devices) / each.seconds - 1))
+    return errors
+
+
+def _sources(cases: Iterable[Case]) -> list[str]:
+    return list(dict.fromkeys(each.source for each in cases))
+
+
+def _table(title: str, scored: dict[str, list[tuple[Case, float]]]) -> list[str]:
+    lines = [
+        f"## {title}",
+        "",
+        "| source | rows | median error | 90th percentile | predicted / measured |",
+        "|---|---|---|---|---|",
+    ]
+    every: list[float] = []
+    for source, rows in scored.items():
+        ratios = [ratio for _, ratio in rows]
+        errors = [abs(ratio - 1) for ratio in ratios]
+        every += errors
+        lines.append(f"| {source} | {len(rows)} | {quantiles(errors)} | {min(ratios):.2f} to {max(ratios):.2f} |")
+    return [*lines, f"| all | {len(every)} | {quantiles(every)} | |", ""]
+
+
+def main() -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--rows", action="store_true")
+    options = parser.parse_args()
+    rows = read_rows()
+    cases = [each for each in rows if isinstance(each, Case)]
+    timed = [each for each in cases if each.seconds is not None]
+    if options.fit:
+        best = fit(timed)
+        print({name: round(getattr(best, name), 4) for name in FITTED}, f"loss {loss(timed, best):.4f}")
+        return
+    scored, rates = score_time(timed)
+    lines = _table("Step time", scored)
+    floor = quantiles(constant_mfu(timed))
+    lines += [f"A constant MFU of {CONSTANT_MFU:.0%} on the same rows: median and 90th percentile {floor}.", ""]
+    lines += ["The constants, fitted without each source:", ""]
+    lines += [f"| without | {' | '.join(FITTED)} |", f"|---{'|---' * len(FITTED)}|"]
+    for source, found in rates.items():
+        lines.append(f"| {source} | {' | '.join(f'{getattr(found, name):.3g}' for name in FITTED)} |")
+    lines += ["", *_table("Memory", score_memory(cases))]
+    lines += ["## Rows that are left out", "", "| source | rows | reason |", "|---|---|---|"]
+    reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for each in rows:
+        if isinstance(each, Excluded):
+            reasons[each.source, each.reason].append(each.row.rsplit("-", 1)[1])
+    lines += [f"| {source} | {', '.join(names)} | {reason} |" for (source, reason), names in reasons.items()]
+    print("\n".join(lines))
+    if options.rows:
+        for each, ratio in [pair for every in scored.values() for pair in every]:
+            print(f"{each.row} {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Published measurements of training against the planner's estimates: benchmarks/planner_accuracy.py."""
+
+import statistics
+
+import pytest
+
+from echelon.planner.rates import GPU_RATES
+from planner_accuracy import CONSTANT_MFU, constant_mfu, estimate, score_time
+from published import Case, Excluded, read_rows
+
+
+def test_every_published_row_is_scored_or_left_out_for_a_reason():
+    rows = read_rows()
+    assert len(rows) == 477
+    assert all(each.reason for each in rows if isinstance(each, Excluded))
+    assert sum(isinstance(each, Case) and each.seconds is not None for each in rows) > 300
+
+
+def test_published_steps_are_predicted_better_than_by_a_constant_mfu():
+    """With the constants that are shipped, which were fitted on these rows; `score_time` leaves sources out."""
+    cases = [each for each in read_rows() if isinstance(each, Case) and each.seconds is not None]
+    errors = sorted(abs(estimate(each, GPU_RATES).total / each.seconds - 1) for each in cases)
+    floor = sorted(constant_mfu(cases))
+    assert CONSTANT_MFU == 0.42
+    assert statistics.median(errors) < 0.10 < statistics.median(floor)
+    assert errors[int(0.9 * len(errors))] < 0.25 < floor[int(0.9 * len(floor))]
+
+
+@pytest.mark.slow
+def test_sources_that_were_not_fitted_are_predicted():
+    cases = [each for each in read_rows() if isinstance(each, Case) and each.seconds is not None]
+    scored, _ = score_time(cases)
+    errors = sorted(abs(ratio - 1) for rows in scored.values() for _, ratio in rows)
+    assert statistics.median(errors) < 0.15
+    assert errors[int(0.9 * len(errors))] < 0.35
